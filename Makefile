@@ -1,0 +1,35 @@
+# Two commands: `make train`, `make test`. Each sets up .venv when it is missing or requirements.txt is newer.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: train test test-all test-gpu lint format clean
+
+train: $(STAMP)
+	./run_llama_train.sh
+
+test: $(STAMP)
+	$(PY) -m pytest -m "not slow"
+
+test-all: $(STAMP)
+	$(PY) -m pytest
+
+test-gpu: $(STAMP)
+	$(PY) -m pytest --device cuda tests/distributed tests/integration
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+$(STAMP): requirements.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) outputs .pytest_cache .ruff_cache .hypothesis
