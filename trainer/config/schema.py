@@ -1,0 +1,224 @@
+"""Every setting of a run: one frozen dataclass per TOML table, one docstring per key (`--help` shows it).
+
+Defaults stand here; rules that hold between keys are checked in `validate.py`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python_4k.tiktoken"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The run as a whole."""
+
+    config_file: str | None = None
+    """TOML file to read; for the command line only (a file inherits from another with base = "other.toml")."""
+
+    dump_folder: str = "./outputs"
+    """Folder for everything the run writes; made when missing."""
+
+    description: str = ""
+    """A line about the run, for its reader; printed at the start."""
+
+    print_config: bool = False
+    """Print the effective configuration as TOML before training; --print-config is short for it."""
+
+    max_minutes: float | None = None
+    """Minutes after which the run stops cleanly, at the end of the step during which they pass; None: no limit."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is reported, and how often."""
+
+    log_freq: int = 10
+    """Steps between two log lines; at least 1."""
+
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files as well."""
+
+    save_tb_folder: str = "tb"
+    """Folder of the event files, inside job.dump_folder."""
+
+    enable_color_printing: bool = True
+    """Colours in the log, on a terminal only."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Architecture and tokenizer."""
+
+    name: str = "llama3"
+    """Model family: llama3."""
+
+    flavor: str = "debugmodel"
+    """Size within the family; llama3 has debugmodel, 1B, 3B, 8B, 70B, 405B."""
+
+    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
+    """Normalisation before each block; np_layernorm has no parameters."""
+
+    tokenizer_path: str | None = None
+    """BPE file in tiktoken's format; None: the small one that is shipped with the program."""
+
+    rope_theta: float | None = None
+    """Base of the rotary frequencies, above 0; None: the flavor's."""
+
+    rope_scaling: float | None = None
+    """Factor of Llama 3.1's frequency scaling, at least 1; 1.0: no scaling; None: the flavor's."""
+
+    @property
+    def tokenizer_file(self) -> str:
+        """Path of the tokenizer that is used: `tokenizer_path`, or the shipped file."""
+        return str(SHIPPED_TOKENIZER) if self.tokenizer_path is None else self.tokenizer_path
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The update rule."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decays the weights themselves, Adam adds the decay to the gradient."""
+
+    lr: float = 8e-4
+    """Peak learning rate, above 0; lr_scheduler scales it."""
+
+    beta1: float = 0.9
+    """Decay of the running mean of the gradient, in [0, 1)."""
+
+    beta2: float = 0.95
+    """Decay of the running mean of its square, in [0, 1)."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment, above 0."""
+
+    weight_decay: float = 0.1
+    """Weight decay of the matrices (not of norms and embeddings), at least 0."""
+
+    implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
+    """One kernel per parameter, per list of parameters, or for the whole update."""
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """The learning rate over the steps: linear warm-up, constant, decay."""
+
+    warmup_steps: int = 200
+    """Steps of the linear warm-up, at least 0 and at most the total."""
+
+    total_steps: int | None = None
+    """Steps after which the decay has ended; None: training.steps."""
+
+    decay_ratio: float | None = None
+    """Share of the total, at its end, during which the rate decays (warm-up, stable, decay), in [0, 1];
+    0: never; None: from the end of the warm-up on."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+
+    min_lr_factor: float = 0.0
+    """Share of optimizer.lr that is left at the end of the decay, in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Data, batch, precision and length of the run."""
+
+    dataset: str = "python_stdlib"
+    """Source of documents: python_stdlib (the interpreter's own sources), text (one document per file),
+    jsonl (one per line)."""
+
+    dataset_path: str | None = None
+    """File, folder or glob of the data sets text and jsonl; python_stdlib takes none."""
+
+    local_batch_size: int = 8
+    """Rows per data-parallel rank and micro-batch, at least 1."""
+
+    global_batch_size: int = -1
+    """Rows per optimizer step over all ranks: a multiple of local_batch_size x data-parallel degree (more than
+    one micro-batch: gradients are accumulated); -1: exactly that product."""
+
+    seq_len: int = 2048
+    """Tokens per row; a multiple of parallelism.tensor_parallel_degree."""
+
+    max_norm: float = 1.0
+    """Largest norm of the gradient, which is scaled down to it; above 0."""
+
+    steps: int = 10000
+    """Optimizer steps of the run, at least 1."""
+
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Data type in which parameters and optimizer state are stored."""
+
+    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type in which parameters are gathered and the model computes; auto: bfloat16 on CUDA,
+    training.dtype on CPU."""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which gradients are reduced; with training.dtype = "float64" it is float64 always."""
+
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+
+    gc_freq: int = 50
+    """Steps between two runs of Python's garbage collector, on all ranks at once; at least 1."""
+
+    seed: int = 0
+    """Seed of the initial weights and of the order of the data, at least 0."""
+
+    deterministic: bool = False
+    """Use only deterministic kernels: slower, and the same bits in every run of one layout."""
+
+    data_streams: int = 64
+    """Logical streams the data is dealt to, which fix its order; a multiple of the data-parallel degree."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the ranks share the work; the product of the degrees is the number of ranks."""
+
+    data_parallel_replicate_degree: int = 1
+    """Replicas of the sharded model (DDP, or with a shard degree HSDP)."""
+
+    data_parallel_shard_degree: int = -1
+    """Ranks that share one copy of the parameters (FSDP); -1: all that the other degrees leave."""
+
+    tensor_parallel_degree: int = 1
+    """Ranks that share every matrix product (TP); divides the heads, the feed-forward width and the vocabulary."""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether parameters are freed after the forward and gathered again for the backward; default: yes, except for
+    the last block."""
+
+    disable_loss_parallel: bool = False
+    """With TP, gather the logits before the loss instead of computing it on their shards."""
+
+
+@dataclass(frozen=True)
+class Comm:
+    """Process groups."""
+
+    init_timeout_seconds: int = 300
+    """Seconds a collective may take until the first step is done, above 0."""
+
+    train_timeout_seconds: int = 100
+    """Seconds a collective may take from then on, above 0."""
+
+    trace_buf_size: int = 20000
+    """Collectives that NCCL's flight recorder remembers for a report after a hang; 0: off."""
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """A whole configuration; the attributes are the tables of the TOML file."""
+
+    job: Job = field(default_factory=Job)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    comm: Comm = field(default_factory=Comm)
