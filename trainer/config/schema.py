@@ -112,8 +112,7 @@ class LRScheduler:
     """Steps after which the decay has ended; None: training.steps."""
 
     decay_ratio: float | None = None
-    """Share of the total, at its end, during which the rate decays (warm-up, stable, decay), in [0, 1];
-    0: never; None: from the end of the warm-up on."""
+    """Share of the total, at its end, during which the rate decays, in [0, 1]; None: from the end of warm-up on."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
@@ -127,8 +126,7 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: str = "python_stdlib"
-    """Source of documents: python_stdlib (the interpreter's own sources), text (one document per file),
-    jsonl (one per line)."""
+    """Documents: python_stdlib (the interpreter's own sources), text (one per file) or jsonl (one per line)."""
 
     dataset_path: str | None = None
     """File, folder or glob of the data sets text and jsonl; python_stdlib takes none."""
@@ -137,8 +135,7 @@ class Training:
     """Rows per data-parallel rank and micro-batch, at least 1."""
 
     global_batch_size: int = -1
-    """Rows per optimizer step over all ranks: a multiple of local_batch_size x data-parallel degree (more than
-    one micro-batch: gradients are accumulated); -1: exactly that product."""
+    """Rows per step: a multiple of local_batch_size x data-parallel degree (by accumulation); -1: that product."""
 
     seq_len: int = 2048
     """Tokens per row; a multiple of parallelism.tensor_parallel_degree."""
@@ -153,8 +150,7 @@ class Training:
     """Data type in which parameters and optimizer state are stored."""
 
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type in which parameters are gathered and the model computes; auto: bfloat16 on CUDA,
-    training.dtype on CPU."""
+    """Data type in which the model computes; auto: bfloat16 on CUDA, training.dtype on CPU."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are reduced; with training.dtype = "float64" it is float64 always."""
@@ -189,8 +185,7 @@ class Parallelism:
     """Ranks that share every matrix product (TP); divides the heads, the feed-forward width and the vocabulary."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether parameters are freed after the forward and gathered again for the backward; default: yes, except for
-    the last block."""
+    """Free parameters after the forward and gather them again for the backward; default: in all but the last block."""
 
     disable_loss_parallel: bool = False
     """With TP, gather the logits before the loss instead of computing it on their shards."""

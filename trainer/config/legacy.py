@@ -1,0 +1,54 @@
+"""Older spellings of settings, as a table: what they are read as today."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.config.values import shown
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """An older key: the type of its value, today's key (None: it has no effect any more), and how the value changes."""
+
+    kind: type
+    key: str | None
+    convert: Callable[[Any], object] = lambda value: value
+
+
+OLDER: dict[str, Spelling] = {
+    "training.data_parallel_replicate_degree": Spelling(int, "parallelism.data_parallel_replicate_degree"),
+    "training.data_parallel_shard_degree": Spelling(int, "parallelism.data_parallel_shard_degree"),
+    "training.tensor_parallel_degree": Spelling(int, "parallelism.tensor_parallel_degree"),
+    "training.enable_loss_parallel": Spelling(bool, "parallelism.disable_loss_parallel", lambda on: not on),
+    "training.batch_size": Spelling(int, "training.local_batch_size"),
+    "training.warmup_steps": Spelling(int, "lr_scheduler.warmup_steps"),
+    "optimizer.fused": Spelling(bool, "optimizer.implementation", lambda on: "fused" if on else "foreach"),
+    "job.use_for_integration_test": Spelling(bool, None),
+}
+
+
+def rewrite(values: Mapping[str, object], where: str) -> tuple[dict[str, object], list[str]]:
+    """Settings of one source ("table.key" -> value) in today's spelling, and one note per older one.
+
+    Raises:
+        ConfigError: an older and today's spelling of one setting are both given, with different values.
+    """
+    today = {key: value for key, value in values.items() if key not in OLDER}
+    notes = []
+    for old, value in values.items():
+        if old not in OLDER:
+            continue
+        key, new = OLDER[old].key, OLDER[old].convert(value)
+        if key is None:
+            notes.append(f"{old} = {shown(value)} ({where}) is ignored: it has no effect any more")
+            continue
+        if today.get(key, new) != new:
+            raise ConfigError(
+                f"{old} = {shown(value)} and {key} = {shown(today[key])} ({where}) are two spellings of one setting "
+                f"with different values; keep {key} = {shown(today[key])} or {key} = {shown(new)}"
+            )
+        today[key] = new
+        notes.append(f"{old} = {shown(value)} ({where}) is an older spelling, read as {key} = {shown(new)}")
+    return today, notes

@@ -1,0 +1,278 @@
+"""From a command line and TOML files to a checked `JobConfig`: command line over file over base over defaults.
+
+Every source becomes a flat dict "table.key" -> typed value; older spellings are rewritten per source; then the sources
+are merged. tyro renders the help from the same dataclasses.
+"""
+
+import difflib
+import sys
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tomli_w
+
+from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.legacy import OLDER, rewrite
+from trainer.config.schema import JobConfig
+from trainer.config.values import from_toml, from_words, shown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_COMMAND_LINE = "on the command line"
+_USAGE = """Train a language model: train.py --job.config_file FILE [--table.key VALUE ...]
+
+The command line goes over the TOML file, the file over the defaults. A switch is turned off with --table.no-key.
+
+--check-config: check every setting without starting anything, then exit.
+
+--world-size N: with --check-config, the number of ranks to check the degrees for.
+
+--print-config: print the effective configuration as TOML (short for --job.print_config)."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command line asks for; `notes` are lines for the log, one per older spelling that was used."""
+
+    config: JobConfig
+    check_config: bool
+    world_size: int | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Key:
+    kind: Any
+    default: object
+
+
+# Options that are no settings of a run.
+_ACTIONS = {"check_config": _Key(bool, False), "world_size": _Key(int, 8)}
+_SHORT = {"print_config": "job.print_config"}
+
+
+def parse_command_line(argv: list[str]) -> CommandLine:
+    """The configuration that `argv` (without the program's name) and the files it names describe; --help exits with 0.
+
+    Raises:
+        ConfigError: an unknown table or key, a value of the wrong type, a file that is missing or no TOML.
+    """
+    given = _read_options(argv)
+    check_config = bool(given.pop("check_config", False))
+    world_size = given.pop("world_size", None)
+    if world_size is not None and world_size < 1:
+        raise ConfigError(f"--world-size {world_size} must be the number of ranks, at least 1, such as 8")
+    if world_size is not None and not check_config:
+        raise ConfigError(f"--world-size {world_size} only has a meaning together with --check-config; add it")
+    overrides, notes = rewrite(given, _COMMAND_LINE)
+    config_file = overrides.get("job.config_file")
+    from_file, file_notes = ({}, []) if config_file is None else _read_file(Path(config_file), chain=())
+    return CommandLine(_build(from_file | overrides), check_config, world_size, (*file_notes, *notes))
+
+
+def to_toml(config: JobConfig) -> str:
+    """The effective configuration as TOML that loads to an equal one; None and the name of the file are left out."""
+    tables = {
+        table: {key: value for key, value in content.items() if value is not None}
+        for table, content in asdict(config).items()
+    }
+    tables["job"].pop("config_file", None)
+    return tomli_w.dumps(tables)
+
+
+@lru_cache(maxsize=1)
+def schema_keys() -> dict[str, _Key]:
+    """Every key of today's schema as "table.key", with its type and default."""
+    keys = {}
+    for table, kind in get_type_hints(JobConfig).items():
+        hints = get_type_hints(kind)
+        keys |= {f"{table}.{key.name}": _Key(hints[key.name], key.default) for key in fields(kind)}
+    return keys
+
+
+@lru_cache(maxsize=1)
+def _accepted_keys() -> dict[str, _Key]:
+    older = {name: _Key(spelling.kind, None) for name, spelling in OLDER.items()}
+    return older | schema_keys()
+
+
+def _build(values: dict[str, object]) -> JobConfig:
+    tables: dict[str, dict[str, object]] = {table.name: {} for table in fields(JobConfig)}
+    for name, value in values.items():
+        table, _, key = name.partition(".")
+        tables[table][key] = value
+    kinds = get_type_hints(JobConfig)
+    return JobConfig(**{table: kinds[table](**content) for table, content in tables.items()})
+
+
+# ---- command line
+
+
+def _read_options(argv: list[str]) -> dict[str, Any]:
+    """Options -> typed values under their full names; of an option given twice the last counts."""
+    options = _split(argv)
+    if any(token in ("-h", "--help") for token, _ in options):
+        _print_help()
+    keys = _ACTIONS | _accepted_keys()
+    given: dict[str, Any] = {}
+    for token, words in options:
+        name, negated = _option_name(token, words)
+        key = keys[name]
+        if not negated:
+            given[name] = from_words(_label(name), words, key.kind, key.default)
+        elif words:
+            raise ConfigError(f"{token} takes no value, and was given {' '.join(words)!r}; write {token} alone")
+        else:
+            given[name] = False
+    return given
+
+
+def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
+    """Each option with the words up to the next one; `--key=value` counts as a word too."""
+    options: list[tuple[str, list[str]]] = []
+    for token in argv:
+        if token in ("-h", "--help"):
+            options.append((token, []))
+        elif token.startswith("--") and len(token) > 2:
+            name, equals, value = token.partition("=")
+            options.append((name, [value] if equals else []))
+        elif options and token != "--":
+            options[-1][1].append(token)
+        else:
+            raise ConfigError(
+                f"{token!r} {_COMMAND_LINE} belongs to no option; write --table.key value, "
+                f"such as --job.config_file train_configs/debug_model.toml"
+            )
+    return options
+
+
+def _option_name(token: str, words: list[str]) -> tuple[str, bool]:
+    """--table.key -> (name, False); --no-table.key and --table.no-key -> (name, True) for a switch."""
+    keys = _ACTIONS | _accepted_keys()
+    name = token[2:].replace("-", "_")
+    table, _, key = name.rpartition(".")
+    positive = [name, name.removeprefix("no_"), f"{table}.{key.removeprefix('no_')}"]
+    for candidate in (_SHORT.get(word, word) for word in positive):
+        negated = candidate != _SHORT.get(name, name)
+        if candidate in keys and (not negated or keys[candidate].kind is bool):
+            return candidate, negated
+    near = difflib.get_close_matches(name, [*_ACTIONS, *_SHORT], n=1, cutoff=0.8)
+    if near:
+        raise ConfigError(f"{token} is not a known option; did you mean {_label(near[0])}?")
+    raise _unknown(name, " ".join([token, *words]), _COMMAND_LINE)
+
+
+def _label(name: str) -> str:
+    """The option as messages name it: settings by their key, actions as they are typed."""
+    return name if "." in name else f"--{name.replace('_', '-')}"
+
+
+def _print_help() -> None:
+    """Print every option, grouped by table, and exit with 0."""
+    import tyro  # here, so that only --help pays for the import
+
+    tyro.cli(JobConfig, args=["--help"], use_underscores=True, prog="train.py", description=_USAGE)
+
+
+# ---- TOML files
+
+
+def _read_file(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], list[str]]:
+    """Settings of a file over those of its bases, and the notes of all; `chain` are the files that led here."""
+    if path.resolve() in [earlier.resolve() for earlier in chain]:
+        circle = " -> ".join(str(file) for file in (*chain, path))
+        raise ConfigError(f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base")
+    content = _load_toml(path, chain)
+    base = content.pop("base", None)
+    values: dict[str, Any] = {}
+    notes: list[str] = []
+    if base is not None:
+        if not isinstance(base, str):
+            raise ConfigError(
+                f'base = {shown(base)} (in {path}) must be one file name, such as base = "llama3_8b.toml"'
+            )
+        values, notes = _read_file(path.parent / base, (*chain, path))
+    own, own_notes = rewrite(_typed(content, f"in {path}"), f"in {path}")
+    return values | own, notes + own_notes
+
+
+def _load_toml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    asked = f"base = {str(path)!r} (in {chain[-1]})" if chain else f"job.config_file = {str(path)!r}"
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        siblings = sorted(str(file) for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(path), siblings, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "give a .toml file, such as train_configs/debug_model.toml"
+        raise ConfigError(f"{asked} does not exist; {hint}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f'{path} is not valid TOML: {error}; a line is key = value, with strings in "quotes"'
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: byte {error.start} is not UTF-8; save it as UTF-8") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{asked} cannot be read ({reason}); give a readable .toml file") from None
+
+
+def _typed(content: dict[str, Any], where: str) -> dict[str, object]:
+    """A parsed file as "table.key" -> typed value."""
+    accepted = _accepted_keys()
+    tables = [table.name for table in fields(JobConfig)]
+    values: dict[str, object] = {}
+    for table, settings in content.items():
+        if table not in tables and isinstance(settings, dict):
+            name = table if table.isprintable() else repr(table)
+            raise ConfigError(f"[{name}] ({where}) is not a known table{did_you_mean(table, tables)}")
+        if table not in tables:
+            raise _unknown(table, f"{table} = {shown(settings)}", where)
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"{table} = {shown(settings)} ({where}) must be a table; write [{table}] and keys below it"
+            )
+        for key, value in settings.items():
+            name = f"{table}.{key}"
+            if name == "job.config_file":
+                raise ConfigError(
+                    f"{name} = {shown(value)} ({where}) is for the command line only; a file inherits another one "
+                    f'with base = "other.toml" at its top'
+                )
+            if name not in accepted:
+                raise _unknown(name, f"{name} = {shown(value)}", where)
+            values[name] = from_toml(name, value, accepted[name].kind, accepted[name].default, where)
+    return values
+
+
+def _unknown(name: str, given: str, where: str) -> ConfigError:
+    """The error for a key that does not exist, with the likeliest one that does."""
+    table, _, key = name.rpartition(".")
+    known = list(schema_keys())
+    tables = [field.name for field in fields(JobConfig)]
+    if not given.isprintable():
+        given = repr(given)
+    same_key = [other for other in known if other.partition(".")[2] == key]
+    if same_key:
+        return ConfigError(f"{given} ({where}) is not a known key; did you mean {' or '.join(map(repr, same_key))}?")
+    if table and table not in tables:
+        return ConfigError(f"{given} ({where}) is in no known table{did_you_mean(table, tables)}")
+    in_table = [other for other in known if other.startswith(f"{table}.")]
+    near = _nearest(key, in_table) or _nearest(key, known)
+    if near:
+        hint = f"; did you mean {near!r}?"
+    elif table:
+        hint = f"; the keys of [{table}] are {', '.join(other.partition('.')[2] for other in in_table)}"
+    else:
+        hint = f"; settings are table.key, with table one of {', '.join(tables)}"
+    return ConfigError(f"{given} ({where}) is not a known key{hint}")
+
+
+def _nearest(key: str, names: list[str]) -> str | None:
+    """The name whose part after the dot is nearest to `key`."""
+    near = difflib.get_close_matches(key, [name.partition(".")[2] for name in names], n=1)
+    return next((name for name in names if near and name.partition(".")[2] == near[0]), None)

@@ -1,0 +1,122 @@
+"""One setting: from a TOML value or the words of a command line to the type its key declares."""
+
+import difflib
+import math
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from trainer.config.errors import ConfigError
+
+_NAMES: dict[type, str] = {bool: "true or false", int: "an int", float: "a finite float", str: "a string"}
+
+
+def from_toml(key: str, value: object, kind: Any, default: object, where: str) -> object:
+    """`value` if it has type `kind`; an int is fine for a float, a list becomes a tuple, nothing else is converted.
+
+    Raises:
+        ConfigError: the value has another type or is none of the choices.
+    """
+    plain, optional = _without_none(kind)
+    checked = _checked(value, plain)
+    if checked is None:
+        raise _wrong(key, value, plain, default, where, optional=optional)
+    return checked
+
+
+def from_words(key: str, words: list[str], kind: Any, default: object) -> object:
+    """The value that the words after an option spell; a bool needs none, an optional value may be None.
+
+    Raises:
+        ConfigError: too few or too many words, or one that does not spell a value of type `kind`.
+    """
+    plain, optional = _without_none(kind)
+    where = "on the command line"
+    if get_origin(plain) is tuple:
+        return from_toml(key, [_parsed(word, get_args(plain)[0]) for word in words], plain, default, where)
+    if plain is bool and not words:
+        return True
+    if len(words) != 1:
+        given = f"{' '.join(words)!r}" if words else "none"
+        raise ConfigError(
+            f"{key} ({where}) was given {given}, and takes one value: {_kind_name(plain)}{_example(default)}"
+        )
+    if optional and words == ["None"]:
+        return None
+    value = _checked(_parsed(words[0], plain), plain)
+    if value is None:
+        raise _wrong(key, words[0], plain, default, where, optional=optional)
+    return value
+
+
+def shown(value: object) -> str:
+    """A value as a message prints it: on one line, booleans as TOML spells them."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _checked(value: object, kind: Any) -> object | None:
+    """`value` as a `kind`, or None when it is not one."""
+    if get_origin(kind) is Literal:
+        return value if value in get_args(kind) else None
+    if get_origin(kind) is tuple:
+        items = [_checked(item, get_args(kind)[0]) for item in value] if isinstance(value, list) else [None]
+        return None if None in items else tuple(items)
+    if kind is float and type(value) is int and abs(value) < 2**1023:
+        value = float(value)
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    return value
+
+
+def _parsed(word: str, kind: Any) -> object:
+    """What a word spells for this kind; the word itself when it spells nothing."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(word.lower(), word)
+    if kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            return word
+    return word
+
+
+def _without_none(kind: Any) -> tuple[Any, bool]:
+    """`int | None` -> (int, True); any other type -> (type, False)."""
+    if get_origin(kind) not in (Union, types.UnionType):
+        return kind, False
+    (plain,) = [part for part in get_args(kind) if part is not types.NoneType]
+    return plain, True
+
+
+def _kind_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        return f"a list, each item {_kind_name(get_args(kind)[0])}"
+    return _NAMES[kind]
+
+
+def _example(default: object) -> str:
+    return "" if default is None else f", such as {shown(default)}"
+
+
+def _wrong(key: str, value: object, kind: Any, default: object, where: str, *, optional: bool) -> ConfigError:
+    hint = _example(default)
+    if get_origin(kind) is Literal:
+        choices = {choice.lower(): choice for choice in get_args(kind)}
+        near = difflib.get_close_matches(str(value).lower(), choices, n=1)
+        hint = f"; did you mean {choices[near[0]]!r}?" if near else ""
+    elif kind is int and (whole := _whole_number(value)) is not None:
+        hint = f"; write {whole}"
+    elif isinstance(value, str) and kind in (int, float, bool) and _checked(_parsed(value, kind), kind) is not None:
+        hint = f"; write {value.strip()} without quotes"
+    if optional:
+        hint += ", or leave it out"
+    return ConfigError(f"{key} = {shown(value)} ({where}) must be {_kind_name(kind)}{hint}")
+
+
+def _whole_number(value: object) -> int | None:
+    """10000 for 1e4, as a float or as a word."""
+    number = _parsed(value, float) if isinstance(value, str) else value
+    if isinstance(number, float) and math.isfinite(number) and number == int(number):
+        return int(number)
+    return None
