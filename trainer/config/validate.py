@@ -1,0 +1,209 @@
+"""Every check of a configuration that needs no process group and no torch: numbers, degrees, shapes, files, data.
+
+`validate` stops at the first thing that cannot work, with one sentence: the value, the rule, what would work.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+
+from trainer.config.degrees import Degrees, resolve_degrees
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.models.llama3.args import TransformerArgs
+from trainer.models.registry import model_args
+
+
+def validate(config: JobConfig, world_size: int) -> Degrees:
+    """Check everything that can be checked before ranks are started, for `world_size` of them.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
+    # At call time: reading a configuration does not need the data modules.
+    from trainer.data.datasets import check_source
+    from trainer.data.tokenizer import vocab_size_of
+
+    _check_numbers(config)
+    _check_schedule(config)
+    _check_precision(config)
+    _check_dump_folder(config.job.dump_folder)
+    parallelism = config.parallelism
+    degrees = resolve_degrees(
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        tp=parallelism.tensor_parallel_degree,
+        world_size=world_size,
+    )
+    _check_batch(config, degrees)
+    # The model's name first: with a wrong one, the tokenizer is not what the user has to look at.
+    model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
+    if config.model.tokenizer_path == "":
+        raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
+    vocab_size = vocab_size_of(config.model.tokenizer_path)
+    check_shape(
+        model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len),
+        config.model.flavor,
+        degrees,
+    )
+    check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
+    return degrees
+
+
+# ---- numbers
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The values a number may take, in words, with one that works where the default is None."""
+
+    test: Callable[[float], bool]
+    words: str
+    example: float | None = None
+
+
+_POSITIVE = _Range(lambda x: 0 < x < math.inf, "above 0")
+_NOT_NEGATIVE = _Range(lambda x: 0 <= x < math.inf, "at least 0")
+_AT_LEAST_ONE = _Range(lambda x: 1 <= x < math.inf, "at least 1", 1)
+_SHARE = _Range(lambda x: 0 <= x <= 1, "in [0, 1]", 0.2)
+_DECAY = _Range(lambda x: 0 <= x < 1, "in [0, 1)")
+_SECONDS = _Range(lambda x: 1 <= x <= 10**8, "in [1, 100000000]")
+
+_RANGES: dict[str, _Range] = {
+    "job.max_minutes": _Range(_POSITIVE.test, _POSITIVE.words, 60.0),
+    "metrics.log_freq": _AT_LEAST_ONE,
+    "model.rope_theta": _Range(_POSITIVE.test, _POSITIVE.words, 500000.0),
+    "model.rope_scaling": _Range(_AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)", 8.0),
+    "optimizer.lr": _POSITIVE,
+    "optimizer.beta1": _DECAY,
+    "optimizer.beta2": _DECAY,
+    "optimizer.eps": _POSITIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "lr_scheduler.warmup_steps": _NOT_NEGATIVE,
+    "lr_scheduler.total_steps": _Range(_AT_LEAST_ONE.test, _AT_LEAST_ONE.words, 10000),
+    "lr_scheduler.decay_ratio": _SHARE,
+    "lr_scheduler.min_lr_factor": _SHARE,
+    "training.local_batch_size": _AT_LEAST_ONE,
+    "training.seq_len": _AT_LEAST_ONE,
+    "training.max_norm": _POSITIVE,
+    "training.steps": _AT_LEAST_ONE,
+    "training.gc_freq": _AT_LEAST_ONE,
+    "training.seed": _Range(lambda x: 0 <= x < 2**63, "in [0, 2**63)"),
+    "training.data_streams": _AT_LEAST_ONE,
+    "comm.init_timeout_seconds": _SECONDS,
+    "comm.train_timeout_seconds": _SECONDS,
+    "comm.trace_buf_size": _NOT_NEGATIVE,
+}
+
+
+def _check_numbers(config: JobConfig) -> None:
+    for key, allowed in _RANGES.items():
+        value, default = attrgetter(key)(config), attrgetter(key)(JobConfig())
+        if value is not None and not allowed.test(value):
+            works = allowed.example if default is None else default
+            raise ConfigError(f"{key} = {value!r} must be {allowed.words}, such as {works!r}")
+
+
+def _check_schedule(config: JobConfig) -> None:
+    schedule, steps = config.lr_scheduler, config.training.steps
+    total, total_key = steps, "training.steps"
+    if schedule.total_steps is not None:
+        total, total_key = schedule.total_steps, "lr_scheduler.total_steps"
+    if schedule.warmup_steps > total:
+        raise ConfigError(
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} must not be more than {total_key} = {total}; "
+            f"lower it to {total // 10}, say, or train for more steps"
+        )
+    decay = total - schedule.warmup_steps if schedule.decay_ratio is None else round(schedule.decay_ratio * total)
+    if schedule.warmup_steps + decay > total:
+        raise ConfigError(
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio} of {total_key} = {total} begins before the end of "
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps}; use a ratio of at most "
+            f"{math.floor(100 * (total - schedule.warmup_steps) / total) / 100}"
+        )
+    if total < steps and decay and schedule.min_lr_factor == 0:
+        raise ConfigError(
+            f"lr_scheduler.total_steps = {total} leaves a learning rate of 0 for the rest of training.steps = {steps}; "
+            f"use at least {steps}, or an lr_scheduler.min_lr_factor above 0, such as 0.1"
+        )
+
+
+def _check_precision(config: JobConfig) -> None:
+    training = config.training
+    if training.dtype == "float64" and training.mixed_precision_reduce != "float32":
+        raise ConfigError(
+            f"training.mixed_precision_reduce = {training.mixed_precision_reduce!r} has no effect with "
+            f"training.dtype = 'float64', whose gradients are reduced in float64; leave it out"
+        )
+
+
+# ---- batch and shape against the degrees
+
+
+def _check_batch(config: JobConfig, degrees: Degrees) -> None:
+    training = config.training
+    micro_batch = training.local_batch_size * degrees.dp
+    if training.global_batch_size != -1 and (
+        training.global_batch_size < 1 or training.global_batch_size % micro_batch
+    ):
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size} must be a multiple of "
+            f"training.local_batch_size = {training.local_batch_size} x data-parallel degree {degrees.dp} = {micro_batch}; "
+            f"use {_nearest_multiples(training.global_batch_size, micro_batch)} or -1 (one micro-batch: {micro_batch})"
+        )
+    if training.data_streams % degrees.dp:
+        raise ConfigError(
+            f"training.data_streams = {training.data_streams} must be a multiple of the data-parallel degree "
+            f"{degrees.dp} (replicas x shards); use {_nearest_multiples(training.data_streams, degrees.dp)}"
+        )
+    if training.seq_len % degrees.tp:
+        raise ConfigError(
+            f"training.seq_len = {training.seq_len} must be a multiple of parallelism.tensor_parallel_degree = "
+            f"{degrees.tp}; use {_nearest_multiples(training.seq_len, degrees.tp)}"
+        )
+
+
+def check_shape(args: TransformerArgs, flavor: str, degrees: Degrees) -> None:
+    """Check that tensor parallelism can cut a model of this shape.
+
+    Raises:
+        ConfigError: heads, feed-forward width or vocabulary that the degree does not divide.
+    """
+    sizes = {
+        "attention heads": args.n_heads,
+        "key/value heads": args.n_kv_heads,
+        "feed-forward channels": args.ffn_hidden_dim,
+        "tokens in the vocabulary": args.vocab_size,
+    }
+    common = math.gcd(*sizes.values())
+    for what, size in sizes.items():
+        if size % degrees.tp:
+            fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree = {degrees.tp} must divide the {size} {what} of "
+                f"model.flavor = {flavor!r}; degrees that fit this model: {', '.join(fitting)}"
+            )
+
+
+def _nearest_multiples(number: int, factor: int) -> str:
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below > 0 else str(factor)
+
+
+def _check_dump_folder(folder: str) -> None:
+    """The folder can be made and written to: its nearest existing part is a writable folder."""
+    if not folder:
+        raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
+    path = Path(folder).absolute()
+    existing = next(part for part in (path, *path.parents) if os.path.lexists(part))
+    if not existing.is_dir():
+        what = "a file" if existing.exists() else "a broken link"
+        raise ConfigError(f"job.dump_folder = {folder!r}: {existing} is {what}; name a folder, such as './outputs'")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"job.dump_folder = {folder!r}: {existing} is not writable for this user; "
+            f"name a folder that is, such as './outputs'"
+        )
