@@ -4,7 +4,10 @@ Defaults stand here; rules that hold between keys are checked in `validate.py`.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+_SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python_4k.tiktoken"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class Model:
 
     rope_scaling: float | None = None
     """Factor of Llama 3.1's frequency scaling, at least 1; 1.0: no scaling; None: the flavor's."""
+
+    @property
+    def tokenizer_file(self) -> str:
+        """The tokenizer that is used: `tokenizer_path`, or the shipped file."""
+        return str(_SHIPPED_TOKENIZER) if self.tokenizer_path is None else self.tokenizer_path
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
     model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
     if config.model.tokenizer_path == "":
         raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
-    vocab_size = vocab_size_of(config.model.tokenizer_path)
+    vocab_size = vocab_size_of(config.model.tokenizer_file)
     check_shape(
         model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len),
         config.model.flavor,
@@ -146,13 +146,13 @@ def _check_precision(config: JobConfig) -> None:
 def _check_batch(config: JobConfig, degrees: Degrees) -> None:
     training = config.training
     micro_batch = training.local_batch_size * degrees.dp
+    factors = f"training.local_batch_size = {training.local_batch_size} x data-parallel degree {degrees.dp}"
     if training.global_batch_size != -1 and (
         training.global_batch_size < 1 or training.global_batch_size % micro_batch
     ):
         raise ConfigError(
-            f"training.global_batch_size = {training.global_batch_size} must be a multiple of "
-            f"training.local_batch_size = {training.local_batch_size} x data-parallel degree {degrees.dp} = {micro_batch}; "
-            f"use {_nearest_multiples(training.global_batch_size, micro_batch)} or -1 (one micro-batch: {micro_batch})"
+            f"training.global_batch_size = {training.global_batch_size} must be a multiple of {factors} = "
+            f"{micro_batch}; use {_nearest_multiples(training.global_batch_size, micro_batch)} or -1 (that product)"
         )
     if training.data_streams % degrees.dp:
         raise ConfigError(
