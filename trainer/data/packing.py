@@ -1,0 +1,90 @@
+"""Documents back to back in rows of `seq_len` tokens, with labels, positions and document ids. Torch-free.
+
+documents   [B a b E] [B c E]            B, E: begin and end of text; seq_len = 4
+tokens       B a b E | B c E ...
+labels       a b E - | c E - ...         shifted by one within the document; -: IGNORE_INDEX
+positions    0 1 2 3 | 0 1 2 ...         from 0 in each document, and where a row continues one
+document_ids 0 0 0 0 | 0 0 0 1 ...       numbered within the row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+IGNORE_INDEX = -100  # a label that no loss counts
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packed sequence: four arrays (seq_len,) int64, each with memory of its own."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    document_ids: np.ndarray
+
+
+class RowBuilder:
+    """Fills one row after the other.
+
+    Usage: `add` parts of documents until `missing` is 0, then `finish` gives the row and begins the next.
+    """
+
+    def __init__(self, seq_len: int) -> None:
+        if seq_len < 1:
+            raise ValueError(f"seq_len = {seq_len} must be at least 1")
+        self._seq_len = seq_len
+        self._count = np.arange(seq_len, dtype=np.int64)
+        self._begin()
+
+    @property
+    def missing(self) -> int:
+        """Tokens that the row still lacks."""
+        return self._seq_len - self._filled
+
+    def add(self, document: np.ndarray, start: int = 0) -> int:
+        """Append `document[start:]`, or as much of it as fits; how many tokens that were.
+
+        `document` (n,) is whole, with its begin and end tokens: the label of the last token that fits is the
+        document's next token, wherever that will stand.
+        """
+        n = min(self.missing, len(document) - start)
+        if n <= 0:
+            return 0
+        row, here = self._row, slice(self._filled, self._filled + n)
+        row.tokens[here] = document[start : start + n]
+        following = document[start + 1 : start + n + 1]
+        row.labels[here][: len(following)] = following
+        if len(following) < n:  # the document ends here: its last token has nothing to predict
+            row.labels[self._filled + n - 1] = IGNORE_INDEX
+        row.positions[here] = self._count[:n]
+        row.document_ids[here] = self._documents
+        self._filled += n
+        self._documents += 1
+        return n
+
+    def finish(self) -> Row:
+        """The full row; the builder begins the next one in new memory."""
+        assert self.missing == 0, f"the row lacks {self.missing} of {self._seq_len} tokens"
+        row = self._row
+        self._begin()
+        return row
+
+    def _begin(self) -> None:
+        self._row = Row(*(np.empty(self._seq_len, dtype=np.int64) for _ in range(4)))
+        self._filled = 0
+        self._documents = 0
+
+
+def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[Row]:
+    """Rows of whole documents (n,), each with its begin and end tokens; a last row that is not full is left out."""
+    builder = RowBuilder(seq_len)
+    for document in documents:
+        start = 0
+        while start < len(document):
+            start += builder.add(document, start)
+            if builder.missing == 0:
+                yield builder.finish()
