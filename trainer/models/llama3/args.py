@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency scaling: long wavelengths are stretched by `factor`, short ones kept, between them a ramp."""
+    """Llama 3.1's frequency scaling: long wavelengths stretched by `factor`, short ones kept, a ramp between."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -41,7 +41,9 @@ class TransformerArgs:
         """Number of parameters; a tied embedding counts once."""
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
         embedding = self.vocab_size * self.dim
-        return self.n_layers * (self._layer_matrices() + 2 * norm) + norm + embedding * (1 if self.tie_embeddings else 2)
+        return (
+            self.n_layers * (self._layer_matrices() + 2 * norm) + norm + embedding * (1 if self.tie_embeddings else 2)
+        )
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
         """Model FLOPs per token of a training step (forward + backward) as (full attention, causal attention).
@@ -79,7 +81,5 @@ FLAVORS: dict[str, TransformerArgs] = {
     ),
     "8B": TransformerArgs(),
     "70B": TransformerArgs(dim=8192, n_layers=80, n_heads=64, ffn_hidden_dim=28672),
-    "405B": TransformerArgs(
-        dim=16384, n_layers=126, n_heads=128, ffn_hidden_dim=53248, rope_scaling=RopeScaling(8.0)
-    ),
+    "405B": TransformerArgs(dim=16384, n_layers=126, n_heads=128, ffn_hidden_dim=53248, rope_scaling=RopeScaling(8.0)),
 }

@@ -1,0 +1,177 @@
+"""The parity harness: a layout's losses, gradients, norms and weights against those of a single process.
+
+Every layout trains on the same rows: global row i is made from i, and data-parallel rank r of D takes rows r, r + D, ...
+Rows have different numbers of labels, and every odd row of the first step has none, so that some ranks have no label.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from trainer.components.grad_norm import settle_gradients
+from trainer.config.loader import parse_command_line
+from trainer.config.validate import validate
+from trainer.data.packing import IGNORE_INDEX
+from trainer.distributed import data_parallel
+from trainer.distributed.process_group import Process, process_group
+from trainer.models.llama3.args import FLAVORS, TransformerArgs
+from trainer.models.llama3.model import Transformer
+from trainer.trainer import Batch, Trainer
+
+STEPS = 3
+VOCAB = 128
+TINY = TransformerArgs(dim=64, n_layers=2, n_heads=16, n_kv_heads=8, ffn_hidden_dim=96)
+FLAVORS["tiny"] = TINY
+FLAVORS["tiny_tied"] = replace(TINY, tie_embeddings=True)
+
+# Small enough to be quick, odd enough to be strict; a case's own arguments come after.
+BASE = [
+    "--model.flavor=tiny",
+    "--training.seq_len=16",
+    "--training.global_batch_size=16",
+    "--training.local_batch_size=2",
+    f"--training.steps={STEPS}",
+    "--training.max_norm=0.5",
+    "--optimizer.lr=1e-2",
+    "--lr_scheduler.warmup_steps=1",
+    "--metrics.log_freq=1",
+]
+
+
+@dataclass
+class Record:
+    """What a run did, whole tensors in the reference's shapes; lists have one entry a step."""
+
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: list[dict] = field(default_factory=list)
+    local_elements: int = 0
+    """Elements of parameters that this rank holds."""
+
+
+class RecordingTrainer(Trainer):
+    """The real trainer on made-up rows, which writes down what it computed."""
+
+    def __init__(self, *args, record: Record, fault: str | None = None) -> None:
+        self.record = record
+        self.fault = fault
+        super().__init__(*args)
+
+    def build_data(self) -> tuple[Iterator[Batch], int]:
+        return self._micro_batches(), VOCAB
+
+    def _micro_batches(self) -> Iterator[Batch]:
+        training = self.config.training
+        degree, i = self.dims.size("dp"), self.dims.rank("dp")
+        while True:
+            rows = []
+            for _ in range(training.local_batch_size):
+                rows.append(make_row(i, training.seq_len, no_labels=i < training.global_batch_size and i % 2 == 1))
+                i += degree
+            batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            if self.fault == "labels shifted after cutting":
+                batch["labels"][:, training.seq_len // 2 - 1] = IGNORE_INDEX  # what the first half cannot know
+            yield batch
+
+    def clip(self, step: int, loss: float) -> float:
+        settle_gradients(self.model.parameters())
+        self.record.gradients.append({name: whole(p.grad) for name, p in self.model.named_parameters()})
+        return super().clip(step, loss)
+
+
+def make_row(i: int, seq_len: int, *, no_labels: bool = False) -> dict[str, torch.Tensor]:
+    """Global row i: random tokens, and labels of which a share that depends on i is missing."""
+    generator = torch.Generator().manual_seed(1000 + i)
+    text = torch.randint(VOCAB, (seq_len + 1,), generator=generator)
+    hidden = torch.rand(seq_len, generator=generator) < (1.0 if no_labels else (i % 7) / 8)
+    return {"tokens": text[:-1].clone(), "labels": text[1:].masked_fill(hidden, IGNORE_INDEX)}
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """The full tensor, on the CPU; a collective for a tensor that is cut."""
+    x = x.detach()
+    return (x.full_tensor() if isinstance(x, DTensor) else x).cpu().clone()
+
+
+def run_layout(arguments: list[str], fault: str | None = None) -> Record:
+    """On each rank: train STEPS steps with BASE and `arguments`; `fault` plants one of the known mistakes."""
+    process = Process.from_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
+        degrees = validate(config, process.world_size)
+        record = Record()
+        with process_group(process, config.comm):
+            with planted(fault):
+                trainer = RecordingTrainer(config, degrees, process.device, record=record, fault=fault)
+            for step in range(1, STEPS + 1):
+                trainer.train_step(step)
+            trainer.metrics.close()
+            for name, p in trainer.model.named_parameters():
+                local = p.to_local() if isinstance(p, DTensor) else p
+                record.local_elements += local.numel()
+                record.weights[name] = whole(p)
+        if process.rank == 0:
+            lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+            record.metrics = [json.loads(line) for line in lines]
+            return record
+    return Record(local_elements=record.local_elements)  # one copy is enough to send home
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """Make the mistake that a negative control is about."""
+    real = data_parallel.fully_shard
+
+    def leave_out_a_parameter(module: nn.Module, **settings: object) -> nn.Module:
+        if isinstance(module, Transformer):
+            settings["ignored_params"] = {module.norm.weight}
+        return real(module, **settings)
+
+    def average(module: FSDPModule) -> None:
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(float(torch.distributed.get_world_size()))
+
+    if fault == "gradients averaged":
+        with mock.patch.object(data_parallel, "sum_gradients", average):
+            yield
+    elif fault == "one parameter not reduced":
+        with mock.patch.object(data_parallel, "fully_shard", leave_out_a_parameter):
+            yield
+    else:
+        yield
+
+
+def assert_parity(got: Record, wanted: Record, tolerance: float) -> None:
+    """Relative differences of losses, norms, and of each tensor in its Euclidean norm, all at most `tolerance`."""
+    problems = []
+
+    def compare(what: str, a: torch.Tensor | float, b: torch.Tensor | float) -> None:
+        a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+        error = (a - b).norm().item()
+        scale = b.norm().item()
+        # An exact zero must be met exactly, and a NaN is never near.
+        if not (error <= tolerance * scale and math.isfinite(error)):
+            problems.append(f"{what}: {error / scale if scale else error:.1e}")
+
+    assert len(got.metrics) == len(wanted.metrics) == STEPS
+    for step, (mine, theirs) in enumerate(zip(got.metrics, wanted.metrics, strict=True), 1):
+        for key in ("loss", "loss_max", "grad_norm", "lr", "tokens_seen"):
+            compare(f"step {step} {key}", mine[key], theirs[key])
+    for step, (mine, theirs) in enumerate(zip(got.gradients, wanted.gradients, strict=True), 1):
+        assert mine.keys() == theirs.keys()
+        for name, grad in theirs.items():
+            compare(f"step {step} gradient of {name}", mine[name], grad)
+    assert got.weights.keys() == wanted.weights.keys()
+    for name, weight in wanted.weights.items():
+        compare(f"weight {name}", got.weights[name], weight)
+    assert not problems, "\n".join(problems)

@@ -1,0 +1,140 @@
+"""A pool of rank processes: forked from a server that has imported torch, so that a case costs a fraction of a second.
+
+A case is an importable function that every rank calls; what it returns comes back, one result a rank. A rank that
+raises or hangs fails the case with its trace, and the pool starts anew for the next one.
+"""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+# Imported once, in the server that forks the ranks. It computes nothing, so that it has no threads to lose.
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "trainer.trainer", "train"]
+
+
+class RankFailedError(AssertionError):
+    """A rank of a case raised, died, or did not answer in time."""
+
+
+class WorkerPool:
+    """Ranks on demand: `pool.run(world_size, function, *args)`.
+
+    device: `cpu` (gloo, one thread a rank) or `cuda` (NCCL, a GPU a rank; cases that need more GPUs are skipped).
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+        """Call `function(*args)` on ranks 0 to world_size - 1, each with torchrun's variables set; results by rank.
+
+        Raises:
+            RankFailedError: with the trace of the rank that failed first.
+        """
+        if self.device == "cuda":
+            import torch
+
+            if torch.cuda.device_count() < world_size:
+                pytest.skip(f"needs {world_size} GPUs, {torch.cuda.device_count()} visible")
+        self._grow(world_size)
+        variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+        for rank, (_, connection) in enumerate(self._workers[:world_size]):
+            _send(connection, (variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, function, args))
+        try:
+            return self._collect(world_size, time.monotonic() + timeout)
+        except BaseException:
+            self.stop()  # the other ranks may wait for ever
+            raise
+
+    def stop(self) -> None:
+        """End all workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _grow(self, world_size: int) -> None:
+        for _ in range(world_size - len(self._workers)):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs, self.device), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(self, world_size: int, deadline: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, tuple[str, bool]] = {}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world_size])}
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise RankFailedError(f"ranks {sorted(waiting.values())} did not answer in time; failures: {failures}")
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    ok, value, is_cause = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    ok, value, is_cause = False, "the process died", True
+                if ok:
+                    results[rank] = value
+                    continue
+                failures[rank] = (value, is_cause)
+                if is_cause:
+                    raise RankFailedError(f"rank {rank}: {value}")
+        if failures:
+            raise RankFailedError(f"lost peers: {failures}")
+        return [results[rank] for rank in range(world_size)]
+
+
+def _send(connection: Connection, message: object) -> None:
+    # Plain pickle: torch's own reductions would share tensors through file descriptors.
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def _serve(connection: Connection, device: str) -> None:
+    """Body of a worker: one case after another until the pool hangs up."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.chdir(tempfile.gettempdir())
+    import torch
+
+    from trainer.distributed.process_group import is_peer_failure
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            variables, function, args = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        os.environ.update(variables)
+        try:
+            _send(connection, (True, function(*args), True))
+        except Exception as error:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            _send(connection, (False, traceback.format_exc(), not is_peer_failure(error)))

@@ -1,0 +1,34 @@
+"""Log lines on the console: coloured in a terminal, plain in a file, from the ranks one wants to read."""
+
+import logging
+import os
+import sys
+
+from rich.console import Console
+from rich.text import Text
+
+logger = logging.getLogger("trainer")
+_COLORS = {logging.WARNING: "yellow", logging.ERROR: "bold red"}
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console, rank: int) -> None:
+        super().__init__()
+        self.console = console
+        # Rank 0 speaks for the job; the others say who they are.
+        self.prefix = f"[rank {rank}] " if rank else ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = _COLORS.get(record.levelno, getattr(record, "style", ""))
+        # soft_wrap: a line stays a line, however narrow the terminal
+        self.console.print(Text(self.prefix + record.getMessage(), style=style), soft_wrap=True)
+        self.console.file.flush()
+
+
+def set_up_logging(rank: int, *, color: bool) -> None:
+    """Send the program's log lines to stdout: all of them from the ranks in LOG_RANK (default 0), else warnings."""
+    spoken = os.environ.get("LOG_RANK", "0").split(",")
+    console = Console(file=sys.stdout, no_color=not color, highlight=False)
+    logger.handlers = [_ConsoleHandler(console, rank)]
+    logger.setLevel(logging.INFO if str(rank) in spoken else logging.WARNING)
+    logger.propagate = False

@@ -1,0 +1,60 @@
+"""One gradient norm for the whole model, whatever its parameters' meshes, and clipping by it."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from trainer.distributed.exchange import all_reduce
+from trainer.distributed.parallel_dims import ParallelDims
+
+
+def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Bring each gradient to its parameter's placement: tensor parallelism leaves those of norms as partial sums."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def global_grad_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> float:
+    """Euclidean norm of all gradients of the model, the same on every rank.
+
+    Each rank adds the squares of what it holds, divided by the number of ranks that hold the same; one sum over all
+    ranks then counts every element once, with parameters on different meshes and pipeline stages alike.
+    (`clip_grad_norm_` refuses mixed meshes.)
+    """
+    held: dict[int, list[torch.Tensor]] = defaultdict(list)  # replicas -> local gradients
+    ranks_of_stage = dims.size("world") // dims.size("pp")
+    for parameter in parameters:
+        if parameter.grad is not None:
+            held[ranks_of_stage // _shards(parameter.grad)].append(_local(parameter.grad))
+    device = dims["world"].device_type
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for replicas, grads in held.items():
+        total += get_total_norm(grads).to(device, torch.float64) ** 2 / replicas
+    return math.sqrt(all_reduce(total, dims["world"]).item())
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale all gradients so that their common norm is at most `max_norm`."""
+    if norm > max_norm:
+        grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(grads, max_norm / norm)
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _shards(x: torch.Tensor) -> int:
+    """Number of different shards of a tensor; the ranks of its other mesh dimensions repeat them."""
+    if not isinstance(x, DTensor):
+        return 1
+    sizes = zip(x.device_mesh.shape, x.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())

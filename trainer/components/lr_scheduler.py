@@ -1,0 +1,36 @@
+"""Learning rate over the run: warm-up, stable, decay (WSD, arXiv 2404.06395)."""
+
+import math
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.config.schema import LRScheduler
+
+
+def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
+    """Share of the full learning rate for optimizer step `step`, counted from 0.
+
+    Rises linearly over `warmup_steps` (the first step already learns), stays at 1, and falls over the last
+    `decay_ratio` of the run (without it: from the end of the warm-up on) to `min_lr_factor`.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    after_warmup = total_steps - config.warmup_steps
+    decay_steps = after_warmup if config.decay_ratio is None else round(config.decay_ratio * total_steps)
+    decay_steps = min(decay_steps, after_warmup)
+    into_decay = step - (total_steps - decay_steps)
+    if into_decay <= 0:
+        return 1.0
+    left = {
+        "linear": lambda x: 1.0 - x,
+        "sqrt": lambda x: 1.0 - math.sqrt(x),
+        "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
+    }[config.decay_type](min(into_decay / decay_steps, 1.0))
+    return config.min_lr_factor + (1.0 - config.min_lr_factor) * left
+
+
+def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: LRScheduler, steps: int) -> LambdaLR:
+    """Schedule for `optimizer`; `steps` is the length of the run, unless `total_steps` says otherwise."""
+    total_steps = config.total_steps or steps
+    return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))

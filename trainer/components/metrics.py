@@ -1,0 +1,219 @@
+"""What a step did, reduced over the ranks that hold its parts, to the console, TensorBoard and `metrics.jsonl`."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import torch
+
+from trainer.components.console import logger
+from trainer.config.schema import JobConfig
+from trainer.distributed.exchange import all_reduce
+from trainer.distributed.parallel_dims import ParallelDims
+
+# Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets; the first name that fits counts.
+_PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "MI325X": 1300e12,
+    "MI300X": 1300e12,
+    "MI250X": 191.5e12,
+}
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One logged step; the keys of an object in `metrics.jsonl`."""
+
+    step: int
+    loss: float
+    """Mean over all tokens of the step that have a label."""
+    loss_max: float
+    """Largest mean loss of one row (sequence) of the step."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tokens_per_second: float
+    """Of the whole job since the last logged step, every position of every row counted once."""
+    tokens_per_second_per_device: float
+    tflops: float
+    """Model TFLOP/s per device, full attention counted."""
+    mfu: float | None
+    """Share (0 to 1) of the device's bfloat16 peak with full attention counted; None where no peak is known."""
+    mfu_causal: float | None
+    """The same, counting what a causal mask leaves of attention."""
+    memory_gib: float
+    """Peak of the rank that has most: allocated by PyTorch on a GPU, resident on a CPU."""
+    data_loading_fraction: float
+    """Share of the time that ranks waited for data, mean over the ranks."""
+    tokens_seen: int
+    """By the whole job since its first step."""
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of a device for matrix products in `dtype`; None where it is not known."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this process: allocated on its GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # ru_maxrss: bytes there, KiB here
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float) -> str:
+    """One line of fixed columns: progress, learning, speed, resources, time left."""
+    width = len(str(total_steps))
+    mfu = "    -" if metrics.mfu is None else f"{metrics.mfu:5.1%}"
+    return (
+        f"step {metrics.step:>{width}}/{total_steps} {metrics.step / total_steps:4.0%}"
+        f"  loss {metrics.loss:8.5f}  max {metrics.loss_max:8.5f}  grad_norm {metrics.grad_norm:8.4f}"
+        f"  lr {metrics.lr:.2e}  tok/s {metrics.tokens_per_second:>9,.0f}"
+        f" ({metrics.tokens_per_second_per_device:,.0f}/device)  tflops {metrics.tflops:6.2f}  mfu {mfu}"
+        f"  mem {metrics.memory_gib:6.2f} GiB  data {metrics.data_loading_fraction:4.0%}"
+        f"  eta {timedelta(seconds=round(eta_seconds))}"
+    )
+
+
+class MetricsLogger:
+    """Measures between logged steps and writes them. Every rank calls `log`; rank 0 of the job writes files.
+
+    flops_per_token: (full, causal) attention; tokens_per_step: of the whole job.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        *,
+        flops_per_token: tuple[float, float],
+        tokens_per_step: int,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.dims = dims
+        self.device = device
+        self.flops_per_token = flops_per_token
+        self.tokens_per_step = tokens_per_step
+        self.peak_flops = peak_flops(device, compute_dtype)
+        self._sinks = _open_sinks(config) if dims.rank("world") == 0 else []
+        self.restart_clock(step=0)
+
+    def restart_clock(self, step: int) -> None:
+        """Start measuring after `step`."""
+        self._last_step = step
+        self._data_seconds = 0.0
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def loading_data(self) -> Iterator[None]:
+        """Time spent inside counts as data loading."""
+        started = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - started
+
+    def due(self, step: int) -> bool:
+        """Whether this step is logged: the first, the last, and every `metrics.log_freq`-th."""
+        return step in (1, self.config.training.steps) or step % self.config.metrics.log_freq == 0
+
+    def log(self, step: int, *, loss: float, row_losses: torch.Tensor, grad_norm: float, lr: float) -> StepMetrics:
+        """Reduce and write one step. A collective: every rank calls it for the same steps.
+
+        loss: already of the whole job; row_losses: (rows,) mean loss of each row of this rank.
+        """
+        elapsed = time.perf_counter() - self._started
+        steps = step - self._last_step
+        largest = torch.tensor(
+            [row_losses.max().item(), elapsed, peak_memory_gib(self.device)], dtype=torch.float64, device=self.device
+        )
+        loss_max, elapsed, memory = all_reduce(largest, self.dims["world"], "max").tolist()
+        waited = torch.tensor(self._data_seconds, dtype=torch.float64, device=self.device)
+        waited = all_reduce(waited, self.dims["world"]).item() / self.dims.size("world")
+        per_device = self.tokens_per_step * steps / elapsed / self.dims.size("world")
+        flops = [per_device * flops for flops in self.flops_per_token]
+        mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]
+        metrics = StepMetrics(
+            step=step,
+            loss=loss,
+            loss_max=loss_max,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens_per_second=per_device * self.dims.size("world"),
+            tokens_per_second_per_device=per_device,
+            tflops=flops[0] / 1e12,
+            mfu=mfu[0],
+            mfu_causal=mfu[1],
+            memory_gib=memory,
+            data_loading_fraction=waited / elapsed,
+            tokens_seen=step * self.tokens_per_step,
+        )
+        left = self.config.training.steps - step
+        logger.info(console_line(metrics, self.config.training.steps, left * elapsed / steps))
+        for sink in self._sinks:
+            sink.write(metrics)
+        self.restart_clock(step)
+        return metrics
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        for sink in self._sinks:
+            sink.close()
+
+
+class _JsonLines:
+    """One object a logged step. An earlier run's file is kept under the time of its last line."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists():
+            last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+            path.rename(path.with_name(f"metrics.{last}.jsonl"))
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoard:
+    """One scalar a metric, in a folder of its own for each run."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second of imports, only where it is on
+
+        self._writer = SummaryWriter(str(folder / datetime.now().strftime("%Y%m%d-%H%M%S")))
+
+    def write(self, metrics: StepMetrics) -> None:
+        for name, value in asdict(metrics).items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _open_sinks(config: JobConfig) -> list[_JsonLines | _TensorBoard]:
+    folder = Path(config.job.dump_folder)
+    sinks: list[_JsonLines | _TensorBoard] = [_JsonLines(folder / "metrics.jsonl")]
+    if config.metrics.enable_tensorboard:
+        sinks.append(_TensorBoard(folder / config.metrics.save_tb_folder))
+    return sinks

@@ -1,0 +1,29 @@
+"""The optimizer: which parameters decay, and how fast the step runs."""
+
+import torch
+from torch import nn
+
+from trainer.config.schema import Optimizer
+
+_CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+
+
+def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+    """AdamW or Adam over all parameters of `model`; norms and embeddings (also a tied output) do not decay."""
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        (decaying if parameter.ndim > 1 and parameter not in embeddings else others).append(parameter)
+    groups = [
+        {"params": decaying, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return _CLASSES[config.name](
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        foreach=config.implementation == "foreach",
+        fused=config.implementation == "fused",
+    )

@@ -1,0 +1,85 @@
+"""FSDP, HSDP and DDP, all through `fully_shard`, with gradients that are SUMS over the ranks.
+
+The loss is already divided by the number of valid tokens of the whole step, so FSDP's averaging is switched off:
+weight gradients then equal those of a single device for every choice of degrees, also when ranks hold different
+numbers of valid tokens, or none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from trainer.config.schema import JobConfig
+
+
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """What `apply_data_parallel` needs to know: dtypes of compute and of gradient reduction, resharding, offload."""
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+    @classmethod
+    def from_config(cls, config: JobConfig, device_type: str) -> "DataParallelOptions":
+        storage = getattr(torch, config.training.dtype)
+        compute = config.training.mixed_precision_param
+        if compute == "auto":
+            # A float64 run asks for exactness; bfloat16 pays where there is hardware for it.
+            compute = "bfloat16" if device_type == "cuda" and storage != torch.float64 else config.training.dtype
+        reduce = torch.promote_types(storage, getattr(torch, config.training.mixed_precision_reduce))
+        if config.training.mixed_precision_reduce == "bfloat16" and storage != torch.float64:
+            reduce = torch.bfloat16
+        return cls(
+            param_dtype=getattr(torch, compute),
+            reduce_dtype=reduce,
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
+            cpu_offload=config.training.enable_cpu_offload,
+        )
+
+
+def apply_data_parallel(
+    model: nn.Module, units: Sequence[nn.Module], last: nn.Module | None, mesh: DeviceMesh, options: DataParallelOptions
+) -> None:
+    """Shard (and replicate) the parameters of `model` over `mesh`, gathering unit by unit.
+
+    units: modules gathered on their own, in the order of the forward; last: one more whose parameters the backward
+    wants first, so they stay gathered. What is left belongs to the root. Nothing is wrapped where there is nothing
+    to shard, to cast or to offload.
+    """
+    storage = next(model.parameters()).dtype
+    if mesh.size() == 1 and options.param_dtype == storage and not options.cpu_offload:
+        return
+    settings = {
+        "mesh": mesh,
+        # Inputs keep their dtype: rotary tables stay float32 beside bfloat16 activations.
+        "mp_policy": MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if options.cpu_offload
+        else OffloadPolicy(),
+    }
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **settings)
+    if last is not None:
+        fully_shard(last, reshard_after_forward=False, **settings)
+    fully_shard(model, **settings)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            sum_gradients(module)
+
+
+def sum_gradients(module: FSDPModule) -> None:
+    """Reduce gradients by plain sums. Both calls are needed: gloo has no pre-multiplied sum."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_across_replicas(model: nn.Module, now: bool) -> None:
+    """Say whether the next backward also sums gradients over dp_replicate; the last micro-batch of a step must."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(now)

@@ -1,0 +1,62 @@
+"""Degrees -> meshes.
+
+For dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1) the eight ranks stand so; tp neighbours are adjacent:
+
+    dp_replicate 0:  dp_shard 0: [0 1]   dp_shard 1: [2 3]
+    dp_replicate 1:  dp_shard 0: [4 5]   dp_shard 1: [6 7]
+                                 tp                tp
+
+    rank 0 shards its parameters with ranks 0, 2 (dp_shard_cp), replicates them with 4 (dp_replicate), cuts
+    matrices with 1 (tp), reads other data than 2, 4, 6 (dp), and the same as 1.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.config.degrees import Degrees
+
+# Outermost first: what talks most stands innermost, inside a node.
+_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# Flattened 1-D meshes, always built, also at size one, so that no caller branches.
+_FLATTENED = {
+    "dp": ("dp_replicate", "dp_shard"),  # who reads which data
+    "dp_shard_cp": ("dp_shard", "cp"),  # who shards parameters
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # over what losses and token counts are summed
+    "cp_tp": ("cp", "tp"),  # who reads the same batch
+    "world": _DIMS,
+}
+
+
+class ParallelDims:
+    """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in the design: pp, dp_replicate, dp_shard, cp, tp,
+    dp, dp_shard_cp, dp_cp, cp_tp, world.
+
+    Needs an initialised process group of `degrees.world_size` ranks.
+    """
+
+    def __init__(self, degrees: Degrees, device_type: str) -> None:
+        self.degrees = degrees
+        sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
+        self._root = init_device_mesh(device_type, sizes, mesh_dim_names=_DIMS)
+        self._meshes = {name: self._root[name] for name in _DIMS}
+        for name, parts in _FLATTENED.items():
+            self._meshes[name] = self._root[parts]._flatten(name)
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        return self._meshes[name]
+
+    def size(self, name: str) -> int:
+        return self._meshes[name].size()
+
+    def rank(self, name: str) -> int:
+        """This process's place in the mesh of that name."""
+        return self._meshes[name].get_local_rank()
+
+    @property
+    def parameter_mesh(self) -> DeviceMesh:
+        """Mesh for `fully_shard`: 1-D (dp_shard_cp), or 2-D (dp_replicate, dp_shard_cp) with replicas.
+
+        A 2-D mesh means HSDP to `fully_shard`; plain data parallelism is the same with a second size of one.
+        """
+        if self.size("dp_replicate") == 1:
+            return self["dp_shard_cp"]
+        return DeviceMesh._concatenate([self["dp_replicate"], self["dp_shard_cp"]])

@@ -1,0 +1,98 @@
+"""One process of the job: its rank, its device, the process group's start, time-outs, record and end."""
+
+import logging
+import os
+import pickle
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.config.schema import Comm
+
+logger = logging.getLogger("trainer")
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where this process stands, from torchrun's variables; alone (rank 0 of 1) without them."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> "Process":
+        return cls(*(int(os.environ.get(name, default)) for name, default in _VARIABLES))
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's GPU where one is visible, else the CPU."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+_VARIABLES = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group(process: Process, comm: Comm):
+    """Process group of the whole job (gloo for CPU tensors, NCCL for CUDA tensors), destroyed on the way out.
+
+    When a collective fails, the flight recorder's last collectives of this rank are written to a temporary file,
+    whose path is logged.
+    """
+    device = process.device
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(comm.trace_buf_size)  # read by c10d when the first group is made
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.HashStore() if process.world_size == 1 else None  # alone: no port is taken
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=process.rank,
+        world_size=process.world_size,
+        store=store,
+        timeout=timedelta(seconds=comm.init_timeout_seconds),
+    )
+    try:
+        yield
+    except Exception as error:
+        if comm.trace_buf_size and is_peer_failure(error):
+            logger.warning(f"last collectives of rank {process.rank}: {_dump_flight_record(process.rank)}")
+        if device.type == "cpu":  # NCCL could wait for ever for work that its peers will not do
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def is_peer_failure(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone or late: the cause is elsewhere."""
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and "gloo/" in str(error)
+    )
+
+
+def set_timeout(seconds: float) -> None:
+    """Lower (or raise) the time-out of every process group: the first steps are slower than all others."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout, _world  # no public name as of torch 2.13
+
+    # CUDA work still in flight would be judged by the new time-out.
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def _dump_flight_record(rank: int) -> str | None:
+    """Write the last collectives of this rank (pickle, read by torch's `flight_recorder` tool); its path."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    if dump is None:
+        return None
+    path = Path(tempfile.mkdtemp(prefix="flight_record_")) / f"rank_{rank}"
+    record = dump()
+    pickle.loads(record)  # what cannot be read is not worth a file
+    path.write_bytes(record)
+    return str(path)

@@ -1,0 +1,38 @@
+"""Tensor parallelism with sequence parallelism for decoder blocks, and the loss over a vocabulary that is cut.
+
+Between blocks each tp rank holds its part of the sequence, (B, S / tp, dim); attention and feed-forward see the whole
+sequence and their part of the heads or the hidden dimension (Korthikanti et al., arXiv 2205.05198).
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+
+def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+    """Apply `plan` (submodule name -> style) over the 1-D `mesh`; a parameter that two submodules share stays one.
+
+    `parallelize_module` makes a new parameter for each submodule, which would untie tied embeddings.
+    """
+    ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            ties.setdefault(parameter, []).append((owner, name))
+    parallelize_module(module, mesh, plan)
+    for (first, first_name), *others in ties.values():
+        for owner, name in others:
+            setattr(owner, name, getattr(first, first_name))
+
+
+def loss_context(tp_mesh: DeviceMesh, *, disabled: bool) -> AbstractContextManager:
+    """Context for loss AND backward: logits stay cut over the vocabulary and are never gathered."""
+    return loss_parallel() if tp_mesh.size() > 1 and not disabled else nullcontext()
+
+
+def logits_layout(*, disable_loss_parallel: bool) -> Shard | Replicate:
+    """Where the logits of the output projection lie: cut over the vocabulary for the parallel loss, or whole."""
+    return Replicate() if disable_loss_parallel else Shard(-1)

@@ -1,0 +1,57 @@
+"""Parallelism of the Llama 3 decoder, applied from outside to the model on meta."""
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from trainer.config.schema import JobConfig
+from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.tensor_parallel import apply_tensor_parallel, logits_layout
+from trainer.models.llama3.model import Transformer
+
+
+def parallelize(model: Transformer, dims: ParallelDims, config: JobConfig) -> None:
+    """Cut matrices over tp, then shard and replicate parameters over the data-parallel meshes."""
+    if dims.size("tp") > 1:
+        _tensor_parallel(model, dims, config)
+    # A tied matrix is used at both ends of the forward: it stays gathered, with the root's own parameters.
+    tied = model.args.tie_embeddings
+    units = [*([] if tied else [model.tok_embeddings]), *model.layers.values()]
+    options = DataParallelOptions.from_config(config, dims.parameter_mesh.device_type)
+    apply_data_parallel(model, units, None if tied else model.output, dims.parameter_mesh, options)
+
+
+def _tensor_parallel(model: Transformer, dims: ParallelDims, config: JobConfig) -> None:
+    logits = logits_layout(disable_loss_parallel=config.parallelism.disable_loss_parallel)
+    plan = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()
+        ),
+    }
+    for name in model.layers:
+        plan |= {f"layers.{name}.{part}": style for part, style in _block_plan().items()}
+    apply_tensor_parallel(model, dims["tp"], plan)
+
+
+def _block_plan() -> dict:
+    """Between the parts activations are cut over the sequence, Shard(1); inside them over heads, Shard(2)."""
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward.w3": ColwiseParallel(),
+    }

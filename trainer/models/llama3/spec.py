@@ -1,0 +1,14 @@
+"""The Llama 3 family, as the registry finds it."""
+
+from trainer.models.llama3.args import FLAVORS, TransformerArgs
+from trainer.models.llama3.model import Transformer
+from trainer.models.llama3.parallelize import parallelize
+from trainer.models.model_spec import ModelSpec
+
+SPEC = ModelSpec(
+    name="llama3",
+    flavors=FLAVORS,
+    build=Transformer,
+    parallelize=parallelize,
+    flops_per_token=TransformerArgs.flops_per_token,
+)

@@ -1,0 +1,44 @@
+"""What a model must bring to be trained."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from trainer.config.schema import JobConfig
+from trainer.distributed.parallel_dims import ParallelDims
+
+
+class Decoder(Protocol):
+    """A language model as the loop sees it: an `nn.Module` with these methods. Built on meta, then initialised."""
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens, positions: (B, S) int64 -> hidden: (B, S, dim). Without positions, token i stands at position i."""
+        ...
+
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (B, S, dim) -> logits: (B, S, vocab). Apart from the forward, so that a loss can be chunked."""
+        ...
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        """Draw the whole, uncut parameter of that name in place."""
+        ...
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute the buffers that are not part of a checkpoint."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model family. Everything the trainer calls; parallelism is applied from outside, by `parallelize`."""
+
+    name: str
+    flavors: Mapping[str, Any]
+    build: Callable[[Any], Decoder]
+    """(shape) -> model; called under the meta device and the storage dtype."""
+    parallelize: Callable[[Decoder, ParallelDims, JobConfig], None]
+    """Apply tensor and data parallelism to the model on meta, in place."""
+    flops_per_token: Callable[[Any, int], tuple[float, float]]
+    """(shape, seq_len) -> FLOPs per token of a training step, counting (full, causal) attention."""
