@@ -203,17 +203,18 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], lis
 
 def _load_toml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     asked = f"base = {str(path)!r} (in {chain[-1]})" if chain else f"job.config_file = {str(path)!r}"
+    text = ""
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        text = path.read_bytes().decode()
+        return tomllib.loads(text)
     except FileNotFoundError:
         siblings = sorted(str(file) for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), siblings, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "give a .toml file, such as train_configs/debug_model.toml"
         raise ConfigError(f"{asked} does not exist; {hint}") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f'{path} is not valid TOML: {error}; a line is key = value, with strings in "quotes"'
-        ) from None
+        reason = str(error).replace("at end of document", f"at line {len(text.splitlines())}, the end")
+        raise ConfigError(f'{path} is not valid TOML: {reason}; a line is key = value, strings in "quotes"') from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: byte {error.start} is not UTF-8; save it as UTF-8") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -105,10 +105,10 @@ def _wrong(key: str, value: object, kind: Any, default: object, where: str, *, o
         choices = {choice.lower(): choice for choice in get_args(kind)}
         near = difflib.get_close_matches(str(value).lower(), choices, n=1)
         hint = f"; did you mean {choices[near[0]]!r}?" if near else ""
-    elif kind is int and (whole := _whole_number(value)) is not None:
-        hint = f"; write {whole}"
     elif isinstance(value, str) and kind in (int, float, bool) and _checked(_parsed(value, kind), kind) is not None:
         hint = f"; write {value.strip()} without quotes"
+    elif kind is int and (whole := _whole_number(value)) is not None:
+        hint = f"; write {whole}"
     if optional:
         hint += ", or leave it out"
     return ConfigError(f"{key} = {shown(value)} ({where}) must be {_kind_name(kind)}{hint}")

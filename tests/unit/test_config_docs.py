@@ -1,0 +1,52 @@
+"""docs/configuration.md says what the program does: every key with its default, older spellings, actual messages."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from trainer.config.errors import ConfigError
+from trainer.config.legacy import OLDER
+from trainer.config.loader import parse_command_line, schema_keys
+from trainer.config.validate import validate
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
+EXAMPLES = re.findall(r"^    \$ python train\.py (.*)\n    error: (.*)$", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", schema_keys())
+def test_every_key_is_listed_with_its_default(name: str):
+    default = schema_keys()[name].default
+    spelled = (
+        str(default).lower() if isinstance(default, bool) else f'"{default}"' if isinstance(default, str) else default
+    )
+    shown = "None" if default is None else f"`{spelled}`"
+    (row,) = [line for line in TEXT.splitlines() if line.startswith(f"| `{name}` | ") and line.count(" | ") >= 3]
+    assert row.split(" | ")[2] == shown
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_every_older_spelling_is_listed_with_todays(name: str):
+    (row,) = [line for line in TEXT.splitlines() if line.startswith(f"| `{name}` | ")]
+    assert (OLDER[name].key or "ignored") in row
+
+
+def test_only_keys_that_exist_are_listed():
+    assert set(re.findall(r"^\| `(\w+\.\w+)` \|", TEXT, re.MULTILINE)) == set(schema_keys()) | set(OLDER)
+
+
+def check(argv: list[str]) -> None:
+    command = parse_command_line(argv)
+    validate(command.config, command.world_size or 1)
+
+
+@pytest.mark.parametrize(("options", "message"), EXAMPLES)
+def test_the_messages_shown_are_the_actual_ones(options: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        check(shlex.split(options))
+    assert str(error.value) == message
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) > 8

@@ -1,0 +1,106 @@
+"""Older spellings mean what today's do, from a file and from the command line, with one note each."""
+
+import pytest
+
+from trainer.config.errors import ConfigError
+from trainer.config.legacy import OLDER, rewrite
+from trainer.config.loader import parse_command_line, schema_keys
+
+# older spelling, value -> today's key, value
+CASES = [
+    ("training.data_parallel_replicate_degree", 2, "parallelism.data_parallel_replicate_degree", 2),
+    ("training.data_parallel_shard_degree", 4, "parallelism.data_parallel_shard_degree", 4),
+    ("training.tensor_parallel_degree", 2, "parallelism.tensor_parallel_degree", 2),
+    ("training.enable_loss_parallel", False, "parallelism.disable_loss_parallel", True),
+    ("training.enable_loss_parallel", True, "parallelism.disable_loss_parallel", False),
+    ("training.batch_size", 3, "training.local_batch_size", 3),
+    ("training.warmup_steps", 5, "lr_scheduler.warmup_steps", 5),
+    ("optimizer.fused", True, "optimizer.implementation", "fused"),
+    ("optimizer.fused", False, "optimizer.implementation", "foreach"),
+]
+
+
+def as_toml(key: str, value: object) -> str:
+    table, _, name = key.partition(".")
+    return f"[{table}]\n{name} = {str(value).lower()}\n"
+
+
+def as_options(key: str, value: object) -> list[list[str]]:
+    table, _, name = key.partition(".")
+    if value is True:
+        return [[f"--{key}"], [f"--{table}.{name.replace('_', '-')}"]]
+    if value is False:
+        return [[f"--{table}.no_{name}"], [f"--{table}.no-{name}"], [f"--no-{key}"]]
+    return [[f"--{key}", str(value)], [f"--{key}={value}"]]
+
+
+def test_the_cases_cover_the_table():
+    assert {old for old, *_ in CASES} == {old for old, spelling in OLDER.items() if spelling.key}
+    assert {spelling.key for spelling in OLDER.values() if spelling.key} <= set(schema_keys())
+    assert not set(OLDER) & set(schema_keys())
+
+
+@pytest.mark.parametrize(("old", "value", "key", "new"), CASES)
+def test_an_older_spelling_equals_todays(old, value, key, new, tmp_path):
+    (tmp_path / "old.toml").write_text(as_toml(old, value))
+    sources = [["--job.config_file", str(tmp_path / "old.toml")], *as_options(old, value)]
+    for argv in sources:
+        command = parse_command_line(argv)
+        table, _, name = key.partition(".")
+        assert getattr(getattr(command.config, table), name) == new
+        (note,) = command.notes
+        assert old in note
+        assert key in note
+        assert "\n" not in note
+
+
+def test_a_setting_without_effect_is_said_to_be_ignored():
+    command = parse_command_line(["--job.use_for_integration_test"])
+    assert command.config == parse_command_line([]).config
+    (note,) = command.notes
+    assert "job.use_for_integration_test = true" in note
+    assert "ignored" in note
+
+
+def test_two_spellings_with_different_values_in_one_source_are_refused(tmp_path):
+    (tmp_path / "both.toml").write_text("[training]\nbatch_size = 4\nlocal_batch_size = 8\n")
+    argv = ["--training.local_batch_size", "8", "--training.batch_size", "4"]
+    for arguments in (argv, ["--job.config_file", str(tmp_path / "both.toml")]):
+        with pytest.raises(ConfigError) as error:
+            parse_command_line(arguments)
+        message = str(error.value)
+        for part in ("training.batch_size = 4", "training.local_batch_size = 8", "keep"):
+            assert part in message
+        assert "\n" not in message
+
+
+def test_two_spellings_with_one_value_are_fine():
+    assert rewrite({"training.batch_size": 4, "training.local_batch_size": 4}, "here")[0] == {
+        "training.local_batch_size": 4
+    }
+
+
+def test_the_command_line_goes_over_the_file_whatever_the_spelling(tmp_path):
+    for in_file, on_line in (("local_batch_size", "batch_size"), ("batch_size", "local_batch_size")):
+        (tmp_path / "run.toml").write_text(f"[training]\n{in_file} = 4\n")
+        argv = ["--job.config_file", str(tmp_path / "run.toml"), f"--training.{on_line}", "8"]
+        assert parse_command_line(argv).config.training.local_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--training.batch_size", "many"], "training.batch_size = 'many'"),
+        (["--optimizer.fused", "2"], "optimizer.fused = '2'"),
+    ],
+)
+def test_the_type_of_an_older_spelling_is_checked(argv, part):
+    with pytest.raises(ConfigError) as error:
+        parse_command_line(argv)
+    assert part in str(error.value)
+
+
+def test_rewriting_changes_nothing_else_and_not_its_input():
+    values = {"training.batch_size": 4, "training.steps": 3}
+    assert rewrite(values, "here")[0] == {"training.steps": 3, "training.local_batch_size": 4}
+    assert values == {"training.batch_size": 4, "training.steps": 3}
