@@ -150,7 +150,7 @@ class Training:
     """Data type in which parameters and optimizer state are stored."""
 
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type in which the model computes; auto: bfloat16 on CUDA, training.dtype on CPU."""
+    """Data type in which the model computes; auto: bfloat16 on CUDA (but for float64 runs), training.dtype on CPU."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are reduced; with training.dtype = "float64" it is float64 always."""
@@ -185,7 +185,7 @@ class Parallelism:
     """Ranks that share every matrix product (TP); divides the heads, the feed-forward width and the vocabulary."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free parameters after the forward and gather them again for the backward; default: in all but the last block."""
+    """Free parameters after the forward and gather them again for the backward; default: all but the last ones."""
 
     disable_loss_parallel: bool = False
     """With TP, gather the logits before the loss instead of computing it on their shards."""
