@@ -23,6 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         command = parse_command_line(sys.argv[1:] if argv is None else argv)
+        if command.print_config:
+            print(to_toml(command.config), flush=True)
+            if not command.check_config:
+                return 0
         degrees = validate(command.config, command.world_size or world_size)
     except ConfigError as error:
         if rank == 0:  # every rank finds the same

@@ -1,6 +1,6 @@
 """The parity harness: a layout's losses, gradients, norms and weights against those of a single process.
 
-Every layout trains on the same rows: global row i is made from i, and data-parallel rank r of D takes rows r, r + D, ...
+Every layout trains on the same rows: row i is made from i, and data-parallel rank r of D takes rows r, r + D, ...
 Rows have different numbers of labels, and every odd row of the first step has none, so that some ranks have no label.
 """
 

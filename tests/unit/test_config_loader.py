@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, schema_keys, to_toml
 from trainer.config.schema import Job, JobConfig, LRScheduler, Metrics, Model, Optimizer, Training
+from trainer.config.validate import validate
 from trainer.config.values import from_toml, from_words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,9 +115,15 @@ def test_none_unsets_an_optional_value(toml):
     assert config.model.tokenizer_path is None
 
 
-def test_print_config_is_short_for_the_key_of_table_job():
-    assert parse("--print-config").job.print_config
-    assert not parse("--print-config", "--no-print-config").job.print_config
+def test_print_config_is_an_action_beside_the_key_of_table_job():
+    assert parse_command_line(["--print-config"]).print_config
+    assert not parse("--print-config").job.print_config
+    assert not parse_command_line(["--print-config", "--no-print-config"]).print_config
+    assert parse("--job.print_config").job.print_config
+
+
+def test_a_run_may_be_shorter_than_its_warm_up():
+    validate(parse("--training.steps", "5", "--lr_scheduler.warmup_steps", "10"), 1)
 
 
 def test_check_config_and_world_size():

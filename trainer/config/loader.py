@@ -32,7 +32,7 @@ The command line goes over the TOML file, the file over the defaults. A switch i
 
 --world-size N: with --check-config, the number of ranks to check the degrees for.
 
---print-config: print the effective configuration as TOML (short for --job.print_config)."""
+--print-config: print the effective configuration as TOML, then exit (--job.print_config: print it, then train)."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class CommandLine:
 
     config: JobConfig
     check_config: bool
+    print_config: bool
     world_size: int | None
     notes: tuple[str, ...]
 
@@ -52,8 +53,7 @@ class _Key:
 
 
 # Options that are no settings of a run.
-_ACTIONS = {"check_config": _Key(bool, False), "world_size": _Key(int, 8)}
-_SHORT = {"print_config": "job.print_config"}
+_ACTIONS = {"check_config": _Key(bool, False), "print_config": _Key(bool, False), "world_size": _Key(int, 8)}
 
 
 def parse_command_line(argv: list[str]) -> CommandLine:
@@ -63,7 +63,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
         ConfigError: an unknown table or key, a value of the wrong type, a file that is missing or no TOML.
     """
     given = _read_options(argv)
-    check_config = bool(given.pop("check_config", False))
+    check_config, print_config = given.pop("check_config", False), given.pop("print_config", False)
     world_size = given.pop("world_size", None)
     if world_size is not None and world_size < 1:
         raise ConfigError(f"--world-size {world_size} must be the number of ranks, at least 1, such as 8")
@@ -72,7 +72,8 @@ def parse_command_line(argv: list[str]) -> CommandLine:
     overrides, notes = rewrite(given, _COMMAND_LINE)
     config_file = overrides.get("job.config_file")
     from_file, file_notes = ({}, []) if config_file is None else _read_file(Path(config_file), chain=())
-    return CommandLine(_build(from_file | overrides), check_config, world_size, (*file_notes, *notes))
+    config = _build(from_file | overrides)
+    return CommandLine(config, check_config, print_config, world_size, (*file_notes, *notes))
 
 
 def to_toml(config: JobConfig) -> str:
@@ -156,12 +157,11 @@ def _option_name(token: str, words: list[str]) -> tuple[str, bool]:
     keys = _ACTIONS | _accepted_keys()
     name = token[2:].replace("-", "_")
     table, _, key = name.rpartition(".")
-    positive = [name, name.removeprefix("no_"), f"{table}.{key.removeprefix('no_')}"]
-    for candidate in (_SHORT.get(word, word) for word in positive):
-        negated = candidate != _SHORT.get(name, name)
+    for candidate in (name, name.removeprefix("no_"), f"{table}.{key.removeprefix('no_')}"):
+        negated = candidate != name
         if candidate in keys and (not negated or keys[candidate].kind is bool):
             return candidate, negated
-    near = difflib.get_close_matches(name, [*_ACTIONS, *_SHORT], n=1, cutoff=0.8)
+    near = difflib.get_close_matches(name, _ACTIONS, n=1, cutoff=0.8)
     if near:
         raise ConfigError(f"{token} is not a known option; did you mean {_label(near[0])}?")
     raise _unknown(name, " ".join([token, *words]), _COMMAND_LINE)

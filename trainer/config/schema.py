@@ -24,7 +24,7 @@ class Job:
     """A line about the run, for its reader; printed at the start."""
 
     print_config: bool = False
-    """Print the effective configuration as TOML before training; --print-config is short for it."""
+    """Print the effective configuration as TOML, then train; --print-config prints it and ends."""
 
     max_minutes: float | None = None
     """Minutes after which the run stops cleanly, at the end of the step during which they pass; None: no limit."""
@@ -106,7 +106,7 @@ class LRScheduler:
     """The learning rate over the steps: linear warm-up, constant, decay."""
 
     warmup_steps: int = 200
-    """Steps of the linear warm-up, at least 0 and at most the total."""
+    """Steps of the linear warm-up, at least 0; a run may be shorter than its warm-up."""
 
     total_steps: int | None = None
     """Steps after which the decay has ended; None: training.steps."""

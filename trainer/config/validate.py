@@ -109,13 +109,15 @@ def _check_numbers(config: JobConfig) -> None:
 
 def _check_schedule(config: JobConfig) -> None:
     schedule, steps = config.lr_scheduler, config.training.steps
-    total, total_key = steps, "training.steps"
-    if schedule.total_steps is not None:
-        total, total_key = schedule.total_steps, "lr_scheduler.total_steps"
+    total, total_key = schedule.total_steps, "lr_scheduler.total_steps"
+    if total is None:
+        if schedule.warmup_steps >= steps:
+            return  # a few steps of a longer schedule: they all warm up
+        total, total_key = steps, "training.steps"
     if schedule.warmup_steps > total:
         raise ConfigError(
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps} must not be more than {total_key} = {total}; "
-            f"lower it to {total // 10}, say, or train for more steps"
+            f"lower it to {total // 10}, say, or raise the total"
         )
     decay = total - schedule.warmup_steps if schedule.decay_ratio is None else round(schedule.decay_ratio * total)
     if schedule.warmup_steps + decay > total:

@@ -23,6 +23,8 @@ class DataParallelOptions:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard_after_forward: bool = True
+    reshard_last: bool = False
+    """Also free the last unit after the forward, although the backward wants it at once."""
     cpu_offload: bool = False
 
     @classmethod
@@ -32,13 +34,12 @@ class DataParallelOptions:
         if compute == "auto":
             # A float64 run asks for exactness; bfloat16 pays where there is hardware for it.
             compute = "bfloat16" if device_type == "cuda" and storage != torch.float64 else config.training.dtype
-        reduce = torch.promote_types(storage, getattr(torch, config.training.mixed_precision_reduce))
-        if config.training.mixed_precision_reduce == "bfloat16" and storage != torch.float64:
-            reduce = torch.bfloat16
+        reduce = storage if storage == torch.float64 else getattr(torch, config.training.mixed_precision_reduce)
         return cls(
             param_dtype=getattr(torch, compute),
             reduce_dtype=reduce,
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
+            reshard_last=config.parallelism.fsdp_reshard_after_forward == "always",
             cpu_offload=config.training.enable_cpu_offload,
         )
 
@@ -49,7 +50,7 @@ def apply_data_parallel(
     """Shard (and replicate) the parameters of `model` over `mesh`, gathering unit by unit.
 
     units: modules gathered on their own, in the order of the forward; last: one more whose parameters the backward
-    wants first, so they stay gathered. What is left belongs to the root. Nothing is wrapped where there is nothing
+    wants first, so that they stay gathered (unless `reshard_last`). What is left belongs to the root. Nothing is wrapped where there is nothing
     to shard, to cast or to offload.
     """
     storage = next(model.parameters()).dtype
@@ -66,7 +67,7 @@ def apply_data_parallel(
     for unit in units:
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **settings)
     if last is not None:
-        fully_shard(last, reshard_after_forward=False, **settings)
+        fully_shard(last, reshard_after_forward=options.reshard_last, **settings)
     fully_shard(model, **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):

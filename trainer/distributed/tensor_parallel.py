@@ -12,20 +12,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from trainer.distributed.ties import ties_kept
+
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
-    """Apply `plan` (submodule name -> style) over the 1-D `mesh`; a parameter that two submodules share stays one.
-
-    `parallelize_module` makes a new parameter for each submodule, which would untie tied embeddings.
-    """
-    ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            ties.setdefault(parameter, []).append((owner, name))
-    parallelize_module(module, mesh, plan)
-    for (first, first_name), *others in ties.values():
-        for owner, name in others:
-            setattr(owner, name, getattr(first, first_name))
+    """Apply `plan` (submodule name -> style) over the 1-D `mesh`; a parameter that two submodules share stays one."""
+    with ties_kept(module):
+        parallelize_module(module, mesh, plan)
 
 
 def loss_context(tp_mesh: DeviceMesh, *, disabled: bool) -> AbstractContextManager:

@@ -63,7 +63,7 @@ class TransformerArgs:
 
 # The published 8B and 70B are Llama 3 here (no scaling); `model.rope_scaling = 8.0` makes them Llama 3.1.
 FLAVORS: dict[str, TransformerArgs] = {
-    "debugmodel": TransformerArgs(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden_dim=768),
+    "debugmodel": TransformerArgs(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden_dim=512),
     "1B": TransformerArgs(
         dim=2048,
         n_layers=16,

@@ -1,0 +1,135 @@
+"""Law: every layout gives the losses, the gradient of every parameter, the norm and the weights of one process."""
+
+from functools import lru_cache
+
+import pytest
+
+from tests.distributed.harness import Record, assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+
+
+def degrees(dp_replicate: int = 1, dp_shard: int = 1, tp: int = 1) -> list[str]:
+    return [
+        f"--parallelism.data_parallel_replicate_degree={dp_replicate}",
+        f"--parallelism.data_parallel_shard_degree={dp_shard}",
+        f"--parallelism.tensor_parallel_degree={tp}",
+    ]
+
+
+LAYOUTS = {
+    "fsdp2": (2, degrees(dp_shard=2)),
+    "ddp2": (2, degrees(dp_replicate=2)),
+    "tp2": (2, degrees(tp=2)),
+    "fsdp4": (4, degrees(dp_shard=4)),
+    "ddp4": (4, degrees(dp_replicate=4)),
+    "tp4": (4, degrees(tp=4)),
+    "hsdp2x2": (4, degrees(dp_replicate=2, dp_shard=2)),
+    "fsdp2+tp2": (4, degrees(dp_shard=2, tp=2)),
+    "ddp2+tp2": (4, degrees(dp_replicate=2, tp=2)),
+    "hsdp2x2+tp2": (8, degrees(dp_replicate=2, dp_shard=2, tp=2)),
+    "fsdp2+tp4": (8, degrees(dp_shard=2, tp=4)),
+    "fsdp8": (8, degrees(dp_shard=8)),
+    "hsdp2x4": (8, degrees(dp_replicate=2, dp_shard=4)),
+    "tp8": (8, degrees(tp=8)),
+}
+# What every commit runs in both precisions; the rest runs in float64 there, and in full in `make test-all`.
+QUICK_FLOAT32 = {"fsdp2", "tp2", "hsdp2x2", "hsdp2x2+tp2"}
+SLOW = {"fsdp8", "hsdp2x4", "tp8", "fsdp2+tp4", "ddp4"}
+
+VARIANTS = {
+    "no accumulation": ["--training.global_batch_size=-1", "--training.local_batch_size=4"],
+    "layernorm": ["--model.norm_type=layernorm"],
+    "np_layernorm": ["--model.norm_type=np_layernorm"],
+    "tied embeddings": ["--model.flavor=tiny_tied"],
+    "rope scaling": ["--model.rope_scaling=8", "--model.rope_theta=10000"],
+    "loss over whole logits": ["--parallelism.disable_loss_parallel"],
+    "never reshard": ["--parallelism.fsdp_reshard_after_forward=never"],
+    "always reshard": ["--parallelism.fsdp_reshard_after_forward=always"],
+    "cpu offload": ["--training.enable_cpu_offload"],
+    "adam for-loop": ["--optimizer.name=Adam", "--optimizer.implementation=for-loop"],
+    "adamw fused": ["--optimizer.implementation=fused"],
+}
+
+
+@lru_cache
+def reference(pool: WorkerPool, *arguments: str) -> Record:
+    """The single process, with the rows of one step all in one process."""
+    return pool.run(1, run_layout, list(arguments))[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param(
+            layout,
+            dtype,
+            marks=[pytest.mark.slow] if layout in SLOW or (dtype == "float32" and layout not in QUICK_FLOAT32) else [],
+        )
+        for layout in LAYOUTS
+        for dtype in TOLERANCE
+    ],
+)
+def test_layout_equals_single_process(pool: WorkerPool, layout: str, dtype: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    precision = f"--training.dtype={dtype}"
+    got = pool.run(world_size, run_layout, [precision, *arguments])
+    assert_parity(got[0], reference(pool, precision), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        pytest.param(variant, layout, marks=[pytest.mark.slow] if layout == "hsdp2x2+tp2" else [])
+        for variant in VARIANTS
+        for layout in ("fsdp2+tp2", "hsdp2x2+tp2", "hsdp2x2")
+        if not (layout == "hsdp2x2" and variant not in ("cpu offload", "no accumulation"))
+    ],
+)
+def test_variant_equals_single_process(pool: WorkerPool, variant: str, layout: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    settings = ["--training.dtype=float64", *VARIANTS[variant]]
+    local = []
+    if variant == "no accumulation":
+        dp = world_size // (2 if "tp" in layout else 1)
+        local = ["--training.local_batch_size=" + str(16 // dp)]
+        settings = ["--training.dtype=float64", "--training.global_batch_size=16"]
+    got = pool.run(world_size, run_layout, [*settings, *local, *arguments])
+    assert_parity(got[0], reference(pool, *settings, *(["--training.local_batch_size=16"] if local else [])), 1e-10)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp2x2", "ddp2"])
+def test_micro_batches_do_not_change_the_step(pool: WorkerPool, layout: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    settings = ["--training.dtype=float64", *arguments]
+    many = pool.run(world_size, run_layout, [*settings, "--training.local_batch_size=1"])[0]
+    assert_parity(many, reference(pool, "--training.dtype=float64"), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"), [("fsdp2", 2), ("ddp2", 1), ("tp2", None), ("hsdp2x2", 2), ("fsdp2+tp2", None)]
+)
+def test_each_rank_holds_its_share(pool: WorkerPool, layout: str, share: int | None) -> None:
+    """A mesh of the wrong shape trains alike but holds too much: FSDP given a 2-D mesh is HSDP."""
+    world_size, arguments = LAYOUTS[layout]
+    got = pool.run(world_size, run_layout, ["--training.dtype=float64", *arguments])
+    whole = sum(weight.numel() for weight in got[0].weights.values())
+    norms = sum(weight.numel() for weight in got[0].weights.values() if weight.ndim == 1)
+    for record in got:
+        if share is not None:
+            assert record.local_elements == whole // share
+        else:  # norms are repeated over tp
+            dp = 2 if layout == "fsdp2+tp2" else 1
+            assert record.local_elements == (whole - norms) // world_size + norms // dp
+
+
+@pytest.mark.parametrize("fault", ["gradients averaged", "labels shifted after cutting", "one parameter not reduced"])
+def test_negative_control(pool: WorkerPool, fault: str) -> None:
+    """A known mistake must fail the comparison: in gradients, not only in some metric."""
+    settings = ["--training.dtype=float64", "--optimizer.implementation=for-loop"]
+    broken = pool.run(2, run_layout, [*settings, *degrees(dp_shard=2)], fault)[0]
+    with pytest.raises(AssertionError, match="gradient of"):
+        assert_parity(broken, reference(pool, *settings), 1e-3)
+    sound = pool.run(2, run_layout, [*settings, *degrees(dp_shard=2)])[0]
+    assert_parity(sound, reference(pool, *settings), 1e-10)
