@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trainer.config.errors import ConfigError, did_you_mean
+from trainer.data.tokenizer import replace_surrogates
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -242,16 +243,11 @@ class _Line:
             raise ConfigError(
                 f'{self.file}, line {self.number}, must be a JSON object with a string field "text", in UTF-8'
             )
-        # An escaped lone surrogate is legal JSON but no Unicode text, and Arrow refuses it: U+FFFD, as in tiktoken.
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _has_surrogate(text) else text
-
-
-def _has_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # an escaped lone surrogate is legal JSON, but Arrow refuses it
+            text = replace_surrogates(text)
+        return text
 
 
 def _lines(files: Iterable[str]) -> Iterator[_Line]:

@@ -15,6 +15,7 @@ State is one small entry per stream, so the states of D ranks merge into one dic
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ class Stream:
             taken = self._builder.add(self._current(), self._token)
             self._token += taken
             barren = 0 if taken else barren + 1
-            if barren > len(self._documents) + 1:  # a resumed document may be used up, once
+            if barren == 2 * len(self._documents):  # an epoch may end, and the next begin, with all the empty ones
                 raise ConfigError(
                     f"the {len(self._documents)} documents of data stream {self._stream} hold no text;"
                     " give more data or fewer training.data_streams"
@@ -221,23 +222,24 @@ def build_loader(
         dp_rank=dp_rank,
         dp_degree=dp_degree,
     )
-    return StatefulDataLoader(
-        dataset,
-        batch_size=local_batch_size,
-        num_workers=0,
-        collate_fn=stack_rows,
-        generator=torch.Generator(),  # its iterators draw a number: not from the global generator, which others use
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11's own, on every rank
+        return StatefulDataLoader(
+            dataset,
+            batch_size=local_batch_size,
+            num_workers=0,
+            collate_fn=stack_rows,
+            generator=torch.Generator(),  # its iterators draw a number: not from the global generator, others use it
+        )
 
 
 def stack_rows(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """Rows (S,) -> tensors (B, S), each in a storage of its own that torch may resize."""
-    batch = {}
-    for name in ("tokens", "labels", "positions", "document_ids"):
-        out = torch.empty(len(rows), len(rows[0].tokens), dtype=torch.int64)
-        np.stack([getattr(row, name) for row in rows], out=out.numpy())
-        batch[name] = out
-    return batch
+    # Cloned, because torch never resizes memory that numpy has seen.
+    return {
+        name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])).clone()
+        for name in ("tokens", "labels", "positions", "document_ids")
+    }
 
 
 def stream_states(loader: StatefulDataLoader) -> dict[int, StreamState]:
@@ -258,7 +260,8 @@ def batch_hash(batch: Mapping[str, torch.Tensor]) -> int:
     """63-bit hash of names, shapes and bytes of a batch: the same in every process, for equal batches only."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(batch):
-        tensor = batch[name].detach().cpu().contiguous()
+        # A copy, because `numpy()` would make the batch's own memory fixed in size.
+        tensor = batch[name].detach().to("cpu", copy=True).contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.numpy())
     return int.from_bytes(digest.digest(), "little") >> 1

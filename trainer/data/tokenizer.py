@@ -77,9 +77,12 @@ class Tokenizer:
     def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> np.ndarray:
         """Token ids (n,) int64 of `text`, with <|begin_of_text|> before and <|end_of_text|> after when asked.
 
-        Special-token strings inside `text` are ordinary text. A lone surrogate becomes U+FFFD, as in tiktoken.
+        Special-token strings inside `text` are ordinary text. A lone surrogate becomes U+FFFD.
         """
-        parts = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in split_long_runs(text)]
+        try:
+            parts = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in split_long_runs(text)]
+        except UnicodeEncodeError:
+            return self.encode_to_numpy(replace_surrogates(text), bos=bos, eos=eos)
         n = sum(len(part) for part in parts)
         ids = np.empty(n + bos + eos, dtype=np.int64)
         if n:
@@ -93,6 +96,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens by name, bytes that are no UTF-8 as U+FFFD."""
         return self._encoding.decode(list(ids))
+
+
+def replace_surrogates(text: str) -> str:
+    """`text` as legal Unicode: surrogate pairs joined, lone surrogates as U+FFFD (tiktoken's own rule)."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def split_long_runs(text: str) -> Iterator[str]:

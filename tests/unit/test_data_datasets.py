@@ -1,0 +1,275 @@
+"""Laws of the sources: what they hold, that they need no network and no torch, and how they refuse bad data."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.config.errors import ConfigError
+from trainer.data.datasets import check_count, check_source, open_source
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """The cache of `datasets`, for this process and for those that a test starts."""
+    folder = str(tmp_path_factory.mktemp("hf"))
+    monkeypatch.setenv("HF_HOME", folder)
+    monkeypatch.setenv("HF_DATASETS_CACHE", folder)
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(folder))
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    import socket
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"network: {args}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def texts(name, path=None):
+    source = open_source(name, None if path is None else str(path))
+    return [source[i] for i in range(len(source))]
+
+
+def refusal(call, *args) -> str:
+    with pytest.raises(ConfigError) as error:
+        call(*args)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def write_jsonl(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# --- python_stdlib
+
+
+def test_the_standard_library_has_its_modules_and_no_tests_or_packages():
+    documents = set(texts("python_stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
+    for inside in ("argparse.py", "json/decoder.py", "email/mime/text.py"):
+        assert (root / inside).read_text(encoding="utf-8") in documents
+    for pattern in ("test/*.py", "*/test/*.py", "*/tests/*.py", "site-packages/*.py"):
+        outside = [file.read_text(errors="replace") for file in sorted(root.glob(pattern))[:20]]
+        assert not {text for text in outside if len(text) > 200} & documents, pattern
+    assert len(documents) > 300
+    assert all(text.strip() for text in documents)
+
+
+def test_the_standard_library_is_in_the_same_order_in_every_process():
+    code = (
+        "import hashlib; from trainer.data.datasets import open_source; s = open_source('python_stdlib');"
+        "print(hashlib.sha256('\\0'.join(s).encode()).hexdigest())"
+    )
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert other == hashlib.sha256("\0".join(texts("python_stdlib")).encode()).hexdigest()
+
+
+# --- text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in {"b.txt": "zwei\r\n", "a/x.txt": "eins ä", "c.md": "no", "empty.txt": ""}.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content.encode())
+    return tmp_path
+
+
+def test_text_is_a_file_a_folder_or_a_glob(folder):
+    assert texts("text", folder / "c.md") == ["no"]
+    assert texts("text", folder) == ["eins ä", "zwei\r\n"]  # by path, recursively, without empty files, unchanged
+    assert texts("text", folder / "*.md") == ["no"]
+    assert texts("text", folder / "**" / "x.*") == ["eins ä"]
+
+
+def test_a_folder_whose_name_looks_like_a_glob_is_a_folder(tmp_path):
+    folder = tmp_path / "data[1]"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    assert texts("text", folder) == ["a"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc")
+    assert texts("text", tmp_path) == ["abc"]
+
+
+def test_text_that_is_not_utf8_is_refused_by_name(tmp_path):
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "b.txt").write_bytes(b"gr\xfc\xdfe")
+    source = open_source("text", str(tmp_path))
+    assert source[0] == "fine"
+    assert "b.txt is not UTF-8 text (byte 2)" in refusal(source.__getitem__, 1)
+    assert "b.txt is not UTF-8 text" in refusal(check_source, "text", str(tmp_path / "b.txt"), 1)
+
+
+def test_the_check_of_text_may_cut_a_character_in_two(tmp_path):
+    (tmp_path / "a.txt").write_text("x" + "ä" * 100_000, encoding="utf-8")
+    check_source("text", str(tmp_path), 1)
+
+
+# --- jsonl
+
+
+def test_jsonl_is_a_file_a_folder_or_a_glob_without_network(tmp_path, no_network):
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "b0"}, {"text": ""}, {"text": "b1"}])
+    write_jsonl(tmp_path / "a" / "a.jsonl", [{"text": "a0\n\U0001f600"}])
+    with open(tmp_path / "b.jsonl", "a") as file:
+        file.write("\n  \n")  # blank lines are none
+    assert texts("jsonl", tmp_path) == ["a0\n\U0001f600", "b0", "b1"]
+    assert texts("jsonl", tmp_path / "b.jsonl") == ["b0", "b1"]
+    assert texts("jsonl", tmp_path / "*" / "*.jsonl") == ["a0\n\U0001f600"]
+
+
+def test_other_columns_may_be_anything(tmp_path):
+    others = [1, "x", None, [1, "x"], {"a": {"b": []}}, 2**70, 1.5, []]
+    rows = [{"text": str(i), "meta": others[i % 8], f"key{i % 3}": others[(i + 3) % 8]} for i in range(3000)]
+    assert texts("jsonl", write_jsonl(tmp_path / "a.jsonl", rows)) == [str(i) for i in range(3000)]
+
+
+def test_a_lone_surrogate_becomes_the_replacement_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')
+    assert texts("jsonl", tmp_path) == ["a\ufffdb", "\U0001f600"]
+
+
+def test_changed_data_are_read_anew(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "old"}])
+    assert texts("jsonl", file) == ["old"]
+    write_jsonl(file, [{"text": "new"}])
+    os.utime(file, ns=(1, 1))
+    assert texts("jsonl", file) == ["new"]
+
+
+def test_several_ranks_may_open_the_same_data_at_once(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(20_000)])
+    code = (
+        "import sys; from trainer.data.datasets import open_source; s = open_source('jsonl', sys.argv[1]);"
+        "assert [s[i] for i in range(0, 20000, 500)] == [str(i) for i in range(0, 20000, 500)]; print(len(s))"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [out for out, _ in outputs] == ["20000\n"] * 4, outputs
+    assert [err for _, err in outputs] == [""] * 4  # no progress bars, no warnings
+
+
+@pytest.mark.parametrize(
+    "line", ['{"text": 5}', '{"txt": "a"}', '["text"]', '"text"', "{", "not json", '{"text": null}', "[" * 100_000]
+)
+def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n\n' + line + "\n")
+    message = refusal(open_source, "jsonl", str(file))
+    assert message == f'{file}, line 3, must be a JSON object with a string field "text", in UTF-8'
+    check_source("jsonl", str(file), 2)  # reads the start only
+    file.write_text(line)
+    assert f"{file}, line 1, must be" in refusal(check_source, "jsonl", str(file), 1)
+
+
+def test_a_line_that_is_not_utf8_is_refused_by_file_and_number(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
+    assert f"{file}, line 2, must be" in refusal(open_source, "jsonl", str(file))
+
+
+def test_jsonl_without_a_single_text_is_refused(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)
+    assert f"{file} holds no text" in refusal(open_source, "jsonl", str(file))
+
+
+# --- check_source
+
+
+def test_what_works_is_accepted(folder):
+    write_jsonl(folder / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    check_source("python_stdlib", None, 64)
+    check_source("text", str(folder), 2)
+    check_source("jsonl", str(folder), 2)
+
+
+@pytest.mark.parametrize("call", [open_source, lambda name, path: check_source(name, path, 1)])
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("python_stdlb", None, "'python_stdlb' is not a known data set; did you mean 'python_stdlib'?"),
+        ("c4", None, "'c4' is not a known data set; choose one of python_stdlib, text, jsonl"),
+        ("text", None, "training.dataset = 'text' needs training.dataset_path; give a .txt file"),
+        ("jsonl", "", "training.dataset = 'jsonl' needs training.dataset_path; give a .jsonl file"),
+        ("python_stdlib", "x", "training.dataset_path = 'x' would do nothing"),
+        ("text", "nothing/here", "training.dataset_path = 'nothing/here' is neither a file nor a folder"),
+        ("jsonl", "nothing/*.jsonl", "training.dataset_path = 'nothing/*.jsonl' is a glob that matches no file"),
+        ("jsonl", "train_configs", "training.dataset_path = 'train_configs' is a folder without *.jsonl files"),
+    ],
+)
+def test_a_wrong_name_or_path_is_refused(call, name, path, message, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert message in refusal(call, name, path)
+
+
+def test_empty_data_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    for name in ("text", "jsonl"):
+        assert f"training.dataset_path = {str(tmp_path)!r} holds no text" in refusal(
+            check_source, name, str(tmp_path), 1
+        )
+
+
+def test_fewer_documents_than_streams_are_refused_with_the_number_that_works(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 3)
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("a")
+    for name in ("text", "jsonl"):
+        message = refusal(check_source, name, str(tmp_path), 4)
+        assert message.startswith("training.data_streams = 4 needs as many documents")
+        assert message.endswith("has 3; the largest that works is 3")
+        check_source(name, str(tmp_path), 3)
+    assert "training.dataset = 'python_stdlib' has" in refusal(check_source, "python_stdlib", None, 100_000)
+    assert "training.dataset = 'x' holds no text" in refusal(check_count, "x", None, 0, 1)
+
+
+def test_the_check_of_large_data_reads_only_its_start(tmp_path):
+    file = tmp_path / "a.jsonl"
+    with open(file, "wb") as stream:
+        stream.write(b'{"text": "a"}\n' * 64)
+        stream.truncate(1 << 40)  # a sparse terabyte
+    start = time.perf_counter()
+    check_source("jsonl", str(file), 64)
+    assert time.perf_counter() - start < 1
+
+
+def test_checks_import_neither_torch_nor_arrow_and_answer_at_once(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    code = f"""
+import sys, time
+start = time.perf_counter()
+import trainer.data.tokenizer, trainer.data.datasets, trainer.data.packing
+trainer.data.datasets.check_source("python_stdlib", None, 64)
+trainer.data.datasets.check_source("jsonl", {str(tmp_path)!r}, 1)
+trainer.data.tokenizer.vocab_size_of()
+seconds = time.perf_counter() - start
+print([name for name in ("torch", "datasets", "pyarrow", "tiktoken") if name in sys.modules], seconds < 1)
+trainer.data.tokenizer.Tokenizer(); trainer.data.datasets.open_source("python_stdlib")
+print("torch" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[] True\nFalse\n", result.stdout + result.stderr

@@ -1,0 +1,341 @@
+"""Laws of the loader: one order of data for all degrees, exact resumption on any of them, memory of its own."""
+
+import json
+import subprocess
+import sys
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config.errors import ConfigError
+from trainer.data.datasets import open_source
+from trainer.data.loader import (
+    StreamDataset,
+    batch_hash,
+    build_loader,
+    load_stream_states,
+    shuffled,
+    stream_states,
+)
+from trainer.data.packing import IGNORE_INDEX, pack
+from trainer.data.tokenizer import Tokenizer
+
+KEYS = ("tokens", "labels", "positions", "document_ids")
+SEQ_LEN = 8
+
+
+class Characters:
+    """A tokenizer whose tokens are code points: fast, and readable in a failure."""
+
+    bos_id, eos_id = 1, 2
+
+    def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> np.ndarray:
+        return np.array([self.bos_id] * bos + [ord(char) for char in text] + [self.eos_id] * eos, dtype=np.int64)
+
+
+def documents(n: int = 30) -> list[str]:
+    """Documents of 0 to 30 characters (one is empty), each with a character of its own."""
+    return [chr(1000 + i) * (i * 7 % 31) for i in range(n)]
+
+
+def loader(source=None, *, b=1, n=4, r=0, d=1, seed=0, seq_len=SEQ_LEN):
+    source = documents() if source is None else source
+    return build_loader(
+        source,
+        Characters(),
+        seq_len=seq_len,
+        local_batch_size=b,
+        data_streams=n,
+        seed=seed,
+        dp_rank=r,
+        dp_degree=d,
+    )
+
+
+def rows(batches) -> list[tuple]:
+    """Each sample as one hashable value of all its tensors."""
+    return [
+        tuple(tuple(batch[key][i].tolist()) for key in KEYS) for batch in batches for i in range(len(batch["tokens"]))
+    ]
+
+
+def read(loaders, steps) -> list[tuple]:
+    """What D ranks read in so many steps, in global order: i = r, r + D, ..."""
+    per_rank = [rows(islice(iter(one), steps)) for one in loaders]
+    return [sample for group in zip(*per_rank, strict=True) for sample in group]
+
+
+def merged(loaders) -> dict:
+    states = [stream_states(one) for one in loaders]
+    result = {s: entry for state in states for s, entry in state.items()}
+    assert len(result) == sum(len(state) for state in states)  # no stream belongs to two ranks
+    return json.loads(json.dumps(result), object_hook=lambda o: {int(k) if k.isdigit() else k: v for k, v in o.items()})
+
+
+DEGREES = st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (12, 3), (12, 4), (12, 6), (12, 12)])
+
+
+@settings(deadline=None)
+@given(DEGREES, st.integers(1, 3), st.integers(0, 2**63 - 1), st.integers(1, 40))
+def test_the_order_does_not_depend_on_degree_or_batch_size(degrees, b, seed, seq_len):
+    n, d = degrees
+    steps = 24 // (d * b) + 1
+    total = steps * d * b
+    got = read([loader(b=b, n=n, r=r, d=d, seed=seed, seq_len=seq_len) for r in range(d)], steps)
+    assert got == read([loader(n=n, seed=seed, seq_len=seq_len)], total)
+
+
+def test_global_sample_i_is_number_i_div_n_of_stream_i_mod_n():
+    n = 4
+    source = documents()
+    dealt = shuffled(len(source), 5, 0)
+    expected = []
+    for s in range(n):
+        own = dealt[s::n]
+        endless = []
+        for epoch in range(6):
+            endless += [source[own[i]] for i in shuffled(len(own), 5, 1, s, epoch)]
+        ids = [Characters().encode_to_numpy(text, bos=True, eos=True) for text in endless if text]
+        expected.append(list(pack(ids, SEQ_LEN)))
+    got = read([loader(n=n, seed=5)], 80)
+    for i, (tokens, labels, positions, ids) in enumerate(got):
+        row = expected[i % n][i // n]
+        assert (list(tokens), list(labels)) == (row.tokens.tolist(), row.labels.tolist())
+        assert (list(positions), list(ids)) == (row.positions.tolist(), row.document_ids.tolist())
+
+
+def test_an_epoch_holds_every_document_once_and_the_next_in_another_order():
+    source = [chr(1000 + i) * 2 for i in range(40)]  # 4 tokens each: two documents a row
+    samples = [tokens for tokens, *_ in read([loader(source, n=2)], 40)]
+    epochs = [[token for row in samples[i : i + 20] for token in row if token > 2] for i in (0, 20)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(ord(char) for text in source for char in text)
+    assert epochs[0] != epochs[1]
+
+
+def test_the_seed_changes_the_order():
+    assert read([loader(seed=0)], 8) != read([loader(seed=1)], 8)
+
+
+def test_shuffles_are_permutations_and_the_same_on_every_machine():
+    assert shuffled(8, 0, 0).tolist() == [1, 4, 5, 6, 2, 0, 3, 7]
+    assert shuffled(8, 2**63 - 1, 1, 3, 7).tolist() == [5, 4, 0, 3, 6, 7, 1, 2]
+    assert sorted(shuffled(1000, 1, 0).tolist()) == list(range(1000))
+    purposes = [(0,), (1,), (1, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1)]
+    assert len({tuple(shuffled(100, seed, *purpose)) for seed in (0, 1, 2**32) for purpose in purposes}) == 18
+
+
+# --- resume
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([1, 2, 4, 12]),
+    st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 5)), min_size=1, max_size=4),
+    st.integers(1, 2),
+)
+def test_resume_of_a_resume_on_any_degree_is_exact(n, legs, b):
+    """Some steps on D ranks, merge, go on with D' ranks, ...: each leg reads the next samples, each rank its own."""
+    whole = loader(n=n)
+    everything = rows(islice(iter(whole), sum(d * b * steps for d, steps in legs)))
+    states, done = None, 0
+    for d, steps in legs:
+        d = d if n % d == 0 else 1
+        loaders = [loader(b=b, n=n, r=r, d=d) for r in range(d)]
+        for r, one in enumerate(loaders):
+            if states is not None:
+                load_stream_states(one, states)
+            window = range(done, done + d * b * steps)
+            assert rows(islice(iter(one), steps)) == [everything[i] for i in window if i % d == r]
+        states = merged(loaders)
+        done += d * b * steps
+    reached = loader(n=n)
+    rows(islice(iter(reached), done))
+    assert states == stream_states(reached)  # the merged state does not depend on the degrees either
+
+
+@pytest.mark.parametrize("k", [0, 1, 7])
+def test_resume_through_stateful_data_loader_is_exact(k):
+    first = loader(b=2, r=1, d=2)
+    batches = iter(first)
+    rows(islice(batches, k))
+    state = json.loads(json.dumps(first.state_dict()))  # no token buffers: it survives JSON, and is small
+    assert len(json.dumps(state)) < 2000
+    expected = rows(islice(batches, 9))
+
+    second = loader(b=2, r=1, d=2)
+    second.load_state_dict(state)
+    batches = iter(second)
+    assert rows(islice(batches, 4)) == expected[:8]
+    third = loader(b=2, r=1, d=2)
+    third.load_state_dict(second.state_dict())
+    assert rows(islice(iter(third), 5)) == expected[8:]
+
+
+def test_the_state_of_streams_is_that_of_the_batches_given_so_far():
+    one = loader(b=3)
+    batches = iter(one)
+    assert sum(entry["samples"] for entry in stream_states(one).values()) == 0
+    for step in range(1, 9):
+        next(batches)
+        assert sum(entry["samples"] for entry in stream_states(one).values()) == 3 * step
+    names = {"epoch", "document", "token", "samples", "documents", "data_streams", "seed"}
+    assert all(
+        set(entry) == names and all(type(v) is int for v in entry.values()) for entry in stream_states(one).values()
+    )
+
+
+def test_loading_moves_an_iterator_that_is_in_use_and_a_second_iterator_goes_on():
+    one = loader()
+    batches = iter(one)
+    start = stream_states(one)
+    expected = rows(islice(batches, 6))
+    load_stream_states(one, start)
+    assert rows(islice(batches, 3)) == expected[:3]
+    assert rows(islice(iter(one), 3)) == expected[3:]
+
+
+def test_a_resumed_run_may_change_seq_len_and_goes_on_at_the_same_token():
+    source = [chr(1000 + i) * 30 for i in range(4)]
+    short = loader(source, n=1, seq_len=8)
+    seen = [token for tokens, *_ in read([short], 5) for token in tokens]
+    long = loader(source, n=1, seq_len=16)
+    load_stream_states(long, stream_states(short))
+    seen += [token for tokens, *_ in read([long], 4) for token in tokens]
+    assert seen == [token for tokens, *_ in read([loader(source, n=1)], 13) for token in tokens]
+
+
+def test_only_the_current_document_is_tokenised_again():
+    class Counting(Characters):
+        calls = 0
+
+        def encode_to_numpy(self, text, **kwargs):
+            self.calls += 1
+            return super().encode_to_numpy(text, **kwargs)
+
+    source = ["a" * 1000] * 8
+    make = {"seq_len": 8, "data_streams": 1, "seed": 0, "dp_rank": 0, "dp_degree": 1}
+    first = StreamDataset(source, Counting(), **make)
+    list(islice(iter(first), 700))
+    counting = Counting()
+    second = StreamDataset(source, counting, **make)
+    second.load_state_dict(first.state_dict())
+    next(iter(second))
+    assert counting.calls == 1
+
+
+# --- batches
+
+
+def test_batches_own_resizable_memory_and_have_the_right_shape():
+    batches = list(islice(iter(loader(b=3)), 2))
+    tensors = [batch[key] for batch in batches for key in KEYS]
+    assert all(set(batch) == set(KEYS) for batch in batches)
+    assert all(t.shape == (3, SEQ_LEN) and t.dtype == torch.int64 and t.is_contiguous() for t in tensors)
+    assert all(t.untyped_storage().nbytes() == t.numel() * 8 and t.untyped_storage().resizable() for t in tensors)
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
+    before = batches[0]["labels"].clone()
+    batches[0]["tokens"].resize_(3, 4).fill_(-1)
+    assert torch.equal(batches[0]["labels"], before)
+
+
+def test_an_iterator_draws_nothing_from_the_global_generator():
+    one = loader()
+    before = torch.get_rng_state()
+    next(iter(one))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_documents_without_text_leave_no_trace():
+    source = ["", "abc", "", "", "defg", ""]
+    samples = read([loader(source, n=1)], 20)
+    for tokens, labels, _, _ in samples:
+        assert (1, 2) not in set(pairwise(tokens))  # no begin followed by an end
+        assert all(label == IGNORE_INDEX for token, label in zip(tokens, labels, strict=True) if token == 2)
+
+
+def test_hashes_are_63_bits_and_tell_batches_apart():
+    batches = list(islice(iter(loader()), 30))
+    hashes = [batch_hash(batch) for batch in batches]
+    assert len(set(hashes)) == len(set(rows(batches))) > 20
+    assert all(0 <= h < 2**63 for h in hashes)
+    batch = batches[0]
+    assert batch["tokens"].untyped_storage().resizable()  # hashing leaves the batch alone
+    assert batch_hash(dict(reversed(batch.items()))) == hashes[0]
+    assert batch_hash({**batch, "labels": batch["labels"].view(SEQ_LEN, 1)}) != hashes[0]
+    assert batch_hash({**batch, "labels": batch["tokens"], "tokens": batch["labels"]}) != hashes[0]
+
+
+def test_real_batches_and_hashes_are_the_same_in_every_process():
+    code = (
+        "from itertools import islice; from trainer.data.datasets import open_source;"
+        "from trainer.data.loader import *; from trainer.data.tokenizer import Tokenizer;"
+        "one = build_loader(open_source('python_stdlib'), Tokenizer(), seq_len=256, local_batch_size=2,"
+        " data_streams=8, seed=3, dp_rank=1, dp_degree=2); print([batch_hash(b) for b in islice(iter(one), 5)])"
+    )
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stderr == ""  # no warnings either
+    one = build_loader(
+        open_source("python_stdlib"),
+        Tokenizer(),
+        seq_len=256,
+        local_batch_size=2,
+        data_streams=8,
+        seed=3,
+        dp_rank=1,
+        dp_degree=2,
+    )
+    assert other.stdout.strip() == str([batch_hash(batch) for batch in islice(iter(one), 5)])
+
+
+# --- refusals
+
+
+def refusal(call) -> str:
+    with pytest.raises(ConfigError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("empty", [1, 3])
+def test_a_stream_without_a_token_is_refused_instead_of_turning_for_ever(empty):
+    one = loader([""] * empty, n=1)
+    assert f"the {empty} documents of data stream 0 hold no text" in refusal(lambda: next(iter(one)))
+
+
+def test_one_document_among_many_empty_ones_is_found():
+    one = loader([""] * 50 + ["abc"] + [""] * 50, n=1)
+    assert len(rows(islice(iter(one), 10))) == 10
+
+
+def test_streams_that_do_not_fit_are_refused():
+    assert "training.data_streams = 4 must be a multiple of the 3 data-parallel ranks; 3 works" in refusal(
+        lambda: loader(n=4, d=3)
+    )
+    assert "the data set has 30; the largest that works is 28" in refusal(lambda: loader(n=32, d=4))
+    assert "give one for each of the 32 ranks" in refusal(lambda: loader(n=32, d=32))
+
+
+def test_states_of_other_data_are_refused():
+    states = merged([loader()])
+    assert "training.seed = 1 is not the 0 of the saved" in refusal(lambda: load_stream_states(loader(seed=1), states))
+    assert "number of documents = 31 is not the 30" in refusal(
+        lambda: load_stream_states(loader(documents(31)), states)
+    )
+    assert "training.data_streams = 2 is not the 4" in refusal(lambda: load_stream_states(loader(n=2), states))
+    del states[3]
+    assert "lacks stream 3" in refusal(lambda: load_stream_states(loader(), states))
+
+
+def test_a_refused_state_changes_nothing():
+    one, states = loader(), merged([loader()])
+    batches = iter(one)
+    next(batches)
+    before = stream_states(one)
+    del states[3]
+    refusal(lambda: load_stream_states(one, states))
+    assert stream_states(one) == before
