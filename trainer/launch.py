@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our one line says it
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # our one line says it
     try:
         elastic_launch(config, sys.executable)("-u", str(_TRAIN), *train_arguments)
     except ChildFailedError as error:

@@ -37,7 +37,7 @@ class ModelSpec:
     name: str
     flavors: Mapping[str, Any]
     build: Callable[[Any], Decoder]
-    """(shape) -> model; called under the meta device and the storage dtype."""
+    """(shape) -> model; called under the meta device, then cast to the storage dtype."""
     parallelize: Callable[[Decoder, ParallelDims, JobConfig], None]
     """Apply tensor and data parallelism to the model on meta, in place."""
     flops_per_token: Callable[[Any, int], tuple[float, float]]

@@ -119,9 +119,7 @@ class Transformer(nn.Module):
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        dtype = torch.promote_types(self.output.weight.dtype, torch.float32)
-        shape = (args.max_seq_len, args.head_dim // 2, 2)
-        self.register_buffer("freqs_cis", torch.empty(shape, dtype=dtype), persistent=False)
+        self.register_buffer("freqs_cis", torch.empty(args.max_seq_len, args.head_dim // 2, 2), persistent=False)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S), each below max_seq_len; by default 0 to S - 1."""
@@ -132,7 +130,8 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def init_buffers(self, device: torch.device) -> None:
-        self.freqs_cis = precompute_freqs_cis(self.args, self.freqs_cis.dtype).to(device)
+        dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        self.freqs_cis = precompute_freqs_cis(self.args, dtype).to(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         """Norms one; embeddings of unit scale; small logits; the residual branches' last matrices shrink with depth."""

@@ -1,0 +1,186 @@
+"""The launcher as a user types it: exit codes, one-line errors, several nodes, a killed rank."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = [
+    "--metrics.no-enable_tensorboard",
+    "--training.steps=3",
+    "--training.seq_len=64",
+    "--training.global_batch_size=4",
+]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    return inherited | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable} | variables
+
+
+def launch(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [str(ROOT / "run_llama_train.sh"), *arguments],
+        cwd=cwd,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_by_default_without_a_gpu(tmp_path: Path) -> None:
+    """From another folder, with a relative dump folder, and quiet: rank 0's lines and nothing else."""
+    process = launch(*QUICK, "--job.dump_folder=out", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert err == ""
+    lines = out.splitlines()
+    assert "dp_shard 2" in lines[1]
+    assert [line.split("/")[0] for line in lines if line.startswith("step")] == ["step 1", "step 2", "step 3"]
+    printed = [float(re.search(r"loss +([\d.]+)", line)[1]) for line in lines if line.startswith("step")]
+    assert printed == pytest.approx(losses(tmp_path / "out"), abs=1e-5)
+
+
+def test_log_rank_chooses_who_speaks(tmp_path: Path) -> None:
+    process = launch(*QUICK, f"--job.dump_folder={tmp_path}", LOG_RANK="1")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.splitlines()
+    assert all(line.startswith("[rank 1] ") for line in out.splitlines())
+
+
+def test_torchrun_by_hand(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py", *QUICK]
+    result = subprocess.run(
+        [*command, f"--job.config_file={ROOT}/train_configs/debug_model.toml", f"--job.dump_folder={tmp_path}"],
+        cwd=ROOT,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(losses(tmp_path)) == 3
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    """Two launchers that meet at MASTER_ADDR:MASTER_PORT are one job of two ranks."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = str(listener.getsockname()[1])
+    nodes = [
+        launch(*QUICK, f"--job.dump_folder={tmp_path}", NGPU="1", NNODES="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+        for _ in range(2)
+    ]
+    outputs = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "dp_shard 2" in "".join(out for out, _ in outputs)
+    assert len(losses(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--training.stepz=3"], "training.steps"),
+        (["--parallelism.data_parallel_shard_degree=3"], "world size of 2"),
+        (["--model.flavor=9B"], "debugmodel"),
+    ],
+)
+def test_a_wrong_setting_stops_before_anything_starts(tmp_path: Path, arguments: list[str], message: str) -> None:
+    started = time.monotonic()
+    process = launch(f"--job.dump_folder={tmp_path}/out", *arguments)
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - started < 5
+    assert process.returncode == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1"])
+def test_a_wrong_number_of_ranks(value: str) -> None:
+    process = launch(NGPU=value)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err == f"error: NGPU = '{value}' must be a whole number from 1 up, such as NGPU=2\n"
+
+
+def test_data_that_turns_bad_during_the_run(tmp_path: Path) -> None:
+    """What only the running job can find is one sentence and exit code 2 too."""
+    data = tmp_path / "data.txt"
+    documents = [tmp_path / f"{i}.txt" for i in range(4)]
+    for document in documents[:3]:
+        document.write_text("word " * 50)
+    documents[3].write_bytes(b"\xff\xfe broken")
+    process = launch(
+        *QUICK,
+        "--training.dataset=text",
+        f"--training.dataset_path={tmp_path}/*.txt",
+        "--training.data_streams=4",
+        f"--job.dump_folder={tmp_path}/out",
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, (out, err)
+    assert "3.txt" in err
+    assert "Traceback" not in err
+    assert not data.exists()
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
+    """Named with its step, before the optimizer step; exit code 1."""
+    process = launch(*QUICK, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0", f"--job.dump_folder={tmp_path}")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "step 2" in err
+    assert "must be finite" in err
+    assert "Traceback" not in err + out
+    assert len(losses(tmp_path)) == 1
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    process = launch(*QUICK, "--training.steps=100000", f"--job.dump_folder={tmp_path}")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").exists() or not losses(tmp_path):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.2)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank 1 failed first (SIGKILL)" in err
+    assert "Traceback" not in err
+
+
+def test_sigterm_to_the_launcher_ends_the_job_in_one_line(tmp_path: Path) -> None:
+    process = launch(*QUICK, "--training.steps=100000", f"--job.dump_folder={tmp_path}")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").exists() or not losses(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err == "error: stopped by SIGTERM\n"
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks that a launcher started, in their order."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+    return sorted(pid for pid, command in commands.items() if "train.py" in command)

@@ -1,0 +1,98 @@
+"""The real program on real text: every layout prints the losses of one rank."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_parity import degrees
+from trainer.distributed.process_group import Process
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 10
+SETTINGS = [
+    f"--job.config_file={ROOT}/train_configs/debug_model.toml",
+    "--metrics.no-enable_tensorboard",
+    f"--training.steps={STEPS}",
+    "--training.seq_len=64",
+]
+LAYOUTS = {
+    "default": (2, []),
+    "ddp": (2, degrees(dp_replicate=2)),
+    "hsdp": (4, degrees(dp_replicate=2, dp_shard=2)),
+    "2d_eager": (4, degrees(dp_shard=2, tp=2)),
+    "hsdp+tp": (8, degrees(dp_replicate=2, dp_shard=2, tp=2)),
+}
+
+
+def run_main(folder: str, arguments: list[str]) -> list[dict]:
+    """On each rank: the program's own main; the logged steps from rank 0's file."""
+    code = train.main([*SETTINGS, f"--job.dump_folder={folder}", *arguments])
+    assert code == 0, code
+    if Process.from_environment().rank:
+        return []
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return pool.run(1, run_main, str(tmp_path_factory.mktemp("one_rank")), [])[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tmp_path: Path, name: str) -> None:
+    world_size, arguments = LAYOUTS[name]
+    got = pool.run(world_size, run_main, str(tmp_path), arguments)[0]
+    assert [step["step"] for step in got] == list(range(1, STEPS + 1))
+    for mine, theirs in zip(got, one_rank, strict=True):
+        for key in ("loss", "loss_max", "grad_norm"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
+        assert mine["lr"] == theirs["lr"]
+        assert mine["tokens_seen"] == theirs["tokens_seen"] == mine["step"] * 16 * 64
+
+
+def test_it_learns_and_reports(one_rank: list[dict]) -> None:
+    assert one_rank[0]["loss"] == pytest.approx(8.38, abs=0.02)
+    assert one_rank[-1]["loss"] < one_rank[0]["loss"] - 0.5
+    for step in one_rank:
+        assert step["loss_max"] >= step["loss"]
+        assert step["tokens_per_second"] == pytest.approx(step["tokens_per_second_per_device"])
+        assert step["tflops"] > 0
+        assert step["mfu"] is None
+        assert step["mfu_causal"] is None
+        assert 0.1 < step["memory_gib"] < 20
+        assert 0 <= step["data_loading_fraction"] < 0.9
+
+
+def test_the_effective_configuration_is_saved_and_runs_again(pool: WorkerPool, tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    short = ["--training.steps=2", "--training.global_batch_size=-1"]
+    losses = [step["loss"] for step in pool.run(1, run_main, str(first), short)[0]]
+    arguments = [f"--job.config_file={first}/config.toml", f"--job.dump_folder={again}"]
+    pool.run(1, train_main, arguments)
+    steps = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
+    assert [step["loss"] for step in steps] == losses
+
+
+def train_main(arguments: list[str]) -> int:
+    return train.main(arguments)
+
+
+def test_tensorboard_has_every_metric(pool: WorkerPool, tmp_path: Path) -> None:
+    arguments = ["--training.steps=2", "--training.global_batch_size=-1", "--metrics.enable_tensorboard"]
+    steps = pool.run(1, run_main, str(tmp_path), arguments)[0]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = (tmp_path / "tb").iterdir()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    for key, value in steps[1].items():
+        if key != "step" and value is not None:
+            assert events.Scalars(key)[1].value == pytest.approx(value, rel=1e-6), key
+
+
+def test_max_minutes_stops_after_a_step(pool: WorkerPool, tmp_path: Path) -> None:
+    steps = pool.run(2, run_main, str(tmp_path), ["--job.max_minutes=0.0001"])[0]
+    assert [step["step"] for step in steps] == [1]

@@ -1,0 +1,167 @@
+"""Loss, gradient norm, optimizer groups, schedule, metrics on one process."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.unit.test_model import ARGS, build
+from trainer.components.loss import count_valid, token_losses
+from trainer.components.lr_scheduler import build_lr_scheduler, lr_factor
+from trainer.components.metrics import StepMetrics, _JsonLines, console_line, peak_flops, peak_memory_gib
+from trainer.components.optimizer import build_optimizer
+from trainer.config.schema import LRScheduler, Optimizer
+
+
+def test_token_losses():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
+    labels = torch.randint(7, (2, 5), generator=generator)
+    labels[0, 2] = labels[1, 4] = -100
+    losses = token_losses(logits, labels)
+    for b in range(2):
+        for s in range(5):
+            wanted = 0.0 if labels[b, s] < 0 else -logits[b, s].log_softmax(-1)[labels[b, s]].item()
+            assert losses[b, s].item() == pytest.approx(wanted)
+    assert count_valid(labels).item() == 8
+    assert count_valid(labels, dim=1).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"), [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2]
+)
+def test_losses_are_computed_in_float32_at_least(dtype: torch.dtype, wanted: torch.dtype):
+    assert token_losses(torch.zeros(1, 2, 3, dtype=dtype), torch.zeros(1, 2, dtype=torch.int64)).dtype == wanted
+
+
+def test_no_label_at_all_gives_zero_loss_and_zero_gradients():
+    logits = torch.randn(1, 4, 5, requires_grad=True)
+    token_losses(logits, torch.full((1, 4), -100)).sum().backward()
+    assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_optimizer_settings_arrive(name: str, implementation: str):
+    model = build(dtype=torch.float32)
+    settings = Optimizer(
+        name=name, lr=0.5, beta1=0.1, beta2=0.2, eps=1e-3, weight_decay=0.3, implementation=implementation
+    )
+    optimizer = build_optimizer(model, settings)
+    assert type(optimizer).__name__ == name
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 1e-3)
+        assert (bool(group["foreach"]), bool(group["fused"])) == (
+            implementation == "foreach",
+            implementation == "fused",
+        )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_norms_and_embeddings_do_not_decay(tied: bool):
+    model = build(replace(ARGS, tie_embeddings=tied))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decaying, others = build_optimizer(model, Optimizer()).param_groups
+    assert decaying["weight_decay"] == 0.1
+    assert others["weight_decay"] == 0.0
+    assert {names[p] for p in others["params"]} == {n for n in names.values() if "norm" in n or "embeddings" in n}
+    assert len(decaying["params"]) + len(others["params"]) == len(names)
+
+
+def factors(config: LRScheduler, steps: int) -> list[float]:
+    return [lr_factor(step, config, steps) for step in range(steps)]
+
+
+def test_schedule_warms_up_and_decays_to_the_end():
+    values = factors(LRScheduler(warmup_steps=4), 20)
+    assert values[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert values[5:] == pytest.approx([1 - i / 16 for i in range(1, 16)])
+
+
+def test_schedule_with_a_decay_ratio_stays_between():
+    values = factors(LRScheduler(warmup_steps=4, decay_ratio=0.25, min_lr_factor=0.1), 40)
+    assert values[4:31] == pytest.approx([1.0] * 27)
+    assert values[-1] == pytest.approx(0.1 + 0.9 * 0.1)
+    assert lr_factor(40, LRScheduler(warmup_steps=4, decay_ratio=0.25, min_lr_factor=0.1), 40) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("kind", "half"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)])
+def test_decay_types(kind: str, half: float):
+    assert lr_factor(50, LRScheduler(warmup_steps=0, decay_type=kind), 100) == pytest.approx(half)
+    values = factors(LRScheduler(warmup_steps=0, decay_type=kind), 100)
+    assert values == sorted(values, reverse=True)
+
+
+def test_a_run_within_its_warm_up_only_rises():
+    values = factors(LRScheduler(warmup_steps=200), 5)
+    assert values == sorted(values)
+    assert values[-1] == pytest.approx(5 / 201)
+
+
+def test_total_steps_outlast_the_run():
+    config = LRScheduler(warmup_steps=0, total_steps=100)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = build_lr_scheduler(optimizer, config, steps=10)
+    for _ in range(10):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr()[0] == pytest.approx(2.0 * 0.9)
+
+
+METRICS = StepMetrics(
+    step=7,
+    loss=4.5,
+    loss_max=5.0,
+    grad_norm=1.25,
+    lr=1e-3,
+    tokens_per_second=1234.5,
+    tokens_per_second_per_device=617.25,
+    tflops=0.5,
+    mfu=None,
+    mfu_causal=None,
+    memory_gib=1.5,
+    data_loading_fraction=0.01,
+    tokens_seen=57344,
+)
+
+
+def test_console_lines_are_aligned():
+    lines = [
+        console_line(replace(METRICS, step=step, loss=loss, mfu=mfu), 1000, eta)
+        for step, loss, mfu, eta in ((1, 11.25, None, 5.0), (999, 4.5, 0.5, 65.0))
+    ]
+    for column in ("loss", "grad_norm", "lr", "tok/s", "mfu", "mem", "eta"):
+        assert lines[0].index(column) == lines[1].index(column)
+    assert "eta 0:01:05" in lines[1]
+    assert "50.0%" in lines[1]
+
+
+def test_json_lines_keep_an_earlier_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step in (7, 8):
+        sink = _JsonLines(path)
+        sink.write(replace(METRICS, step=step))
+        sink.close()
+    assert json.loads(path.read_text())["step"] == 8
+    (earlier,) = [other for other in tmp_path.iterdir() if other != path]
+    assert json.loads(earlier.read_text())["step"] == 7
+    assert json.loads(path.read_text())["mfu"] is None
+
+
+def test_peak_is_unknown_on_a_cpu():
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    assert 0.05 < peak_memory_gib(torch.device("cpu")) < 100
+
+
+def test_loss_agrees_with_the_plain_mean():
+    model = build()
+    tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, dims=1)
+    labels[:, -1] = -100
+    logits = model.output(model(tokens))
+    ours = token_losses(logits, labels).sum() / count_valid(labels)
+    torch.testing.assert_close(ours, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100))
