@@ -22,7 +22,9 @@ QUICK = [
 
 
 def environment(**variables: str) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    }
     return inherited | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable} | variables
 
 

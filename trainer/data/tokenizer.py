@@ -9,11 +9,11 @@ import base64
 import binascii
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from importlib.resources import files
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
+from trainer.config.schema import Model
 
 # How Llama 3 splits text before any merge: contractions, words, up to three digits, punctuation, white space.
 SPLIT_PATTERN = (
@@ -124,7 +124,7 @@ def split_long_runs(text: str) -> Iterator[str]:
 
 def default_tokenizer_path() -> str:
     """The tokenizer that the package ships: 4,096 tokens, trained on the Python standard library."""
-    return str(files("trainer").joinpath("assets", "python_4k.tiktoken"))
+    return Model().tokenizer_file
 
 
 def vocab_size_of(path: str | None = None) -> int:

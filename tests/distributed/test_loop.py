@@ -1,0 +1,176 @@
+"""What the loop promises beside parity: precision, stops, shared batches, counted collectives, time-outs."""
+
+import re
+from datetime import timedelta
+
+import pytest
+import torch
+
+from tests.distributed import harness
+from tests.distributed.harness import Record, RecordingTrainer, assert_parity, run_layout
+from tests.distributed.pool import RankFailedError, WorkerPool
+from tests.distributed.test_parity import LAYOUTS
+from trainer.config.loader import parse_command_line
+from trainer.config.validate import validate
+from trainer.distributed import exchange
+from trainer.distributed.process_group import Process, process_group, set_timeout
+from trainer.trainer import TrainingError
+
+
+def build(folder: str, *arguments: str):
+    process = Process.from_environment()
+    config = parse_command_line([*harness.BASE, f"--job.dump_folder={folder}", *arguments]).config
+    return process, config, validate(config, process.world_size)
+
+
+def bfloat16_case(folder: str, arguments: list[str]) -> dict:
+    process, config, degrees = build(folder, *arguments)
+    seen = {}
+    with process_group(process, config.comm):
+        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        attention = trainer.model.layers["0"].attention
+        attention.inner_attention.register_forward_hook(lambda _m, args, out: seen.update(q=args[0].dtype))
+        attention.register_forward_pre_hook(lambda _m, args: seen.update(freqs_cis=args[1].dtype))
+        trainer.train_step(1)
+        seen["storage"] = {p.dtype for p in trainer.model.parameters()}
+        seen["gradients"] = {p.grad.dtype for p in trainer.model.parameters()}
+        trainer.metrics.close()
+    return seen
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2+tp2", "one"])
+def test_bfloat16_computes_and_float32_keeps(pool: WorkerPool, tmp_path, layout: str) -> None:
+    world_size, arguments = LAYOUTS.get(layout, (1, []))
+    seen = pool.run(world_size, bfloat16_case, str(tmp_path), [*arguments, "--training.mixed_precision_param=bfloat16"])
+    assert seen[0]["q"] == torch.bfloat16
+    assert seen[0]["freqs_cis"] == torch.float32
+    assert seen[0]["storage"] == {torch.float32}
+    assert seen[0]["gradients"] == {torch.float32}
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2+tp2"])
+def test_bfloat16_stays_near(pool: WorkerPool, layout: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    exact = pool.run(1, run_layout, ["--training.dtype=float32"])[0]
+    for precision in (["--training.mixed_precision_param=bfloat16"], ["--training.dtype=bfloat16"]):
+        got = pool.run(world_size, run_layout, [*precision, *arguments])[0]
+        for mine, theirs in zip(got.metrics, exact.metrics, strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+        with pytest.raises(AssertionError):
+            assert_parity(got, exact, 1e-5)  # it is another precision
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_same_run_twice(pool: WorkerPool, deterministic: bool) -> None:
+    world_size, arguments = LAYOUTS["hsdp2x2"]
+    flag = "--training.deterministic" if deterministic else "--training.no-deterministic"
+    one, two = (pool.run(world_size, run_layout, [flag, *arguments])[0] for _ in range(2))
+    if deterministic:
+        assert all(torch.equal(weight, two.weights[name]) for name, weight in one.weights.items())
+    assert_parity(one, two, 1e-6)
+
+
+def other_batch_case(folder: str, arguments: list[str]) -> str:
+    process, config, degrees = build(folder, *arguments)
+    with process_group(process, config.comm):
+        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        real = trainer.batches
+        if process.rank == 1:
+            next(real)  # as if this rank had read on
+        with pytest.raises(TrainingError) as error:
+            trainer.train_step(1)
+        trainer.metrics.close()
+    return str(error.value)
+
+
+def test_ranks_that_share_a_batch_must_read_the_same(pool: WorkerPool, tmp_path) -> None:
+    messages = pool.run(2, other_batch_case, str(tmp_path), LAYOUTS["tp2"][1])
+    assert all(re.search(r"ranks \[0, 1\].*different batches", message) for message in messages)
+
+
+def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool]:
+    process, config, degrees = build(folder, *arguments)
+    with process_group(process, config.comm):
+        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        trainer.train_step(1)
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        if process.rank == 1:  # on one rank alone; all have to stop
+            weight = trainer.model.layers["0"].attention.wq.weight
+            weight.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(torch.inf))
+        with pytest.raises(TrainingError) as error:
+            trainer.train_step(2)
+        after = [p.detach() for p in trainer.model.parameters()]
+        same = all(torch.equal(harness.whole(a), harness.whole(b)) for a, b in zip(before, after, strict=True))
+        trainer.metrics.close()
+    return str(error.value), same
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_before_the_update(pool: WorkerPool, tmp_path) -> None:
+    for message, weights_unchanged in pool.run(4, not_finite_case, str(tmp_path), LAYOUTS["fsdp4"][1]):
+        assert message.startswith("step 2: ")
+        assert "those of step 1" in message
+        assert weights_unchanged
+
+
+def counted_case(folder: str, arguments: list[str]) -> dict[str, int]:
+    process, config, degrees = build(folder, *arguments)
+    with process_group(process, config.comm):
+        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        trainer.train_step(1)
+        exchange.calls.clear()
+        trainer.train_step(2)
+        trainer.metrics.close()
+    return dict(exchange.calls)
+
+
+def test_collectives_of_our_own_in_a_step(pool: WorkerPool, tmp_path) -> None:
+    """Labels over dp, loss over dp_cp, norm over all; two for a logged step; however many micro-batches."""
+    assert pool.run(2, counted_case, str(tmp_path), LAYOUTS["fsdp2"][1]) == [{"all_reduce": 5}] * 2
+    assert pool.run(2, counted_case, str(tmp_path), LAYOUTS["tp2"][1]) == [{"all_reduce": 3}] * 2
+
+
+def timeout_case() -> float:
+    import time
+
+    process = Process.from_environment()
+    config = parse_command_line([]).config
+    with process_group(process, config.comm):
+        set_timeout(2.0)
+        started = time.monotonic()
+        if process.rank == 0:
+            with pytest.raises(RuntimeError, match="Timed out"):
+                torch.distributed.all_reduce(torch.ones(1))
+        else:
+            time.sleep(4)
+        return time.monotonic() - started
+
+
+def test_a_lowered_timeout_is_in_force(pool: WorkerPool) -> None:
+    assert pool.run(2, timeout_case)[0] < 4
+
+
+def init_timeout_case() -> timedelta:
+    process = Process.from_environment()
+    config = parse_command_line(["--comm.init_timeout_seconds=77"]).config
+    with process_group(process, config.comm):
+        group = torch.distributed.group.WORLD
+        return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_the_first_timeout_is_the_setting(pool: WorkerPool) -> None:
+    assert pool.run(1, init_timeout_case) == [timedelta(seconds=77)]
+
+
+def raising_case(rank: int) -> None:
+    process = Process.from_environment()
+    with process_group(process, parse_command_line([]).config.comm):
+        if process.rank == rank:
+            raise ValueError(f"rank {rank} is the cause")
+        torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_the_pool_names_the_rank_that_has_the_cause_and_starts_anew(pool: WorkerPool) -> None:
+    for rank in (0, 1):
+        with pytest.raises(RankFailedError, match=f"rank {rank} is the cause"):
+            pool.run(2, raising_case, rank)
+    assert pool.run(1, init_timeout_case)
