@@ -50,8 +50,8 @@ def apply_data_parallel(
     """Shard (and replicate) the parameters of `model` over `mesh`, gathering unit by unit.
 
     units: modules gathered on their own, in the order of the forward; last: one more whose parameters the backward
-    wants first, so that they stay gathered (unless `reshard_last`). What is left belongs to the root. Nothing is wrapped where there is nothing
-    to shard, to cast or to offload.
+    wants first, so that they stay gathered (unless `reshard_last`). What is left belongs to the root. Nothing is
+    wrapped where there is nothing to shard, to cast or to offload.
     """
     storage = next(model.parameters()).dtype
     if mesh.size() == 1 and options.param_dtype == storage and not options.cpu_offload:
