@@ -66,10 +66,6 @@ class RecordingTrainer(Trainer):
         self.record = record
         self.fault = fault
         super().__init__(*args)
-        with torch.no_grad():  # attention far from uniform: at the start of a run an error in it would hardly show
-            for name, parameter in self.model.named_parameters():
-                if name.startswith("layers") and parameter.ndim > 1:
-                    parameter.mul_(10.0)
 
     def build_data(self) -> tuple[Iterator[Batch], int]:
         return self._micro_batches(), VOCAB

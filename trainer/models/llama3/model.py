@@ -134,18 +134,19 @@ class Transformer(nn.Module):
         self.freqs_cis = precompute_freqs_cis(self.args, dtype).to(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Norms one; embeddings of unit scale; small logits; the residual branches' last matrices shrink with depth."""
+        """Norms one; embeddings of unit scale; small logits; matrices keep the scale of what they multiply, and the
+        last ones of the residual branches shrink with depth."""
         if parameter.ndim == 1:
             parameter.fill_(1.0)
         else:
-            parameter.normal_(0.0, self._init_std(name), generator=generator)
+            parameter.normal_(0.0, self._init_std(name, fan_in=parameter.shape[1]), generator=generator)
 
-    def _init_std(self, name: str) -> float:
+    def _init_std(self, name: str, fan_in: int) -> float:
         if name == "tok_embeddings.weight":
             # Tied, the same matrix makes the logits, which must start small.
             return 0.02 if self.args.tie_embeddings else 1.0
         if name == "output.weight":
-            return 1.0 / self.args.dim
+            return 1.0 / fan_in
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
-            return 0.02 / math.sqrt(2 * self.args.n_layers)
-        return 0.02
+            return 1.0 / math.sqrt(fan_in * 2 * self.args.n_layers)
+        return 1.0 / math.sqrt(fan_in)
