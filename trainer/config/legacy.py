@@ -21,12 +21,28 @@ OLDER: dict[str, Spelling] = {
     "training.data_parallel_replicate_degree": Spelling(int, "parallelism.data_parallel_replicate_degree"),
     "training.data_parallel_shard_degree": Spelling(int, "parallelism.data_parallel_shard_degree"),
     "training.tensor_parallel_degree": Spelling(int, "parallelism.tensor_parallel_degree"),
+    "experimental.context_parallel_degree": Spelling(int, "parallelism.context_parallel_degree"),
+    "experimental.context_parallel_rotate_method": Spelling(
+        str, "parallelism.context_parallel_method", lambda how: _rotation(how)
+    ),
     "training.enable_loss_parallel": Spelling(bool, "parallelism.disable_loss_parallel", lambda on: not on),
     "training.batch_size": Spelling(int, "training.local_batch_size"),
     "training.warmup_steps": Spelling(int, "lr_scheduler.warmup_steps"),
+    "training.compile": Spelling(bool, "compile.enable"),
+    "checkpoint.enable_checkpoint": Spelling(bool, "checkpoint.enable"),
     "optimizer.fused": Spelling(bool, "optimizer.implementation", lambda on: "fused" if on else "foreach"),
     "job.use_for_integration_test": Spelling(bool, None),
 }
+
+
+def _rotation(how: str) -> str:
+    """How K/V went round in the ring of older versions: by neighbours ("alltoall"), or gathered at once."""
+    if how == "alltoall":
+        return "ring"
+    raise ConfigError(
+        f"experimental.context_parallel_rotate_method = {how!r} has no counterpart today; "
+        f"use parallelism.context_parallel_method = 'ring' (once spelled 'alltoall')"
+    )
 
 
 def rewrite(values: Mapping[str, object], where: str) -> tuple[dict[str, object], list[str]]:

@@ -31,6 +31,32 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Profiling:
+    """Traces of time and memory."""
+
+    enable_profiling: bool = False
+    """Write a trace of the profiler for every rank, with the parts of a step as named regions (Chrome's format)."""
+
+    save_traces_folder: str = "profile_trace"
+    """Folder of the traces, inside job.dump_folder."""
+
+    profile_freq: int = 100
+    """Steps from one trace (and memory snapshot) to the next; at least profiler_warmup + profiler_active."""
+
+    profiler_active: int = 1
+    """Steps that a trace records, at least 1."""
+
+    profiler_warmup: int = 3
+    """Steps before them in which the profiler runs and nothing is kept, at least 0."""
+
+    enable_memory_snapshot: bool = False
+    """Record every allocation on the GPU, and write it every profile_freq steps and when memory runs out; CUDA only."""
+
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots, inside job.dump_folder."""
+
+
+@dataclass(frozen=True)
 class Metrics:
     """What is reported, and how often."""
 
@@ -184,11 +210,73 @@ class Parallelism:
     tensor_parallel_degree: int = 1
     """Ranks that share every matrix product (TP); divides the heads, the feed-forward width and the vocabulary."""
 
+    context_parallel_degree: int = 1
+    """Ranks that share each sequence (CP); any, as long as every rank gets a token."""
+
+    context_parallel_method: Literal["ring"] = "ring"
+    """How attention reaches the other ranks' tokens; ring: keys and values go round."""
+
+    context_parallel_load_balancer: Literal["head_tail", "contiguous"] = "head_tail"
+    """Which tokens a rank gets; head_tail: two pieces, so that all compute alike under a causal mask; contiguous: one."""
+
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free parameters after the forward and gather them again for the backward; default: all but the last ones."""
 
     disable_loss_parallel: bool = False
     """With TP, gather the logits before the loss instead of computing it on their shards."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of the run on disk, from which the same command goes on."""
+
+    enable: bool = False
+    """Save checkpoints, and start from the latest one that is there."""
+
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, inside job.dump_folder."""
+
+    interval: int = 500
+    """Steps from one checkpoint to the next, at least 1; the last step of a run is always saved."""
+
+    keep_latest_k: int = 0
+    """Checkpoints to keep, the oldest are deleted; 0: all."""
+
+    load_step: int = -1
+    """Step to start from, one of those saved; -1: the latest."""
+
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: write a copy in the background while training goes on."""
+
+    stop_timeout_seconds: int = 120
+    """Seconds in which a stop by SIGTERM or SIGINT has finished its step and saved; after them it ends at once."""
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    """What the backward computes again instead of keeping it from the forward."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    """Keep all; keep only the input of each layer; or as selective_ac_option says."""
+
+    selective_ac_option: str = "op"
+    """For selective: "op" keeps attention and every second matrix product; "2" recomputes every 2nd layer in full."""
+
+    @property
+    def every(self) -> int | None:
+        """For selective: every how many layers are checkpointed in full; None for "op"."""
+        return None if self.selective_ac_option == "op" else int(self.selective_ac_option)
+
+
+@dataclass(frozen=True)
+class Compile:
+    """torch.compile of each layer, as one graph."""
+
+    enable: bool = False
+    """Compile the layers: less time and memory a step, some minutes at the start."""
+
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """inductor makes kernels; aot_eager and eager only trace, to find out where an error comes from."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +290,10 @@ class Comm:
     """Seconds a collective may take from then on, above 0."""
 
     trace_buf_size: int = 20000
-    """Collectives that NCCL's flight recorder remembers for a report after a hang; 0: off."""
+    """Collectives that the flight recorder remembers for a report after a hang; 0: off."""
+
+    save_traces_folder: str = "comm_traces"
+    """Folder of these reports, inside job.dump_folder; one file per rank that lost its peers."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +301,14 @@ class JobConfig:
     """A whole configuration; the attributes are the tables of the TOML file."""
 
     job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
     comm: Comm = field(default_factory=Comm)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.config.degrees import Degrees, resolve_degrees
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig
+from trainer.config.schema import JobConfig, Parallelism
 from trainer.models.llama3.args import TransformerArgs
 from trainer.models.registry import model_args
 
@@ -30,26 +30,28 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
     _check_numbers(config)
     _check_schedule(config)
     _check_precision(config)
+    _check_profiling(config)
     _check_dump_folder(config.job.dump_folder)
     parallelism = config.parallelism
     degrees = resolve_degrees(
         dp_replicate=parallelism.data_parallel_replicate_degree,
         dp_shard=parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
         world_size=world_size,
     )
     _check_batch(config, degrees)
+    _check_context_parallel(config, degrees)
     # The model's name first: with a wrong one, the tokenizer is not what the user has to look at.
     model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
     if config.model.tokenizer_path == "":
         raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
     vocab_size = vocab_size_of(config.model.tokenizer_file)
-    check_shape(
-        model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len),
-        config.model.flavor,
-        degrees,
-    )
+    shape = model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
+    check_shape(shape, config.model.flavor, degrees)
+    _check_activation_checkpoint(config, shape.n_layers)
     check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
+    _check_checkpoint(config, shape)
     return degrees
 
 
@@ -74,6 +76,9 @@ _SECONDS = _Range(lambda x: 1 <= x <= 10**8, "in [1, 100000000]")
 
 _RANGES: dict[str, _Range] = {
     "job.max_minutes": _Range(_POSITIVE.test, _POSITIVE.words, 60.0),
+    "profiling.profile_freq": _AT_LEAST_ONE,
+    "profiling.profiler_active": _AT_LEAST_ONE,
+    "profiling.profiler_warmup": _NOT_NEGATIVE,
     "metrics.log_freq": _AT_LEAST_ONE,
     "model.rope_theta": _Range(_POSITIVE.test, _POSITIVE.words, 500000.0),
     "model.rope_scaling": _Range(_AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)", 8.0),
@@ -93,6 +98,9 @@ _RANGES: dict[str, _Range] = {
     "training.gc_freq": _AT_LEAST_ONE,
     "training.seed": _Range(lambda x: 0 <= x < 2**63, "in [0, 2**63)"),
     "training.data_streams": _AT_LEAST_ONE,
+    "checkpoint.interval": _AT_LEAST_ONE,
+    "checkpoint.keep_latest_k": _Range(_NOT_NEGATIVE.test, "at least 0 (0: keep all)"),
+    "checkpoint.stop_timeout_seconds": _SECONDS,
     "comm.init_timeout_seconds": _SECONDS,
     "comm.train_timeout_seconds": _SECONDS,
     "comm.trace_buf_size": _NOT_NEGATIVE,
@@ -142,6 +150,22 @@ def _check_precision(config: JobConfig) -> None:
         )
 
 
+def _check_profiling(config: JobConfig) -> None:
+    profiling, steps = config.profiling, config.training.steps
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        raise ConfigError(
+            f"profiling.profile_freq = {profiling.profile_freq} is less than profiling.profiler_warmup = "
+            f"{profiling.profiler_warmup} + profiling.profiler_active = {profiling.profiler_active}; "
+            f"use at least {cycle}"
+        )
+    if (profiling.enable_profiling or profiling.enable_memory_snapshot) and profiling.profile_freq > steps:
+        raise ConfigError(
+            f"profiling.profile_freq = {profiling.profile_freq} is more than training.steps = {steps}, so that nothing "
+            f"would be written; use at most {steps}"
+        )
+
+
 # ---- batch and shape against the degrees
 
 
@@ -168,6 +192,24 @@ def _check_batch(config: JobConfig, degrees: Degrees) -> None:
         )
 
 
+def _check_context_parallel(config: JobConfig, degrees: Degrees) -> None:
+    if config.training.seq_len < degrees.cp * degrees.tp:
+        per_rank = f" x parallelism.tensor_parallel_degree = {degrees.tp}" if degrees.tp > 1 else ""
+        raise ConfigError(
+            f"training.seq_len = {config.training.seq_len} gives some of parallelism.context_parallel_degree = "
+            f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
+        )
+    if degrees.cp == 1:
+        defaults = Parallelism()
+        for key in ("context_parallel_method", "context_parallel_load_balancer"):
+            value = getattr(config.parallelism, key)
+            if value != getattr(defaults, key):
+                raise ConfigError(
+                    f"parallelism.{key} = {value!r} has no effect with parallelism.context_parallel_degree = 1; "
+                    f"leave it out, or set a degree of at least 2"
+                )
+
+
 def check_shape(args: TransformerArgs, flavor: str, degrees: Degrees) -> None:
     """Check that tensor parallelism can cut a model of this shape.
 
@@ -190,9 +232,46 @@ def check_shape(args: TransformerArgs, flavor: str, degrees: Degrees) -> None:
             )
 
 
+def _check_activation_checkpoint(config: JobConfig, n_layers: int) -> None:
+    option = config.activation_checkpoint.selective_ac_option
+    number = int(option) if option.isdecimal() else 0
+    largest = n_layers if config.activation_checkpoint.mode == "selective" else math.inf
+    if option != "op" and not 1 <= number <= largest:
+        raise ConfigError(
+            f"activation_checkpoint.selective_ac_option = {option!r} must be 'op', or for every n-th layer a number "
+            f"from 1 to {n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
+        )
+
+
 def _nearest_multiples(number: int, factor: int) -> str:
     below = number // factor * factor
     return f"{below} or {below + factor}" if below > 0 else str(factor)
+
+
+def _check_checkpoint(config: JobConfig, shape: TransformerArgs) -> None:
+    """The settings, and as much as can be seen of the checkpoint that the run would go on from."""
+    from trainer.components.checkpoint_folder import (
+        check_fits,
+        checkpoint_folder,
+        read_state,
+        step_to_load,
+    )
+
+    settings = config.checkpoint
+    if settings.load_step != -1 and settings.load_step < 1:
+        raise ConfigError(f"checkpoint.load_step = {settings.load_step} must be a saved step, or -1 for the latest")
+    if not settings.enable:
+        if settings.load_step != -1:
+            raise ConfigError(
+                f"checkpoint.load_step = {settings.load_step} has no effect without checkpoint.enable; switch it on, or "
+                f"leave the step out"
+            )
+        return
+    if not settings.folder:
+        raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")
+    step = step_to_load(config)
+    if step is not None:
+        check_fits(read_state(checkpoint_folder(config), step), config, shape)
 
 
 def _check_dump_folder(folder: str) -> None:

@@ -107,6 +107,8 @@ def _wrong(key: str, value: object, kind: Any, default: object, where: str, *, o
         hint = f"; did you mean {choices[near[0]]!r}?" if near else ""
     elif isinstance(value, str) and kind in (int, float, bool) and _checked(_parsed(value, kind), kind) is not None:
         hint = f"; write {value.strip()} without quotes"
+    elif kind is str and type(value) in (int, float):
+        hint = f'; write "{value}"'
     elif kind is int and (whole := _whole_number(value)) is not None:
         hint = f"; write {whole}"
     if optional:

@@ -39,14 +39,14 @@ _VARIABLES = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
 
 
 @contextmanager
-def process_group(process: Process, comm: Comm):
+def process_group(process: Process, comm: Comm, records: Path | None = None):
     """Process group of the whole job (gloo for CPU tensors, NCCL for CUDA tensors), destroyed on the way out.
 
-    When a collective fails, the flight recorder's last collectives of this rank are written to a temporary file,
-    whose path is logged.
+    When a collective fails, the flight recorder's last collectives of this rank are written below the folder `records`
+    (by default a temporary one) as rank_R, and the path is logged; NCCL's watchdog writes there at a time-out too.
     """
     device = process.device
-    os.environ["TORCH_FR_BUFFER_SIZE"] = str(comm.trace_buf_size)  # read by c10d when the first group is made
+    _set_up_flight_recorder(comm.trace_buf_size, records if device.type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.HashStore() if process.world_size == 1 else None  # alone: no port is taken
@@ -61,7 +61,7 @@ def process_group(process: Process, comm: Comm):
         yield
     except Exception as error:
         if comm.trace_buf_size and is_peer_failure(error):
-            logger.warning(f"last collectives of rank {process.rank}: {_dump_flight_record(process.rank)}")
+            logger.warning(f"last collectives of rank {process.rank}: {_dump_flight_record(process.rank, records)}")
         if device.type == "cpu":  # NCCL could wait for ever for work that its peers will not do
             dist.destroy_process_group()
         raise
@@ -75,24 +75,35 @@ def is_peer_failure(error: Exception) -> bool:
     )
 
 
-def set_timeout(seconds: float) -> None:
-    """Lower (or raise) the time-out of every process group: the first steps are slower than all others."""
+def set_timeout(seconds: float, *, but_for: dist.ProcessGroup | None = None) -> None:
+    """Lower (or raise) the time-out of every process group (but one): the first steps are slower than all others."""
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world  # no public name as of torch 2.13
 
     # CUDA work still in flight would be judged by the new time-out.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in list(_world.pg_map):
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        if group is not but_for:
+            _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def _dump_flight_record(rank: int) -> str | None:
+def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:
+    """Tell c10d, which reads its environment when the first group is made, what to remember and where to write it."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(size)
+    if size and watchdog_folder is not None:
+        watchdog_folder.mkdir(parents=True, exist_ok=True)
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(watchdog_folder.absolute() / "rank_")  # and the rank
+
+
+def _dump_flight_record(rank: int, folder: Path | None) -> str | None:
     """Write the last collectives of this rank (pickle, read by torch's `flight_recorder` tool); its path."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     if dump is None:
         return None
-    path = Path(tempfile.mkdtemp(prefix="flight_record_")) / f"rank_{rank}"
+    path = (folder or Path(tempfile.mkdtemp(prefix="flight_record_"))) / f"rank_{rank}"
     record = dump()
     pickle.loads(record)  # what cannot be read is not worth a file
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(record)
     return str(path)

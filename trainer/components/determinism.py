@@ -1,0 +1,20 @@
+"""The same bits in every run of one layout, where it is asked for."""
+
+import os
+
+import torch
+
+_REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")
+
+
+def set_determinism(on: bool) -> None:
+    """Allow only deterministic kernels, or any. Call it before the first matrix product of the process.
+
+    cuBLAS reads its setting from the environment when it starts; a value that is not reproducible is replaced.
+    """
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.deterministic = on
+    if on:
+        torch.backends.cudnn.benchmark = False  # it would choose kernels by their time
+        if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _REPRODUCIBLE_WORKSPACES:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = _REPRODUCIBLE_WORKSPACES[0]

@@ -1,0 +1,66 @@
+"""Out of memory: the error goes on, and says which settings need less."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from trainer.config.degrees import Degrees
+from trainer.config.schema import JobConfig
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or in host memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def out_of_memory_explained(config: JobConfig, degrees: Degrees, device: torch.device) -> Iterator[None]:
+    """Raise an out-of-memory error from inside again, with the settings that need less memory in its message."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        settings = "\n  ".join(memory_savers(config, degrees, device.type))
+        reason = str(error).splitlines()[0]
+        raise torch.OutOfMemoryError(f"{reason}\nWhat needs less memory, the cheapest first:\n  {settings}") from error
+
+
+def memory_savers(config: JobConfig, degrees: Degrees, device_type: str) -> list[str]:
+    """Settings that are not at their limit yet, as `key = value: what it does`, those that cost least first."""
+    training, parallelism, activations = config.training, config.parallelism, config.activation_checkpoint
+    shards, replicas = degrees.dp_shard, degrees.dp_replicate
+    savers = []
+    if training.mixed_precision_param == "float32" and training.dtype == "float32" and device_type == "cuda":
+        savers.append('training.mixed_precision_param = "auto": activations in bfloat16')
+    if training.local_batch_size > 1:
+        savers.append(_smaller_micro_batches(config, degrees))
+    if parallelism.fsdp_reshard_after_forward == "never":
+        savers.append('parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time')
+    if degrees.tp > 1 and parallelism.disable_loss_parallel:
+        savers.append("parallelism.disable_loss_parallel = false: logits stay cut over the vocabulary")
+    if replicas > 1:
+        savers.append(
+            f"parallelism.data_parallel_shard_degree = {shards * replicas} with "
+            f"parallelism.data_parallel_replicate_degree = 1: one copy of the parameters instead of {replicas}"
+        )
+    if activations.mode == "none":
+        savers.append('activation_checkpoint.mode = "selective": keep only what is dear to compute')
+    if activations.mode != "full":
+        savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more work')
+    if not training.enable_cpu_offload and device_type == "cuda":
+        savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
+    if training.seq_len > degrees.tp:
+        shorter = max(training.seq_len // 2 // degrees.tp, 1) * degrees.tp
+        savers.append(f"training.seq_len = {shorter}: shorter rows")
+    more = degrees.world_size * 2
+    savers.append(f"parallelism.data_parallel_shard_degree = {shards * 2} on {more} ranks: half the state on each")
+    return savers
+
+
+def _smaller_micro_batches(config: JobConfig, degrees: Degrees) -> str:
+    rows, whole = config.training.local_batch_size, config.training.global_batch_size
+    fewer = next(n for n in range(rows // 2, 0, -1) if rows % n == 0)  # a divisor: the rows of a step stay the same
+    with_rows = f" with training.global_batch_size = {rows * degrees.dp}" if whole == -1 else ""
+    return f"training.local_batch_size = {fewer}{with_rows}: the same step in more micro-batches"

@@ -1,0 +1,96 @@
+"""Activation checkpointing of decoder blocks: what the backward computes again instead of keeping it.
+
+A block's `forward` is replaced, on the instance, by one that runs the same code under `torch.utils.checkpoint`. No
+module is added: the names of parameters, from which weights are drawn and by which checkpoints are keyed, stay.
+"""
+
+import types
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from trainer.config.schema import ActivationCheckpoint
+
+# By name, because some exist on some builds only and context parallelism registers its own when it is used. What is
+# kept is an operator's whole output: for attention also the log-sum-exp, so that no key or value travels again.
+KEPT_OPERATORS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_attention_math",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "flex_attention",
+        "torch_attn::_varlen_attn",
+        "trainer::context_parallel_attention",
+        # the sum of tensor parallelism's partial results
+        "_c10d_functional::reduce_scatter_tensor",
+    }
+)
+MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
+
+
+def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationCheckpoint) -> None:
+    """Checkpoint all of `blocks` or every n-th, whole or operator by operator, as `config` says; in place.
+
+    Call it after tensor parallelism and before `torch.compile` and `fully_shard`.
+    """
+    if config.mode == "none":
+        return
+    every = 1 if config.mode == "full" else config.every
+    forward = _forward_keeping_operators if every is None else _forward_keeping_inputs
+    for block in blocks[(every or 1) - 1 :: every or 1]:
+        block.forward = types.MethodType(forward, block)
+
+
+# Functions of the block, not closures over it: torch.compile then makes one graph for all blocks. The arguments go
+# through as they are, whatever the block takes. Nothing here draws random numbers, so no generator state is kept.
+
+
+def _forward_keeping_inputs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(type(self).forward, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _forward_keeping_operators(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        type(self).forward,
+        self,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=_contexts_keeping_operators,
+        **kwargs,
+    )
+
+
+def _contexts_keeping_operators() -> tuple[Any, Any]:
+    """Contexts of one block's forward and of its recomputation."""
+    return create_selective_checkpoint_contexts(_KeepOperators())
+
+
+class _KeepOperators:
+    """The policy of one call of one block: `KEPT_OPERATORS` and every second matrix product.
+
+    The second, fourth, ... and not the first, third, ...: a block's last product (of seven, in Llama) only feeds the
+    residual sum, whose backward needs no input, so that keeping its output would save nothing.
+    """
+
+    def __init__(self) -> None:
+        self.products: Counter[bool] = Counter()  # torch 2.11 also asks while it recomputes
+
+    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = op.name().split(".")[0]  # without the overload
+        keep = name in KEPT_OPERATORS
+        if name in MATRIX_PRODUCTS:
+            self.products[ctx.is_recompute] += 1
+            keep = self.products[ctx.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
