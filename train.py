@@ -4,13 +4,16 @@ Exit codes: 0 done; 1 the run failed; 2 a setting or an input is wrong (one sent
 """
 
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from trainer.config.degrees import Degrees
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import JobConfig
 from trainer.config.validate import validate
@@ -42,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int:
     """Train on this rank and report how it ended; returns the exit code."""
+    from trainer.components.checkpoint import CheckpointError
     from trainer.components.console import logger, set_up_logging
+    from trainer.components.out_of_memory import out_of_memory_explained
     from trainer.distributed.process_group import Process, is_peer_failure, process_group
     from trainer.trainer import Trainer, TrainingError
 
@@ -52,12 +57,19 @@ def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int
         if note:
             logger.info(note)
     try:
-        with process_group(process, config.comm):
+        records = Path(config.job.dump_folder) / config.comm.save_traces_folder
+        with (
+            process_group(process, config.comm, records),
+            _one_voice(process.rank),
+            out_of_memory_explained(config, degrees, process.device),
+        ):
             Trainer(config, degrees, process.device).train()
+    except SharedConfigError:
+        return 2
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    except TrainingError as error:
+    except (TrainingError, CheckpointError) as error:
         if process.rank == 0:  # every rank finds the same
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
@@ -72,5 +84,33 @@ def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int
     return 0
 
 
+@contextmanager
+def _one_voice(rank: int) -> Iterator[None]:
+    """Of an error that every rank has, rank 0 speaks, and no rank ends before: the launcher would end the others."""
+    try:
+        yield
+    except SharedConfigError as error:
+        from torch.distributed import barrier
+
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        barrier()
+        raise
+
+
+def command_line() -> int:
+    """`main` for a shell: a reader that has seen enough (`--help | head`) and Ctrl-C end it without a trace."""
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes there
+        return 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line())

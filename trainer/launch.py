@@ -1,15 +1,20 @@
 """Start one process per rank of this node: `python -m trainer.launch --nproc-per-node N [train.py arguments]`.
 
 `torchrun train.py ...` does the same job; this one returns the failing rank's own exit code and says in one line which
-rank failed, where torchrun returns 1 and prints a trace of its own.
+rank failed, where torchrun returns 1 and prints a trace of its own. SIGTERM and SIGINT are passed on to the ranks,
+which finish their step, save, and end in good order; a second one ends them at once.
 """
 
 import argparse
+import dataclasses
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -21,7 +26,8 @@ _TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 def main(argv: list[str] | None = None) -> int:
     """Run the ranks of this node to their end; the exit code of the job.
 
-    Rendezvous of several nodes at MASTER_ADDR:MASTER_PORT; 128 + the signal's number when a signal ended the job.
+    Rendezvous of several nodes at MASTER_ADDR:MASTER_PORT. After a signal: 0 when the ranks have ended in good order,
+    else 128 + its number.
     """
     arguments, train_arguments = _parser().parse_known_args(argv)
     several = arguments.nnodes > 1
@@ -36,14 +42,25 @@ def main(argv: list[str] | None = None) -> int:
         local_addr=None if several else "localhost",
         max_restarts=0,
         monitor_interval=0.1,
+        **_signals_left_to_us(),
     )
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # our one line says it
+    with _passed_on() as received:
+        return _run(config, train_arguments, received)
+
+
+def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) -> int:
+    """The job's exit code, and its one line on stderr if it did not simply end; `received` are signals passed on."""
     try:
         elastic_launch(config, sys.executable)("-u", str(_TRAIN), *train_arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
+        if ended_by in received:
+            print(f"error: stopped by {signal.Signals(ended_by).name} at once", file=sys.stderr)
+            return 128 + ended_by
         how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
         if failure.exitcode != 2:  # a wrong setting has been named already
             print(f"error: rank {rank} failed first ({how}); the other ranks were stopped", file=sys.stderr)
@@ -51,7 +68,49 @@ def main(argv: list[str] | None = None) -> int:
     except SignalException as error:
         print(f"error: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
         return 128 + error.sigval
+    if received:
+        print(f"stopped by {signal.Signals(received[0]).name}: all ranks ended in good order", file=sys.stderr)
     return 0
+
+
+@contextmanager
+def _passed_on() -> Iterator[list[int]]:
+    """Pass SIGTERM and SIGINT on to the ranks; gives the list of those received."""
+    received: list[int] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        ranks = _rank_processes()
+        if not ranks:  # nobody to ask: the agent ends by this, as by any other signal
+            raise SignalException(f"signal {number} before the ranks were started", signal.Signals(number))
+        received.append(number)
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _rank_processes() -> list[int]:
+    """Process ids of the ranks that this launcher has started and that still run."""
+    ranks = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread may end meanwhile
+            for pid in (task / "children").read_text().split():
+                with suppress(FileNotFoundError, ProcessLookupError):  # and so may a rank
+                    if str(_TRAIN).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                        ranks.append(int(pid))
+    return ranks
+
+
+def _signals_left_to_us() -> dict[str, str]:
+    """The setting that keeps the agent from answering SIGTERM and SIGINT by itself, where this torch has it."""
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    return {"signals_to_handle": "SIGHUP,SIGQUIT"} if "signals_to_handle" in known else {}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,5 +1,7 @@
 """Older spellings mean what today's do, from a file and from the command line, with one note each."""
 
+import json
+
 import pytest
 
 from trainer.config.errors import ConfigError
@@ -11,10 +13,14 @@ CASES = [
     ("training.data_parallel_replicate_degree", 2, "parallelism.data_parallel_replicate_degree", 2),
     ("training.data_parallel_shard_degree", 4, "parallelism.data_parallel_shard_degree", 4),
     ("training.tensor_parallel_degree", 2, "parallelism.tensor_parallel_degree", 2),
+    ("experimental.context_parallel_degree", 2, "parallelism.context_parallel_degree", 2),
+    ("experimental.context_parallel_rotate_method", "alltoall", "parallelism.context_parallel_method", "ring"),
     ("training.enable_loss_parallel", False, "parallelism.disable_loss_parallel", True),
     ("training.enable_loss_parallel", True, "parallelism.disable_loss_parallel", False),
     ("training.batch_size", 3, "training.local_batch_size", 3),
     ("training.warmup_steps", 5, "lr_scheduler.warmup_steps", 5),
+    ("training.compile", True, "compile.enable", True),
+    ("checkpoint.enable_checkpoint", True, "checkpoint.enable", True),
     ("optimizer.fused", True, "optimizer.implementation", "fused"),
     ("optimizer.fused", False, "optimizer.implementation", "foreach"),
 ]
@@ -22,7 +28,7 @@ CASES = [
 
 def as_toml(key: str, value: object) -> str:
     table, _, name = key.partition(".")
-    return f"[{table}]\n{name} = {str(value).lower()}\n"
+    return f"[{table}]\n{name} = {json.dumps(value)}\n"
 
 
 def as_options(key: str, value: object) -> list[list[str]]:
@@ -52,6 +58,11 @@ def test_an_older_spelling_equals_todays(old, value, key, new, tmp_path):
         assert old in note
         assert key in note
         assert "\n" not in note
+
+
+def test_a_rotation_that_is_gone_is_refused():
+    with pytest.raises(ConfigError, match="'allgather' has no counterpart.*'ring'"):
+        parse_command_line(["--experimental.context_parallel_rotate_method", "allgather"])
 
 
 def test_a_setting_without_effect_is_said_to_be_ignored():

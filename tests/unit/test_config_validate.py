@@ -83,7 +83,9 @@ NOT_RANGED = {  # numbers whose rule needs the degrees or another key
     "training.global_batch_size",
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
+    "parallelism.context_parallel_degree",
     "parallelism.tensor_parallel_degree",
+    "checkpoint.load_step",
 }
 
 
@@ -144,6 +146,22 @@ DEGREES = "parallelism.data_parallel_shard_degree"
 TP = "--parallelism.tensor_parallel_degree"
 RULES = [
     (
+        ["--parallelism.context_parallel_degree", "4", "--training.seq_len", "3"],
+        4,
+        ["training.seq_len = 3", "context_parallel_degree = 4", "at least 4"],
+    ),
+    (
+        ["--parallelism.context_parallel_degree", "2", TP, "4", "--training.seq_len", "4"],
+        8,
+        ["training.seq_len = 4", "tensor_parallel_degree = 4", "at least 8"],
+    ),
+    (
+        ["--parallelism.context_parallel_load_balancer", "contiguous"],
+        1,
+        ["context_parallel_load_balancer = 'contiguous'", "no effect", "at least 2"],
+    ),
+    (["--parallelism.context_parallel_degree", "3"], 4, ["context_parallel_degree = 3", "context_parallel_degree = 4"]),
+    (
         ["--lr_scheduler.total_steps", "50", "--lr_scheduler.min_lr_factor", "0.1"],
         1,
         ["warmup_steps = 200", "lr_scheduler.total_steps = 50", "lower it to 5"],
@@ -158,6 +176,28 @@ RULES = [
         ["--training.dtype", "float64", "--training.mixed_precision_reduce", "bfloat16"],
         1,
         ["mixed_precision_reduce = 'bfloat16'", "float64", "leave it out"],
+    ),
+    (
+        ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "5"],
+        1,
+        ["activation_checkpoint.selective_ac_option = '5'", "'op'", "from 1 to 4", "'debugmodel'"],
+    ),
+    (["--activation_checkpoint.selective_ac_option", "0"], 1, ["selective_ac_option = '0'", "such as '2'"]),
+    (["--activation_checkpoint.selective_ac_option", "ops"], 1, ["selective_ac_option = 'ops'", "'op'"]),
+    (
+        ["--profiling.enable_profiling", "--profiling.profile_freq", "3"],
+        1,
+        ["profile_freq = 3", "profiler_warmup = 3 + profiling.profiler_active = 1", "at least 4"],
+    ),
+    (
+        ["--profiling.enable_profiling", "--training.steps", "50"],
+        1,
+        ["profile_freq = 100", "training.steps = 50", "at most 50"],
+    ),
+    (
+        ["--profiling.enable_memory_snapshot", "--training.steps", "50"],
+        1,
+        ["profile_freq = 100", "training.steps = 50", "at most 50"],
     ),
     ([f"--{DEGREES}", "3"], 8, [f"{DEGREES} = 3", "world size of 8", f"{DEGREES} = 8", "3 ranks"]),
     ([TP, "3"], 8, ["tensor_parallel_degree = 3", "world size of 8", "tensor_parallel_degree = 4"]),
@@ -224,6 +264,9 @@ def test_a_folder_without_permission_is_refused(monkeypatch):
         ["--lr_scheduler.total_steps", "5000", "--lr_scheduler.decay_ratio", "0"],
         ["--training.steps", "1000", "--lr_scheduler.decay_ratio", "0.8"],
         ["--training.steps", "200"],
+        ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "4"],
+        ["--activation_checkpoint.selective_ac_option", "8"],
+        ["--profiling.enable_profiling", "--training.steps", "100"],
         ["--training.global_batch_size", "64"],
         ["--training.dtype", "float64"],
     ],

@@ -34,3 +34,12 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: LRScheduler, st
     """Schedule for `optimizer`; `steps` is the length of the run, unless `total_steps` says otherwise."""
     total_steps = config.total_steps or steps
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
+
+
+def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
+    """Put `scheduler` and the learning rates of its optimizer where they are after `steps` steps of this schedule."""
+    lrs = [lr * factor(steps) for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, lr in zip(scheduler.optimizer.param_groups, lrs, strict=True):
+        group["lr"] = lr
+    place = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": lrs}
+    scheduler.load_state_dict(scheduler.state_dict() | place)

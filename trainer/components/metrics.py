@@ -94,7 +94,8 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float) -> 
 class MetricsLogger:
     """Measures between logged steps and writes them. Every rank calls `log`; rank 0 of the job writes files.
 
-    flops_per_token: (full, causal) attention; tokens_per_step: of the whole job.
+    flops_per_token: (full, causal) attention; tokens_per_step: of the whole job; start_step, tokens_before: done by
+    earlier runs, whose files are continued.
     """
 
     def __init__(
@@ -106,15 +107,19 @@ class MetricsLogger:
         flops_per_token: tuple[float, float],
         tokens_per_step: int,
         compute_dtype: torch.dtype,
+        start_step: int = 0,
+        tokens_before: int = 0,
     ) -> None:
         self.config = config
         self.dims = dims
         self.device = device
         self.flops_per_token = flops_per_token
         self.tokens_per_step = tokens_per_step
+        self.start_step = start_step
+        self.tokens_before = tokens_before
         self.peak_flops = peak_flops(device, compute_dtype)
-        self._sinks = _open_sinks(config) if dims.rank("world") == 0 else []
-        self.restart_clock(step=0)
+        self._sinks = _open_sinks(config, start_step) if dims.rank("world") == 0 else []
+        self.restart_clock(start_step)
 
     def restart_clock(self, step: int) -> None:
         """Start measuring after `step`."""
@@ -128,6 +133,10 @@ class MetricsLogger:
         started = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - started
+
+    def tokens_seen(self, step: int) -> int:
+        """Tokens of the whole job up to the end of `step`, those of earlier runs included."""
+        return self.tokens_before + (step - self.start_step) * self.tokens_per_step
 
     def due(self, step: int) -> bool:
         """Whether this step is logged: the first, the last, and every `metrics.log_freq`-th."""
@@ -162,7 +171,7 @@ class MetricsLogger:
             mfu_causal=mfu[1],
             memory_gib=memory,
             data_loading_fraction=waited / elapsed,
-            tokens_seen=step * self.tokens_per_step,
+            tokens_seen=self.tokens_seen(step),
         )
         left = self.config.training.steps - step
         logger.info(console_line(metrics, self.config.training.steps, left * elapsed / steps))
@@ -178,13 +187,21 @@ class MetricsLogger:
 
 
 class _JsonLines:
-    """One object a logged step. An earlier run's file is kept under the time of its last line."""
+    """One object a logged step.
 
-    def __init__(self, path: Path) -> None:
-        if path.exists():
+    A run that goes on from `start_step` continues the file, less the steps that it does anew. Else an earlier run's
+    file is kept under the time of its last line.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0) -> None:
+        if start_step and path.exists():
+            kept = path.with_suffix(".tmp")
+            kept.write_text("".join(_lines_up_to(path, start_step)), encoding="utf-8")
+            kept.replace(path)
+        elif path.exists():
             last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
             path.rename(path.with_name(f"metrics.{last}.jsonl"))
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
         self._file.write(json.dumps(asdict(metrics)) + "\n")
@@ -194,13 +211,26 @@ class _JsonLines:
         self._file.close()
 
 
-class _TensorBoard:
-    """One scalar a metric, in a folder of its own for each run."""
+def _lines_up_to(path: Path, step: int) -> Iterator[str]:
+    """Lines of the steps up to `step`; one that a killed run has not ended is left out."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                yield line + "\n"
+        except (ValueError, KeyError, TypeError):
+            continue
 
-    def __init__(self, folder: Path) -> None:
+
+class _TensorBoard:
+    """One scalar a metric, in a folder of its own for each run, which runs that go on from `start_step` share."""
+
+    def __init__(self, folder: Path, start_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # a second of imports, only where it is on
 
-        self._writer = SummaryWriter(str(folder / datetime.now().strftime("%Y%m%d-%H%M%S")))
+        earlier = sorted(path for path in folder.glob("????????-??????") if path.is_dir()) if start_step else []
+        run = earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
+        # Steps that are done anew replace those of the run that was interrupted.
+        self._writer = SummaryWriter(str(run), purge_step=start_step + 1 if start_step else None)
 
     def write(self, metrics: StepMetrics) -> None:
         for name, value in asdict(metrics).items():
@@ -211,9 +241,9 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _open_sinks(config: JobConfig) -> list[_JsonLines | _TensorBoard]:
+def _open_sinks(config: JobConfig, start_step: int) -> list[_JsonLines | _TensorBoard]:
     folder = Path(config.job.dump_folder)
-    sinks: list[_JsonLines | _TensorBoard] = [_JsonLines(folder / "metrics.jsonl")]
+    sinks: list[_JsonLines | _TensorBoard] = [_JsonLines(folder / "metrics.jsonl", start_step)]
     if config.metrics.enable_tensorboard:
-        sinks.append(_TensorBoard(folder / config.metrics.save_tb_folder))
+        sinks.append(_TensorBoard(folder / config.metrics.save_tb_folder, start_step))
     return sinks

@@ -8,6 +8,19 @@ from trainer.config.schema import Optimizer
 _CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 
 
+def ensure_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that were never updated the state that Adam's first step would start from."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                device = parameter.device if group["fused"] else "cpu"
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                }
+
+
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
     """AdamW or Adam over all parameters of `model`; norms and embeddings (also a tied output) do not decay."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -8,6 +8,10 @@ class ConfigError(ValueError):
     """A wrong setting or input. The message is one sentence: the value, the rule, and what would work."""
 
 
+class SharedConfigError(ConfigError):
+    """One that every rank raises at the same point, so that one of them is enough to say it."""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest choice, or the choices themselves when none is near."""
     choices = list(choices)

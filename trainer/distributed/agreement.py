@@ -1,0 +1,35 @@
+"""What one rank finds wrong stops all of them, with one message: a rank that stops alone leaves its peers waiting."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.config.errors import ConfigError, SharedConfigError
+from trainer.distributed.exchange import all_gather, all_reduce
+
+T = TypeVar("T")
+_MESSAGE_BYTES = 2048
+
+
+def agreed(function: Callable[[], T], mesh: DeviceMesh) -> T:
+    """Call `function` on every rank of a 1-D mesh and return this rank's result. A collective.
+
+    Raises:
+        SharedConfigError: on every rank, with the message of the lowest one whose call raised a ConfigError.
+    """
+    result, message = None, ""
+    try:
+        result = function()
+    except ConfigError as error:
+        message = str(error) or "unknown"
+    failed = torch.tensor(int(bool(message)), dtype=torch.int32, device=mesh.device_type)
+    if all_reduce(failed, mesh, "max").item():
+        text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        texts = all_gather(torch.tensor(list(text), dtype=torch.uint8, device=mesh.device_type), mesh)
+        for row in texts.cpu():
+            message = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
+            if message:
+                raise SharedConfigError(message)
+    return result
