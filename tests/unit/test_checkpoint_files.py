@@ -1,0 +1,118 @@
+"""What is read from a checkpoint runs no code, and a wrong bit is found."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainer.components.checkpoint_files import Reader, TensorsOnly, Writer
+from trainer.components.checkpoint_folder import RunState, read_state, step_folder, unfinished_folder
+
+TENSORS = {
+    "model.a": torch.arange(1000, dtype=torch.float64),
+    "model.b": torch.randn(3, 5).bfloat16(),
+    "optimizer.a.step": torch.tensor(3.0),
+    "model.empty": torch.zeros(0, 4),
+}
+
+
+def save(folder: Path, content: dict, step: int = 3) -> Path:
+    state = RunState(step, 0, {}, {0: {"samples": 1}}, {})
+    writer = Writer(unfinished_folder(folder, step), state, keep_latest_k=0)
+    dcp.save(content, storage_writer=writer, no_dist=True)
+    return step_folder(folder, step)
+
+
+def load(path: Path, content: dict | None = None) -> dict[str, torch.Tensor]:
+    target = {name: torch.full_like(tensor, -1) for name, tensor in (content or TENSORS).items()}
+    reader = Reader(path, files=read_state(path.parent, 3).files)
+    dcp.load(target, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+    return target
+
+
+def cause(path: Path, content: dict | None = None) -> str:
+    with pytest.raises(CheckpointException) as error:
+        load(path, content)
+    return str(error.value.failures[0][0])
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
+        yield
+
+
+def test_round_trip(tmp_path: Path):
+    got = load(save(tmp_path, TENSORS))
+    for name, tensor in TENSORS.items():
+        assert torch.equal(got[name], tensor)
+
+
+@pytest.mark.parametrize("bit", [0, 3, 7])
+@pytest.mark.parametrize("where", [0.1, 0.5, 0.9])
+def test_one_wrong_bit_anywhere_in_a_tensor_is_found(tmp_path: Path, bit: int, where: float):
+    path = save(tmp_path, TENSORS) / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    number = TENSORS["model.a"][int(where * 1000)].numpy().tobytes()
+    content[content.index(number) + 6] ^= 1 << bit
+    path.write_bytes(content)
+    assert "check sum" in cause(path.parent)
+
+
+def test_zeros_in_place_of_data_are_found(tmp_path: Path):
+    """What a crash of the machine may leave of a file that was not on the disk yet."""
+    path = save(tmp_path, TENSORS) / "__0_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert cause(path.parent)
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+def test_metadata_that_would_run_code_is_refused(tmp_path: Path):
+    path = save(tmp_path, TENSORS)
+    (path / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    with pytest.raises(pickle.UnpicklingError, match=r"names \w+\.mkdir, which is no part of a checkpoint"):
+        Reader(path, files=[]).read_metadata()
+    assert not (tmp_path / "sprung").exists()
+    load(save(tmp_path / "sound", TENSORS))
+
+
+def test_an_entry_that_is_no_tensor_is_refused(tmp_path: Path):
+    path = save(tmp_path, TENSORS | {"model.b": Trap(tmp_path / "sprung")})
+    assert cause(path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_metadata_that_names_other_files_is_refused(tmp_path: Path):
+    path = save(tmp_path, TENSORS)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp"):
+        Reader(path, files=["another"]).read_metadata()
+    load(path)
+
+
+def test_files_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch):
+    """Every file and the folder are synced before the rename; the parent after it."""
+    order: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+    names = lambda fd: Path(os.readlink(f"/proc/self/fd/{fd}")).name  # noqa: E731
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: order.append(names(fd if isinstance(fd, int) else fd.fileno())) or fsync(fd)
+    )
+    monkeypatch.setattr(Path, "rename", lambda path, to: order.append(f"rename {path.name}") or rename(path, to))
+    load(save(tmp_path / "checkpoint", TENSORS))
+    published = order.index("rename step-3.tmp")
+    assert {"__0_0.distcp", "state.json", "step-3.tmp"} <= set(order[:published])
+    assert ".metadata.tmp" in order[:published]
+    assert order[published + 1] == "checkpoint"

@@ -1,0 +1,270 @@
+"""The checkpoint folder as files: what counts as a checkpoint, what is refused, what is removed; all without torch."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.components import checkpoint_folder as folder_module
+from trainer.components.checkpoint_folder import (
+    RunState,
+    check_fits,
+    keep_latest,
+    model_description,
+    publish,
+    read_state,
+    remove_unfinished,
+    saved_steps,
+    step_folder,
+    step_to_load,
+    unfinished_folder,
+)
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import JobConfig
+from trainer.config.validate import validate
+from trainer.data.tokenizer import vocab_size_of
+from trainer.models.registry import model_args
+
+STREAM = {"epoch": 0, "document": 3, "token": 17, "samples": 5, "seed": 0, "data_streams": 64, "documents": 700}
+
+
+def configured(tmp_path: Path, *arguments: str) -> JobConfig:
+    return parse_command_line([f"--job.dump_folder={tmp_path}", "--checkpoint.enable", *arguments]).config
+
+
+def shape_of(config: JobConfig):
+    vocab_size = vocab_size_of(config.model.tokenizer_file)
+    return model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
+
+
+def save(folder: Path, step: int, config: JobConfig | None = None) -> Path:
+    """A checkpoint as far as files go: two of them, and the state."""
+    config = config or JobConfig()
+    unfinished = unfinished_folder(folder, step)
+    unfinished.mkdir(parents=True)
+    contents = {".metadata": b"m" * 10, "__0_0.distcp": bytes(100 + step)}
+    for name, content in contents.items():
+        (unfinished / name).write_bytes(content)
+    files = {name: len(content) for name, content in contents.items()}
+    model = model_description(config, shape_of(config))
+    publish(unfinished, RunState(step, 1000 * step, model, dict.fromkeys(range(64), STREAM), files))
+    return step_folder(folder, step)
+
+
+def refused(config: JobConfig) -> str:
+    with pytest.raises(ConfigError) as error:
+        validate(config, 1)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_is_published_is_read_back(tmp_path: Path):
+    save(tmp_path, 12)
+    state = read_state(tmp_path, 12)
+    assert (state.step, state.tokens_seen) == (12, 12000)
+    assert state.streams == dict.fromkeys(range(64), STREAM)
+    assert state.files == {".metadata": 10, "__0_0.distcp": 112}
+    assert not unfinished_folder(tmp_path, 12).exists()
+
+
+def foreign(folder: Path) -> list[Path]:
+    """Everything that other people may leave there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("step-7", "step-", "step--3", "step-007", "best", "step-3.old", "my-step-9", "step-2 (copy)"):
+        (folder / name).mkdir()
+        (folder / name / "notes.txt").write_text("mine")
+    for name in ("step-8", "step-9.tmp", "README", ".nfs0001", "step-1.txt"):
+        (folder / name).write_text("mine")
+    (folder / "step-11").symlink_to("nowhere")
+    (folder / "step-13.tmp").symlink_to("best")
+    (folder / "latin-\udce9").write_text("mine")
+    return sorted(path for path in folder.rglob("*"))
+
+
+def test_foreign_files_neither_crash_nor_count_nor_go(tmp_path: Path):
+    others = foreign(tmp_path)
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step)
+        keep_latest(tmp_path, 2, step)
+        assert saved_steps(tmp_path) == list(range(max(1, step - 1), step + 1))
+        remove_unfinished(tmp_path)
+    assert saved_steps(tmp_path) == [4, 5]
+    mine = {path for step in (4, 5) for path in (step_folder(tmp_path, step), *step_folder(tmp_path, step).iterdir())}
+    assert sorted(set(tmp_path.rglob("*")) - mine) == others
+
+
+def test_a_name_that_is_taken_is_moved_aside(tmp_path: Path):
+    foreign(tmp_path)
+    for step in (7, 8, 11):
+        save(tmp_path, step)
+        assert read_state(tmp_path, step).step == step
+    assert (tmp_path / "step-7.other1" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "step-8.other1").read_text() == "mine"
+    assert (tmp_path / "step-11.other1").is_symlink()
+
+
+def test_an_earlier_checkpoint_of_the_step_is_replaced(tmp_path: Path):
+    (save(tmp_path, 5) / "more").write_text("of the old one")
+    assert not (save(tmp_path, 5) / "more").exists()
+
+
+@pytest.mark.parametrize("done", ["data", "state", "publish"])
+def test_an_interrupted_save_is_no_checkpoint_and_is_removed(tmp_path: Path, monkeypatch, done: str):
+    """Killed at any moment: while tensors are written, before the rename, and while an old one is being removed."""
+    save(tmp_path, 1)
+    if done == "publish":
+        save(tmp_path, 2)
+        monkeypatch.setattr(folder_module.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            keep_latest(tmp_path, 1, 2)
+        assert saved_steps(tmp_path) == [2]
+        monkeypatch.undo()
+    else:
+        unfinished_folder(tmp_path, 2).mkdir()
+        (unfinished_folder(tmp_path, 2) / "__0_0.distcp").write_bytes(b"half")
+        if done == "state":
+            (unfinished_folder(tmp_path, 2) / "state.json").write_text((tmp_path / "step-1/state.json").read_text())
+        assert saved_steps(tmp_path) == [1]
+    remove_unfinished(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_retention_counts_up_to_the_one_just_written(tmp_path: Path):
+    """Later ones are of a history that was left by load_step: they must not push the new ones out."""
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    save(tmp_path, 15)
+    keep_latest(tmp_path, 2, 15)
+    assert saved_steps(tmp_path) == [10, 15, 20, 30, 40]
+    keep_latest(tmp_path, 1, 15)
+    assert saved_steps(tmp_path) == [15, 20, 30, 40]
+    keep_latest(tmp_path, 0, 40)
+    assert saved_steps(tmp_path) == [15, 20, 30, 40]
+
+
+def test_the_latest_or_the_one_asked_for(tmp_path: Path):
+    assert step_to_load(configured(tmp_path)) is None
+    for step in (2, 10, 9):
+        save(tmp_path / "checkpoint", step)
+    assert step_to_load(configured(tmp_path)) == 10
+    assert step_to_load(configured(tmp_path, "--checkpoint.load_step=9")) == 9
+    assert step_to_load(configured(tmp_path, "--checkpoint.folder=elsewhere")) is None
+    validate(configured(tmp_path), 1)
+
+
+def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path):
+    missing = configured(tmp_path, "--checkpoint.load_step=3")
+    assert "no checkpoint is there" in refused(missing)
+    for step in (2, 10, 9):
+        save(tmp_path / "checkpoint", step)
+    message = refused(missing)
+    assert message.startswith("checkpoint.load_step = 3 is not in ")
+    assert message.endswith("the steps that are there: 2, 9, 10")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--checkpoint.load_step=0"], "checkpoint.load_step = 0 must be a saved step, or -1"),
+        (["--checkpoint.load_step=-2"], "checkpoint.load_step = -2 must be a saved step, or -1"),
+        (["--checkpoint.no-enable", "--checkpoint.load_step=5"], "has no effect without checkpoint.enable"),
+        (["--checkpoint.folder="], "checkpoint.folder = '' must name a folder"),
+        (["--checkpoint.folder=file"], "file is a file; name a folder, such as 'checkpoint'"),
+        (["--checkpoint.folder=broken"], "broken is a file; name a folder"),
+    ],
+)
+def test_settings_that_cannot_work(tmp_path: Path, arguments: list[str], part: str):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "broken").symlink_to("nowhere")
+    assert part in refused(configured(tmp_path, *arguments))
+
+
+def broken_json(path: Path) -> None:
+    (path / "state.json").write_text((path / "state.json").read_text()[:-20])
+
+
+def changed(**values: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        content = json.loads((path / "state.json").read_text())
+        (path / "state.json").write_text(json.dumps(content | values))
+
+    return change
+
+
+DAMAGE = {
+    "state cut short": (broken_json, "line 1 column"),
+    "state empty": (lambda path: (path / "state.json").write_text(""), "Expecting value"),
+    "state no object": (lambda path: (path / "state.json").write_text("[1, 2]"), "cannot be read"),
+    "state binary": (lambda path: (path / "state.json").write_bytes(b"\xff\xfe\x00"), "codec"),
+    "state deep": (lambda path: (path / "state.json").write_text("[" * 100_000), "recursion"),
+    "another format": (changed(format=2), "another version"),
+    "a key too many": (changed(more=1), "more"),
+    "another step": (changed(step=9), "another step"),
+    "streams of another kind": (changed(streams=[1]), "cannot be read"),
+    "a position that is none": (changed(streams={"0": {"epoch": "x"}}), "cannot be read"),
+    "tokens of another kind": (changed(tokens_seen="1"), "cannot be read"),
+    "files elsewhere": (changed(files={"../../secret": 3}), "no name of a file"),
+    "data missing": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
+    "data cut short": (lambda path: (path / "__0_0.distcp").write_bytes(b"x"), "__0_0.distcp has 1 bytes of 104"),
+    "metadata missing": (lambda path: (path / ".metadata").unlink(), ".metadata: No such file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(tmp_path: Path, damage: str):
+    function, part = DAMAGE[damage]
+    path = save(tmp_path / "checkpoint", 4)
+    function(path)
+    message = refused(configured(tmp_path))
+    assert message.startswith(f"the checkpoint {path} cannot be read (")
+    assert part in message
+    assert message.endswith("remove it to start anew")
+    save(tmp_path / "checkpoint", 2)
+    assert "use another with checkpoint.load_step (there are 2), or remove it" in refused(configured(tmp_path))
+    validate(configured(tmp_path, "--checkpoint.load_step=2"), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--model.norm_type=layernorm"], ["whose norm_type = 'layernorm' is not the 'rmsnorm'"]),
+        (
+            ["--model.flavor=1B", "--training.seq_len=8"],
+            ["model.flavor = '1B', whose dim = 2048 is not the 256"],
+        ),
+        (["--training.dtype=float64"], ["training.dtype = 'float64' is not the 'float32'"]),
+        (["--training.seed=3"], ["training.seed = 3 is not the 0", "resume with 0"]),
+        (["--training.data_streams=32"], ["training.data_streams = 32 is not the 64", "resume with 64"]),
+    ],
+)
+def test_another_model_or_other_data_are_refused(tmp_path: Path, arguments: list[str], parts: list[str]):
+    save(tmp_path / "checkpoint", 4)
+    message = refused(configured(tmp_path, *arguments))
+    assert "or start anew in another checkpoint.folder" in message
+    for part in parts:
+        assert part in message
+
+
+def test_what_may_change(tmp_path: Path):
+    save(tmp_path / "checkpoint", 4)
+    changes = ["--training.seq_len=64", "--model.rope_theta=1e6", "--optimizer.lr=1e-4", "--training.steps=7"]
+    config = configured(tmp_path, *changes)
+    check_fits(read_state(tmp_path / "checkpoint", 4), config, replace(shape_of(config), max_seq_len=64))
+    validate(config, 1)
+
+
+def test_no_torch_is_needed_for_a_check(tmp_path: Path):
+    save(tmp_path / "checkpoint", 4)
+    code = "import sys, train; code = train.main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(code)"
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", code, "--check-config", "--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    result = subprocess.run(
+        [*command, "--checkpoint.load_step=3"], cwd=root, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (result.returncode, result.stdout) == (2, "False\n")
+    assert result.stderr.startswith("error: checkpoint.load_step = 3 is not in ")

@@ -1,0 +1,87 @@
+"""One signal asks, a second one or the time-out ends, and afterwards everything is as before."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.components.stop import Stop
+from trainer.config.loader import parse_command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+# Asked by two signals at once, which count as one; then asked again, or never done.
+SCRIPT = """
+import os, signal, sys, time
+from trainer.components.stop import Stop
+from trainer.config.loader import parse_command_line
+with Stop(parse_command_line([f"--checkpoint.stop_timeout_seconds={sys.argv[1]}"]).config, speaks=True) as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    print(stop.signal, flush=True)
+    time.sleep(30)
+"""
+
+
+def settings(*arguments: str):
+    return parse_command_line(list(arguments)).config
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals):
+    def mine(*_: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(number, mine)
+    try:
+        with Stop(settings(), speaks=False) as stop:
+            assert stop.signal == 0
+            os.kill(os.getpid(), number)
+            deadline = time.monotonic() + 5
+            while not stop.signal and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert stop.signal == number
+        assert signal.getsignal(number) is mine
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(number, before)
+
+
+def test_other_signals_do_not_count():
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with Stop(settings(), speaks=False) as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.1)
+            assert stop.signal == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_files_are_closed_again():
+    count = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with Stop(settings(), speaks=False):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == count
+
+
+@pytest.mark.parametrize("again", [None, signal.SIGTERM, signal.SIGINT])
+def test_the_timeout_and_a_second_signal_end_at_once(again: signal.Signals | None):
+    timeout = "60" if again else "1"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, timeout], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert int(process.stdout.readline()) == signal.SIGTERM
+    if again:
+        time.sleep(2)  # until then, a repeated signal is the same one
+        assert process.poll() is None
+        process.send_signal(again)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 128 + (again or signal.SIGTERM)
+    assert err == ("" if again else "error: not stopped within checkpoint.stop_timeout_seconds = 1: ended at once\n")
