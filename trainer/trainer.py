@@ -1,27 +1,34 @@
 """The training loop: config in, falling loss out."""
 
 import math
-import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from trainer.components.checkpoint import Checkpointer
 from trainer.components.console import logger
+from trainer.components.determinism import set_determinism
 from trainer.components.garbage import manual_garbage_collection
 from trainer.components.grad_norm import clip_gradients, global_grad_norm, settle_gradients
 from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger
 from trainer.components.optimizer import build_optimizer
+from trainer.components.profiling import profiling, region
+from trainer.components.stop import Stop
 from trainer.config.degrees import Degrees
+from trainer.config.errors import ConfigError
 from trainer.config.loader import to_toml
 from trainer.config.schema import JobConfig
 from trainer.data.datasets import open_source
 from trainer.data.loader import batch_hash, build_loader
 from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.agreement import agreed
+from trainer.distributed.context_parallel.context import ContextParallelOptions, context_parallel
 from trainer.distributed.data_parallel import DataParallelOptions, reduce_across_replicas
 from trainer.distributed.exchange import all_gather, all_reduce
 from trainer.distributed.parallel_dims import ParallelDims
@@ -47,8 +54,8 @@ class Trainer:
     def __init__(self, config: JobConfig, degrees: Degrees, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.started = time.monotonic()
         self.dims = ParallelDims(degrees, device.type)
+        self.stop = Stop(config, speaks=self.dims.rank("world") == 0)
         self._prepare_process()
 
         self.batches, vocab_size = self.build_data()
@@ -58,7 +65,7 @@ class Trainer:
             global_batch_size = rows_per_micro_batch
         self.micro_batches = global_batch_size // rows_per_micro_batch
 
-        spec = model_spec(config.model.name)
+        self.spec = spec = model_spec(config.model.name)
         shape = model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
         with torch.device("meta"):
             self.model: nn.Module = spec.build(shape).to(getattr(torch, config.training.dtype))
@@ -69,6 +76,16 @@ class Trainer:
 
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+        self.checkpoint = Checkpointer(
+            config,
+            self.dims,
+            shape,
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            loader=self.loader,
+        )
+        self.start_step, tokens_before = self.checkpoint.load()
         compute_dtype = DataParallelOptions.from_config(config, device.type).param_dtype
         self.metrics = MetricsLogger(
             config,
@@ -77,6 +94,8 @@ class Trainer:
             flops_per_token=spec.flops_per_token(shape, config.training.seq_len),
             tokens_per_step=global_batch_size * config.training.seq_len,
             compute_dtype=compute_dtype,
+            start_step=self.start_step,
+            tokens_before=tokens_before,
         )
         logger.info(
             f"{spec.name} {config.model.flavor}: {n_params:,} parameters in {config.training.dtype}, computing in "
@@ -87,19 +106,29 @@ class Trainer:
     def _prepare_process(self) -> None:
         training = self.config.training
         torch.manual_seed(training.seed)
-        torch.use_deterministic_algorithms(training.deterministic)
+        set_determinism(training.deterministic)
         # The sequence-parallel embedding returns a view; nothing here works on it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        if self.dims.rank("world") == 0:
-            folder = Path(self.config.job.dump_folder)
+        agreed(self._prepare_folder, self.dims["world"])
+
+    def _prepare_folder(self) -> None:
+        if self.dims.rank("world") != 0:
+            return
+        folder = Path(self.config.job.dump_folder)
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder = {str(folder)!r} cannot be written ({error.strerror}: {error.filename}); "
+                f"name a folder that can, such as './outputs'"
+            ) from None
 
     def build_data(self) -> tuple[Iterator[Batch], int]:
         """Endless micro-batches of this rank's share of the data, and the size of the vocabulary."""
         training = self.config.training
         tokenizer = Tokenizer(self.config.model.tokenizer_file)
-        loader = build_loader(
+        self.loader = build_loader(
             open_source(training.dataset, training.dataset_path),
             tokenizer,
             seq_len=training.seq_len,
@@ -109,36 +138,45 @@ class Trainer:
             dp_rank=self.dims.rank("dp"),
             dp_degree=self.dims.size("dp"),
         )
-        return iter(loader), tokenizer.vocab_size
+        return iter(self.loader), tokenizer.vocab_size
 
     def train(self) -> None:
-        """Run until `training.steps` or `job.max_minutes`.
+        """Run until `training.steps`, `job.max_minutes`, or a signal; the last step is saved.
 
         Raises:
             TrainingError: a loss or a gradient that is not finite.
+            CheckpointError: a checkpoint could not be written.
         """
         training = self.config.training
         try:
-            with manual_garbage_collection(training.gc_freq) as garbage:
-                self.metrics.restart_clock(step=0)
-                for step in range(1, training.steps + 1):
+            with (
+                self.stop,
+                self.checkpoint,
+                manual_garbage_collection(training.gc_freq) as garbage,
+                profiling(self.config, self.dims.rank("world"), self.device) as profiler,
+            ):
+                self.metrics.restart_clock(self.start_step)
+                for step in range(self.start_step + 1, training.steps + 1):
                     self.train_step(step)
                     garbage.step(step)
-                    if step == 1:
-                        set_timeout(self.config.comm.train_timeout_seconds)
-                    if self.out_of_time():
-                        limit = self.config.job.max_minutes
-                        logger.info(f"job.max_minutes = {limit:g} passed: stopped after step {step}")
+                    profiler.step(step)
+                    if step == self.start_step + 1:
+                        set_timeout(self.config.comm.train_timeout_seconds, but_for=self.checkpoint.group)
+                    reason = self.stop.agreed(self.dims["world"])
+                    last = bool(reason) or step == training.steps
+                    saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last)
+                    if reason:
+                        logger.info(f"{reason} after step {step}; {'checkpoint saved' if saved else 'nothing saved'}")
                         return
-            logger.info(f"training done: {training.steps} steps")
+            logger.info(f"training done: {max(self.start_step, training.steps)} steps")
         finally:
             self.metrics.close()
 
     def train_step(self, step: int) -> None:
         """One optimizer step over the whole global batch."""
-        with self.metrics.loading_data():
+        with self.metrics.loading_data(), region("data_loading"):
             batches = [self._to_device(next(self.batches)) for _ in range(self.micro_batches)]
-        if step == 1:
+        if step == self.start_step + 1:
             self._check_same_batch(batches[0])
         # One count for the whole step, before any backward: a mean of means is wrong as soon as ranks differ.
         valid = all_reduce(sum(count_valid(batch["labels"]) for batch in batches), self.dims["dp"])
@@ -150,26 +188,43 @@ class Trainer:
         ]
         row_sums, row_counts = (torch.cat(column) for column in zip(*rows, strict=True))
         loss = (all_reduce(row_sums.sum(), self.dims["dp_cp"]) / valid.clamp(min=1)).item()
-        grad_norm = self.clip(step, loss)
+        with region("grad_norm"):
+            grad_norm = self.clip(step, loss)
         lr = self.lr_scheduler.get_last_lr()[0]
-        self.optimizer.step()
+        with region("optimizer"):
+            self.optimizer.step()
         self.lr_scheduler.step()
         if self.metrics.due(step):
-            row_losses = row_sums / row_counts.clamp(min=1)
+            row_losses = all_reduce(row_sums, self.dims["cp"]) / row_counts.clamp(min=1)
             self.metrics.log(step, loss=loss, row_losses=row_losses, grad_norm=grad_norm, lr=lr)
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of one micro-batch; gradients add up.
 
         valid: labels of the whole step, over all ranks; last: no micro-batch of this step follows.
-        Returns (sum of losses, number of labels) of each row: (B,) float64, (B,) int64.
+        Returns (sum of losses on this rank, number of labels) of each row: (B,) float64, (B,) int64.
         """
         reduce_across_replicas(self.model, last)
         disabled = self.config.parallelism.disable_loss_parallel
-        with loss_context(self.dims["tp"], disabled=disabled):
-            losses = token_losses(self.model.output(self.model(batch["tokens"])), batch["labels"])
-            (losses.sum() / valid).backward()
+        with self.sequence_context(batch) as plan, loss_context(self.dims["tp"], disabled=disabled):
+            with region("forward"):
+                hidden = self.model(batch["tokens"], attention_plan=plan)
+                losses = token_losses(self.model.output(hidden), batch["labels"])
+            with region("backward"):
+                (losses.sum() / valid).backward()
         return losses.detach().double().sum(1), count_valid(batch["labels"], dim=1)
+
+    @contextmanager
+    def sequence_context(self, batch: Batch) -> Iterator[torch.Tensor | None]:
+        """Inside, each context-parallel rank has its part of the sequence; gives the plan for the model's attention."""
+        if self.dims.size("cp") == 1:
+            yield None
+            return
+        buffers = [(batch["tokens"], 1), (batch["labels"], 1), *self.spec.cp_buffers(self.model)]
+        tensors, seq_dims = zip(*buffers, strict=True)
+        options = ContextParallelOptions.from_config(self.config.parallelism)
+        with context_parallel(self.dims["cp"], buffers=tensors, buffer_seq_dims=seq_dims, options=options) as cp:
+            yield cp.attention_plan
 
     def clip(self, step: int, loss: float) -> float:
         """Clip the gradients to `training.max_norm`; their norm before it.
@@ -187,14 +242,6 @@ class Trainer:
             )
         clip_gradients(parameters, norm, self.config.training.max_norm)
         return norm
-
-    def out_of_time(self) -> bool:
-        """Whether `job.max_minutes` have passed for any rank; all ranks get the same answer."""
-        limit = self.config.job.max_minutes
-        if limit is None:
-            return False
-        over = torch.tensor(time.monotonic() - self.started > 60 * limit, dtype=torch.int32, device=self.device)
-        return bool(all_reduce(over, self.dims["world"], "max").item())
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}

@@ -23,7 +23,9 @@ from trainer.config.loader import parse_command_line
 from trainer.config.validate import validate
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed import data_parallel
+from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.process_group import Process, process_group
+from trainer.models.llama3 import spec as llama3
 from trainer.models.llama3.args import FLAVORS, TransformerArgs
 from trainer.models.llama3.model import Transformer
 from trainer.trainer import Batch, Trainer
@@ -42,7 +44,7 @@ BASE = [
     "--training.local_batch_size=2",
     f"--training.steps={STEPS}",
     "--training.max_norm=0.5",
-    "--optimizer.lr=1e-2",
+    "--optimizer.lr=1e-3",  # Adam turns the rounding of a gradient near zero into a whole step of this size
     "--lr_scheduler.warmup_steps=1",
     "--metrics.log_freq=1",
 ]
@@ -68,6 +70,7 @@ class RecordingTrainer(Trainer):
         super().__init__(*args)
 
     def build_data(self) -> tuple[Iterator[Batch], int]:
+        self.loader = None  # nothing to save
         return self._micro_batches(), VOCAB
 
     def _micro_batches(self) -> Iterator[Batch]:
@@ -78,10 +81,15 @@ class RecordingTrainer(Trainer):
             for _ in range(training.local_batch_size):
                 rows.append(make_row(i, training.seq_len, no_labels=i < training.global_batch_size and i % 2 == 1))
                 i += degree
-            batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    @contextmanager
+    def sequence_context(self, batch: Batch) -> Iterator[torch.Tensor | None]:
+        with super().sequence_context(batch) as plan:
             if self.fault == "labels shifted after cutting":
-                batch["labels"][:, training.seq_len // 2 - 1] = IGNORE_INDEX  # what the first half cannot know
-            yield batch
+                batch["labels"][:, :-1] = batch["tokens"][:, 1:]  # what a rank can know of its part alone
+                batch["labels"][:, -1] = IGNORE_INDEX
+            yield plan
 
     def clip(self, step: int, loss: float) -> float:
         settle_gradients(self.model.parameters())
@@ -130,7 +138,7 @@ def run_layout(arguments: list[str], fault: str | None = None) -> Record:
 @contextmanager
 def planted(fault: str | None) -> Iterator[None]:
     """Make the mistake that a negative control is about."""
-    real = data_parallel.fully_shard
+    real, spec = data_parallel.fully_shard, llama3.SPEC
 
     def leave_out_a_parameter(module: nn.Module, **settings: object) -> nn.Module:
         if isinstance(module, Transformer):
@@ -146,6 +154,12 @@ def planted(fault: str | None) -> Iterator[None]:
             yield
     elif fault == "one parameter not reduced":
         with mock.patch.object(data_parallel, "fully_shard", leave_out_a_parameter):
+            yield
+    elif fault == "attention not under CP":
+        with mock.patch.object(ContextParallelAttention, "_apply", lambda _self, module, _mesh: module):
+            yield
+    elif fault == "freqs_cis not cut":
+        with mock.patch.object(llama3, "SPEC", replace(spec, cp_buffers=lambda _part: [])):
             yield
     else:
         yield

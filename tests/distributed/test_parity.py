@@ -10,10 +10,11 @@ from tests.distributed.pool import WorkerPool
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 
 
-def degrees(dp_replicate: int = 1, dp_shard: int = 1, tp: int = 1) -> list[str]:
+def degrees(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1) -> list[str]:
     return [
         f"--parallelism.data_parallel_replicate_degree={dp_replicate}",
         f"--parallelism.data_parallel_shard_degree={dp_shard}",
+        f"--parallelism.context_parallel_degree={cp}",
         f"--parallelism.tensor_parallel_degree={tp}",
     ]
 
@@ -33,10 +34,21 @@ LAYOUTS = {
     "fsdp8": (8, degrees(dp_shard=8)),
     "hsdp2x4": (8, degrees(dp_replicate=2, dp_shard=4)),
     "tp8": (8, degrees(tp=8)),
+    "cp2": (2, degrees(cp=2)),
+    "cp4": (4, degrees(cp=4)),
+    "cp8": (8, degrees(cp=8)),
+    "fsdp2+cp2": (4, degrees(dp_shard=2, cp=2)),
+    "ddp2+cp2": (4, degrees(dp_replicate=2, cp=2)),
+    "cp2+tp2": (4, degrees(cp=2, tp=2)),
+    "hsdp2x2+cp2": (8, degrees(dp_replicate=2, dp_shard=2, cp=2)),
+    "fsdp2+cp2+tp2": (8, degrees(dp_shard=2, cp=2, tp=2)),
+    "ddp2+cp2+tp2": (8, degrees(dp_replicate=2, cp=2, tp=2)),
+    "fsdp2+cp4": (8, degrees(dp_shard=2, cp=4)),
+    "cp4+tp2": (8, degrees(cp=4, tp=2)),
 }
 # What every commit runs in both precisions; the rest runs in float64 there, and in full in `make test-all`.
-QUICK_FLOAT32 = {"fsdp2", "tp2", "hsdp2x2", "hsdp2x2+tp2"}
-SLOW = {"fsdp8", "hsdp2x4", "tp8", "fsdp2+tp4", "ddp4"}
+QUICK_FLOAT32 = {"fsdp2", "tp2", "hsdp2x2", "hsdp2x2+tp2", "cp2", "fsdp2+cp2+tp2"}
+SLOW = {"fsdp8", "hsdp2x4", "tp8", "fsdp2+tp4", "ddp4", "cp8", "ddp2+cp2+tp2", "fsdp2+cp4", "cp4+tp2"}
 
 VARIANTS = {
     "no accumulation": ["--training.global_batch_size=-1", "--training.local_batch_size=4"],
@@ -108,7 +120,8 @@ def test_micro_batches_do_not_change_the_step(pool: WorkerPool, layout: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("layout", "share"), [("fsdp2", 2), ("ddp2", 1), ("tp2", None), ("hsdp2x2", 2), ("fsdp2+tp2", None)]
+    ("layout", "share"),
+    [("fsdp2", 2), ("ddp2", 1), ("tp2", None), ("hsdp2x2", 2), ("fsdp2+tp2", None), ("cp4", 4), ("fsdp2+cp2", 4)],
 )
 def test_each_rank_holds_its_share(pool: WorkerPool, layout: str, share: int | None) -> None:
     """A mesh of the wrong shape trains alike but holds too much: FSDP given a 2-D mesh is HSDP."""
@@ -124,12 +137,44 @@ def test_each_rank_holds_its_share(pool: WorkerPool, layout: str, share: int | N
             assert record.local_elements == (whole - norms) // world_size + norms // dp
 
 
-@pytest.mark.parametrize("fault", ["gradients averaged", "labels shifted after cutting", "one parameter not reduced"])
-def test_negative_control(pool: WorkerPool, fault: str) -> None:
+@pytest.mark.parametrize("layout", ["cp2", "cp4", "fsdp2+cp2", pytest.param("cp2+tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--training.seq_len=15"],
+        ["--parallelism.context_parallel_load_balancer=contiguous"],
+        pytest.param(
+            ["--parallelism.context_parallel_load_balancer=contiguous", "--training.seq_len=14"], marks=pytest.mark.slow
+        ),
+        pytest.param(["--training.seq_len=6"], marks=pytest.mark.slow),
+    ],
+)
+def test_uneven_shards_and_other_layouts(pool: WorkerPool, layout: str, settings: list[str]) -> None:
+    """Lengths that do not divide, down to fewer tokens than pieces; with tp, each rank's length is a multiple of it."""
+    world_size, arguments = LAYOUTS[layout]
+    settings = [s.replace("=15", "=14") for s in settings] if "tp" in layout else settings
+    precision = "--training.dtype=float64"
+    got = pool.run(world_size, run_layout, [precision, *settings, *arguments])[0]
+    seq_len = [s for s in settings if "seq_len" in s]
+    assert_parity(got, reference(pool, precision, *seq_len), 1e-10)
+
+
+FAULTS = [
+    ("gradients averaged", "fsdp2"),
+    ("one parameter not reduced", "fsdp2"),
+    ("labels shifted after cutting", "cp2"),
+    ("attention not under CP", "cp2"),
+    ("freqs_cis not cut", "cp2"),
+]
+
+
+@pytest.mark.parametrize(("fault", "layout"), FAULTS)
+def test_negative_control(pool: WorkerPool, fault: str, layout: str) -> None:
     """A known mistake must fail the comparison: in gradients, not only in some metric."""
     settings = ["--training.dtype=float64", "--optimizer.implementation=for-loop"]
-    broken = pool.run(2, run_layout, [*settings, *degrees(dp_shard=2)], fault)[0]
+    world_size, arguments = LAYOUTS[layout]
+    broken = pool.run(world_size, run_layout, [*settings, *arguments], fault)[0]
     with pytest.raises(AssertionError, match="gradient of"):
         assert_parity(broken, reference(pool, *settings), 1e-3)
-    sound = pool.run(2, run_layout, [*settings, *degrees(dp_shard=2)])[0]
+    sound = pool.run(world_size, run_layout, [*settings, *arguments])[0]
     assert_parity(sound, reference(pool, *settings), 1e-10)

@@ -228,10 +228,11 @@ def _typed(content: dict[str, Any], where: str) -> dict[str, object]:
     tables = [table.name for table in fields(JobConfig)]
     values: dict[str, object] = {}
     for table, settings in content.items():
-        if table not in tables and isinstance(settings, dict):
+        has_older_keys = any(name.startswith(f"{table}.") for name in OLDER)
+        if table not in tables and isinstance(settings, dict) and not has_older_keys:
             name = table if table.isprintable() else repr(table)
             raise ConfigError(f"[{name}] ({where}) is not a known table{did_you_mean(table, tables)}")
-        if table not in tables:
+        if table not in tables and not has_older_keys:
             raise _unknown(table, f"{table} = {shown(settings)}", where)
         if not isinstance(settings, dict):
             raise ConfigError(

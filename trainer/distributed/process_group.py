@@ -46,6 +46,7 @@ def process_group(process: Process, comm: Comm, records: Path | None = None):
     (by default a temporary one) as rank_R, and the path is logged; NCCL's watchdog writes there at a time-out too.
     """
     device = process.device
+    _forget_earlier_meshes()
     _set_up_flight_recorder(comm.trace_buf_size, records if device.type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -66,6 +67,16 @@ def process_group(process: Process, comm: Comm, records: Path | None = None):
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _forget_earlier_meshes() -> None:
+    """Clear what DTensor caches by mesh: one of an earlier process group looks the same, but its groups are gone."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    for module, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
+        clear = getattr(module, name, None)  # no public names as of torch 2.13
+        if clear is not None:
+            clear()
 
 
 def is_peer_failure(error: Exception) -> bool:

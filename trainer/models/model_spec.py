@@ -13,8 +13,16 @@ from trainer.distributed.parallel_dims import ParallelDims
 class Decoder(Protocol):
     """A language model as the loop sees it: an `nn.Module` with these methods. Built on meta, then initialised."""
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens, positions: (B, S) int64 -> hidden: (B, S, dim). Without positions, token i stands at position i."""
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """tokens, positions: (B, S) int64 -> hidden: (B, S, dim). Without positions, token i stands at position i.
+
+        attention_plan: handle of the open `context_parallel`, passed on to attention that is parallelised.
+        """
         ...
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -40,5 +48,7 @@ class ModelSpec:
     """(shape) -> model; called under the meta device, then cast to the storage dtype."""
     parallelize: Callable[[Decoder, ParallelDims, JobConfig], None]
     """Apply tensor and data parallelism to the model on meta, in place."""
+    cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]]
+    """(a part of the model) -> its buffers that have a row per token, each with that dimension."""
     flops_per_token: Callable[[Any, int], tuple[float, float]]
     """(shape, seq_len) -> FLOPs per token of a training step, counting (full, causal) attention."""

@@ -53,8 +53,16 @@ def build_norm(args: TransformerArgs) -> nn.Module:
 class InnerAttention(nn.Module):
     """Causal scaled dot product attention: the part that context parallelism will replace."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
-        """q: (B, H, S, D); k, v: (B, K, S, D), K divides H -> (B, H, S, D)."""
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q: (B, H, S, D); k, v: (B, K, S, D), K divides H -> (B, H, S, D). Local attention has no use for a plan."""
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -70,11 +78,13 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
         self.inner_attention = InnerAttention()
 
-    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, freqs_cis: torch.Tensor, attention_plan: torch.Tensor | None = None
+    ) -> torch.Tensor:
         # The number of heads is read off the projections: tensor parallelism leaves each rank some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, freqs_cis), apply_rope(k, freqs_cis)  # (B, H, S, D), (B, K, S, D)
-        out = self.inner_attention(q, k, v)
+        out = self.inner_attention(q, k, v, plan=attention_plan)
         return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, dim)
 
 
@@ -101,8 +111,10 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = build_norm(args)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), freqs_cis)
+    def forward(
+        self, x: torch.Tensor, freqs_cis: torch.Tensor, attention_plan: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -121,12 +133,20 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("freqs_cis", torch.empty(args.max_seq_len, args.head_dim // 2, 2), persistent=False)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S), each below max_seq_len; by default 0 to S - 1."""
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S), each below max_seq_len; by default 0 to S - 1.
+
+        attention_plan: what context-parallel attention is to do; see `context_parallel`.
+        """
         freqs_cis = self.freqs_cis[: tokens.shape[1]] if positions is None else self.freqs_cis[positions]
         x = self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            x = layer(x, freqs_cis)
+            x = layer(x, freqs_cis, attention_plan)
         return self.norm(x)
 
     def init_buffers(self, device: torch.device) -> None:

@@ -6,9 +6,13 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 
 from trainer.config.schema import JobConfig
+from trainer.distributed.activation_checkpoint import apply_activation_checkpoint
+from trainer.distributed.compile import apply_compile
+from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import apply_tensor_parallel, logits_layout
@@ -16,9 +20,15 @@ from trainer.models.llama3.model import Transformer
 
 
 def parallelize(model: Transformer, dims: ParallelDims, config: JobConfig) -> None:
-    """Cut matrices over tp, then shard and replicate parameters over the data-parallel meshes."""
+    """Cut matrices over tp, checkpoint and compile blocks, then shard and replicate over the data-parallel meshes."""
     if dims.size("tp") > 1:
         _tensor_parallel(model, dims, config)
+    blocks = list(model.layers.values())
+    if dims.size("cp") > 1:
+        for block in blocks:
+            parallelize_module(block, dims["cp"], {"attention.inner_attention": ContextParallelAttention()})
+    apply_activation_checkpoint(blocks, config.activation_checkpoint)
+    apply_compile(blocks, config.compile, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
     # A tied matrix is used at both ends of the forward: it stays gathered, with the root's own parameters.
     tied = model.args.tie_embeddings
     units = [*([] if tied else [model.tok_embeddings]), *model.layers.values()]
@@ -44,7 +54,9 @@ def _block_plan() -> dict:
     """Between the parts activations are cut over the sequence, Shard(1); inside them over heads, Shard(2)."""
     return {
         "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),

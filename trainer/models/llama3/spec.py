@@ -10,5 +10,6 @@ SPEC = ModelSpec(
     flavors=FLAVORS,
     build=Transformer,
     parallelize=parallelize,
+    cp_buffers=lambda part: [(part.freqs_cis, 0)],
     flops_per_token=TransformerArgs.flops_per_token,
 )
