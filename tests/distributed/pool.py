@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -121,6 +122,7 @@ def _serve(connection: Connection, device: str) -> None:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(tempfile.gettempdir())
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank that is killed would leave its compilers behind
     import torch
 
     from trainer.distributed.process_group import is_peer_failure
@@ -138,3 +140,5 @@ def _serve(connection: Connection, device: str) -> None:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             _send(connection, (False, traceback.format_exc(), not is_peer_failure(error)))
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()  # the next case compiles for itself

@@ -1,0 +1,129 @@
+"""What each mode of activation checkpointing keeps and computes again, as one JSON object a mode.
+
+python scripts/benchmarks/activation_checkpointing.py --flavor debugmodel --seq-len 2048 --rows 1
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from trainer.config.schema import ActivationCheckpoint, Model
+from trainer.distributed.activation_checkpoint import apply_activation_checkpoint
+from trainer.models.initialization import initialize
+from trainer.models.registry import model_args, model_spec
+
+MODES = {
+    "none": ActivationCheckpoint(),
+    "selective, op": ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+    "selective, 2": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    "full": ActivationCheckpoint(mode="full"),
+}
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Meter(TorchDispatchMode):
+    """Counts the operators that are really run, their FLOPs, and the bytes of what they made that is still alive.
+
+    FLOPs: matrix products, and the visible half of causal attention. Plain tensors only, on a CPU.
+    """
+
+    def __init__(self, *existing: torch.Tensor) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.flops = 0
+        self._existing = {x.untyped_storage()._cdata for x in existing}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.name().split(".")[0]
+        self.calls[name] += 1
+        if name == _ATTENTION:
+            self.flops += 2 * args[0].numel() * args[1].shape[2]  # 4 B H S S D, halved
+        elif name == _ATTENTION + "_backward":
+            self.flops += 5 * args[1].numel() * args[2].shape[2]  # five products where the forward has two
+        elif func._overloadpacket in flop_registry:
+            self.flops += flop_registry[func._overloadpacket](*args, out_val=out)
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self._existing:
+                storage = x.untyped_storage()
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    @property
+    def attention_forwards(self) -> int:
+        return self.calls[_ATTENTION]
+
+    def alive(self) -> int:
+        """Bytes of storages that were made under the meter and are still held by something, such as autograd."""
+        return sum(size for reference, size in self._made.values() if not reference.expired())
+
+
+def measure(model: nn.Module, tokens: torch.Tensor) -> dict[str, int]:
+    """One forward to the last hidden states and its backward.
+
+    Returns bytes kept for the backward, attention forwards that were run in all, and FLOPs.
+    """
+    meter = Meter(*model.parameters(), *model.buffers(), tokens)
+    with meter:
+        hidden = model(tokens)
+        kept = meter.alive()
+        hidden.sum().backward()
+    model.zero_grad()
+    return {"kept_bytes": kept, "attention_forwards": meter.attention_forwards, "flops": meter.flops}
+
+
+def seconds(model: nn.Module, tokens: torch.Tensor, repeats: int = 3) -> float:
+    """The fastest forward and backward of a few."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        model(tokens).sum().backward()
+        times.append(time.perf_counter() - started)
+        model.zero_grad()
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flavor", default="debugmodel")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=1)
+    args = parser.parse_args()
+    spec = model_spec("llama3")
+    shape = model_args(Model(flavor=args.flavor), vocab_size=512, max_seq_len=args.seq_len)
+    tokens = torch.randint(512, (args.rows, args.seq_len), generator=torch.Generator().manual_seed(0))
+    without = None
+    for name, config in MODES.items():
+        with torch.device("meta"):
+            model = spec.build(shape)
+        apply_activation_checkpoint(list(model.layers.values()), config)
+        initialize(model, seed=0, device=torch.device("cpu"))
+        result = measure(model, tokens)
+        without = without or result
+        line = {
+            "mode": name,
+            "kept_mib": round(result["kept_bytes"] / 2**20, 1),
+            "kept_share": round(result["kept_bytes"] / without["kept_bytes"], 3),
+            "attention_forwards": result["attention_forwards"],
+            "flops_share": round(result["flops"] / without["flops"], 3),
+            "seconds": round(seconds(model, tokens), 3),
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

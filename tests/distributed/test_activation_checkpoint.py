@@ -1,0 +1,159 @@
+"""Laws of activation checkpointing: nothing changes but what is kept, and attention is not computed twice by "op"."""
+
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scripts.benchmarks.activation_checkpointing import Meter, measure
+from tests.distributed import harness
+from tests.distributed.harness import Record, RecordingTrainer, assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_parity import LAYOUTS, reference
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import ActivationCheckpoint
+from trainer.config.validate import validate
+from trainer.distributed import exchange
+from trainer.distributed.activation_checkpoint import apply_activation_checkpoint
+from trainer.distributed.process_group import Process, process_group
+from trainer.models.initialization import initialize
+from trainer.models.llama3.model import Transformer
+
+MODES = {
+    "none": [],
+    "full": ["--activation_checkpoint.mode=full"],
+    "2": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+    "op": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+}
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+REDUCE_SCATTER = "_c10d_functional::reduce_scatter_tensor"
+LAYERS = harness.TINY.n_layers
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        pytest.param(layout, mode, marks=[pytest.mark.slow] if layout in slow else [])
+        for layout in ("one", "fsdp2", "fsdp2+tp2", "hsdp2x2", "cp2", "fsdp2+cp2+tp2")
+        for mode, slow in (
+            ("full", {"fsdp2+cp2+tp2", "hsdp2x2"}),
+            ("2", {"fsdp2+cp2+tp2", "fsdp2+tp2", "cp2"}),
+            ("op", {"fsdp2+cp2+tp2"}),
+        )
+    ],
+)
+def test_losses_gradients_and_weights_do_not_change(pool: WorkerPool, layout: str, mode: str) -> None:
+    world_size, arguments = LAYOUTS.get(layout, (1, []))
+    precision = "--training.dtype=float64"
+    got = pool.run(world_size, run_layout, [precision, *MODES[mode], *arguments])[0]
+    assert_parity(got, reference(pool, precision), 1e-10)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators that are really run: what a checkpoint has kept is answered before it gets here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name().split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted_case(arguments: list[str]) -> tuple[Counter[str], Counter[str], list[str]]:
+    """One step: operators, collectives of our own, and the names of the parameters."""
+    process = Process.from_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [*harness.BASE, f"--job.dump_folder={folder}", "--training.local_batch_size=4", *arguments]
+        config = parse_command_line([*arguments, "--training.global_batch_size=-1"]).config
+        with process_group(process, config.comm):
+            degrees = validate(config, process.world_size)
+            trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+            exchange.calls.clear()
+            with Calls() as calls:
+                trainer.train_step(1)
+            trainer.metrics.close()
+            names = [name for name, _ in trainer.model.named_parameters()]
+    return calls.counts, Counter(exchange.calls), names
+
+
+def counted(pool: WorkerPool, layout: str) -> dict[str, tuple[Counter[str], Counter[str], list[str]]]:
+    world_size, arguments = LAYOUTS.get(layout, (1, []))
+    return {mode: pool.run(world_size, counted_case, [*settings, *arguments])[0] for mode, settings in MODES.items()}
+
+
+@pytest.mark.parametrize("layout", ["one", "fsdp2", "tp2"])
+def test_attention_forwards_that_are_run_again(pool: WorkerPool, layout: str) -> None:
+    got = {mode: calls[ATTENTION] - LAYERS for mode, (calls, _, _) in counted(pool, layout).items()}
+    assert got == {"none": 0, "op": 0, "2": LAYERS // 2, "full": LAYERS}
+
+
+def test_sums_over_tp_are_not_communicated_again_by_op(pool: WorkerPool) -> None:
+    got = {mode: calls[REDUCE_SCATTER] for mode, (calls, _, _) in counted(pool, "tp2").items()}
+    assert got["op"] == got["none"] < got["full"]
+
+
+def test_context_parallel_attention_is_not_communicated_again_by_op(pool: WorkerPool) -> None:
+    got = {mode: exchanges for mode, (_, exchanges, _) in counted(pool, "cp2").items()}
+    assert got["op"] == got["none"]
+    assert got["full"].total() > got["2"].total() > got["none"].total()
+
+
+def test_names_of_parameters_stay(pool: WorkerPool) -> None:
+    names = [names for _, _, names in counted(pool, "fsdp2").values()]
+    assert names[0] == names[1] == names[2] == names[3]
+    assert "layers.0.attention.wq.weight" in names[0]
+
+
+def kept_and_computed(config: ActivationCheckpoint, n_layers: int = LAYERS) -> dict[str, int]:
+    with torch.device("meta"):
+        model = Transformer(replace(harness.TINY, n_layers=n_layers))
+    apply_activation_checkpoint(list(model.layers.values()), config)
+    initialize(model, seed=0, device=torch.device("cpu"))
+    return measure(model, torch.zeros(2, 64, dtype=torch.int64))
+
+
+def test_memory_falls_and_work_grows_in_the_order_of_the_modes() -> None:
+    got = [
+        kept_and_computed(ActivationCheckpoint(mode, option))
+        for mode, option in (("none", "op"), ("selective", "op"), ("full", "op"))
+    ]
+    kept = [result["kept_bytes"] for result in got]
+    assert kept[0] > 2 * kept[1]
+    assert kept[1] > 2 * kept[2]
+    flops = [result["flops"] for result in got]
+    assert flops[0] < flops[1] < flops[2] < 4 / 3 * flops[0]
+    assert [result["attention_forwards"] for result in got] == [LAYERS, LAYERS, 2 * LAYERS]
+
+
+def test_every_nth_layer_counts_from_the_nth() -> None:
+    with torch.device("meta"):
+        blocks = [torch.nn.Linear(1, 1) for _ in range(7)]
+    apply_activation_checkpoint(blocks, ActivationCheckpoint("selective", "3"))
+    assert [i for i, block in enumerate(blocks, 1) if "forward" in vars(block)] == [3, 6]
+
+
+def test_full_keeps_one_tensor_a_layer() -> None:
+    two, five = (kept_and_computed(ActivationCheckpoint("full"), n_layers=n)["kept_bytes"] for n in (2, 5))
+    hidden = 2 * 64 * harness.TINY.dim * 4
+    assert five - two == 3 * hidden
+
+
+def test_the_meter_sees_what_is_alive() -> None:
+    """A control of the measurement itself."""
+    x = torch.ones(8, requires_grad=True)
+    with Meter(x) as meter:
+        y = x * 2
+        z = (y * y).sum()  # saves y
+        assert meter.alive() == 8 * 4 + 4
+        del y
+        assert meter.alive() == 8 * 4 + 4
+        z.backward()
+        del z
+        x.grad = None
+        assert meter.alive() == 0
