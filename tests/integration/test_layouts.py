@@ -17,6 +17,7 @@ SETTINGS = [
     "--metrics.no-enable_tensorboard",
     f"--training.steps={STEPS}",
     "--training.seq_len=64",
+    "--training.global_batch_size=8",
 ]
 LAYOUTS = {
     "default": (2, []),
@@ -24,6 +25,12 @@ LAYOUTS = {
     "hsdp": (4, degrees(dp_replicate=2, dp_shard=2)),
     "2d_eager": (4, degrees(dp_shard=2, tp=2)),
     "hsdp+tp": (8, degrees(dp_replicate=2, dp_shard=2, tp=2)),
+    "cp": (4, degrees(cp=4)),
+    "fsdp+cp": (4, degrees(dp_shard=2, cp=2)),
+    "ddp+cp": (4, degrees(dp_replicate=2, cp=2)),
+    "tp+cp": (4, degrees(cp=2, tp=2)),
+    "hsdp+cp": (8, degrees(dp_replicate=2, dp_shard=2, cp=2)),
+    "fsdp+tp+cp": (8, degrees(dp_shard=2, cp=2, tp=2)),
 }
 
 
@@ -50,7 +57,7 @@ def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tm
         for key in ("loss", "loss_max", "grad_norm"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
         assert mine["lr"] == theirs["lr"]
-        assert mine["tokens_seen"] == theirs["tokens_seen"] == mine["step"] * 16 * 64
+        assert mine["tokens_seen"] == theirs["tokens_seen"] == mine["step"] * 8 * 64
 
 
 def test_it_learns_and_reports(one_rank: list[dict]) -> None:

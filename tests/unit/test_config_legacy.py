@@ -61,7 +61,7 @@ def test_an_older_spelling_equals_todays(old, value, key, new, tmp_path):
 
 
 def test_a_rotation_that_is_gone_is_refused():
-    with pytest.raises(ConfigError, match="'allgather' has no counterpart.*'ring'"):
+    with pytest.raises(ConfigError, match=r"'allgather' has no counterpart.*'ring'"):
         parse_command_line(["--experimental.context_parallel_rotate_method", "allgather"])
 
 

@@ -217,7 +217,7 @@ class Parallelism:
     """How attention reaches the other ranks' tokens; ring: keys and values go round."""
 
     context_parallel_load_balancer: Literal["head_tail", "contiguous"] = "head_tail"
-    """Which tokens a rank gets; head_tail: two pieces, so that all compute alike under a causal mask; contiguous: one."""
+    """Tokens of a rank; head_tail: two pieces, so that all compute alike under a causal mask; contiguous: one."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free parameters after the forward and gather them again for the backward; default: all but the last ones."""

@@ -65,7 +65,7 @@ def context_parallel(
     """Cut `buffers` over the ranks of a 1-D mesh, in place, for forward AND backward; whole again afterwards.
 
     buffers: tensors that every rank holds alike, such as tokens, labels, rotary tables; the first one's length is that
-    of the sequence. A longer one (a rotary table) gives its first rows. buffer_seq_dims: the sequence dimension of each.
+    of the sequence. A longer one (a rotary table) gives its first rows. buffer_seq_dims: each one's sequence dimension.
     no_restore_buffers: those that nobody needs afterwards. The same tensor given twice is cut once.
 
     Attention whose module has the style `ContextParallelAttention` runs over all ranks; other attention stays local.

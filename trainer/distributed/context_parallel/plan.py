@@ -1,8 +1,8 @@
 """Layout -> schedule of causal ring attention: pure integers, the same on every rank, no torch.
 
 Forward: keys and values move from rank r to r - 1: at stage s rank r works on what rank o = (r + s) mod N owns.
-A range reaches only ranks whose queries see it: from the rank before on the way if that one has it, else from its owner.
-For causal head_tail that is 25 % less in total than a ring in which everything goes round.
+A range reaches only ranks whose queries see it: from the rank before on the way if that one has it, else from its
+owner. For causal head_tail that is 25 % less in total than a ring in which everything goes round.
 
 Backward: the other way round, from r to r + 1, farthest first, so that a range is fetched from its owner by the first
 rank on the way that sees it, and its gradient (dK, dV) is added up on the way home.
