@@ -71,9 +71,11 @@ class Stop:
 
     def _watch(self) -> None:
         first = 0.0
+        ready = select.poll()  # `select` knows the first 1024 files only
+        ready.register(self._read_end)
         while True:
             left = max(first + self.timeout - time.monotonic(), 0) if self.signal else None
-            if not select.select([self._read_end], [], [], left)[0]:
+            if not ready.poll(None if left is None else 1000 * left):
                 if self.speaks:
                     limit = f"checkpoint.stop_timeout_seconds = {self.timeout}"
                     print(f"error: not stopped within {limit}: ended at once", file=sys.stderr, flush=True)

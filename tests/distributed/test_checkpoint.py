@@ -1,0 +1,317 @@
+"""Laws of checkpoints on ranks: any layout loads any other's exactly, and what goes wrong stops all ranks alike."""
+
+import contextlib
+import errno
+import io
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import train
+from tests.distributed import harness  # noqa: F401  (small flavors)
+from tests.distributed.harness import whole
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_parity import LAYOUTS
+from trainer.components import checkpoint_files
+from trainer.components.checkpoint import CheckpointError, tensors_of
+from trainer.components.checkpoint_folder import saved_steps
+from trainer.config.loader import parse_command_line
+from trainer.config.validate import validate
+from trainer.data.loader import stream_states
+from trainer.distributed import exchange
+from trainer.distributed.process_group import Process, process_group
+from trainer.trainer import Trainer
+
+SETTINGS = [
+    "--model.flavor=tiny",
+    "--training.seq_len=32",
+    "--training.global_batch_size=8",
+    "--training.local_batch_size=2",
+    "--training.data_streams=16",
+    "--training.steps=100",
+    "--optimizer.lr=1e-3",
+    "--lr_scheduler.warmup_steps=5",
+    "--metrics.log_freq=1",
+    "--checkpoint.enable",
+]
+
+
+@contextlib.contextmanager
+def trainer_in(folder: str, arguments: list[str]) -> Iterator[Trainer]:
+    """The real trainer on this rank, which has loaded what is in `folder`."""
+    process = Process.from_environment()
+    config = parse_command_line([*SETTINGS, f"--job.dump_folder={folder}", *arguments]).config
+    with process_group(process, config.comm):
+        trainer = Trainer(config, validate(config, process.world_size), process.device)
+        with trainer.checkpoint:
+            yield trainer
+        trainer.metrics.close()
+
+
+def load_step_save(folder: str, arguments: list[str], steps: int) -> dict:
+    """Load what is there, train `steps`, save; all state before and after, whole."""
+    with trainer_in(folder, arguments) as trainer:
+        before = whole_state(trainer)
+        for step in range(trainer.start_step + 1, trainer.start_step + steps + 1):
+            trainer.train_step(step)
+        after = whole_state(trainer)
+        if steps:
+            trainer.checkpoint.save(trainer.start_step + steps, tokens_seen=7, last=True)
+        names = {name for name, _ in trainer.model.named_parameters()}
+        return {"before": before, "after": after, "step": trainer.start_step, "names": names}
+
+
+def whole_state(trainer: Trainer) -> dict[str, torch.Tensor | int | float]:
+    state: dict = {name: whole(x) for name, x in tensors_of(trainer.model, trainer.optimizer).items()}
+    state |= {f"stream {s}": entry for s, entry in stream_states(trainer.loader).items()}
+    return state | {"lr": trainer.lr_scheduler.get_last_lr(), "group lr": trainer.optimizer.param_groups[0]["lr"]}
+
+
+def merged(results: list[dict], when: str) -> dict:
+    """The state of all ranks, which must agree on what they all have."""
+    state: dict = {}
+    for result in results:
+        for name, value in result[when].items():
+            assert name not in state or same(state[name], value), name
+            state[name] = value
+    return state
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+
+CHAIN = ("fsdp2", "tp2", "hsdp2x2", "one")
+VARIANTS = {
+    "plain": [],
+    "tied embeddings": ["--model.flavor=tiny_tied"],
+    "np_layernorm": ["--model.norm_type=np_layernorm"],
+    "cpu offload": ["--training.enable_cpu_offload"],
+    "fused": ["--optimizer.implementation=fused"],
+    "bfloat16": ["--training.dtype=bfloat16"],
+    "accumulation": ["--training.local_batch_size=1"],
+}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [name if name in ("plain", "tied embeddings") else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+)
+def test_every_layout_loads_exactly_what_another_saved(pool: WorkerPool, tmp_path: Path, variant: str) -> None:
+    """Weights, both moments and the step of every parameter, learning rate, position of every data stream."""
+    layouts = CHAIN if variant in ("plain", "tied embeddings") else (*CHAIN, "fsdp2+tp2", "ddp4", "fsdp2")
+    saved: dict | None = None
+    for done, layout in enumerate(layouts):
+        world_size, arguments = LAYOUTS.get(layout, (1, []))
+        results = pool.run(world_size, load_step_save, str(tmp_path), [*VARIANTS[variant], *arguments], 1)
+        assert {result["step"] for result in results} == {done}
+        got = merged(results, "before")
+        if saved is not None:
+            assert got.keys() == saved.keys()
+            assert [name for name in saved if not same(saved[name], got[name])] == []
+        assert {name.removeprefix("model.") for name in got if name.startswith("model.")} == results[0]["names"]
+        saved = merged(results, "after")
+    moments = [value for name, value in saved.items() if name.endswith("exp_avg")]
+    assert moments
+    assert all(moment.any() for moment in moments)
+    assert {value.item() for name, value in saved.items() if name.endswith(".step")} == {len(layouts)}
+    assert sum(entry["samples"] for name, entry in saved.items() if name.startswith("stream ")) == len(layouts) * 8
+
+
+def samples_after(folder: str, arguments: list[str]) -> list[torch.Tensor]:
+    with trainer_in(folder, arguments) as trainer:
+        mine = torch.cat([next(trainer.batches)["tokens"] for _ in range(2 * trainer.micro_batches)])
+        gathered = exchange.all_gather(mine, trainer.dims["dp"])
+        return sorted(row.tolist() for row in gathered.flatten(0, 1))
+
+
+def test_any_number_of_data_parallel_ranks_goes_on_with_the_same_samples(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, load_step_save, str(tmp_path), LAYOUTS["fsdp2"][1], 3)
+    wanted = pool.run(1, samples_after, str(tmp_path), [])[0]
+    assert len({tuple(row) for row in wanted}) == len(wanted) == 16
+    for layout in ("fsdp2", "hsdp2x2", "tp2"):
+        world_size, arguments = LAYOUTS[layout]
+        for got in pool.run(world_size, samples_after, str(tmp_path), arguments):
+            assert got == wanted, layout
+
+
+# ---- in the background
+
+
+def overtaken_case(folder: str, arguments: list[str]) -> tuple[dict, dict, list[int], list[int]]:
+    """Train on while the writer is held up; what is saved must be the state of its own step."""
+    trained = threading.Event()
+    write = checkpoint_files.Writer.write_data
+
+    def held_up(writer, *rest):
+        assert trained.wait(60)
+        return write(writer, *rest)
+
+    with trainer_in(folder, [*arguments, "--checkpoint.async_mode=async", "--checkpoint.interval=1"]) as trainer:
+        path = Path(folder) / "checkpoint"
+        with mock.patch.object(checkpoint_files.Writer, "write_data", held_up):
+            trainer.train_step(1)
+            wanted = whole_state(trainer)
+            assert trainer.checkpoint.save(1, tokens_seen=0)
+            for step in (2, 3):
+                trainer.train_step(step)
+            meanwhile = saved_steps(path)
+            trained.set()
+            trainer.checkpoint.wait()
+        return wanted, whole_state(trainer), meanwhile, saved_steps(path)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "one"])
+def test_training_does_not_change_what_is_being_written(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    world_size, arguments = LAYOUTS.get(layout, (1, []))
+    results = pool.run(world_size, overtaken_case, str(tmp_path), arguments)
+    assert [(meanwhile, afterwards) for *_, meanwhile, afterwards in results] == [([], [1])] * world_size
+    loaded = merged(pool.run(world_size, load_step_save, str(tmp_path), arguments, 0), "before")
+    wanted = merged([{"wanted": wanted} for wanted, *_ in results], "wanted")
+    assert [name for name in wanted if not same(wanted[name], loaded[name])] == []
+    assert not same(results[0][0]["model.norm.weight"], results[0][1]["model.norm.weight"])
+
+
+def full_disk_case(folder: str, mode: str, rank: int) -> tuple[str, str, list[int]]:
+    """Rank `rank` cannot write; where the error arrives, and how it reads."""
+    broken = checkpoint_files.Writer.write_data if rank else checkpoint_files.publish
+
+    def no_space(*_: object) -> None:
+        if Process.from_environment().rank == rank:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return broken(*_)
+
+    target = (checkpoint_files.Writer, "write_data") if rank else (checkpoint_files, "publish")
+    with trainer_in(folder, [f"--checkpoint.async_mode={mode}", *LAYOUTS["fsdp2"][1]]) as trainer:
+        trainer.train_step(1)
+        where, text = "nowhere", ""
+        with mock.patch.object(*target, no_space):
+            try:
+                where = "save"
+                trainer.checkpoint.save(500, tokens_seen=0)
+                trainer.train_step(2)
+                where = "next save"
+                trainer.checkpoint.save(1000, tokens_seen=0)
+            except CheckpointError as error:
+                text = str(error)
+        return where, text, saved_steps(Path(folder) / "checkpoint")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_an_error_while_writing_reaches_every_rank(pool: WorkerPool, tmp_path: Path, mode: str, rank: int) -> None:
+    for where, text, steps in pool.run(2, full_disk_case, str(tmp_path), mode, rank):
+        assert where == ("save" if mode == "disabled" else "next save")
+        assert text.startswith("the checkpoint of step 500 could not be written to ")
+        assert "No space left on device" in text
+        assert "\n" not in text
+        assert steps == []
+
+
+# ---- what cannot be loaded
+
+
+def main_case(folder: str, arguments: list[str]) -> tuple[int, str]:
+    """The program's exit code and stderr on this rank; time-outs are short, so that a hang would fail."""
+    err = io.StringIO()
+    settings = [*SETTINGS, f"--job.dump_folder={folder}", "--comm.init_timeout_seconds=20", *arguments]
+    with contextlib.redirect_stderr(err):
+        code = train.main(settings)
+    return code, err.getvalue()
+
+
+def damaged(path: Path, kind: str) -> None:
+    if kind == "one wrong bit":
+        data = path / "__1_0.distcp"
+        content = bytearray(data.read_bytes())
+        # In the middle of the largest tensor's numbers, past every header.
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif kind == "zeros":
+        data = path / "__0_0.distcp"
+        data.write_bytes(bytes(data.stat().st_size))
+    elif kind == "metadata garbage":
+        (path / ".metadata").write_bytes(os.urandom((path / ".metadata").stat().st_size))
+    elif kind == "data of another":
+        (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[::-1])
+
+
+@pytest.mark.parametrize("kind", ["one wrong bit", "zeros", "metadata garbage", "data of another"])
+def test_a_damaged_checkpoint_is_one_sentence_on_every_layout(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
+    pool.run(2, load_step_save, str(tmp_path), LAYOUTS["fsdp2"][1], 1)
+    pool.run(2, load_step_save, str(tmp_path), LAYOUTS["fsdp2"][1], 1)
+    damaged(tmp_path / "checkpoint" / "step-2", kind)
+    for layout in ("fsdp2", "tp2"):
+        world_size, arguments = LAYOUTS[layout]
+        results = pool.run(world_size, main_case, str(tmp_path), arguments)
+        assert [code for code, _ in results] == [2] * world_size
+        assert [err for _, err in results[1:]] == [""] * (world_size - 1)
+        message = results[0][1]
+        assert message.startswith(f"error: the checkpoint {tmp_path}/checkpoint/step-2 cannot be read (")
+        assert message.endswith("use another with checkpoint.load_step (there are 1), or remove it\n")
+        assert message.count("\n") == 1
+    for code, err in pool.run(2, main_case, str(tmp_path), ["--checkpoint.load_step=1", "--training.steps=2"]):
+        assert (code, err) == (0, "")
+
+
+def test_other_data_are_found_by_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    """A data set of another size: only the running job can see that."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "some words that are read"}\n' * 20)
+    arguments = ["--training.dataset=jsonl", f"--training.dataset_path={data}", *LAYOUTS["fsdp2"][1]]
+    pool.run(2, load_step_save, str(tmp_path), arguments, 1)
+    data.write_text('{"text": "some words that are read"}\n' * 21)
+    results = pool.run(2, main_case, str(tmp_path), arguments)
+    assert [code for code, _ in results] == [2, 2]
+    assert results[0][1].startswith("error: number of documents = 21 is not the 20 of the saved data state")
+    assert results[1][1] == ""
+
+
+def test_folders_that_cannot_be_made_are_one_sentence(pool: WorkerPool, tmp_path: Path) -> None:
+    for arguments in (["--job.dump_folder=/proc/x"], ["--checkpoint.folder=/proc/x"]):
+        results = pool.run(2, main_case, str(tmp_path), [*arguments, *LAYOUTS["fsdp2"][1]])
+        assert [code for code, _ in results] == [2, 2]
+        assert results[0][1].count("\n") == 1
+        assert "/proc/x" in results[0][1]
+        assert "cannot be written" in results[0][1]
+        assert results[1][1] == ""
+
+
+def steps_seen_case(folder: str) -> str:
+    """Rank 1 does not see the checkpoints of rank 0: a folder that is not shared."""
+    if Process.from_environment().rank == 1:
+        with mock.patch("trainer.components.checkpoint.step_to_load", return_value=None):
+            return main_case(folder, LAYOUTS["fsdp2"][1])
+    return main_case(folder, LAYOUTS["fsdp2"][1])
+
+
+def test_ranks_that_see_different_folders_stop(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, load_step_save, str(tmp_path), LAYOUTS["fsdp2"][1], 1)
+    results = pool.run(2, steps_seen_case, str(tmp_path))
+    assert [code for code, _ in results] == [2, 2]
+    assert "one rank finds step 1 in" in results[0][1]
+    assert "one folder that all machines share" in results[0][1]
+
+
+# ---- cost
+
+
+def stop_case(folder: str, arguments: list[str]) -> dict[str, int]:
+    """Calls of our own collectives after a step that is not saved."""
+    with trainer_in(folder, [*arguments, *LAYOUTS["fsdp2"][1]]) as trainer:
+        exchange.calls.clear()
+        assert trainer.stop.agreed(trainer.dims["world"]) is None
+        assert not trainer.checkpoint.save(1, tokens_seen=0)
+        return dict(exchange.calls)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--job.max_minutes=10"]], ids=["signals", "signals and minutes"])
+def test_a_step_pays_one_small_collective_for_being_stoppable(pool: WorkerPool, tmp_path: Path, arguments) -> None:
+    assert pool.run(2, stop_case, str(tmp_path), arguments) == [{"all_reduce": 1}] * 2
