@@ -9,9 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.distributed.pool import WorkerPool
 from trainer.config.loader import parse_command_line
 from trainer.distributed import exchange
-from trainer.distributed.context_parallel.attention import ContextParallelAttention, ContextParallelError
+from trainer.distributed.context_parallel.attention import (
+    ContextParallelAttention,
+    ContextParallelError,
+    LivePlan,
+    close_plan,
+    context_parallel_attention,
+    open_plan,
+)
 from trainer.distributed.context_parallel.context import ContextParallelOptions, context_parallel
 from trainer.distributed.context_parallel.plan import ring_plan
+from trainer.distributed.layout import head_tail
 from trainer.distributed.process_group import Process, process_group
 from trainer.models.llama3.model import InnerAttention
 
@@ -212,3 +220,24 @@ def test_guards(pool: WorkerPool) -> None:
         for message, word in zip(messages, words, strict=True):
             assert word in message
             assert len(message.splitlines()) == 1
+
+
+def operator_case() -> dict[str, str]:
+    """PyTorch's own checks of the operator: schema, autograd registration, shapes and strides without data, tracing."""
+    process = Process.from_environment()
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        live = LivePlan(ring_plan(head_tail(16, 1), 0), mesh, 16)
+        number = open_plan(live)
+        q = torch.randn(2, 16, 4, 8).transpose(1, 2).requires_grad_()
+        k = torch.randn(2, 16, 2, 8).transpose(1, 2).requires_grad_()
+        v = torch.randn(2, 2, 16, 8, requires_grad=True)
+        result = torch.library.opcheck(context_parallel_attention, (q, k, v, torch.full((2,), number), 0.3))
+        close_plan(number)
+    return result
+
+
+def test_the_operator_keeps_the_rules_of_operators(pool: WorkerPool) -> None:
+    (result,) = pool.run(1, operator_case)
+    assert result
+    assert set(result.values()) == {"SUCCESS"}
