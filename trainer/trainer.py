@@ -18,7 +18,7 @@ from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger
 from trainer.components.optimizer import build_optimizer
-from trainer.components.profiling import profiling, region
+from trainer.components.profiling import check_memory_snapshot, profiling, region
 from trainer.components.stop import Stop
 from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError
@@ -28,6 +28,7 @@ from trainer.data.datasets import open_source
 from trainer.data.loader import batch_hash, build_loader
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agreement import agreed
+from trainer.distributed.compile import check_compiler
 from trainer.distributed.context_parallel.context import ContextParallelOptions, context_parallel
 from trainer.distributed.data_parallel import DataParallelOptions, reduce_across_replicas
 from trainer.distributed.exchange import all_gather, all_reduce
@@ -109,9 +110,11 @@ class Trainer:
         set_determinism(training.deterministic)
         # The sequence-parallel embedding returns a view; nothing here works on it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        agreed(self._prepare_folder, self.dims["world"])
+        agreed(self._prepare_machine, self.dims["world"])
 
-    def _prepare_folder(self) -> None:
+    def _prepare_machine(self) -> None:
+        check_compiler(self.config.compile)
+        check_memory_snapshot(self.config.profiling, self.device)
         if self.dims.rank("world") != 0:
             return
         folder = Path(self.config.job.dump_folder)

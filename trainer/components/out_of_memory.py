@@ -51,11 +51,13 @@ def memory_savers(config: JobConfig, degrees: Degrees, device_type: str) -> list
         savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more work')
     if not training.enable_cpu_offload and device_type == "cuda":
         savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
-    if training.seq_len > degrees.tp:
-        shorter = max(training.seq_len // 2 // degrees.tp, 1) * degrees.tp
-        savers.append(f"training.seq_len = {shorter}: shorter rows")
-    more = degrees.world_size * 2
-    savers.append(f"parallelism.data_parallel_shard_degree = {shards * 2} on {more} ranks: half the state on each")
+    pieces = degrees.cp * degrees.tp
+    if training.seq_len > pieces:
+        savers.append(f"training.seq_len = {max(training.seq_len // 2 // pieces, 1) * pieces}: shorter rows")
+    more = f"on {degrees.world_size * 2} ranks"
+    savers.append(f"parallelism.data_parallel_shard_degree = {shards * 2} {more}: half the parameters on each")
+    if training.seq_len >= 2 * pieces:
+        savers.append(f"parallelism.context_parallel_degree = {degrees.cp * 2} {more}: half the activations on each")
     return savers
 
 

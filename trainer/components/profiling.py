@@ -5,6 +5,7 @@ dump_folder/memory_snapshot/iteration_100/rank0_snapshot.pickle       pytorch.or
 dump_folder/memory_snapshot/iteration_137_exit/rank0_snapshot.pickle  when memory ran out in step 138
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity
 from trainer.components.console import logger
 from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig
+from trainer.config.schema import JobConfig, Profiling
 
 _MAX_ALLOCATIONS = 100_000
 
@@ -25,22 +26,25 @@ def region(name: str) -> torch.profiler.record_function:
     return torch.profiler.record_function(name)
 
 
-@contextmanager
-def profiling(config: JobConfig, rank: int, device: torch.device) -> Iterator["StepProfiler"]:
-    """Profile the steps inside, as table `[profiling]` says; tell it when each step is over.
+def check_memory_snapshot(settings: Profiling, device: torch.device) -> None:
+    """Refuse memory snapshots where there is nothing to record.
 
     Raises:
-        ConfigError: memory snapshots on a device whose allocations are not recorded.
+        ConfigError: the device is no GPU.
     """
-    settings = config.profiling
     if settings.enable_memory_snapshot and device.type != "cuda":
         raise ConfigError(
             f"profiling.enable_memory_snapshot = true records the allocations on a GPU, and this run is on the "
             f"{device.type}; leave it out, and read memory_gib in metrics.jsonl"
         )
+
+
+@contextmanager
+def profiling(config: JobConfig, rank: int, device: torch.device) -> Iterator["StepProfiler"]:
+    """Profile the steps inside, as table `[profiling]` says; tell it when each step is over."""
     profiler = StepProfiler(
-        _Traces(config, rank, device) if settings.enable_profiling else None,
-        _Snapshots(config, rank) if settings.enable_memory_snapshot else None,
+        _Traces(config, rank, device) if config.profiling.enable_profiling else None,
+        _Snapshots(config, rank) if config.profiling.enable_memory_snapshot else None,
     )
     try:
         yield profiler
@@ -86,6 +90,7 @@ class _Traces:
             on_trace_ready=self._write,
             record_shapes=True,
         )
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")  # as wanted
         self.profiler.start()
 
     def step(self, step: int) -> None:

@@ -15,13 +15,9 @@ def apply_compile(blocks: Sequence[nn.Module], config: Compile, *, embedding: nn
 
     Call it after tensor parallelism and activation checkpointing, which become part of the graph, and before
     `fully_shard`, whose gathering stays outside. embedding: what feeds the first block, if it is tensor-parallel.
-
-    Raises:
-        ConfigError: the backend needs a compiler that this machine does not have.
     """
     if not config.enable:
         return
-    _check_compiler(config)
     # It asks to look for in-place operators in checkpointed blocks, on every rank; there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     options = {}
@@ -42,8 +38,13 @@ def _wait_inside_autograd(_module: nn.Module, _args: object, output: torch.Tenso
     return output * 1
 
 
-def _check_compiler(config: Compile) -> None:
-    if config.backend != "inductor":
+def check_compiler(config: Compile) -> None:
+    """Look for what the backend needs on this machine, before anything is built.
+
+    Raises:
+        ConfigError: there is no C++ compiler.
+    """
+    if not config.enable or config.backend != "inductor":
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -53,5 +54,5 @@ def _check_compiler(config: Compile) -> None:
     except InvalidCxxCompiler:
         raise ConfigError(
             "compile.backend = 'inductor' needs a C++ compiler, and none was found: install g++, name one in the "
-            "variable CXX, or use compile.backend = 'aot_eager' or compile.no_enable"
+            "variable CXX, or use compile.backend = 'aot_eager' or compile.enable = false"
         ) from None

@@ -62,7 +62,7 @@ def process_group(process: Process, comm: Comm, records: Path | None = None):
         yield
     except Exception as error:
         if comm.trace_buf_size and is_peer_failure(error):
-            logger.warning(f"last collectives of rank {process.rank}: {_dump_flight_record(process.rank, records)}")
+            logger.warning(_dump_flight_record(process.rank, records))
         if device.type == "cpu":  # NCCL could wait for ever for work that its peers will not do
             dist.destroy_process_group()
         raise
@@ -107,14 +107,15 @@ def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(watchdog_folder.absolute() / "rank_")  # and the rank
 
 
-def _dump_flight_record(rank: int, folder: Path | None) -> str | None:
-    """Write the last collectives of this rank (pickle, read by torch's `flight_recorder` tool); its path."""
+def _dump_flight_record(rank: int, folder: Path | None) -> str:
+    """Write the last collectives of this rank, a pickled dictionary; a line that says where, and names the last one."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     if dump is None:
-        return None
+        return f"rank {rank}: this build of torch has no flight recorder"
     path = (folder or Path(tempfile.mkdtemp(prefix="flight_record_"))) / f"rank_{rank}"
     record = dump()
-    pickle.loads(record)  # what cannot be read is not worth a file
+    entries = pickle.loads(record)["entries"]
+    last = entries[-1]["profiling_name"] if entries else "none"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(record)
-    return str(path)
+    return f"rank {rank}: its last collective was {last}; the last {len(entries):,} are in {path}"
