@@ -158,7 +158,7 @@ def test_a_rank_that_hangs_leaves_a_record_on_the_rank_that_noticed(pool: Worker
     ("layout", "settings"),
     [
         ("fsdp2", ["--activation_checkpoint.mode=selective"]),
-        ("cp2+tp2", ["--activation_checkpoint.mode=full"]),
+        ("cp2", ["--activation_checkpoint.mode=full"]),
         pytest.param("hsdp2x2+tp2", [], marks=pytest.mark.slow),
         pytest.param("fsdp2+cp2+tp2", [], marks=pytest.mark.slow),
     ],

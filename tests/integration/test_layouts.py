@@ -19,12 +19,17 @@ SETTINGS = [
     "--training.seq_len=64",
     "--training.global_batch_size=8",
 ]
+# One case generates code, which takes long; for the others tracing and partitioning are what depends on the layout.
+TRACED = ["--compile.enable", "--compile.backend=aot_eager"]
 LAYOUTS = {
     "default": (2, []),
     "ddp": (2, degrees(dp_replicate=2)),
     "hsdp": (4, degrees(dp_replicate=2, dp_shard=2)),
     "2d_eager": (4, degrees(dp_shard=2, tp=2)),
     "hsdp+tp": (8, degrees(dp_replicate=2, dp_shard=2, tp=2)),
+    "1d_compile": (2, ["--compile.enable"]),
+    "1d_compile_sac_op": (2, [*TRACED, "--activation_checkpoint.mode=selective"]),
+    "2d_compile": (4, [*degrees(dp_shard=2, tp=2), *TRACED]),
     "cp": (4, [*degrees(cp=4), "--training.local_batch_size=8"]),
     "fsdp+cp": (4, [*degrees(dp_shard=2, cp=2), "--training.local_batch_size=4"]),
     "ddp+cp": (4, [*degrees(dp_replicate=2, cp=2), "--training.local_batch_size=4"]),
