@@ -106,7 +106,7 @@ VARIANTS = {
 )
 def test_every_layout_loads_exactly_what_another_saved(pool: WorkerPool, tmp_path: Path, variant: str) -> None:
     """Weights, both moments and the step of every parameter, learning rate, position of every data stream."""
-    layouts = CHAIN if variant in ("plain", "tied embeddings") else (*CHAIN, "fsdp2+tp2", "ddp4", "fsdp2")
+    layouts = CHAIN if variant in ("plain", "tied embeddings") else (*CHAIN, "fsdp2+tp2", "ddp4", "cp2", "fsdp2")
     saved: dict | None = None
     for done, layout in enumerate(layouts):
         world_size, arguments = LAYOUTS.get(layout, (1, []))

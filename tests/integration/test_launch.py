@@ -169,16 +169,39 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_sigterm_to_the_launcher_ends_the_job_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_the_job_in_good_order(tmp_path: Path, number: signal.Signals) -> None:
+    """After the step, with one line and exit code 0; nothing is saved, because nothing asks for it."""
     process = launch(*QUICK, "--training.steps=100000", f"--job.dump_folder={tmp_path}")
     deadline = time.monotonic() + 60
     while not (tmp_path / "metrics.jsonl").exists() or not losses(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert err == f"stopped by {number.name}: all ranks ended in good order\n"
+    assert out.splitlines()[-1] == f"stopped by {number.name} after step {len(losses(tmp_path))}; nothing saved"
+
+
+@pytest.mark.parametrize("second", [True, False], ids=["second signal", "time-out"])
+def test_a_stop_that_takes_too_long_ends_at_once(tmp_path: Path, second: bool) -> None:
+    """In a step of minutes."""
+    long_step = ["--training.global_batch_size=4096", "--training.seq_len=256"]
+    timeout = "--checkpoint.stop_timeout_seconds=" + ("100" if second else "1")
+    process = launch(*long_step, timeout, f"--job.dump_folder={tmp_path}")
+    while "a step is" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(1.5)
     process.terminate()
-    _, err = process.communicate(timeout=60)
+    if second:
+        time.sleep(2.5)
+        assert process.poll() is None
+        process.terminate()
+    _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM
-    assert err == "error: stopped by SIGTERM\n"
+    assert err.splitlines()[-1] == "error: stopped by SIGTERM at once"
+    assert ("not stopped within checkpoint.stop_timeout_seconds = 1" in err) is not second
 
 
 def ranks_of(launcher: int) -> list[int]:

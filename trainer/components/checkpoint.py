@@ -44,7 +44,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.models.llama3.args import TransformerArgs
 
 # Of the collectives of saving and loading: one rank's disk may be much slower than another's.
-_TIMEOUT = timedelta(minutes=60)
+_TIMEOUT = timedelta(minutes=30)
 
 
 class CheckpointError(RuntimeError):
