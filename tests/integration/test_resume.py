@@ -104,6 +104,31 @@ def test_a_resumed_run_equals_the_uninterrupted_one_in_every_bit(
     assert not list(tmp_path.glob("metrics.*.jsonl"))
 
 
+FORGOTTEN = {
+    "data": ("load_stream_states", mock.DEFAULT),
+    "learning rate": ("restart_lr_scheduler", mock.DEFAULT),
+    "moments": ("tensors_of", lambda model, _: {f"model.{name}": p.detach() for name, p in model.named_parameters()}),
+}
+
+
+def forgetful_case(folder: str, arguments: list[str], what: str) -> int:
+    name, replacement = FORGOTTEN[what]
+    with mock.patch(f"trainer.components.checkpoint.{name}", replacement):
+        return run_main(folder, arguments)
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_negative_control(pool: WorkerPool, tmp_path: Path, uninterrupted, what: str) -> None:
+    """A part of the state that is not restored shows in the comparison, after the steps that were restored."""
+    arguments = [*layout_of("fsdp2")[1], *SAVING]
+    run(pool, tmp_path, "fsdp2", *SAVING)
+    forget(tmp_path, 4, 6)
+    assert pool.run(2, forgetful_case, str(tmp_path), arguments, what) == [0, 0]
+    got, wanted = logged(tmp_path), uninterrupted("fsdp2")
+    assert got[:2] == wanted[:2]
+    assert all(mine["loss"] != theirs["loss"] for mine, theirs in zip(got[3:], wanted[3:], strict=True))
+
+
 def test_a_run_goes_on_with_other_degrees(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
     run(pool, tmp_path / "first", "fsdp2", *SAVING)
     forget(tmp_path / "first", 4, 6)

@@ -263,8 +263,8 @@ def _check_checkpoint(config: JobConfig, shape: TransformerArgs) -> None:
     if not settings.enable:
         if settings.load_step != -1:
             raise ConfigError(
-                f"checkpoint.load_step = {settings.load_step} has no effect without checkpoint.enable; switch it on, or "
-                f"leave the step out"
+                f"checkpoint.load_step = {settings.load_step} has no effect without checkpoint.enable; switch it on, "
+                f"or leave the step out"
             )
         return
     if not settings.folder:
