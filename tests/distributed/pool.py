@@ -4,6 +4,7 @@ A case is an importable function that every rank calls; what it returns comes ba
 raises or hangs fails the case with its trace, and the pool starts anew for the next one.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -140,5 +141,7 @@ def _serve(connection: Connection, device: str) -> None:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             _send(connection, (False, traceback.format_exc(), not is_peer_failure(error)))
+        # Models are cyclic, and keep their process groups, with two threads each, until they are collected.
+        gc.collect()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # the next case compiles for itself
