@@ -46,7 +46,6 @@ def process_group(process: Process, comm: Comm, records: Path | None = None):
     (by default a temporary one) as rank_R, and the path is logged; NCCL's watchdog writes there at a time-out too.
     """
     device = process.device
-    _forget_earlier_meshes()
     _set_up_flight_recorder(comm.trace_buf_size, records if device.type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -66,17 +65,25 @@ def process_group(process: Process, comm: Comm, records: Path | None = None):
         if device.type == "cpu":  # NCCL could wait for ever for work that its peers will not do
             dist.destroy_process_group()
         raise
-    dist.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+    finally:
+        _forget_meshes()
 
 
-def _forget_earlier_meshes() -> None:
-    """Clear what DTensor caches by mesh: one of an earlier process group looks the same, but its groups are gone."""
-    from torch.distributed.tensor import _redistribute, debug
+def _forget_meshes() -> None:
+    """Clear what DTensor caches by mesh: one of the next process group looks the same, but has other groups."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-    for module, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
-        clear = getattr(module, name, None)  # no public names as of torch 2.13
-        if clear is not None:
-            clear()
+    # No public names as of torch 2.13; a version that lacks one of them does not cache there.
+    caches = (
+        (debug, "_clear_sharding_prop_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+        (_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear"),
+    )
+    for owner, name in caches:
+        getattr(owner, name, lambda: None)()
 
 
 def is_peer_failure(error: Exception) -> bool:
