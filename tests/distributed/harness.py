@@ -26,15 +26,15 @@ from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.process_group import Process, process_group
 from trainer.models.llama3 import spec as llama3
-from trainer.models.llama3.args import FLAVORS, TransformerArgs
+from trainer.models.llama3.args import TransformerArgs
 from trainer.models.llama3.model import Transformer
 from trainer.trainer import Batch, Trainer
 
 STEPS = 3
 VOCAB = 128
 TINY = TransformerArgs(dim=64, n_layers=2, n_heads=16, n_kv_heads=8, ffn_hidden_dim=96)
-FLAVORS["tiny"] = TINY
-FLAVORS["tiny_tied"] = replace(TINY, tie_embeddings=True)
+# For the ranks of the pool only: in the test process the list of flavors is what the program offers.
+TEST_FLAVORS = {"tiny": TINY, "tiny_tied": replace(TINY, tie_embeddings=True)}
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.
 BASE = [

@@ -126,8 +126,11 @@ def _serve(connection: Connection, device: str) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank that is killed would leave its compilers behind
     import torch
 
+    from tests.distributed.harness import TEST_FLAVORS
     from trainer.distributed.process_group import is_peer_failure
+    from trainer.models.llama3.args import FLAVORS
 
+    FLAVORS.update(TEST_FLAVORS)
     torch.set_num_threads(1)
     while True:
         try:
