@@ -144,7 +144,7 @@ def _serve(connection: Connection, device: str) -> None:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             _send(connection, (False, traceback.format_exc(), not is_peer_failure(error)))
-        # Models are cyclic, and keep their process groups, with two threads each, until they are collected.
-        gc.collect()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # the next case compiles for itself
+        # Models are cyclic, and keep their process groups, with two threads each, until they are collected.
+        gc.collect()
