@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import train
-from tests.distributed import harness  # noqa: F401  (small flavors)
 from tests.distributed.harness import whole
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS

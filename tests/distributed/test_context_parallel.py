@@ -202,6 +202,8 @@ def guards_case() -> list[str]:
 
             refused(wrong)
 
+        refused(lambda: ContextParallelOptions(method="all_gather"))
+        refused(lambda: ContextParallelOptions(load_balancer="zigzag"))
         with context_parallel(
             mesh, buffers=[tokens, tokens, table], buffer_seq_dims=[1, 1, 0], no_restore_buffers=[table]
         ) as cp:
@@ -215,7 +217,7 @@ def guards_case() -> list[str]:
 def test_guards(pool: WorkerPool) -> None:
     for messages in pool.run(2, guards_case):
         words = ["got no plan", "got 8 rows", "open already", "outside its context", "none of the 1", "has 3 rows"]
-        words += ["requires gradients", "1 buffers and 0"]
+        words += ["requires gradients", "1 buffers and 0", "'all_gather' is none of 'ring'", "'zigzag' is none of"]
         assert len(messages) == len(words)
         for message, word in zip(messages, words, strict=True):
             assert word in message

@@ -19,6 +19,8 @@ from trainer.distributed.context_parallel.attention import (
 from trainer.distributed.context_parallel.plan import ring_plan
 from trainer.distributed.layout import LAYOUTS, SequenceLayout
 
+METHODS = ("ring",)
+
 
 @dataclass(frozen=True)
 class ContextParallelOptions:
@@ -30,6 +32,11 @@ class ContextParallelOptions:
     method: str = "ring"
     load_balancer: str = "head_tail"
     multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("method", self.method, METHODS), ("load_balancer", self.load_balancer, LAYOUTS)):
+            if value not in choices:
+                raise ContextParallelError(f"{name} = {value!r} is none of {', '.join(map(repr, choices))}")
 
     @classmethod
     def from_config(cls, config: Parallelism) -> "ContextParallelOptions":
