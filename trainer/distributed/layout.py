@@ -5,16 +5,16 @@ that follows serves tokens, labels, positions, rotary tables and the way back. S
 
     head_tail, 16 tokens on 2 ranks:   rank 0: [0, 4) [12, 16)     rank 1: [4, 12)
     contiguous:                        rank 0: [0, 8)              rank 1: [8, 16)
+    balanced:                          blocks dealt by what each costs under the batch's mask
 """
 
-from collections.abc import Iterable
+import heapq
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-Range = tuple[int, int]
-"""Half-open: (start, stop)."""
+from trainer.distributed.ranges import Range, Ranges, size, union
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class SequenceLayout:
 
     name: str
     seq_len: int
-    ranges: tuple[tuple[Range, ...], ...]
+    ranges: tuple[Ranges, ...]
 
     @property
     def degree(self) -> int:
@@ -32,7 +32,7 @@ class SequenceLayout:
 
     def length(self, rank: int) -> int:
         """Number of tokens that `rank` holds."""
-        return sum(stop - start for start, stop in self.ranges[rank])
+        return size(self.ranges[rank])
 
     def indices(self, rank: int) -> np.ndarray:
         """Global positions of the tokens of `rank`, in its order: (length,) int64."""
@@ -43,11 +43,24 @@ class SequenceLayout:
         """Global positions of the shards laid one after another: (seq_len,) int64; its argsort undoes the cut."""
         return np.concatenate([self.indices(rank) for rank in range(self.degree)])
 
+    def repeated(self, rows: int) -> "SequenceLayout":
+        """The layout of `rows` sequences laid one after another, each cut like this one."""
+        if rows == 1:
+            return self
+        return SequenceLayout(
+            self.name,
+            self.seq_len * rows,
+            tuple(
+                union((start + b * self.seq_len, stop + b * self.seq_len) for b in range(rows) for start, stop in shard)
+                for shard in self.ranges
+            ),
+        )
+
 
 def contiguous(seq_len: int, degree: int, *, multiple_of: int = 1) -> SequenceLayout:
     """Rank r holds the r-th piece. Under a causal mask the last rank computes almost twice the mean."""
     cuts = _cuts(seq_len, degree, multiple_of)
-    return SequenceLayout("contiguous", seq_len, tuple(_joined([piece]) for piece in pairwise(cuts)))
+    return SequenceLayout("contiguous", seq_len, tuple(union([piece]) for piece in pairwise(cuts)))
 
 
 def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> SequenceLayout:
@@ -57,11 +70,52 @@ def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> SequenceLay
     pieces are longer by `multiple_of` tokens.
     """
     pieces = list(pairwise(_cuts(seq_len, 2 * degree, multiple_of)))
-    ranges = (_joined([pieces[rank], pieces[-1 - rank]]) for rank in range(degree))
+    ranges = (union([pieces[rank], pieces[-1 - rank]]) for rank in range(degree))
     return SequenceLayout("head_tail", seq_len, tuple(ranges))
 
 
+def balanced(work: np.ndarray, degree: int, *, multiple_of: int = 1) -> SequenceLayout:
+    """Blocks dealt by their cost, so that every rank has as many tokens as the others and about as much attention.
+
+    work: (seq_len,) visible keys of each token (`Mask.work`). Blocks are the largest power of two, times `multiple_of`,
+    that leaves 32 a rank. From the most expensive on, each goes to the rank with the least work so far that still lacks
+    a block; the last few tokens, that make no whole round of blocks, are cut into one piece a rank.
+    """
+    seq_len = len(work)
+    units = seq_len // multiple_of // (_BLOCKS_PER_RANK * degree)
+    block = multiple_of * (1 << max(units.bit_length() - 1, 0))
+    rounds = seq_len // (block * degree)
+    dealt = rounds * degree * block
+    pieces = [*zip(range(0, dealt, block), range(block, dealt + 1, block), strict=True)]
+    rest = [(start + dealt, stop + dealt) for start, stop in pairwise(_cuts(seq_len - dealt, degree, multiple_of))]
+    total = np.concatenate([[0], np.cumsum(work, dtype=np.int64)])
+    shards: list[list[Range]] = [[piece] for piece in rest]
+    heap = [(int(total[stop] - total[start]), rank) for rank, (start, stop) in enumerate(rest)]
+    heapq.heapify(heap)
+    for start, stop in sorted(pieces, key=lambda p: (total[p[0]] - total[p[1]], p)):
+        load, rank = heapq.heappop(heap)
+        shards[rank].append((start, stop))
+        if len(shards[rank]) <= rounds:
+            heapq.heappush(heap, (load + int(total[stop] - total[start]), rank))
+    return SequenceLayout("balanced", seq_len, tuple(union(shard) for shard in shards))
+
+
 LAYOUTS = {"head_tail": head_tail, "contiguous": contiguous}
+"""Layouts that depend on the length alone."""
+
+LOAD_BALANCERS = (*LAYOUTS, "balanced")
+
+_BLOCKS_PER_RANK = 32
+
+
+def build_layout(
+    name: str, seq_len: int, degree: int, *, multiple_of: int = 1, work: np.ndarray | None = None
+) -> SequenceLayout:
+    """The layout of that name; `balanced` deals by `work` (seq_len,), as under a causal mask where it is None."""
+    if name == "balanced":
+        work = np.arange(1, seq_len + 1) if work is None else work
+        return balanced(work, degree, multiple_of=multiple_of)
+    return LAYOUTS[name](seq_len, degree, multiple_of=multiple_of)
 
 
 def _cuts(seq_len: int, pieces: int, multiple_of: int) -> list[int]:
@@ -75,15 +129,3 @@ def _cuts(seq_len: int, pieces: int, multiple_of: int) -> list[int]:
     lengths = [(units + (piece < longer)) * multiple_of for piece in range(pieces)]
     return list(accumulate(lengths, initial=0))
 
-
-def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Without empty ranges, neighbours as one."""
-    joined: list[Range] = []
-    for start, stop in ranges:
-        if start == stop:
-            continue
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)

@@ -1,209 +1,374 @@
-"""Layout -> schedule of causal ring attention: pure integers, the same on every rank, no torch.
+"""Layout x mask x method -> schedule of attention: pure integers, the same on every rank, no torch.
 
-Forward: keys and values move from rank r to r - 1: at stage s rank r works on what rank o = (r + s) mod N owns.
-A range reaches only ranks whose queries see it: from the rank before on the way if that one has it, else from its
-owner. For causal head_tail that is 25 % less in total than a ring in which everything goes round.
+A plan says, stage by stage, which K/V rows travel from whom to whom and which tiles of attention a rank computes,
+forward and backward. A row reaches only ranks with a query that sees it.
 
-Backward: the other way round, from r to r + 1, farthest first, so that a range is fetched from its owner by the first
-rank on the way that sees it, and its gradient (dK, dV) is added up on the way home.
+ring          Forward: K/V move from rank r to r - 1; at stage s rank r works on what rank (r + s) mod N owns. A row comes
+              from the rank before on the way if that one works on it too, else from its owner. For causal head_tail
+              that is 25 % less in total than a ring in which everything goes round.
+              Backward: the other way round, from r to r + 1, farthest first, so that the first rank on the way that sees
+              a row fetches it from its owner, and its gradient (dK, dV) is added up on the way home.
 
-            forward, N = 4: whose K/V rank r holds        backward
-            stage   1 2 3                                 stage   1 2 3
-            rank 0  1 2 3                                 rank 0  3 2 1
-            rank 1  2 3 0                                 rank 1  0 3 2
-            rank 2  3 0 1                                 rank 2  1 0 3
-            rank 3  0 1 2                                 rank 3  2 1 0
+                  forward, N = 4: whose K/V rank r holds        backward
+                  stage   1 2 3                                 stage   1 2 3
+                  rank 0  1 2 3                                 rank 0  3 2 1
+                  rank 1  2 3 0                                 rank 1  0 3 2
+                  rank 2  3 0 1                                 rank 2  1 0 3
+                  rank 3  0 1 2                                 rank 3  2 1 0
 
-Stage 0 is what a rank owns itself.
+all_gather    Stage 0 is what a rank owns itself, stage 1 everything else that it sees, straight from the owners; by the
+              collective (and the gradients back by reduce-scatter) unless the mask leaves less than half of that.
+all_to_all    One stage: each rank has some of the heads and the whole sequence (Ulysses, arXiv 2309.14509).
+
+Ring attention: arXiv 2310.01889. Sequences of a batch with masks of their own are planned as one, laid one after another.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
-from trainer.distributed.layout import Range, SequenceLayout
+from trainer.distributed.context_parallel.mask import ANY, Band, Mask, Relation
+from trainer.distributed.layout import SequenceLayout
+from trainer.distributed.ranges import Offsets, Range, Ranges, difference, intersection, size, union
+
+METHODS = ("ring", "all_gather", "all_to_all")
 
 
 @dataclass(frozen=True)
 class Message:
-    """Rows [start, stop) of the global sequence, from one rank of the group to another."""
+    """Rows of the global sequence that travel from one rank of the group to another."""
 
     source: int
     target: int
-    start: int
-    stop: int
+    ranges: Ranges
 
     @property
     def rows(self) -> int:
-        return self.stop - self.start
+        return size(self.ranges)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Local query rows times rows of what the stage holds: all pairs, or (a square) those on and below the diagonal."""
+    """Local query rows times rows of what the stage holds, places counted in each from 0."""
 
     q: Range
     kv: Range
-    causal: bool
+    relation: Relation = Relation.FULL
 
+    @property
     def pairs(self) -> int:
-        """Number of (query, key) pairs that are computed."""
-        rows, columns = self.q[1] - self.q[0], self.kv[1] - self.kv[0]
-        return rows * (rows + 1) // 2 if self.causal else rows * columns
+        """Number of visible (query, key) pairs."""
+        return self.relation.pairs(self.q[1] - self.q[0], self.kv[1] - self.kv[0])
 
 
 @dataclass(frozen=True)
 class Stage:
     """One step of one rank.
 
-    held: ranges of K/V that are worked on, one after another in one buffer; messages: what travels before it, for this
-    rank's part in it, in the order of posting; home: gradients that travel after it (backward only).
+    held: K/V rows that are worked on, ascending, in one buffer. messages: what travels before it, this rank's part in
+    it, in the order of posting; home: gradients that travel after it (backward only). collective: what travels does so
+    by all-gather and reduce-scatter of whole shards, in which every rank takes part.
     """
 
-    held: tuple[Range, ...]
+    held: Ranges
     tiles: tuple[Tile, ...]
     messages: tuple[Message, ...] = ()
     home: tuple[Message, ...] = ()
+    collective: bool = False
+
+    @cached_property
+    def places(self) -> Offsets:
+        """Where a held row lies in the buffer."""
+        return Offsets(self.held)
 
     @property
     def rows(self) -> int:
-        return sum(stop - start for start, stop in self.held)
+        return size(self.held)
+
+    @property
+    def pairs(self) -> int:
+        return sum(tile.pairs for tile in self.tiles)
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does. Stage 0 of both is local; messages of stage s + 1 travel under the tiles of stage s."""
+    """What one rank does. Stage 0 of both directions is local; messages of a stage travel under the one before."""
 
+    method: str
+    rank: int
+    q_layout: SequenceLayout = field(repr=False)
+    kv_layout: SequenceLayout = field(repr=False)
+    rows: int
+    """Sequences of the batch that the plan tells apart; 1: the same for all, however many there are."""
     forward: tuple[Stage, ...]
     backward: tuple[Stage, ...]
 
-    def rows_sent(self, rank: int) -> dict[str, int]:
-        """Rows of K/V (forward, backward) and of dK/dV (home) that this rank sends."""
+    @property
+    def degree(self) -> int:
+        return self.q_layout.degree
+
+    @cached_property
+    def own(self) -> Offsets:
+        """Where a row that this rank owns lies in its K and V."""
+        return Offsets(self.kv_layout.ranges[self.rank])
+
+    @property
+    def pairs(self) -> int:
+        """Visible pairs that this rank computes with its share of the heads (all of them, but for all_to_all)."""
+        return sum(stage.pairs for stage in self.forward)
+
+    def rows_sent(self) -> dict[str, int]:
+        """Rows of K/V (forward, backward) and of dK/dV (home) that this rank sends; none for all_to_all."""
         return {
-            "forward": _sent(rank, (stage.messages for stage in self.forward)),
-            "backward": _sent(rank, (stage.messages for stage in self.backward)),
-            "home": _sent(rank, (stage.home for stage in self.backward)),
+            "forward": self._sent((stage, stage.messages) for stage in self.forward),
+            "backward": self._sent((stage, stage.messages) for stage in self.backward),
+            "home": self._sent((stage, stage.home) for stage in self.backward),
         }
 
+    @property
+    def longest(self) -> int:
+        """Rows of the longest shard of keys, to which a collective pads the others."""
+        return max(self.kv_layout.length(rank) for rank in range(self.degree))
 
-@lru_cache(maxsize=256)
-def ring_plan(layout: SequenceLayout, rank: int) -> RankPlan:
-    """Schedule of causal attention for one rank of the layout's degree."""
-    steps = range(1, layout.degree)
-    local = Stage(layout.ranges[rank], _tiles(layout.ranges[rank], layout.ranges[rank]))
-    forward = [_stage(layout, rank, step, direction=-1) for step in steps]
-    backward = [_stage(layout, rank, step, direction=+1) for step in steps]
-    return RankPlan((local, *forward), (local, *backward))
-
-
-def _stage(layout: SequenceLayout, rank: int, step: int, *, direction: int) -> Stage:
-    """Stage `step` of a ring in which K/V move by `direction`; they left their owner `step` hops ago."""
-    degree = layout.degree
-    owner = (rank - direction * step) % degree
-    held = tuple(part for part in layout.ranges[owner] if _sees(layout, rank, part))
-    messages = [*_arrivals(layout, rank, step, direction), *_departures(layout, rank, step, direction)]
-    home = [] if direction < 0 else [*_homeward(layout, rank, step), *_returns(layout, rank, step)]
-    order = sorted(messages, key=_posting_order), sorted(home, key=_posting_order)
-    return Stage(held, _tiles(layout.ranges[rank], held), tuple(order[0]), tuple(order[1]))
+    def _sent(self, stages: Iterable[tuple[Stage, tuple[Message, ...]]]) -> int:
+        return sum(
+            self.longest * (self.degree - 1)
+            if stage.collective
+            else sum(message.rows for message in messages if message.source == self.rank)
+            for stage, messages in stages
+        )
 
 
-def _arrivals(layout: SequenceLayout, rank: int, step: int, direction: int) -> Iterator[Message]:
-    """What `rank` receives to work on at `step`."""
-    owner = (rank - direction * step) % layout.degree
-    before = (rank - direction) % layout.degree
-    for part in layout.ranges[owner]:
-        if _sees(layout, rank, part):
-            # At the first step the rank before is the owner itself.
-            yield Message(before if _sees(layout, before, part) else owner, rank, *part)
+def make_plan(
+    layout: SequenceLayout, mask: Mask, method: str, rank: int, *, kv_layout: SequenceLayout | None = None
+) -> RankPlan:
+    """What `rank` of the layout's degree does; cached.
 
+    kv_layout: who owns which keys, if they are not as many as the queries.
 
-def _departures(layout: SequenceLayout, rank: int, step: int, direction: int) -> Iterator[Message]:
-    """What `rank` sends for the others' `step`: on to its neighbour, and of its own to a rank with a gap before it."""
-    targets = {(rank + direction) % layout.degree, (rank + direction * step) % layout.degree}
-    for target in targets:
-        yield from (m for m in _arrivals(layout, target, step, direction) if m.source == rank)
-
-
-def _homeward(layout: SequenceLayout, rank: int, step: int) -> Iterator[Message]:
-    """Where the gradients that `rank` has after `step` go: to the next rank if it adds to them, else to the owner."""
-    owner = (rank - step) % layout.degree
-    after = (rank + 1) % layout.degree
-    for part in layout.ranges[owner]:
-        if _sees(layout, rank, part):
-            yield Message(rank, after if _sees(layout, after, part) else owner, *part)
-
-
-def _returns(layout: SequenceLayout, rank: int, step: int) -> Iterator[Message]:
-    """Gradients that reach `rank` after the others' `step`: from its neighbour, and of its own from any rank."""
-    for source in {(rank - 1) % layout.degree, (rank + step) % layout.degree}:
-        yield from (m for m in _homeward(layout, source, step) if m.target == rank)
-
-
-def _sees(layout: SequenceLayout, rank: int, part: Range) -> bool:
-    """Whether some query of `rank` sees some key of `part`."""
-    mine = layout.ranges[rank]
-    return bool(mine) and mine[-1][1] > part[0]
-
-
-def _tiles(queries: tuple[Range, ...], keys: tuple[Range, ...]) -> tuple[Tile, ...]:
-    """Tiles that cover every pair (query at or after key) of two ascending lists of ranges once.
-
-    Offsets count within the lists laid one after another.
+    Raises:
+        ValueError: a method that is none, or a mask for sequences of another length.
     """
-    if queries == keys:  # ascending on both sides: causal in local offsets too
-        rows = sum(stop - start for start, stop in queries)
-        return (Tile((0, rows), (0, rows), causal=True),) if rows else ()
-    tiles = []
-    q_offset = 0
-    for q in queries:
-        kv_offset = 0
-        for kv in keys:
-            tiles += _pair_tiles(q, kv, q_offset, kv_offset)
-            kv_offset += kv[1] - kv[0]
-        q_offset += q[1] - q[0]
-    return _merged(tiles)
+    kv_layout = kv_layout or layout
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is none of {', '.join(map(repr, METHODS))}")
+    if (mask.q_len, mask.kv_len) != (layout.seq_len, kv_layout.seq_len):
+        raise ValueError(
+            f"a mask of {mask.q_len} queries and {mask.kv_len} keys does not fit sequences of {layout.seq_len} and "
+            f"{kv_layout.seq_len} tokens; make it for their lengths"
+        )
+    return _problem(layout, kv_layout, mask).plan(method, rank)
 
 
-def _pair_tiles(q: Range, kv: Range, q_offset: int, kv_offset: int) -> Iterator[Tile]:
-    """Tiles of one range of queries and one of keys: a rectangle before the diagonal, a square on it, one below it."""
-
-    def tile(q_start: int, q_stop: int, kv_start: int, kv_stop: int, causal: bool = False) -> Iterator[Tile]:
-        if q_start < q_stop and kv_start < kv_stop:
-            rows = (q_start - q[0] + q_offset, q_stop - q[0] + q_offset)
-            yield Tile(rows, (kv_start - kv[0] + kv_offset, kv_stop - kv[0] + kv_offset), causal)
-
-    first = max(q[0], kv[0])  # queries before it see nothing here
-    corner = min(q[1], kv[1])
-    yield from tile(first, q[1], kv[0], min(kv[1], first))
-    yield from tile(first, corner, first, corner, causal=True)
-    yield from tile(max(corner, first), q[1], max(first, kv[0]), corner)
+@lru_cache(maxsize=64)
+def _problem(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> "_Problem":
+    return _Problem(q_layout, kv_layout, mask)
 
 
-def _merged(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """Full tiles that lie side by side as one: fewer, larger kernels."""
-    for side, other in (("kv", "q"), ("q", "kv")):
-        merged: list[Tile] = []
-        for tile in tiles:
-            last = merged[-1] if merged else None
-            if (
-                last is not None
-                and not last.causal
-                and not tile.causal
-                and getattr(last, other) == getattr(tile, other)
-                and getattr(last, side)[1] == getattr(tile, side)[0]
-            ):
-                joined = {other: getattr(tile, other), side: (getattr(last, side)[0], getattr(tile, side)[1])}
-                merged[-1] = Tile(**joined, causal=False)
-            else:
-                merged.append(tile)
-        tiles = merged
+class _Problem:
+    """A layout and a mask: who needs what, and the schedules of all ranks, each worked out when it is asked for."""
+
+    def __init__(self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> None:
+        self.degree = q_layout.degree
+        self.rows = mask.rows
+        self.layouts = q_layout, kv_layout
+        self.q_ranges = q_layout.repeated(mask.rows).ranges
+        self.kv_ranges = kv_layout.repeated(mask.rows).ranges
+        self.bands = mask.bands
+        self._band_stops = [band.q_stop for band in mask.bands]
+        self._needs: dict[int, Ranges] = {}
+        self._held: dict[Range, Ranges] = {}
+        self._plans: dict[tuple[str, int], RankPlan] = {}
+
+    def plan(self, method: str, rank: int) -> RankPlan:
+        key = method, rank
+        if key not in self._plans:
+            forward, backward = getattr(self, f"_{method}")(rank)
+            self._plans[key] = RankPlan(method, rank, *self.layouts, self.rows, forward, backward)
+        return self._plans[key]
+
+    # ---- methods
+
+    def _ring(self, rank: int) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+        steps = range(1, self.degree)
+        local = self._local(rank)
+        forward = [self._ring_stage(rank, step, direction=-1) for step in steps]
+        backward = [self._ring_stage(rank, step, direction=+1) for step in steps]
+        return (local, *forward), (local, *backward)
+
+    def _all_gather(self, rank: int) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+        local = self._local(rank)
+        ranks = [r for r in range(self.degree) if r != rank]
+        wanted = sum(size(difference(self.needs(r), self.kv_ranges[r])) for r in range(self.degree))
+        if not wanted:
+            return (local,), (local,)
+        everything = (self.degree - 1) * sum(size(ranges) for ranges in self.kv_ranges)
+        held = difference(self.needs(rank), self.kv_ranges[rank])
+        tiles = self._tiles(rank, held)
+        if 2 * wanted >= everything:
+            gathered = Stage(held, tiles, collective=True)
+            return (local, gathered), (local, gathered)
+        there = [Message(owner, rank, self.held(rank, owner)) for owner in ranks]
+        there += [Message(rank, target, self.held(target, rank)) for target in ranks]
+        messages = _posted(there)
+        home = _posted(Message(m.target, m.source, m.ranges) for m in there)
+        return (local, Stage(held, tiles, messages)), (local, Stage(held, tiles, messages, home))
+
+    def _all_to_all(self, rank: int) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+        queries, keys = union(sum(self.q_ranges, ())), union(sum(self.kv_ranges, ()))
+        stage = Stage(keys, _tiles(self._pieces(queries), keys))
+        return (stage,), (stage,)
+
+    # ---- stages
+
+    def _local(self, rank: int) -> Stage:
+        """What a rank owns itself."""
+        return Stage(self.kv_ranges[rank], self._tiles(rank, self.kv_ranges[rank]))
+
+    def _ring_stage(self, rank: int, step: int, *, direction: int) -> Stage:
+        """Stage `step` of a ring in which K/V move by `direction`; they left their owner `step` hops ago."""
+        owner = (rank - direction * step) % self.degree
+        held = self.held(rank, owner)
+        messages = [*self._arrivals(rank, step, direction), *self._departures(rank, step, direction)]
+        home = [] if direction < 0 else [*self._homeward(rank, step), *self._returns(rank, step)]
+        return Stage(held, self._tiles(rank, held), _posted(messages), _posted(home))
+
+    def _arrivals(self, rank: int, step: int, direction: int) -> Iterator[Message]:
+        """What `rank` receives to work on at `step`."""
+        owner = (rank - direction * step) % self.degree
+        before = (rank - direction) % self.degree
+        yield from self._split(rank, owner, before)
+
+    def _departures(self, rank: int, step: int, direction: int) -> Iterator[Message]:
+        """What `rank` sends for the others' `step`: on to its neighbour, and of its own to a rank with a gap before it."""
+        targets = {(rank + direction) % self.degree, (rank + direction * step) % self.degree}
+        for target in targets:
+            yield from (m for m in self._arrivals(target, step, direction) if m.source == rank)
+
+    def _homeward(self, rank: int, step: int) -> Iterator[Message]:
+        """Where the gradients that `rank` has after `step` go: to the next rank if it adds to them, else to the owner."""
+        owner = (rank - step) % self.degree
+        for message in self._split(rank, owner, (rank + 1) % self.degree):
+            yield Message(rank, message.source, message.ranges)
+
+    def _returns(self, rank: int, step: int) -> Iterator[Message]:
+        """Gradients that reach `rank` after the others' `step`: from its neighbour, and of its own from any rank."""
+        for source in {(rank - 1) % self.degree, (rank + step) % self.degree}:
+            yield from (m for m in self._homeward(source, step) if m.target == rank)
+
+    def _split(self, rank: int, owner: int, neighbour: int) -> Iterator[Message]:
+        """What `rank` needs of `owner`: from the neighbour as far as it has it too, the rest from the owner."""
+        held = self.held(rank, owner)
+        if neighbour == owner:
+            yield Message(owner, rank, held)
+            return
+        there = self.held(neighbour, owner)
+        yield Message(neighbour, rank, intersection(held, there))
+        yield Message(owner, rank, difference(held, there))
+
+    # ---- who needs what
+
+    def needs(self, rank: int) -> Ranges:
+        """Keys that some query of `rank` sees."""
+        if rank not in self._needs:
+            self._needs[rank] = union(b.hull(start, stop) for start, stop, _, b in self._pieces(self.q_ranges[rank]))
+        return self._needs[rank]
+
+    def held(self, rank: int, owner: int) -> Ranges:
+        """Keys of `owner` that some query of `rank` sees."""
+        key = rank, owner
+        if key not in self._held:
+            self._held[key] = intersection(self.needs(rank), self.kv_ranges[owner])
+        return self._held[key]
+
+    def _pieces(self, queries: Ranges) -> Iterator["_Piece"]:
+        """Parts of `queries` that lie in one band, with their place among the queries."""
+        place = 0
+        for start, stop in queries:
+            number = bisect_right(self._band_stops, start)
+            while number < len(self.bands) and self.bands[number].q_start < stop:
+                band = self.bands[number]
+                first, last = max(start, band.q_start), min(stop, band.q_stop)
+                yield first, last, place + first - start, band
+                number += 1
+            place += stop - start
+
+    def _tiles(self, rank: int, held: Ranges) -> tuple[Tile, ...]:
+        return _tiles(self._pieces(self.q_ranges[rank]), held)
+
+
+_Piece = tuple[int, int, int, Band]
+"""Queries [start, stop) of one band, the first one's place among the local queries."""
+
+
+def _tiles(pieces: Iterable[_Piece], held: Ranges) -> tuple[Tile, ...]:
+    """Tiles that cover every visible pair of the pieces' queries and the held keys once.
+
+    A query sees one interval of keys, hence one interval of places in the buffer. As a function of the query both ends
+    are made of flat and rising stretches; where neither end changes its slope, the queries make one tile.
+    """
+    if not held:
+        return ()
+    places = Offsets(held)
+    tiles: list[Tile] = []
+    open_rows: _Rows | None = None
+    for piece in pieces:
+        for rows in _stretches(piece, places):
+            joined = open_rows.followed_by(rows) if open_rows else None
+            if joined is None and open_rows:
+                tiles.append(open_rows.tile())
+            open_rows = joined or rows
+    if open_rows:
+        tiles.append(open_rows.tile())
     return tuple(tiles)
 
 
-def _posting_order(message: Message) -> tuple[int, int, int]:
-    # Between any two ranks both sides then post in the same order, so that messages match.
-    return message.source, message.target, message.start
+@dataclass(frozen=True)
+class _Rows:
+    """Local queries [start, start + count); the first and the last one's interval of places in the buffer."""
+
+    start: int
+    count: int
+    first: Range
+    last: Range
+
+    def followed_by(self, other: "_Rows") -> "_Rows | None":
+        """Both as one stretch, if their ends go on with the same slopes."""
+        if other.start != self.start + self.count:
+            return None
+        for end in (0, 1):
+            slope = other.first[end] - self.last[end]
+            if slope not in (0, 1) or any(
+                rows.count > 1 and rows.last[end] - rows.first[end] != slope * (rows.count - 1) for rows in (self, other)
+            ):
+                return None
+        return _Rows(self.start, self.count + other.count, self.first, other.last)
+
+    def tile(self) -> Tile:
+        lower, upper = (self.last[end] > self.first[end] for end in (0, 1))
+        relation = (
+            (Relation.BAND if upper else Relation.TAIL) if lower else (Relation.CAUSAL if upper else Relation.FULL)
+        )
+        return Tile((self.start, self.start + self.count), (self.first[0], self.last[1]), relation)
 
 
-def _sent(rank: int, stages: Iterable[tuple[Message, ...]]) -> int:
-    return sum(message.rows for messages in stages for message in messages if message.source == rank)
+def _stretches(piece: _Piece, places: Offsets) -> Iterator[_Rows]:
+    """The piece's queries in stretches on which both ends of what they see rise or stay."""
+    start, stop, place, band = piece
+    cuts = {start, stop}
+    for bound in (band.lower, band.upper):
+        if abs(bound) < ANY:
+            borders = [band.kv_start, band.kv_stop, *places.borders(start + bound, stop + bound)]
+            cuts.update(border - bound for border in borders if start < border - bound < stop)
+    ordered = sorted(cuts)
+    for first, after in zip(ordered, ordered[1:], strict=False):
+        ends = [tuple(map(places, band.visible(query))) for query in (first, after - 1)]
+        if ends[0][0] < ends[0][1]:
+            assert ends[1][0] < ends[1][1]
+            yield _Rows(place + first - start, after - first, *ends)
+
+
+def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """In the order of posting: between any two ranks both sides then post alike, so that messages match."""
+    return tuple(sorted((m for m in messages if m.ranges), key=lambda m: (m.source, m.target, m.ranges)))

@@ -1,0 +1,262 @@
+"""What may attend to what, as ranges: torch-free, and never a dense (S, S) tensor.
+
+A mask is a list of bands. A band relates a range of queries to a range of keys: all pairs of them, or those with
+lower <= key - query <= upper. Bands do not share a query, so that each query sees one interval of keys, and the
+intersection of two masks is again a mask: ranges are intersected, bounds taken from the stricter side.
+
+    causal, 4 queries          documents of 2 and 3 tokens, causal        sliding window 2
+    q [0, 4) kv [0, 4) <= 0    q [0, 2) kv [0, 2) <= 0                    q [0, 4) kv [0, 4) -1 <= . <= 0
+                               q [2, 5) kv [2, 5) <= 0
+
+Keys may be more or fewer than queries. Then the last query stands at the last key: bottom-right alignment.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.distributed.ranges import Range
+
+ANY = 1 << 60
+"""A bound that binds nothing."""
+
+
+class Relation(Enum):
+    """How n queries see a range of m keys, the last query standing at the last key if there is a diagonal."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    """Up to the diagonal: query i sees the keys j <= i + m - n."""
+    BAND = "band"
+    """From one diagonal to the other: i <= j <= i + m - n."""
+    TAIL = "tail"
+    """From the diagonal that begins at the first key on: j >= i."""
+
+    @property
+    def upper(self) -> bool:
+        """Whether late keys are hidden."""
+        return self in (Relation.CAUSAL, Relation.BAND)
+
+    @property
+    def lower(self) -> bool:
+        """Whether early keys are hidden."""
+        return self in (Relation.BAND, Relation.TAIL)
+
+    def pairs(self, n: int, m: int) -> int:
+        """Number of visible pairs of n queries and m keys; m >= n, unless FULL."""
+        return n * m - (n * (n - 1) // 2) * (self.upper + self.lower)
+
+
+class Band(NamedTuple):
+    """Queries [q_start, q_stop) see the keys of [kv_start, kv_stop) with lower <= key - query <= upper."""
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+    lower: int = -ANY
+    upper: int = ANY
+
+    def visible(self, query: int) -> Range:
+        """Keys that a query of this band sees; (x, x) if none."""
+        start = max(self.kv_start, query + self.lower)
+        return start, max(start, min(self.kv_stop, query + self.upper + 1))
+
+    def hull(self, start: int, stop: int) -> Range:
+        """Keys that some query of [start, stop), a part of this band's, sees: they lie together."""
+        first = max(self.kv_start, start + self.lower)
+        return first, max(first, min(self.kv_stop, stop + self.upper))
+
+    def shifted(self, queries: int, keys: int) -> "Band":
+        """The same band, further on by so many queries and keys."""
+        moved = (self.q_start + queries, self.q_stop + queries, self.kv_start + keys, self.kv_stop + keys)
+        lower, upper = (b if abs(b) >= ANY else b + keys - queries for b in (self.lower, self.upper))
+        return Band(*moved, lower, upper)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Visible pairs of q_len queries and kv_len keys, for each of `rows` sequences of a batch.
+
+    bands: ascending, no query in two of them. With rows = 1 they hold for every sequence of any batch. Otherwise the
+    sequences are laid one after another: row b has queries b * q_len + i and keys b * kv_len + j.
+    """
+
+    q_len: int
+    kv_len: int
+    bands: tuple[Band, ...]
+    rows: int = 1
+
+    def __and__(self, other: "Mask") -> "Mask":
+        """Pairs that both masks show.
+
+        Raises:
+            ValueError: the masks are for other lengths, or other numbers of rows (one row goes with any number).
+        """
+        if (self.q_len, self.kv_len) != (other.q_len, other.kv_len) or (
+            self.rows != other.rows and 1 not in (self.rows, other.rows)
+        ):
+            raise ValueError(
+                f"masks of {self.rows} x {self.q_len} queries, {self.kv_len} keys and of {other.rows} x {other.q_len} "
+                f"queries, {other.kv_len} keys cannot be intersected; both must be for the same sequences"
+            )
+        rows = max(self.rows, other.rows)
+        bands = _overlay(self.repeated(rows).bands, other.repeated(rows).bands)
+        return Mask(self.q_len, self.kv_len, tuple(bands), rows)
+
+    def repeated(self, rows: int) -> "Mask":
+        """A mask of one row, the same for each of `rows`; a mask of that many rows as it is."""
+        return self if self.rows == rows else by_row([self] * rows)
+
+    def row(self, number: int) -> "Mask":
+        """The mask of one row."""
+        if self.rows == 1:
+            return self
+        first, last = number * self.q_len, (number + 1) * self.q_len
+        bands = (b.shifted(-first, -number * self.kv_len) for b in self.bands if first <= b.q_start < last)
+        return Mask(self.q_len, self.kv_len, tuple(bands))
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        """The bands as an array (number, 6) of int64."""
+        return np.array(self.bands, dtype=np.int64).reshape(-1, 6)
+
+    def work(self) -> np.ndarray:
+        """Number of visible keys of each query, summed over the rows: (q_len,) int64."""
+        table = self._table
+        lengths = table[:, 1] - table[:, 0]
+        queries = np.repeat(table[:, 0] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        kv_start, kv_stop, lower, upper = (np.repeat(column, lengths) for column in table[:, 2:].T)
+        seen = np.minimum(kv_stop, queries + upper + 1) - np.maximum(kv_start, queries + lower)
+        work = np.zeros(self.q_len, dtype=np.int64)
+        np.add.at(work, queries % max(self.q_len, 1), np.maximum(seen, 0))
+        return work
+
+    def area(self) -> int:
+        """Number of visible pairs, over all rows."""
+        return int(self.work().sum())
+
+    def dense(self) -> np.ndarray:
+        """(rows, q_len, kv_len) bool, for tests and pictures of short sequences."""
+        visible = np.zeros((self.rows, self.q_len, self.kv_len), dtype=bool)
+        for band in self.bands:
+            for query in range(band.q_start, band.q_stop):
+                row, i = divmod(query, self.q_len)
+                start, stop = band.visible(query)
+                visible[row, i, start - row * self.kv_len : stop - row * self.kv_len] = True
+        return visible
+
+
+def full(q_len: int, kv_len: int | None = None) -> Mask:
+    """Every query sees every key."""
+    kv_len = q_len if kv_len is None else kv_len
+    return Mask(q_len, kv_len, (Band(0, q_len, 0, kv_len),) if q_len and kv_len else ())
+
+
+def causal(q_len: int, kv_len: int | None = None) -> Mask:
+    """A query sees the keys up to its own place; the last query stands at the last key."""
+    whole = full(q_len, kv_len)
+    return Mask(q_len, whole.kv_len, tuple(b._replace(upper=whole.kv_len - q_len) for b in whole.bands))
+
+
+def sliding_window(q_len: int, window: int, kv_len: int | None = None, *, is_causal: bool = True) -> Mask:
+    """A query sees the last `window` keys up to its own place; if not `is_causal`, as many after it as before.
+
+    Raises:
+        ValueError: a window below 1.
+    """
+    if window < 1:
+        raise ValueError(f"a sliding window of {window} tokens shows nothing; use at least 1, the token itself")
+    whole = full(q_len, kv_len)
+    place = whole.kv_len - q_len
+    upper = place if is_causal else place + window - 1
+    return Mask(
+        q_len, whole.kv_len, tuple(b._replace(lower=place - window + 1, upper=upper) for b in whole.bands)
+    )
+
+
+def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *, is_causal: bool = False) -> Mask:
+    """Documents packed into one row: a token sees its own document only.
+
+    lengths: tokens of each document, in order; kv_lengths: keys of each, if they differ from the queries. is_causal:
+    within each document up to its own place, a document's last query at its last key.
+
+    Raises:
+        ValueError: a negative length, or key lengths for another number of documents.
+    """
+    kv_lengths = lengths if kv_lengths is None else kv_lengths
+    if len(lengths) != len(kv_lengths) or min(*lengths, *kv_lengths, 0) < 0:
+        raise ValueError(
+            f"{len(lengths)} documents of queries and {len(kv_lengths)} of keys: there must be as many of both, and "
+            "no length may be negative"
+        )
+    q_ends, kv_ends = (list(accumulate(x, initial=0)) for x in (lengths, kv_lengths))
+    bands = []
+    for (q_start, q_stop), (kv_start, kv_stop) in zip(pairwise(q_ends), pairwise(kv_ends), strict=True):
+        if q_start < q_stop and kv_start < kv_stop:
+            bands.append(Band(q_start, q_stop, kv_start, kv_stop, upper=kv_stop - q_stop if is_causal else ANY))
+    return Mask(q_ends[-1], kv_ends[-1], tuple(bands))
+
+
+def cumulative(ends: Sequence[int], *, is_causal: bool = False) -> Mask:
+    """`documents` by cumulative lengths: [0, end of the first, end of the second, ..., length of the row].
+
+    Raises:
+        ValueError: they do not begin with 0, or descend.
+    """
+    if not len(ends) or ends[0] != 0:
+        raise ValueError(f"cumulative lengths {list(ends)[:4]}... must begin with 0")
+    return documents([stop - start for start, stop in pairwise(map(int, ends))], is_causal=is_causal)
+
+
+def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
+    """`documents` by the document's number of each token: (S,) for all rows alike, or (B, S) row by row.
+
+    Raises:
+        ValueError: a number that comes back after another one: a document lies in one piece.
+    """
+    if ids.ndim == 2:
+        return by_row([documents_of(row, is_causal=is_causal) for row in ids])
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)) if len(ids) else np.empty(0, dtype=np.int64)
+    if len(np.unique(ids[starts])) < len(starts):
+        numbers, counts = np.unique(ids[starts], return_counts=True)
+        raise ValueError(
+            f"document number {numbers[counts > 1][0]} comes back after another one; a document must lie in one piece"
+        )
+    return documents(np.diff(starts, append=len(ids)).tolist(), is_causal=is_causal)
+
+
+def by_row(masks: Sequence[Mask]) -> Mask:
+    """One mask for each row of a batch.
+
+    Raises:
+        ValueError: none, or masks of different lengths, or with rows of their own.
+    """
+    shapes = {(mask.q_len, mask.kv_len, mask.rows) for mask in masks}
+    if len(shapes) != 1 or next(iter(shapes))[2] != 1:
+        raise ValueError(f"masks of {sorted(shapes)} (queries, keys, rows): there must be one, of the same lengths, a row")
+    q_len, kv_len, _ = next(iter(shapes))
+    bands = (band.shifted(b * q_len, b * kv_len) for b, mask in enumerate(masks) for band in mask.bands)
+    return Mask(q_len, kv_len, tuple(bands), len(masks))
+
+
+def _overlay(a: Iterable[Band], b: Iterable[Band]) -> Iterator[Band]:
+    """Bands of the pairs that both lists show."""
+    left, right = iter(a), iter(b)
+    x, y = next(left, None), next(right, None)
+    while x is not None and y is not None:
+        q = max(x.q_start, y.q_start), min(x.q_stop, y.q_stop)
+        kv = max(x.kv_start, y.kv_start), min(x.kv_stop, y.kv_stop)
+        bounds = max(x.lower, y.lower), min(x.upper, y.upper)
+        if q[0] < q[1] and kv[0] < kv[1] and bounds[0] <= bounds[1]:
+            yield Band(*q, *kv, *bounds)
+        if x.q_stop <= y.q_stop:
+            x = next(left, None)
+        else:
+            y = next(right, None)
+

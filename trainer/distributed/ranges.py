@@ -1,0 +1,96 @@
+"""Algebra of half-open integer ranges: what layouts, masks and plans are made of. Torch-free."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+Range = tuple[int, int]
+"""Half-open: (start, stop)."""
+
+Ranges = tuple[Range, ...]
+"""Ascending, disjoint, none empty, no two touching."""
+
+
+def size(ranges: Iterable[Range]) -> int:
+    """How many numbers they hold."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def union(ranges: Iterable[Range]) -> Ranges:
+    """All their numbers; ranges may overlap, be empty, and come in any order."""
+    joined: list[Range] = []
+    for start, stop in sorted(ranges):
+        if start >= stop:
+            continue
+        if joined and start <= joined[-1][1]:
+            if stop > joined[-1][1]:
+                joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def intersection(a: Ranges, b: Ranges) -> Ranges:
+    """Numbers in both."""
+    common, i, j = [], 0, 0
+    if a and b:  # skip what lies before the other's first
+        i, j = _first_after(a, b[0][0]), _first_after(b, a[0][0])
+    while i < len(a) and j < len(b):
+        start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < stop:
+            common.append((start, stop))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(common)
+
+
+def difference(a: Ranges, b: Ranges) -> Ranges:
+    """Numbers of a that are not in b."""
+    left, j = [], 0
+    for start, stop in a:
+        while j < len(b) and b[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < stop:
+            if start < b[k][0]:
+                left.append((start, b[k][0]))
+            start = b[k][1]
+            k += 1
+        if start < stop:
+            left.append((start, stop))
+    return tuple(left)
+
+
+class Offsets:
+    """Where rows of some ranges lie when the ranges are laid one after another."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self.ranges = ranges
+        self._starts = [start for start, _ in ranges]
+        self._before = [0]
+        for start, stop in ranges:
+            self._before.append(self._before[-1] + stop - start)
+
+    def __call__(self, number: int) -> int:
+        """How many numbers of the ranges are below `number`: the place of `number`, if it is one of them."""
+        i = bisect_right(self._starts, number) - 1
+        if i < 0:
+            return 0
+        return self._before[i] + min(number, self.ranges[i][1]) - self._starts[i]
+
+    def places(self, parts: Sequence[Range]) -> Ranges:
+        """Where `parts`, each inside one of the ranges, lie; those that follow each other as one."""
+        return union((self(start), self(stop - 1) + 1) for start, stop in parts)
+
+    def borders(self, start: int, stop: int) -> Iterable[int]:
+        """Starts and stops of the ranges that lie in [start, stop]."""
+        i = max(bisect_right(self._starts, start) - 1, 0)
+        while i < len(self.ranges) and self.ranges[i][0] <= stop:
+            yield from (b for b in self.ranges[i] if start <= b <= stop)
+            i += 1
+
+
+def _first_after(ranges: Ranges, number: int) -> int:
+    """Index of the first range that ends after `number`, or one before it."""
+    return max(bisect_right(ranges, (number, number)) - 1, 0)
