@@ -128,4 +128,3 @@ def _cuts(seq_len: int, pieces: int, multiple_of: int) -> list[int]:
     units, longer = divmod(seq_len // multiple_of, pieces)
     lengths = [(units + (piece < longer)) * multiple_of for piece in range(pieces)]
     return list(accumulate(lengths, initial=0))
-

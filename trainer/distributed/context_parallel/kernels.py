@@ -1,27 +1,33 @@
 """One tile of attention: (queries, keys, values) -> (output, log-sum-exp), and its backward. The only file that knows
-which kernel computes it.
+which kernel computes it, but for those of GPUs in `kernels_cuda.py`.
 
-Shapes: q (B, H, S, D); k, v (B, K, T, D), K divides H; lse (B, H, S), in float32 at least. A causal tile is square.
-No tile is empty: the CPU kernel would kill the process.
+Shapes: q (B, H, S, D); k, v (B, K, T, D), K divides H; lse (B, H, S), in float32 at least. No tile is empty, and every
+query of a tile sees a key: the CPU kernel would kill the process on the first, and give 0 for the second.
 
 The backward is given the output and the log-sum-exp of the WHOLE attention, of which the tile is a part: probabilities
 are then those of the whole, and the gradients of all tiles add up (Liu et al., Ring Attention, arXiv 2310.01889).
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from trainer.config.errors import ConfigError
+from trainer.distributed.context_parallel.lowering import Capabilities
+from trainer.distributed.context_parallel.mask import Relation
 
 _aten = torch.ops.aten
 
 
 class Kernel(Protocol):
-    """Forward and backward of one tile."""
+    """Forward and backward of one tile, of a relation that the capabilities allow."""
+
+    name: str
+    capabilities: Capabilities
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, relation: Relation, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> output as q, lse."""
         ...
@@ -35,7 +41,7 @@ class Kernel(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
         *,
-        causal: bool,
+        relation: Relation,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """-> dq, dk, dv, with the gradients of repeated key/value heads summed."""
@@ -43,82 +49,128 @@ class Kernel(Protocol):
 
 
 class CpuFlash:
-    """PyTorch's flash attention for CPUs: float64, float32, bfloat16, grouped heads."""
+    """PyTorch's flash attention for CPUs, with grouped heads; a diagonal that it does not know is a mask."""
 
-    def forward(self, q, k, v, *, causal, scale):
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=None, scale=scale)
+    name = "cpu_flash"
+    capabilities = Capabilities("cpu", frozenset({"float64", "float32", "bfloat16"}), masks=True)
 
-    def backward(self, dout, q, k, v, out, lse, *, causal, scale):
+    def forward(self, q, k, v, *, relation, scale):
+        causal, mask = self._mask(q, k, relation)
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        causal, mask = self._mask(q, k, relation)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=scale
+            dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
 
-
-class CudaFlash:
-    """PyTorch's flash attention for GPUs: bfloat16 and float16. Grouped heads are repeated here, after their travel."""
-
-    def forward(self, q, k, v, *, causal, scale):
-        k, v = (_repeated(x, q.shape[1]) for x in (k, v))
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-
-    def backward(self, dout, q, k, v, out, lse, *, causal, scale):
-        kv_heads = k.shape[1]
-        k, v = (_repeated(x, q.shape[1]) for x in (k, v))
-        # Without dropout the random state is not read, and without nested tensors there are no cumulative lengths.
-        state = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *state, scale=scale
-        )
-        return dq, _summed(dk, kv_heads), _summed(dv, kv_heads)
+    @staticmethod
+    def _mask(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> tuple[bool, torch.Tensor | None]:
+        """(the kernel's own switch, mask in q's dtype)."""
+        square = q.shape[2] == k.shape[2]
+        if relation is Relation.FULL or (relation is Relation.CAUSAL and square):
+            return relation is Relation.CAUSAL, None
+        hidden = _hidden(relation, q.shape[2], k.shape[2], q.device)
+        return False, q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
 class Math:
     """Attention as its definition, in at least float32; the reference, and what runs where no kernel fits."""
 
-    def forward(self, q, k, v, *, causal, scale):
-        scores = self._scores(q, k, causal, scale)
+    name = "math"
+    capabilities = Capabilities(
+        None,
+        frozenset({"float64", "float32", "bfloat16", "float16"}),
+        bottom_right=True,
+        bands=True,
+    )
+
+    def forward(self, q, k, v, *, relation, scale):
+        scores = self._scores(q, k, relation, scale)
         lse = scores.logsumexp(-1)
-        values = _repeated(v, q.shape[1]).to(scores.dtype)
+        values = repeated(v, q.shape[1]).to(scores.dtype)
         return ((scores - lse[..., None]).exp() @ values).to(q.dtype), lse
 
-    def backward(self, dout, q, k, v, out, lse, *, causal, scale):
-        p = (self._scores(q, k, causal, scale) - lse[..., None]).exp()
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        p = (self._scores(q, k, relation, scale) - lse[..., None]).exp()
         dout, out, q_, k_, v_ = (x.to(p.dtype) for x in (dout, out, q, k, v))
-        dp = dout @ _repeated(v_, q.shape[1]).transpose(-1, -2)
+        dp = dout @ repeated(v_, q.shape[1]).transpose(-1, -2)
         ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
-        dk = _summed(ds.transpose(-1, -2) @ q_, k.shape[1])
-        dv = _summed(p.transpose(-1, -2) @ dout, k.shape[1])
-        dq = ds @ _repeated(k_, q.shape[1])
+        dk = summed(ds.transpose(-1, -2) @ q_, k.shape[1])
+        dv = summed(p.transpose(-1, -2) @ dout, k.shape[1])
+        dq = ds @ repeated(k_, q.shape[1])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @staticmethod
-    def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    def _scores(q: torch.Tensor, k: torch.Tensor, relation: Relation, scale: float) -> torch.Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        scores = q.to(dtype) @ _repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
-        if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(later, -torch.inf)
+        scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
+        if relation is not Relation.FULL:
+            scores = scores.masked_fill(_hidden(relation, *scores.shape[-2:], q.device), -torch.inf)
         return scores
 
 
-def choose_kernel(device_type: str, dtype: torch.dtype) -> Kernel:
-    """The fastest kernel for tensors of this kind.
+def choose_kernel(
+    device_type: str, dtype: torch.dtype, head_dim: int, name: str = "auto", *, bands: bool = False
+) -> Kernel:
+    """The kernel of that name, or with `auto` the fastest, for tensors of this kind; bands: a sliding window is used.
 
     Raises:
-        ConfigError: float16 on a CPU, for which there is no kernel.
+        ConfigError: a kernel that cannot do it; the sentence names those that can.
     """
-    if device_type == "cuda":
-        return CudaFlash() if dtype in (torch.bfloat16, torch.float16) else Math()
-    if dtype == torch.float16:
-        raise ConfigError("attention in float16 has no kernel on a CPU; use bfloat16 or float32")
-    return CpuFlash()
+    from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
+
+    kernels = [CpuFlash(), *CUDA_KERNELS, Math()]
+    able = [kernel for kernel in kernels if not _lacks(kernel.capabilities, device_type, dtype, head_dim, bands)]
+    if name == "auto":
+        return able[0]
+    for kernel in kernels:
+        if kernel.name == name:
+            lacks = _lacks(kernel.capabilities, device_type, dtype, head_dim, bands)
+            if not lacks:
+                return kernel
+            raise ConfigError(
+                f"parallelism.context_parallel_kernel = {name!r} cannot do {' or '.join(lacks)}; "
+                f"kernels that can: {_names(able)}"
+            )
+    raise ConfigError(f"parallelism.context_parallel_kernel = {name!r} is none of 'auto', {_names(kernels)}")
 
 
-def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _lacks(capabilities: Capabilities, device_type: str, dtype: torch.dtype, head_dim: int, bands: bool) -> list[str]:
+    """What of this a kernel cannot do, in words."""
+    type_name = str(dtype).removeprefix("torch.")
+    lacks = []
+    if capabilities.device not in (None, device_type):
+        lacks.append(f"tensors on {device_type}")
+    if type_name not in capabilities.dtypes:
+        lacks.append(type_name)
+    if head_dim > capabilities.max_head_dim or head_dim % capabilities.head_dim_multiple:
+        lacks.append(f"heads of size {head_dim}")
+    if bands and not (capabilities.bands or capabilities.masks):
+        lacks.append("a sliding window")
+    return lacks
+
+
+def _names(kernels: Iterable[Kernel]) -> str:
+    return ", ".join(repr(kernel.name) for kernel in kernels)
+
+
+def _hidden(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:
+    """(n, m) bool, true for pairs that the relation does not show."""
+    ones = torch.ones(n, m, dtype=torch.bool, device=device)
+    hidden = torch.zeros_like(ones)
+    if relation.upper:
+        hidden |= ones.triu(m - n + 1)
+    if relation.lower:
+        hidden |= ones.tril(-1)
+    return hidden
+
+
+def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(B, K, T, D) -> (B, heads, T, D), each key/value head repeated for the query heads that share it."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _summed(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Adjoint of `_repeated`."""
+def summed(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Adjoint of `repeated`."""
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)

@@ -175,9 +175,7 @@ def sliding_window(q_len: int, window: int, kv_len: int | None = None, *, is_cau
     whole = full(q_len, kv_len)
     place = whole.kv_len - q_len
     upper = place if is_causal else place + window - 1
-    return Mask(
-        q_len, whole.kv_len, tuple(b._replace(lower=place - window + 1, upper=upper) for b in whole.bands)
-    )
+    return Mask(q_len, whole.kv_len, tuple(b._replace(lower=place - window + 1, upper=upper) for b in whole.bands))
 
 
 def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *, is_causal: bool = False) -> Mask:
@@ -239,7 +237,9 @@ def by_row(masks: Sequence[Mask]) -> Mask:
     """
     shapes = {(mask.q_len, mask.kv_len, mask.rows) for mask in masks}
     if len(shapes) != 1 or next(iter(shapes))[2] != 1:
-        raise ValueError(f"masks of {sorted(shapes)} (queries, keys, rows): there must be one, of the same lengths, a row")
+        raise ValueError(
+            f"masks of {sorted(shapes)} (queries, keys, rows): there must be one, of the same lengths, a row"
+        )
     q_len, kv_len, _ = next(iter(shapes))
     bands = (band.shifted(b * q_len, b * kv_len) for b, mask in enumerate(masks) for band in mask.bands)
     return Mask(q_len, kv_len, tuple(bands), len(masks))
@@ -259,4 +259,3 @@ def _overlay(a: Iterable[Band], b: Iterable[Band]) -> Iterator[Band]:
             x = next(left, None)
         else:
             y = next(right, None)
-
