@@ -27,6 +27,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 from trainer.distributed.context_parallel.mask import ANY, Band, Mask, Relation
 from trainer.distributed.layout import SequenceLayout
@@ -108,10 +109,19 @@ class RankPlan:
     def degree(self) -> int:
         return self.q_layout.degree
 
+    @property
+    def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
+        """Of queries and of keys."""
+        return self.q_layout, self.kv_layout
+
     @cached_property
     def own(self) -> Offsets:
         """Where a row that this rank owns lies in its K and V."""
-        return Offsets(self.kv_layout.ranges[self.rank])
+        return Offsets(self.kv_layout.repeated(self.rows).ranges[self.rank])
+
+    def owns(self, part: Range) -> bool:
+        """Whether the keys of `part`, all of one rank, are this rank's own."""
+        return self.own(part[0]) < self.own(part[0] + 1)
 
     @property
     def pairs(self) -> int:
@@ -121,23 +131,21 @@ class RankPlan:
     def rows_sent(self) -> dict[str, int]:
         """Rows of K/V (forward, backward) and of dK/dV (home) that this rank sends; none for all_to_all."""
         return {
-            "forward": self._sent((stage, stage.messages) for stage in self.forward),
-            "backward": self._sent((stage, stage.messages) for stage in self.backward),
-            "home": self._sent((stage, stage.home) for stage in self.backward),
+            "forward": sum(self.rows_sent_for(stage, stage.messages) for stage in self.forward),
+            "backward": sum(self.rows_sent_for(stage, stage.messages) for stage in self.backward),
+            "home": sum(self.rows_sent_for(stage, stage.home) for stage in self.backward),
         }
+
+    def rows_sent_for(self, stage: Stage, messages: tuple[Message, ...]) -> int:
+        """Rows that this rank sends for one stage, by these messages or by the collective."""
+        if stage.collective:
+            return (self.degree - 1) * self.longest
+        return sum(message.rows for message in messages if message.source == self.rank)
 
     @property
     def longest(self) -> int:
         """Rows of the longest shard of keys, to which a collective pads the others."""
-        return max(self.kv_layout.length(rank) for rank in range(self.degree))
-
-    def _sent(self, stages: Iterable[tuple[Stage, tuple[Message, ...]]]) -> int:
-        return sum(
-            self.longest * (self.degree - 1)
-            if stage.collective
-            else sum(message.rows for message in messages if message.source == self.rank)
-            for stage, messages in stages
-        )
+        return self.rows * max(self.kv_layout.length(rank) for rank in range(self.degree))
 
 
 def make_plan(
@@ -363,7 +371,7 @@ def _stretches(piece: _Piece, places: Offsets) -> Iterator[_Rows]:
             borders = [band.kv_start, band.kv_stop, *places.borders(start + bound, stop + bound)]
             cuts.update(border - bound for border in borders if start < border - bound < stop)
     ordered = sorted(cuts)
-    for first, after in zip(ordered, ordered[1:], strict=False):
+    for first, after in pairwise(ordered):
         ends = [tuple(map(places, band.visible(query))) for query in (first, after - 1)]
         if ends[0][0] < ends[0][1]:
             assert ends[1][0] < ends[1][1]

@@ -1,192 +1,202 @@
-"""Runs a plan: ring attention, forward and backward.
+"""Runs a plan of stages, forward and backward: the ring, and all-gather, which is a plan of two stages.
 
 K and V travel as rows of one buffer, (rows, 2, B, K, D), unrepeated: any range of tokens is a contiguous piece of it.
-Two such buffers are alive, the one that is worked on and the one that arrives. Results are merged in float32 at least.
+The next stage's rows travel while this stage's tiles are computed, so that two such buffers are alive, the one that is
+worked on and the one that arrives. Results are merged in float32 at least.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
-from trainer.distributed.context_parallel.kernels import Kernel
-from trainer.distributed.context_parallel.plan import Message, RankPlan, Stage, Tile
+from trainer.distributed.context_parallel.execution import (
+    Execution,
+    Merged,
+    add_gradients,
+    as_before,
+    attend,
+    in_line,
+    out_of_line,
+    pack,
+    query_heads,
+    unpack,
+    with_next,
+)
+from trainer.distributed.context_parallel.gather import gather_rows, reduce_rows
+from trainer.distributed.context_parallel.lowering import Call
+from trainer.distributed.context_parallel.plan import Message, Stage
 from trainer.distributed.exchange import Pending, Transfer, send_receive
-from trainer.distributed.layout import Range
+from trainer.distributed.ranges import Offsets, Ranges, size
 
 
 @dataclass(frozen=True)
-class RingContext:
-    """What a rank needs to run its plan: the schedule, its rank, whom it talks to, what computes."""
+class _Item:
+    """One step of the run: a stage, for some of the key/value heads."""
 
-    plan: RankPlan
-    rank: int
-    group: dist.ProcessGroup
-    kernel: Kernel
+    stage: Stage
+    calls: tuple[Call, ...]
+    kv_heads: slice
+    is_local: bool = False
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Some ranges of the sequence, one after another in dimension 0 of a buffer."""
+class _Held:
+    """K and V that are worked on, (B, heads, T, D); rows: the buffer of which they are views, but for one's own."""
 
-    ranges: tuple[Range, ...]
-    data: torch.Tensor
-
-    def piece(self, message: Message) -> torch.Tensor | None:
-        """The rows of a message, as a view; None if they are not here."""
-        offset = 0
-        for start, stop in self.ranges:
-            if start <= message.start < stop:
-                return self.data[offset + message.start - start : offset + message.stop - start]
-            offset += stop - start
-        return None
+    k: torch.Tensor
+    v: torch.Tensor
+    rows: torch.Tensor | None = None
+    places: Offsets | None = None
 
 
-def ring_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingContext, scale: float
+def staged_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Execution, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: (B, H, S, D); k, v: (B, K, S, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
-    total = _Merged(q)
-    own = held = _Rows(ring.plan.forward[0].held, _pack(k, v))
-    for stage, following in _with_next(ring.plan.forward):
-        incoming, pending = _fetch(following, own, held, ring)
-        for tile in stage.tiles:
-            keys, values = _unpack(held.data, tile.kv)
-            rows = slice(*tile.q)
-            out, lse = ring.kernel.forward(q[:, :, rows], keys, values, causal=tile.causal, scale=scale)
-            total.add(rows, out, lse)
+    """q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
+    whole_q = q
+    q, k, v = (in_line(x, run.plan) for x in (q, k, v))
+    total = Merged(q)
+    own = held = _Held(k, v)
+    for item, following in with_next(_items(run, run.plan.forward, run.lowered.forward, k.shape[1])):
+        incoming, pending = _fetch(following, own, held, run)
+        heads = query_heads(item.kv_heads, q, k)
+        attend(total, q[:, heads], held.k, held.v, heads, item.calls, run.kernel, scale)
         pending.wait()
         held = incoming
-    return total.out.to(q.dtype), total.lse
+    return out_of_line(total.out, whole_q).to(q.dtype), out_of_line(total.lse, whole_q)
 
 
-def ring_backward(
+def staged_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    ring: RingContext,
+    run: Execution,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v; a function of its arguments alone. K and V travel again, dK and dV come home."""
-    stages = ring.plan.backward
+    inputs = q, k, v
+    dout, q, k, v, out, lse = (in_line(x, run.plan) for x in (dout, q, k, v, out, lse))
     dq = torch.zeros_like(q, dtype=lse.dtype)
-    own = held = _Rows(stages[0].held, _pack(k, v))
-    own_gradient = _Rows(own.ranges, torch.zeros_like(own.data, dtype=lse.dtype))
-    arrived: list[tuple[Message, torch.Tensor]] = []
-    homeward = Pending((), ())
-    for stage, following in _with_next(stages):
-        incoming, pending = _fetch(following, own, held, ring)
+    b, kv_heads, rows, d = k.shape
+    own_gradient = k.new_zeros(rows, 2, b, kv_heads, d, dtype=lse.dtype)
+    own = held = _Held(k, v)
+    homeward = _Homeward()
+    for item, following in with_next(_items(run, run.plan.backward, run.lowered.backward, kv_heads)):
+        incoming, pending = _fetch(following, own, held, run)
         gradient = own_gradient
-        if held is not own:
-            gradient = _Rows(held.ranges, torch.zeros_like(held.data, dtype=lse.dtype))
-        for tile in stage.tiles:
-            _add_tile_gradient(tile, dout, q, held.data, out, lse, dq, gradient.data, ring.kernel, scale)
-        homeward.wait()
-        _add_arrived(arrived, gradient, own_gradient)
-        arrived, homeward = _send_home(stage, gradient, ring)
+        if not item.is_local:
+            gradient = k.new_zeros(item.stage.rows, 2, *held.k.shape[:2], d, dtype=lse.dtype)
+        heads = query_heads(item.kv_heads, q, k)
+        dout_, q_, out_, lse_, dq_ = (x[:, heads] for x in (dout, q, out, lse, dq))
+        dkv = unpack(gradient)
+        add_gradients(dq_, *dkv, dout_, q_, held.k, held.v, out_, lse_, item.calls, run.kernel, scale)
+        homeward.land(item.stage, gradient, own_gradient, run)
+        homeward = _send_home(item, gradient, run)
         pending.wait()
         held = incoming
-    homeward.wait()
-    _add_arrived(arrived, own_gradient, own_gradient)
-    dk, dv = _unpack(own_gradient.data, (0, own_gradient.data.shape[0]))
-    # Copies, because an operator may not return two views of one buffer.
-    return dq.to(q.dtype), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+    homeward.land(None, own_gradient, own_gradient, run)
+    return tuple(as_before(x, like) for x, like in zip((dq, *unpack(own_gradient)), inputs, strict=True))
 
 
-class _Merged:
-    """Running output and log-sum-exp of the queries over the keys seen so far."""
-
-    def __init__(self, q: torch.Tensor) -> None:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        b, h, s, d = q.shape
-        # (B, S, H, D) in memory: the output projection reads it so
-        self.out = q.new_zeros(b, s, h, d, dtype=dtype).transpose(1, 2)
-        self.lse = q.new_full((b, h, s), -torch.inf, dtype=dtype)
-
-    def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge a tile's result for some of the queries; rows that saw no key yet, or now, count for nothing."""
-        old = self.lse[:, :, rows]
-        new = torch.logaddexp(old, lse)
-        nothing = new.isneginf()
-        keep, take = ((part - new).exp().masked_fill(nothing, 0.0).unsqueeze(-1) for part in (old, lse))
-        self.out[:, :, rows].mul_(keep).add_(out * take)
-        self.lse[:, :, rows] = new
+def _items(
+    run: Execution, stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], kv_heads: int
+) -> list[_Item]:
+    """What is local for all heads, then the other stages, for a few heads at a time."""
+    items = [_Item(stages[0], calls[0], slice(0, kv_heads), is_local=True)]
+    for heads in run.passes(kv_heads):
+        items += [_Item(stage, part, heads) for stage, part in zip(stages[1:], calls[1:], strict=True)]
+    return items
 
 
-def _add_tile_gradient(
-    tile: Tile,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    held: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dq: torch.Tensor,
-    dkv: torch.Tensor,
-    kernel: Kernel,
-    scale: float,
-) -> None:
-    """Add one tile's gradients to dq (B, H, S, D) and dkv (rows, 2, B, K, D)."""
-    rows = slice(*tile.q)
-    keys, values = _unpack(held, tile.kv)
-    dout, q, out, lse = (x[:, :, rows] for x in (dout, q, out, lse))
-    tile_dq, *tile_dkv = kernel.backward(dout, q, keys, values, out, lse, causal=tile.causal, scale=scale)
-    dq[:, :, rows] += tile_dq
-    for total, part in zip(_unpack(dkv, tile.kv), tile_dkv, strict=True):
-        total += part
-
-
-def _fetch(following: Stage | None, own: _Rows, held: _Rows, ring: RingContext) -> tuple[_Rows, Pending]:
-    """Start what travels for the next stage: (what will be held then, handle)."""
+def _fetch(following: _Item | None, own: _Held, held: _Held, run: Execution) -> tuple[_Held, Pending]:
+    """Start what travels for the next item: (what will be held then, handle)."""
     if following is None:
-        return held, Pending((), ())
-    incoming = _Rows(following.held, own.data.new_empty(following.rows, *own.data.shape[1:]))
-    transfers = []
-    for message in following.messages:
-        if message.source == ring.rank:
-            piece = own.piece(message)
-            transfers.append(Transfer(held.piece(message) if piece is None else piece, message.target, is_send=True))
+        return held, Pending()
+    stage, heads = following.stage, following.kv_heads
+    mine = _Held(own.k[:, heads], own.v[:, heads])
+    rows = own.k.new_empty(stage.rows, 2, *mine.k.shape[:2], mine.k.shape[3])
+    incoming = _Held(*unpack(rows), rows, stage.places)
+    if stage.collective:
+        return incoming, gather_rows(mine.k, mine.v, rows, stage, run)
+    transfers, landings = [], []
+    for message in stage.messages:
+        if message.source == run.plan.rank:
+            transfers.append(Transfer(_departing(message, mine, held, run), message.target, is_send=True))
         else:
-            transfers.append(Transfer(incoming.piece(message), message.source, is_send=False))
-    return incoming, send_receive(transfers, ring.group, kind="ring_kv")
+            buffer, land = _arriving(rows, stage.places.places(message.ranges))
+            transfers.append(Transfer(buffer, message.source, is_send=False))
+            landings += land
+    return incoming, send_receive(transfers, run.group, kind="kv", arrived=lambda: [land() for land in landings])
 
 
-def _send_home(stage: Stage, gradient: _Rows, ring: RingContext) -> tuple[list[tuple[Message, torch.Tensor]], Pending]:
-    """Start what travels after a stage of the backward: (what will have arrived then, handle)."""
+def _departing(message: Message, own: _Held, held: _Held, run: Execution) -> torch.Tensor:
+    """Rows of a message that this rank sends, contiguous: its own, or some of those that it works on."""
+    if run.plan.owns(message.ranges[0]):
+        return pack(own.k, own.v, run.plan.own.places(message.ranges))
+    return _rows_at(held.rows, held.places.places(message.ranges))
+
+
+def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
+    """Some rows of a buffer, contiguous: a view where they lie together."""
+    parts = [rows[start:stop] for start, stop in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _arriving(rows: torch.Tensor, places: Ranges) -> tuple[torch.Tensor, list[Callable[[], object]]]:
+    """A contiguous tensor for rows that belong at some places of a buffer, and what puts them there."""
+    if len(places) == 1:
+        return rows[slice(*places[0])], []
+    buffer = rows.new_empty(size(places), *rows.shape[1:])
+
+    def land() -> None:
+        offset = 0
+        for start, stop in places:
+            rows[start:stop] = buffer[offset : offset + stop - start]
+            offset += stop - start
+
+    return buffer, [land]
+
+
+@dataclass
+class _Homeward:
+    """Gradients of keys and values under way to where they are added on."""
+
+    pending: Pending = field(default_factory=Pending)
+    arriving: list[tuple[Message, torch.Tensor]] = field(default_factory=list)
+    reduced: torch.Tensor | None = None
+    heads: slice = slice(None)
+
+    def land(self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: Execution) -> None:
+        """Add what has arrived to the gradients of this rank's own rows, or of those that it works on at `stage`."""
+        self.pending.wait()
+        if self.reduced is not None:
+            own_gradient[:, :, :, self.heads] += self.reduced[: own_gradient.shape[0]]
+        for message, buffer in self.arriving:
+            places, target = run.plan.own, own_gradient[:, :, :, self.heads]
+            if not run.plan.owns(message.ranges[0]):
+                places, target = stage.places, gradient
+            offset = 0
+            for start, stop in message.ranges:
+                target[places(start) :][: stop - start] += buffer[offset : offset + stop - start]
+                offset += stop - start
+
+
+def _send_home(item: _Item, gradient: torch.Tensor, run: Execution) -> _Homeward:
+    """Start what travels after an item of the backward."""
+    if item.stage.collective:
+        reduced, pending = reduce_rows(gradient, item.stage, run)
+        return _Homeward(pending, reduced=reduced, heads=item.kv_heads)
     transfers, arriving = [], []
-    for message in stage.home:
-        if message.source == ring.rank:
-            transfers.append(Transfer(gradient.piece(message), message.target, is_send=True))
+    for message in item.stage.home:
+        if message.source == run.plan.rank:
+            rows = _rows_at(gradient, item.stage.places.places(message.ranges))
+            transfers.append(Transfer(rows, message.target, is_send=True))
         else:
-            buffer = gradient.data.new_empty(message.rows, *gradient.data.shape[1:])
+            buffer = gradient.new_empty(message.rows, *gradient.shape[1:])
             transfers.append(Transfer(buffer, message.source, is_send=False))
             arriving.append((message, buffer))
-    return arriving, send_receive(transfers, ring.group, kind="ring_dkv")
-
-
-def _add_arrived(arrived: list[tuple[Message, torch.Tensor]], gradient: _Rows, own_gradient: _Rows) -> None:
-    """Add gradients that others have summed so far, in the plan's order."""
-    for message, buffer in arrived:
-        target = own_gradient.piece(message)
-        (gradient.piece(message) if target is None else target).add_(buffer)
-
-
-def _pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """(B, K, S, D) twice -> (S, 2, B, K, D), contiguous."""
-    b, heads, s, d = k.shape
-    rows = k.new_empty(s, 2, b, heads, d)
-    for target, source in zip(_unpack(rows, (0, s)), (k, v), strict=True):
-        target.copy_(source)
-    return rows
-
-
-def _unpack(rows: torch.Tensor, part: Range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views (B, K, T, D) of K and V in some rows of a buffer."""
-    k, v = rows[slice(*part)].permute(1, 2, 3, 0, 4)
-    return k, v
-
-
-def _with_next(stages: tuple[Stage, ...]) -> zip:
-    return zip(stages, (*stages[1:], None), strict=True)
+    return _Homeward(send_receive(transfers, run.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)

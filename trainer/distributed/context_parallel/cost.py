@@ -1,0 +1,175 @@
+"""What carrying out a plan costs a rank, as exact numbers: collectives, bytes, FLOPs, memory. Torch-free.
+
+Tests compare them with what was counted at the door; pictures and the choice of a method read them.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from trainer.distributed.context_parallel.plan import RankPlan
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Local sizes of one attention call; itemsize: bytes of an element of q, k, v."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def accumulator(self) -> int:
+        """Bytes of an element of what is merged and summed: float32 at least."""
+        return max(self.itemsize, 4)
+
+
+@dataclass
+class Cost:
+    """Of one rank. calls, bytes_sent: by kind, as `exchange` counts them; workspace: bytes (see `attention_cost`)."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes_sent: Counter[str] = field(default_factory=Counter)
+    flops: int = 0
+    workspace: int = 0
+
+    def sends(self, kind: str, size: int) -> None:
+        self.calls[kind] += 1
+        self.bytes_sent[kind] += size
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """Heads that each rank works on in one pass of all-to-all: of its `per_rank` key/value heads, those from start to stop.
+
+    copies: how often each key/value head is replicated; group: query heads for each of the replicated ones.
+    """
+
+    per_rank: int
+    copies: int
+    group: int
+    start: int
+    stop: int
+
+    @classmethod
+    def passes(cls, heads: int, kv_heads: int, degree: int, heads_per_pass: int = 0) -> list["HeadShare"]:
+        """The passes, with `heads_per_pass` key/value heads a rank in each, or (0) all of them in one.
+
+        Raises:
+            ValueError: the degree does not divide the query heads; the sentence lists those that do.
+        """
+        check_heads(heads, degree)
+        replicated = math.lcm(kv_heads, degree)
+        per_rank = replicated // degree
+        size = heads_per_pass or per_rank
+        return [
+            cls(per_rank, replicated // kv_heads, heads // replicated, start, min(start + size, per_rank))
+            for start in range(0, per_rank, size)
+        ]
+
+    def keys(self, rank: int) -> list[int]:
+        """Key/value heads of `rank`, a replicated one as often as it has copies there."""
+        first = rank * self.per_rank
+        return [head // self.copies for head in range(first + self.start, first + self.stop)]
+
+    def queries(self, rank: int) -> slice:
+        """Query heads of `rank`."""
+        first = rank * self.per_rank
+        return slice((first + self.start) * self.group, (first + self.stop) * self.group)
+
+
+def check_heads(heads: int, degree: int) -> None:
+    """Check that all-to-all can divide the query heads.
+
+    Raises:
+        ValueError: it cannot; the sentence lists the degrees that work.
+    """
+    if heads % degree:
+        works = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+        raise ValueError(
+            f"context_parallel_method = 'all_to_all' over {degree} ranks cannot divide {heads} query heads among them; "
+            f"degrees that work: {works}"
+        )
+
+
+def aligned(size: int) -> int:
+    """Bytes that a piece takes in an all-to-all, where tensors of several types lie side by side."""
+    return -(-size // 16) * 16
+
+
+def attention_cost(plan: RankPlan, shape: AttentionShape, direction: str, heads_per_pass: int = 0) -> Cost:
+    """Cost of one attention call of this rank in one direction, `forward` or `backward`.
+
+    workspace: the most that buffers of K and V (and of their gradients) take at once, beside inputs and results: what is
+    worked on, what arrives, and with collectives and all-to-all the piece of memory that they receive into.
+    """
+    width = shape.batch if plan.rows == 1 else 1
+    if plan.method == "all_to_all":
+        cost = _exchanged(plan, shape, width, direction == "backward", heads_per_pass)
+    else:
+        cost = _staged(plan, shape, width, direction == "backward", heads_per_pass)
+    heads = shape.heads // (plan.degree if plan.method == "all_to_all" else 1)
+    # Two products forward; backward the scores again, and four products of their size.
+    cost.flops = (10 if direction == "backward" else 4) * plan.pairs * shape.head_dim * heads * width
+    return cost
+
+
+def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int) -> Cost:
+    cost = Cost()
+    stages = plan.backward if is_backward else plan.forward
+    size = heads_per_pass or shape.kv_heads
+    passes = [min(size, shape.kv_heads - start) for start in range(0, shape.kv_heads, size)]
+    element = 2 * width * shape.head_dim
+    alive = [0]
+    for heads in passes:
+        for stage in stages[1:]:
+            kv, dkv = element * heads * shape.itemsize, element * heads * shape.accumulator
+            if stage.collective or stage.messages:
+                cost.sends("kv", plan.rows_sent_for(stage, stage.messages) * kv)
+            if is_backward and (stage.collective or stage.home):
+                cost.sends("dkv", plan.rows_sent_for(stage, stage.home) * dkv)
+            gathered = plan.degree * plan.longest * stage.collective
+            alive.append(stage.rows * (kv + dkv * is_backward) + gathered * (dkv if is_backward else kv))
+    cost.workspace = max(before + after for before, after in zip(alive, [*alive[1:], 0], strict=True))
+    return cost
+
+
+def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int) -> Cost:
+    cost = Cost()
+    q_lengths, kv_lengths = ([layout.length(r) * plan.rows for r in range(plan.degree)] for layout in plan.layouts)
+    others = [r for r in range(plan.degree) if r != plan.rank]
+    mine = q_lengths[plan.rank], kv_lengths[plan.rank]
+    alive = [0]
+    for share in HeadShare.passes(shape.heads, shape.kv_heads, plan.degree, heads_per_pass):
+        kv_heads = share.stop - share.start
+        there = list(
+            _pieces(shape, width, kv_heads, share, ("q", "q", "q", "lse", "k", "k") if is_backward else ("q", "k", "k"))
+        )
+        back = list(_pieces(shape, width, kv_heads, share, ("q", "dk", "dk") if is_backward else ("q", "lse")))
+        size = sum(aligned(mine[of_keys] * row) for of_keys, row in there)
+        cost.sends("qkv_dout" if is_backward else "qkv", size * len(others))
+        cost.sends(
+            "dqkv" if is_backward else "out",
+            sum(aligned((q_lengths, kv_lengths)[of_keys][r] * row) for r in others for of_keys, row in back),
+        )
+        alive.append(sum(2 * sum((q_lengths, kv_lengths)[of_keys]) * row for of_keys, row in there))
+    cost.workspace = max(before + after for before, after in zip(alive, [*alive[1:], 0], strict=True))
+    return cost
+
+
+def _pieces(
+    shape: AttentionShape, width: int, kv_heads: int, share: HeadShare, names: tuple[str, ...]
+) -> Iterator[tuple[bool, int]]:
+    """(whether a row is a key's, bytes of a row) of each tensor that goes to a rank."""
+    queries = width * kv_heads * share.group
+    for name in names:
+        if name == "q":
+            yield False, queries * shape.head_dim * shape.itemsize
+        elif name == "lse":
+            yield False, queries * shape.accumulator
+        else:
+            item = shape.accumulator if name == "dk" and share.copies > 1 else shape.itemsize
+            yield True, width * kv_heads * shape.head_dim * item

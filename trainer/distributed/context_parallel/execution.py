@@ -1,0 +1,174 @@
+"""What running any plan needs: the calls of a stage forward and backward, and merging of partial results."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from trainer.distributed.context_parallel.kernels import Kernel
+from trainer.distributed.context_parallel.lowering import Call, LoweredPlan
+from trainer.distributed.context_parallel.plan import RankPlan
+from trainer.distributed.layout import SequenceLayout
+from trainer.distributed.ranges import Ranges, size
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A plan and what carries it out on this rank: what computes, and over which communicators K/V and dK/dV travel.
+
+    heads_per_pass: key/value heads that are worked on at a time; 0: all.
+    """
+
+    lowered: LoweredPlan
+    kernel: Kernel
+    group: dist.ProcessGroup
+    gradient_group: dist.ProcessGroup
+    heads_per_pass: int = 0
+
+    @property
+    def plan(self) -> RankPlan:
+        return self.lowered.plan
+
+    @cached_property
+    def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
+        """Who owns which queries and which keys, of all sequences that the plan tells apart."""
+        return tuple(layout.repeated(self.plan.rows) for layout in (self.plan.q_layout, self.plan.kv_layout))
+
+    def passes(self, kv_heads: int) -> list[slice]:
+        """Key/value heads of each pass."""
+        size = self.heads_per_pass or max(kv_heads, 1)
+        return [slice(start, min(start + size, kv_heads)) for start in range(0, kv_heads, size)]
+
+
+def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
+    """The query heads that share these key/value heads; q, k: (B, H, S, D), (B, K, T, D)."""
+    group = q.shape[1] // k.shape[1]
+    return slice(kv_heads.start * group, kv_heads.stop * group)
+
+
+class Merged:
+    """Running output (B, H, S, D) and log-sum-exp (B, H, S) of queries over the keys seen so far.
+
+    In float32 at least; queries that see no key have output 0 and log-sum-exp -inf.
+    """
+
+    def __init__(self, q: torch.Tensor) -> None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        b, h, s, d = q.shape
+        # (B, S, H, D) in memory: the output projection reads it so
+        self.out = q.new_zeros(b, s, h, d, dtype=dtype).transpose(1, 2)
+        self.lse = q.new_full((b, h, s), -torch.inf, dtype=dtype)
+
+    def add(self, heads: slice, call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge the result of a call for some heads; a query that saw no key before counts for nothing."""
+        rows = slice(*call.q)
+        total_out, total_lse = self.out[:, heads, rows], self.lse[:, heads, rows]
+        if call.fresh:
+            total_out.copy_(out)
+            total_lse.copy_(lse)
+            return
+        new = torch.logaddexp(total_lse, lse)  # finite: the call's queries see a key
+        total_out.mul_((total_lse - new).exp_().unsqueeze(-1)).add_(out * (lse - new).exp_().unsqueeze(-1))
+        total_lse.copy_(new)
+
+
+def attend(
+    total: Merged,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: slice,
+    calls: Sequence[Call],
+    kernel: Kernel,
+    scale: float,
+) -> None:
+    """Compute a stage's calls and merge them; q, k, v: of these query heads and their key/value heads, all rows."""
+    if kernel.capabilities.many and len(calls) > 1:
+        for call, (out, lse) in zip(calls, kernel.forward_many(q, k, v, calls, scale=scale), strict=True):
+            total.add(heads, call, out, lse)
+        return
+    for call in calls:
+        rows, columns = slice(*call.q), slice(*call.kv)
+        out, lse = kernel.forward(
+            q[:, :, rows], k[:, :, columns], v[:, :, columns], relation=call.relation, scale=scale
+        )
+        total.add(heads, call, out, lse)
+
+
+def add_gradients(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    calls: Sequence[Call],
+    kernel: Kernel,
+    scale: float,
+) -> None:
+    """Add the gradients of a stage's calls to dq (B, H, S, D), dk, dv (B, K, T, D)."""
+    if kernel.capabilities.many and len(calls) > 1:
+        results = kernel.backward_many(dout, q, k, v, out, lse, calls, scale=scale)
+    else:
+        results = (_call_gradients(call, dout, q, k, v, out, lse, kernel, scale) for call in calls)
+    for call, parts in zip(calls, results, strict=True):
+        for total, part, where in zip((dq, dk, dv), parts, (call.q, call.kv, call.kv), strict=True):
+            total[:, :, slice(*where)] += part
+
+
+def _call_gradients(call, dout, q, k, v, out, lse, kernel, scale):
+    rows, columns = slice(*call.q), slice(*call.kv)
+    dout, q, out, lse = (x[:, :, rows] for x in (dout, q, out, lse))
+    k, v = (x[:, :, columns] for x in (k, v))
+    return kernel.backward(dout, q, k, v, out, lse, relation=call.relation, scale=scale)
+
+
+def in_line(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
+    """(B, H, S, ...) -> (1, H, B * S, ...) where the plan tells sequences apart, else as it is."""
+    if plan.rows == 1:
+        return x
+    b, h, s, *rest = x.shape
+    return x.transpose(1, 2).reshape(1, b * s, h, *rest).transpose(1, 2)
+
+
+def out_of_line(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Undo `in_line`, for the shape (B, H, S) of `like`: (B, H, S, D) lies in memory as (B, S, H, D)."""
+    b, h, s = like.shape[:3]
+    rest = x.shape[3:]
+    if not rest:
+        return x if x.shape == (b, h, s) else x.view(h, b, s).transpose(0, 1).contiguous()
+    return x.transpose(1, 2).reshape(b, s, h, *rest).transpose(1, 2)
+
+
+def as_before(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Undo `in_line`: a new tensor of the shape, strides and type of `like`, (B, H, S, D)."""
+    return torch.empty_like(like).copy_(out_of_line(x, like))
+
+
+def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows of K and V (B, K, T, D) at some places -> (rows, 2, B, K, D), contiguous, or the first rows of `into`."""
+    b, heads, _, d = k.shape
+    rows = k.new_empty(size(places), 2, b, heads, d) if into is None else into
+    offset = 0
+    for start, stop in places:
+        target = rows[offset : offset + stop - start]
+        for part, source in zip(unpack(target), (k, v), strict=True):
+            part.copy_(source[:, :, start:stop])
+        offset += stop - start
+    return rows
+
+
+def unpack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, 2, B, K, D) -> K and V as views (B, K, T, D)."""
+    k, v = rows.permute(1, 2, 3, 0, 4)
+    return k, v
+
+
+def with_next(items: Sequence) -> Iterator[tuple]:
+    """Each item with the one that follows, the last with None."""
+    return zip(items, (*items[1:], None), strict=True)
