@@ -29,7 +29,8 @@ from trainer.data.loader import batch_hash, build_loader
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agreement import agreed
 from trainer.distributed.compile import check_compiler
-from trainer.distributed.context_parallel.context import ContextParallelOptions, context_parallel
+from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.options import ContextParallelOptions
 from trainer.distributed.data_parallel import DataParallelOptions, reduce_across_replicas
 from trainer.distributed.exchange import all_gather, all_reduce
 from trainer.distributed.parallel_dims import ParallelDims

@@ -92,6 +92,12 @@ class Model:
     rope_theta: float | None = None
     """Base of the rotary frequencies, above 0; None: the flavor's."""
 
+    sliding_window: int | None = None
+    """Tokens that a token sees, itself and those before it, at least 1; None: all before it."""
+
+    sliding_window_every: int = 1
+    """Every n-th layer, from the first on, has the window, the others see everything; at least 1."""
+
     rope_scaling: float | None = None
     """Factor of Llama 3.1's frequency scaling, at least 1; 1.0: no scaling; None: the flavor's."""
 
@@ -166,6 +172,9 @@ class Training:
     seq_len: int = 2048
     """Tokens per row; a multiple of parallelism.tensor_parallel_degree."""
 
+    attention_mask: Literal["causal", "document"] = "causal"
+    """What a token sees: all before it in its row, or all before it in its document, positions counted from its start."""
+
     max_norm: float = 1.0
     """Largest norm of the gradient, which is scaled down to it; above 0."""
 
@@ -213,11 +222,19 @@ class Parallelism:
     context_parallel_degree: int = 1
     """Ranks that share each sequence (CP); any, as long as every rank gets a token."""
 
-    context_parallel_method: Literal["ring"] = "ring"
-    """How attention reaches the other ranks' tokens; ring: keys and values go round."""
+    context_parallel_method: Literal["ring", "all_gather", "all_to_all"] = "ring"
+    """How attention reaches the other ranks' tokens; ring: keys and values go round; all_to_all: each has some heads."""
 
-    context_parallel_load_balancer: Literal["head_tail", "contiguous"] = "head_tail"
-    """Tokens of a rank; head_tail: two pieces, so that all compute alike under a causal mask; contiguous: one."""
+    context_parallel_load_balancer: Literal["head_tail", "contiguous", "balanced"] = "head_tail"
+    """Tokens of a rank: two pieces, equal work under a causal mask; one piece; or blocks dealt by each batch's cost."""
+
+    context_parallel_heads_per_pass: int = 0
+    """Key/value heads that travel at a time (all_gather, all_to_all): less memory, more exchanges; 0: all."""
+
+    context_parallel_kernel: Literal["auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "flex"] = (
+        "auto"
+    )
+    """What computes planned attention (CP, documents, sliding windows); auto: the fastest for device and data type."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free parameters after the forward and gather them again for the backward; default: all but the last ones."""
@@ -288,6 +305,9 @@ class Comm:
 
     train_timeout_seconds: int = 100
     """Seconds a collective may take from then on, above 0."""
+
+    check_consistency: bool = False
+    """Before each step compare plan and batch of all context-parallel ranks by a hash: slow, and names who differs."""
 
     trace_buf_size: int = 20000
     """Collectives that the flight recorder remembers for a report after a hang; 0: off."""

@@ -1,50 +1,19 @@
 """The context around forward and backward in which one sequence lies over many ranks."""
 
+import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.config.schema import Parallelism
-from trainer.distributed.context_parallel.attention import (
-    ContextParallelError,
-    LivePlan,
-    any_plan_open,
-    close_plan,
-    open_plan,
-    parallelised_modules,
-)
-from trainer.distributed.context_parallel.plan import ring_plan
-from trainer.distributed.layout import LAYOUTS, SequenceLayout
-
-METHODS = ("ring",)
-
-
-@dataclass(frozen=True)
-class ContextParallelOptions:
-    """How attention is spread over the ranks: `method` is `ring`, `load_balancer` `head_tail` or `contiguous`.
-
-    multiple_of: what divides each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
-    """
-
-    method: str = "ring"
-    load_balancer: str = "head_tail"
-    multiple_of: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value, choices in (("method", self.method, METHODS), ("load_balancer", self.load_balancer, LAYOUTS)):
-            if value not in choices:
-                raise ContextParallelError(f"{name} = {value!r} is none of {', '.join(map(repr, choices))}")
-
-    @classmethod
-    def from_config(cls, config: Parallelism) -> "ContextParallelOptions":
-        return cls(
-            method=config.context_parallel_method,
-            load_balancer=config.context_parallel_load_balancer,
-            multiple_of=config.tensor_parallel_degree,
-        )
+from trainer.distributed.context_parallel.attention import parallelised_modules
+from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, close_plan, handle_of, open_plan
+from trainer.distributed.context_parallel.mask import Mask
+from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.exchange import all_gather
+from trainer.distributed.layout import SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -66,31 +35,47 @@ def context_parallel(
     *,
     buffers: Sequence[torch.Tensor],
     buffer_seq_dims: Sequence[int],
-    no_restore_buffers: Collection[torch.Tensor] = (),
+    no_restore_buffers: Collection[torch.Tensor] | None = None,
+    mask: Mask | None = None,
+    load_balancer: str | SequenceLayout | None = None,
+    method: str | None = None,
     options: ContextParallelOptions | None = None,
+    check_consistency: bool = False,
 ) -> Iterator[ContextParallel]:
     """Cut `buffers` over the ranks of a 1-D mesh, in place, for forward AND backward; whole again afterwards.
 
     buffers: tensors that every rank holds alike, such as tokens, labels, rotary tables; the first one's length is that
     of the sequence. A longer one (a rotary table) gives its first rows. buffer_seq_dims: each one's sequence dimension.
     no_restore_buffers: those that nobody needs afterwards. The same tensor given twice is cut once.
+    mask: what may see what, such as packed documents, beside what each attention says of itself (causal, full, window);
+    with rows of its own, one for each sequence of the batch.
+    options: how attention is spread; `method` and `load_balancer` take the place of its fields. load_balancer: also a
+    layout that was made ahead.
+    check_consistency: compare plan and buffers of all ranks first, by a hash.
 
     Attention whose module has the style `ContextParallelAttention` runs over all ranks; other attention stays local.
 
     Raises:
-        ContextParallelError: nested; a buffer that is too short, or requires gradients; or, at the end, no attention
-            ran although modules of this process are parallelised over `mesh`.
+        ContextParallelError: nested; a buffer that is too short, or requires gradients; a mask or a layout for another
+            length; ranks that differ; or, at the end, no attention ran although modules of this process are
+            parallelised over `mesh`.
     """
-    options = options or ContextParallelOptions()
+    options = _options(options, method, load_balancer)
     if any_plan_open(mesh):
         raise ContextParallelError("`context_parallel` is open already over this mesh; leave it before entering again")
     cuts = _distinct(buffers, buffer_seq_dims)
     seq_len = cuts[0][0].shape[cuts[0][1]]
     _check_buffers(cuts, seq_len)
-    rank = mesh.get_local_rank()
-    layout = LAYOUTS[options.load_balancer](seq_len, mesh.size(), multiple_of=options.multiple_of)
-    live = LivePlan(ring_plan(layout, rank), mesh, layout.length(rank))
     rows = max((x.shape[0] for x, dim in cuts if dim == 1), default=1)
+    _check_mask(mask, seq_len, rows)
+    layout = load_balancer
+    if not isinstance(layout, SequenceLayout):
+        layout = options.layout(seq_len, mesh.size(), mask)
+    _check_layout(layout, seq_len, mesh.size())
+    if check_consistency:
+        _check_ranks_agree(mesh, (layout, mask, options), [x for x, _ in cuts])
+    rank = mesh.get_local_rank()
+    live = LivePlan(mesh, layout, mask, options)
     number = open_plan(live)
     whole: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
@@ -99,14 +84,21 @@ def context_parallel(
             # `set_` moves the tensor to new memory: what else looks at the old one still sees it whole.
             whole.append((x, x.detach()))
             x.set_(x.index_select(dim, indices.to(x.device)))
-        yield ContextParallel(torch.full((rows,), number, dtype=torch.int64), layout, live)
+        yield ContextParallel(handle_of(number, rows), layout, live)
         _check_attention_ran(live, mesh)
     finally:
         close_plan(number)
-        dropped = {id(x) for x in no_restore_buffers}
+        dropped = {id(x) for x in no_restore_buffers or ()}
         for x, original in whole:
             if id(x) not in dropped:
                 x.set_(original)
+
+
+def _options(
+    options: ContextParallelOptions | None, method: str | None, load_balancer: str | SequenceLayout | None
+) -> ContextParallelOptions:
+    given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
+    return replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
 
 
 def _distinct(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
@@ -132,6 +124,48 @@ def _check_buffers(cuts: list[tuple[torch.Tensor, int]], seq_len: int) -> None:
                 f"buffer {number} of context_parallel has {x.shape[dim]} rows in dimension {dim}, fewer than the "
                 f"sequence's {seq_len}, which the first buffer has; give the right dimension, or a longer buffer"
             )
+
+
+def _check_mask(mask: Mask | None, seq_len: int, rows: int) -> None:
+    if mask is None:
+        return
+    if (mask.q_len, mask.kv_len) != (seq_len, seq_len) or mask.rows not in (1, rows):
+        raise ContextParallelError(
+            f"the mask of context_parallel is for {mask.rows} x {mask.q_len} queries and {mask.kv_len} keys, and the "
+            f"buffers hold {rows} sequences of {seq_len} tokens; make it for them, or of one row for all alike"
+        )
+
+
+def _check_layout(layout: SequenceLayout, seq_len: int, degree: int) -> None:
+    if (layout.seq_len, layout.degree) != (seq_len, degree):
+        raise ContextParallelError(
+            f"the layout given to context_parallel is for {layout.seq_len} tokens on {layout.degree} ranks, and there "
+            f"are {seq_len} on {degree}; make it for them, or name a load balancer"
+        )
+
+
+def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: list[torch.Tensor]) -> None:
+    """A collective: every rank learns which ranks plan something else, or hold other data, than most do."""
+    parts = [repr(plan).encode(), *(_content(x) for x in buffers)]
+    mine = [int.from_bytes(hashlib.blake2b(part, digest_size=8).digest(), "little") >> 1 for part in parts]
+    # As many numbers on every rank, whatever it holds: the plan's, all buffers' as one.
+    pair = torch.tensor([mine[0], hash(tuple(mine[1:]))], dtype=torch.int64, device=mesh.device_type)
+    table = [tuple(row) for row in all_gather(pair, mesh).tolist()]
+    for column, what in enumerate(("plan (layout, mask, method)", "batch (buffers)")):
+        hashes = [row[column] for row in table]
+        usual = max(hashes, key=lambda value: (hashes.count(value), -hashes.index(value)))
+        others = [rank for rank, value in enumerate(hashes) if value != usual]
+        if others:
+            raise ContextParallelError(
+                f"context-parallel ranks must have the same {what}, and rank(s) {others} of the group differ from the "
+                f"others (hashes {[f'{value & 0xFFFFFFFF:08x}' for value in hashes]}); give every rank the same data and "
+                "settings"
+            )
+
+
+def _content(x: torch.Tensor) -> bytes:
+    data = x.detach().to("cpu", copy=True).contiguous()
+    return repr((tuple(data.shape), data.dtype)).encode() + data.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _check_attention_ran(live: LivePlan, mesh: DeviceMesh) -> None:

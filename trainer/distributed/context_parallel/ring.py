@@ -168,7 +168,7 @@ class _Homeward:
     pending: Pending = field(default_factory=Pending)
     arriving: list[tuple[Message, torch.Tensor]] = field(default_factory=list)
     reduced: torch.Tensor | None = None
-    heads: slice = slice(None)
+    heads: slice | None = None
 
     def land(self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: Execution) -> None:
         """Add what has arrived to the gradients of this rank's own rows, or of those that it works on at `stage`."""

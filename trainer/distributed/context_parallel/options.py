@@ -1,0 +1,82 @@
+"""How attention is spread over ranks: settings, and the plan of one batch. Torch-free."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.config.schema import Parallelism
+from trainer.distributed.context_parallel.mask import Mask, causal, documents_of
+from trainer.distributed.context_parallel.plan import METHODS
+from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, build_layout
+
+
+class ContextParallelError(RuntimeError):
+    """Context parallelism is not in force where it should be, or used in a way that cannot be right."""
+
+
+@dataclass(frozen=True)
+class ContextParallelOptions:
+    """How attention is spread over the ranks.
+
+    method: `ring`, `all_gather` or `all_to_all`; load_balancer: `head_tail`, `contiguous` or `balanced`; kernel: `auto`,
+    or the name of one; heads_per_pass: key/value heads that travel at a time, 0 for all (not for the ring);
+    multiple_of: what divides each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
+
+    Raises:
+        ContextParallelError: a value that is none of these, or one that changes nothing.
+    """
+
+    method: str = "ring"
+    load_balancer: str = "head_tail"
+    kernel: str = "auto"
+    heads_per_pass: int = 0
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("method", self.method, METHODS),
+            ("load_balancer", self.load_balancer, LOAD_BALANCERS),
+        ):
+            if value not in choices:
+                raise ContextParallelError(f"{name} = {value!r} is none of {', '.join(map(repr, choices))}")
+        if self.heads_per_pass < 0 or (self.heads_per_pass and self.method == "ring"):
+            raise ContextParallelError(
+                f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = 'ring', where all heads "
+                "go round together; use 'all_gather' or 'all_to_all' with it"
+            )
+
+    @classmethod
+    def from_config(cls, config: Parallelism) -> "ContextParallelOptions":
+        return cls(
+            method=config.context_parallel_method,
+            load_balancer=config.context_parallel_load_balancer,
+            kernel=config.context_parallel_kernel,
+            heads_per_pass=config.context_parallel_heads_per_pass,
+            multiple_of=config.tensor_parallel_degree,
+        )
+
+    def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> SequenceLayout:
+        """Who owns which tokens of a batch; `balanced` deals by what is visible of `mask` under a causal mask."""
+        work = None
+        if self.load_balancer == "balanced" and mask is not None:
+            work = (causal(seq_len) & mask).work()
+        return build_layout(self.load_balancer, seq_len, degree, multiple_of=self.multiple_of, work=work)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What context parallelism needs to know of a batch, made where the batch is made.
+
+    mask: which tokens see each other, beside what each attention says of itself; layout: who owns which.
+    """
+
+    mask: Mask
+    layout: SequenceLayout
+
+    @classmethod
+    def of(cls, batch: Mapping[str, np.ndarray], degree: int, options: ContextParallelOptions) -> "BatchPlan":
+        """Of packed rows: `document_ids` (B, S) are the documents that must not see each other."""
+        ids = batch["document_ids"]
+        mask = documents_of(ids)
+        return cls(mask, options.layout(ids.shape[1], degree, mask))
