@@ -2,10 +2,13 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,7 +33,8 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agreement import agreed
 from trainer.distributed.compile import check_compiler
 from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.distributed.context_parallel.kernels import choose_kernel
+from trainer.distributed.context_parallel.options import BatchPlan, ContextParallelOptions, uses_planned_attention
 from trainer.distributed.data_parallel import DataParallelOptions, reduce_across_replicas
 from trainer.distributed.exchange import all_gather, all_reduce
 from trainer.distributed.parallel_dims import ParallelDims
@@ -39,8 +43,8 @@ from trainer.distributed.tensor_parallel import loss_context
 from trainer.models.initialization import initialize
 from trainer.models.registry import model_args, model_spec
 
-# tokens, labels (already shifted), positions, document_ids: each (B, S) int64
-Batch = dict[str, torch.Tensor]
+# tokens, labels (already shifted), positions, document_ids: each (B, S) int64; with packed documents plan: BatchPlan
+Batch = dict[str, Any]
 
 
 class TrainingError(RuntimeError):
@@ -58,6 +62,7 @@ class Trainer:
         self.device = device
         self.dims = ParallelDims(degrees, device.type)
         self.stop = Stop(config, speaks=self.dims.rank("world") == 0)
+        self.attention = ContextParallelOptions.from_config(config.parallelism)
         self._prepare_process()
 
         self.batches, vocab_size = self.build_data()
@@ -88,22 +93,26 @@ class Trainer:
             loader=self.loader,
         )
         self.start_step, tokens_before = self.checkpoint.load()
-        compute_dtype = DataParallelOptions.from_config(config, device.type).param_dtype
         self.metrics = MetricsLogger(
             config,
             self.dims,
             device,
             flops_per_token=spec.flops_per_token(shape, config.training.seq_len),
             tokens_per_step=global_batch_size * config.training.seq_len,
-            compute_dtype=compute_dtype,
+            compute_dtype=self.compute_dtype,
             start_step=self.start_step,
             tokens_before=tokens_before,
         )
         logger.info(
             f"{spec.name} {config.model.flavor}: {n_params:,} parameters in {config.training.dtype}, computing in "
-            f"{str(compute_dtype).removeprefix('torch.')} on {dims_text(degrees)} ({device.type}); a step is "
+            f"{str(self.compute_dtype).removeprefix('torch.')} on {dims_text(degrees)} ({device.type}); a step is "
             f"{global_batch_size} rows of {config.training.seq_len:,} tokens in {self.micro_batches} micro-batch(es)"
         )
+        if uses_planned_attention(config):
+            logger.info(
+                f"attention: {config.training.attention_mask} mask, {self.attention.method} over {degrees.cp} rank(s), "
+                f"{self.attention.load_balancer}, kernel {self.kernel}"
+            )
 
     def _prepare_process(self) -> None:
         training = self.config.training
@@ -116,6 +125,12 @@ class Trainer:
     def _prepare_machine(self) -> None:
         check_compiler(self.config.compile)
         check_memory_snapshot(self.config.profiling, self.device)
+        self.compute_dtype = DataParallelOptions.from_config(self.config, self.device.type).param_dtype
+        if uses_planned_attention(self.config):
+            shape = model_args(self.config.model, vocab_size=1, max_seq_len=self.config.training.seq_len)
+            bands = shape.sliding_window is not None
+            kernel = self.attention.kernel
+            self.kernel = choose_kernel(self.device.type, self.compute_dtype, shape.head_dim, kernel, bands=bands).name
         if self.dims.rank("world") != 0:
             return
         folder = Path(self.config.job.dump_folder)
@@ -141,8 +156,16 @@ class Trainer:
             seed=training.seed,
             dp_rank=self.dims.rank("dp"),
             dp_degree=self.dims.size("dp"),
+            plan=self.batch_planner,
         )
         return iter(self.loader), tokenizer.vocab_size
+
+    @property
+    def batch_planner(self) -> Callable[[Mapping[str, np.ndarray]], BatchPlan] | None:
+        """With packed documents, what plans a batch where the batch is made."""
+        if self.config.training.attention_mask != "document":
+            return None
+        return partial(BatchPlan.of, degree=self.dims.size("cp"), options=self.attention)
 
     def train(self) -> None:
         """Run until `training.steps`, `job.max_minutes`, or a signal; the last step is saved.
@@ -212,7 +235,7 @@ class Trainer:
         disabled = self.config.parallelism.disable_loss_parallel
         with self.sequence_context(batch) as plan, loss_context(self.dims["tp"], disabled=disabled):
             with region("forward"):
-                hidden = self.model(batch["tokens"], attention_plan=plan)
+                hidden = self.model(batch["tokens"], self._positions(batch), attention_plan=plan)
                 losses = token_losses(self.model.output(hidden), batch["labels"])
             with region("backward"):
                 (losses.sum() / valid).backward()
@@ -221,14 +244,28 @@ class Trainer:
     @contextmanager
     def sequence_context(self, batch: Batch) -> Iterator[torch.Tensor | None]:
         """Inside, each context-parallel rank has its part of the sequence; gives the plan for the model's attention."""
-        if self.dims.size("cp") == 1:
+        if not uses_planned_attention(self.config):
             yield None
             return
-        buffers = [(batch["tokens"], 1), (batch["labels"], 1), *self.spec.cp_buffers(self.model)]
-        tensors, seq_dims = zip(*buffers, strict=True)
-        options = ContextParallelOptions.from_config(self.config.parallelism)
-        with context_parallel(self.dims["cp"], buffers=tensors, buffer_seq_dims=seq_dims, options=options) as cp:
+        positions = self._positions(batch)
+        # Positions that are given, or the table that has a row for each: not both.
+        per_token = self.spec.cp_buffers(self.model) if positions is None else [(positions, 1)]
+        tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
+        plan: BatchPlan | None = batch.get("plan")
+        with context_parallel(
+            self.dims["cp"],
+            buffers=tensors,
+            buffer_seq_dims=seq_dims,
+            mask=plan and plan.mask,
+            load_balancer=plan and plan.layout,
+            options=self.attention,
+            check_consistency=self.config.comm.check_consistency,
+        ) as cp:
             yield cp.attention_plan
+
+    def _positions(self, batch: Batch) -> torch.Tensor | None:
+        """Positions (B, S) that the model is given: within each document, where documents do not see each other."""
+        return batch["positions"] if self.config.training.attention_mask == "document" else None
 
     def clip(self, step: int, loss: float) -> float:
         """Clip the gradients to `training.max_norm`; their norm before it.
@@ -248,7 +285,10 @@ class Trainer:
         return norm
 
     def _to_device(self, batch: Batch) -> Batch:
-        return {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
+        return {
+            name: x.to(self.device, non_blocking=True) if isinstance(x, torch.Tensor) else x
+            for name, x in batch.items()
+        }
 
     def _check_same_batch(self, batch: Batch) -> None:
         """Ranks that share a model replica's computation must read the same rows."""

@@ -81,7 +81,9 @@ class RecordingTrainer(Trainer):
             for _ in range(training.local_batch_size):
                 rows.append(make_row(i, training.seq_len, no_labels=i < training.global_batch_size and i % 2 == 1))
                 i += degree
-            yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            arrays = {name: x.numpy().copy() for name, x in batch.items()}
+            yield batch | ({} if self.batch_planner is None else {"plan": self.batch_planner(arrays)})
 
     @contextmanager
     def sequence_context(self, batch: Batch) -> Iterator[torch.Tensor | None]:
@@ -98,11 +100,18 @@ class RecordingTrainer(Trainer):
 
 
 def make_row(i: int, seq_len: int, *, no_labels: bool = False) -> dict[str, torch.Tensor]:
-    """Global row i: random tokens, and labels of which a share that depends on i is missing."""
+    """Global row i: random tokens in documents, and labels of which a share that depends on i is missing."""
     generator = torch.Generator().manual_seed(1000 + i)
     text = torch.randint(VOCAB, (seq_len + 1,), generator=generator)
     hidden = torch.rand(seq_len, generator=generator) < (1.0 if no_labels else (i % 7) / 8)
-    return {"tokens": text[:-1].clone(), "labels": text[1:].masked_fill(hidden, IGNORE_INDEX)}
+    starts = (torch.rand(seq_len, generator=generator) < 0.2).long().index_fill_(0, torch.tensor([0]), 1)
+    places = torch.arange(seq_len)
+    return {
+        "tokens": text[:-1].clone(),
+        "labels": text[1:].masked_fill(hidden, IGNORE_INDEX),
+        "positions": places - (places * starts).cummax(0).values,
+        "document_ids": starts.cumsum(0) - 1,
+    }
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

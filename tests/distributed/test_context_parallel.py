@@ -1,5 +1,10 @@
 """Context-parallel attention against attention of one process, with random cotangents; and the context's promises."""
 
+import dataclasses
+from dataclasses import dataclass, field
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,23 +12,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.pool import WorkerPool
+from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed import exchange
-from trainer.distributed.context_parallel.attention import (
-    ContextParallelAttention,
-    ContextParallelError,
-    LivePlan,
-    close_plan,
-    context_parallel_attention,
-    open_plan,
+from trainer.distributed.context_parallel.attention import ContextParallelAttention, context_parallel_attention
+from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.live import LivePlan, close_plan, handle_of, open_plan
+from trainer.distributed.context_parallel.mask import (
+    Mask,
+    by_row,
+    causal,
+    documents,
+    documents_of,
+    full,
+    sliding_window,
 )
-from trainer.distributed.context_parallel.context import ContextParallelOptions, context_parallel
-from trainer.distributed.context_parallel.plan import ring_plan
-from trainer.distributed.layout import head_tail
+from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.context_parallel.plan import METHODS
+from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, head_tail
 from trainer.distributed.process_group import Process, process_group
 from trainer.models.llama3.model import InnerAttention
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+BATCH = 2
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> float:
@@ -35,108 +47,309 @@ def mesh_of_all(process: Process) -> DeviceMesh:
     return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=("cp",))
 
 
-def random_inputs(seq_len: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v and a cotangent of the output, the same on every rank."""
-    generator = torch.Generator().manual_seed(seq_len + head_dim)
-    shapes = [(2, h, seq_len, head_dim) for h in (heads[0], heads[1], heads[1], heads[0])]
-    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+@dataclass(frozen=True)
+class Case:
+    """One attention call. masks: what the batch hides, by the sequence; is_causal, window: what the call hides."""
+
+    seq_len: int
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 8
+    dtype: torch.dtype = torch.float64
+    options: ContextParallelOptions = field(default_factory=ContextParallelOptions)
+    is_causal: bool = True
+    window: int = 0
+    mask: str = "none"
+    kv_len: int | None = None
+
+    @property
+    def batch_mask(self) -> Mask | None:
+        """Documents of lengths that fit nothing, other ones in each sequence."""
+        if self.mask == "none":
+            return None
+        lengths = [np.random.default_rng(row).multinomial(self.seq_len, [0.5, 0.2, 0.1, 0.2]) for row in range(BATCH)]
+        if self.mask == "documents, alike":
+            return documents(lengths[0].tolist())
+        if self.mask == "a sequence that sees nothing":  # and one that sees its first half
+            half = self.seq_len // 2
+            seen = documents([half, self.seq_len - half], [half, 0])
+            return by_row([Mask(self.seq_len, self.seq_len, ()), dataclasses.replace(seen, kv_len=self.seq_len)])
+        return by_row([documents(row.tolist()) for row in lengths])
+
+    @property
+    def whole_mask(self) -> Mask:
+        """Everything together, as the oracle sees it."""
+        lengths = self.seq_len, self.kv_len
+        mask = causal(*lengths) if self.is_causal else full(*lengths)
+        if self.window:
+            mask = mask & sliding_window(self.seq_len, self.window, self.kv_len, is_causal=self.is_causal)
+        return mask if self.batch_mask is None else mask & self.batch_mask
+
+    def inputs(self) -> list[torch.Tensor]:
+        """q, k, v and a cotangent of the output, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seq_len + self.head_dim)
+        kv_len = self.kv_len or self.seq_len
+        sizes = [(self.heads[0], self.seq_len), *[(self.heads[1], kv_len)] * 2, (self.heads[0], self.seq_len)]
+        shapes = [(BATCH, h, s, self.head_dim) for h, s in sizes]
+        return [torch.randn(shape, dtype=torch.float64, generator=generator).to(self.dtype) for shape in shapes]
 
 
-def oracle(q, k, v, cotangent, scale):
-    """Attention by its definition in float64: out, dq, dk, dv."""
-    q, k, v = (x.detach().to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
+def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
+    """Attention by its definition in float64, on one process: out, dq, dk, dv; queries that see nothing give 0."""
+    *inputs, cotangent = case.inputs()
+    q, k, v = (x.to(torch.float64, copy=True).requires_grad_() for x in inputs)
     group = q.shape[1] // k.shape[1]
+    visible = torch.from_numpy(case.whole_mask.dense()).unsqueeze(1)
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    out = scores.masked_fill(later, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 1)
+    weights = scores.masked_fill(~visible, -1e300).softmax(-1) * visible
+    out = weights @ v.repeat_interleave(group, 1)
     return out, *torch.autograd.grad(out, (q, k, v), cotangent.double())
 
 
-def attention_case(cases: list[tuple]) -> list[dict]:
-    """On each rank, for each case: relative errors of out, dq, dk, dv on its shard, and what was sent."""
+def attention_case(cases: list[Case]) -> list[dict]:
+    """On each rank, for each case: relative errors of out, dq, dk, dv on its shard, and what was sent and planned."""
     process = Process.from_environment()
     results = []
     with process_group(process, parse_command_line([]).config.comm):
         mesh = mesh_of_all(process)
-        module = InnerAttention()
-        ContextParallelAttention()._apply(module, mesh)
-        for seq_len, heads, head_dim, dtype, balancer in cases:
-            q, k, v, cotangent = random_inputs(seq_len, heads, head_dim, dtype)
-            wanted = oracle(q, k, v, cotangent, 0.3)
+        for case in cases:
+            wanted = oracle(case, 0.3)
+            layout = case.options.layout(case.seq_len, mesh.size(), case.batch_mask)
+            kv_layout = case.options.layout(case.kv_len, mesh.size()) if case.kv_len else layout
+            live = LivePlan(mesh, layout, case.batch_mask, case.options, kv_layout)
+            mine = [torch.from_numpy(part.indices(process.rank)) for part in (layout, kv_layout, kv_layout, layout)]
+            # In memory as a projection gives them: (B, S, H, D).
+            shards = [
+                x[:, :, part].transpose(1, 2).contiguous().transpose(1, 2)
+                for x, part in zip(case.inputs(), mine, strict=True)
+            ]
+            cotangent = shards.pop()
+            leaves = [x.requires_grad_() for x in shards]
+            number = open_plan(live)
+            exchange.calls.clear()
             exchange.bytes_sent.clear()
-            with context_parallel(
-                mesh,
-                buffers=[q, k, v, cotangent],
-                buffer_seq_dims=[2, 2, 2, -2],
-                options=ContextParallelOptions(load_balancer=balancer),
-            ) as cp:
-                shards = [x.clone().requires_grad_() for x in (q, k, v)]
-                out = module(*shards, scale=0.3, plan=cp.attention_plan)
-                grads = torch.autograd.grad(out, shards, cotangent.clone())
-                mine = torch.from_numpy(cp.layout.indices(process.rank))
-                assert cp.attention_calls == 1
-            errors = [relative(got, whole[:, :, mine], whole) for got, whole in zip((out, *grads), wanted, strict=True)]
-            row = 2 * 2 * heads[1] * head_dim
-            size, acc = dtype.itemsize, max(dtype.itemsize, 4)
-            planned = ring_plan(cp.layout, process.rank).rows_sent(process.rank)
+            out, lse = context_parallel_attention(*leaves, handle_of(number, BATCH), 0.3, case.is_causal, case.window)
+            grads = torch.autograd.grad(out, leaves, cotangent)
+            close_plan(number)
+            assert lse.shape == out.shape[:3]
+            got = (out, *grads)
+            errors = [
+                relative(x, whole[:, :, part], whole) if whole.any() else x.norm().item()
+                for x, whole, part in zip(got, wanted, (mine[0], *mine[:3]), strict=True)
+            ]
+            (run,) = live._runs.values()
+            shape = AttentionShape(BATCH, *case.heads, case.head_dim, case.dtype.itemsize)
+            costs = [
+                attention_cost(run.plan, shape, way, case.options.heads_per_pass) for way in ("forward", "backward")
+            ]
             results.append(
                 {
                     "errors": errors,
-                    "sent": {kind: size for kind, size in exchange.bytes_sent.items() if size},
-                    "planned": {
-                        "ring_kv": (planned["forward"] + planned["backward"]) * row * size,
-                        "ring_dkv": planned["home"] * row * acc,
-                    },
-                    "restored": relative(q, random_inputs(seq_len, heads, head_dim, dtype)[0]),
+                    "calls": dict(exchange.calls),
+                    "sent": dict(exchange.bytes_sent),
+                    "planned calls": dict(costs[0].calls + costs[1].calls),
+                    "planned": {k: v for c in [costs[0].bytes_sent + costs[1].bytes_sent] for k, v in c.items() if v},
+                    "pairs": run.plan.pairs,
                 }
             )
     return results
 
 
-CASES = [
-    (seq_len, heads, 8, torch.float64, balancer)
-    for balancer in ("head_tail", "contiguous")
-    for seq_len in (48, 37, 5, 2)
-    for heads in ((4, 4), (4, 2), (4, 1))
-] + [(64, (4, 2), head_dim, dtype, "head_tail") for head_dim in (4, 64) for dtype in (torch.float32, torch.bfloat16)]
+def assert_exact(pool: WorkerPool, degree: int, cases: list[Case]) -> None:
+    """Outputs and gradients are those of one process, collectives and bytes are those of the plan."""
+    problems = []
+    for rank, results in enumerate(pool.run(degree, attention_case, cases)):
+        for case, result in zip(cases, results, strict=True):
+            tolerance = TOLERANCE[case.dtype]
+            sent = {kind: size for kind, size in result["sent"].items() if size}
+            if not all(error <= tolerance for error in result["errors"]):
+                problems.append(f"rank {rank} {case}: {result['errors']}")
+            if result["calls"] != result["planned calls"] or sent != result["planned"]:
+                problems.append(f"rank {rank} {case}: {result}")
+    assert not problems, "\n".join(problems[:10])
 
 
+MASKS = [
+    {},
+    {"is_causal": False},
+    {"window": 7},
+    {"is_causal": False, "window": 5},
+    {"mask": "documents"},
+    {"mask": "documents, alike", "window": 6},
+    {"mask": "a sequence that sees nothing"},
+]
+
+
+def cases_of(method: str, lengths: tuple[int, ...] = (48, 37, 5, 2)) -> list[Case]:
+    """Layouts x masks x lengths, the head ratios in turn."""
+    ratios = [(8, 8), (8, 2), (8, 1), (24, 6)]
+    cases = []
+    for balancer in LOAD_BALANCERS:
+        for mask in MASKS:
+            for seq_len in lengths:
+                heads = (24, 8) if method == "all_to_all" else ratios[len(cases) % 4]
+                if method == "all_to_all":
+                    heads = [(24, 8), (24, 2), (24, 1), (24, 24)][len(cases) % 4]
+                options = ContextParallelOptions(method, balancer)
+                cases.append(Case(seq_len, heads, options=options, **mask))
+    return cases
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
-def test_ring_equals_one_process(pool: WorkerPool, degree: int) -> None:
-    """Every length, also fewer tokens than ranks; grouped heads; both layouts; and what is sent is what was planned."""
-    for rank, results in enumerate(pool.run(degree, attention_case, CASES)):
-        for case, result in zip(CASES, results, strict=True):
-            tolerance = TOLERANCE[case[3]]
-            assert all(error <= tolerance for error in result["errors"]), (rank, case, result["errors"])
-            assert result["sent"] == {kind: size for kind, size in result["planned"].items() if size}, (rank, case)
-            assert result["restored"] == 0
+def test_every_method_layout_and_mask_equals_one_process(pool: WorkerPool, degree: int, method: str) -> None:
+    """Every length, also fewer tokens than ranks; grouped heads; rows that see nothing."""
+    assert_exact(pool, degree, cases_of(method, (37, 5) if degree == 8 else (48, 37, 5, 2)))
 
 
-def bfloat16_error_case(seq_len: int) -> tuple[list[float], list[float]]:
+RATIOS = [(12, 12), (12, 6), (12, 4), (12, 3), (12, 2), (12, 1)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_every_head_ratio(pool: WorkerPool, degree: int, method: str) -> None:
+    """Also key/value heads fewer than ranks, and numbers that have no common factor with the degree."""
+    options = ContextParallelOptions(method)
+    assert_exact(pool, degree, [Case(21, heads, options=options, mask="documents") for heads in RATIOS])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_keys_more_or_fewer_than_queries(pool: WorkerPool, method: str) -> None:
+    """The last query stands at the last key; queries before the first key see nothing."""
+    cases = [
+        Case(seq_len, (6, 3), options=ContextParallelOptions(method, balancer), kv_len=kv_len, **mask)
+        for balancer in LOAD_BALANCERS
+        for seq_len, kv_len in ((20, 33), (33, 20), (7, 2), (2, 9))
+        for mask in MASKS[:4]
+    ]
+    assert_exact(pool, 3, cases)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
+def test_a_few_heads_at_a_time(pool: WorkerPool, method: str) -> None:
+    """Results are the same, the same bytes travel in more exchanges; a last pass may be smaller."""
+    numbers = (0, 1, 2, 3)
+    cases = [
+        Case(24, (16, 8), options=ContextParallelOptions(method, heads_per_pass=number), mask=mask)
+        for number in numbers
+        for mask in ("none", "documents")
+    ]
+    assert_exact(pool, 2, cases)
+    (results, _) = pool.run(2, attention_case, cases[::2])
+    by_number = [sum(result["calls"].values()) for result in results]
+    assert by_number[1] > by_number[2] > by_number[0]
+    assert len({sum(result["sent"].values()) for result in results}) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_data_types_and_head_sizes(pool: WorkerPool, method: str) -> None:
+    options = ContextParallelOptions(method)
+    cases = [
+        Case(40, (4, 2), head_dim, dtype, options, window=window)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        for head_dim in (4, 80, 256)
+        for window in (0, 9)
+    ]
+    assert_exact(pool, 2, cases)
+
+
+def test_a_kernel_that_is_asked_for_is_used(pool: WorkerPool) -> None:
+    options = ContextParallelOptions(kernel="math")
+    assert_exact(pool, 2, [Case(30, options=options, **mask) for mask in MASKS])
+
+
+def bfloat16_error_case(method: str, seq_len: int) -> tuple[list[float], list[float]]:
     """Errors against float64 of context parallel bfloat16, and of the plain bfloat16 kernel on one process."""
     process = Process.from_environment()
-    heads, head_dim = (4, 2), 64
+    case = Case(seq_len, (4, 2), 64, torch.bfloat16)
+    scale = 64**-0.5
     with process_group(process, parse_command_line([]).config.comm):
         mesh = mesh_of_all(process)
         module = InnerAttention()
-        q, k, v, cotangent = random_inputs(seq_len, heads, head_dim, torch.bfloat16)
-        wanted = oracle(q, k, v, cotangent, head_dim**-0.5)
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        *inputs, cotangent = case.inputs()
+        wanted = oracle(case, scale)
+        leaves = [x.clone().requires_grad_() for x in inputs]
         plain = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
         plain = (plain, *torch.autograd.grad(plain, leaves, cotangent))
         ContextParallelAttention()._apply(module, mesh)
-        with context_parallel(mesh, buffers=[q, k, v, cotangent], buffer_seq_dims=[2] * 4) as cp:
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        buffers = [*inputs, cotangent]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, method=method) as cp:
+            leaves = [x.clone().requires_grad_() for x in inputs]
             out = module(*leaves, plan=cp.attention_plan)
             got = (out, *torch.autograd.grad(out, leaves, cotangent.clone()))
             mine = torch.from_numpy(cp.layout.indices(process.rank))
+            assert cp.attention_calls == 1
         ours = [relative(a, b[:, :, mine]) for a, b in zip(got, wanted, strict=True)]
         return ours, [relative(a[:, :, mine], b[:, :, mine]) for a, b in zip(plain, wanted, strict=True)]
 
 
-def test_bfloat16_is_as_exact_as_the_plain_kernel(pool: WorkerPool) -> None:
-    for ours, plain in pool.run(4, bfloat16_error_case, 256):
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_is_as_exact_as_the_plain_kernel(pool: WorkerPool, method: str) -> None:
+    for ours, plain in pool.run(4, bfloat16_error_case, method, 256):
         assert all(mine <= 2 * theirs for mine, theirs in zip(ours, plain, strict=True)), (ours, plain)
+
+
+def exact_case(method: str, balancer: str, mask: Mask, swap: bool) -> list[str]:
+    """What of a position-wise model comes out at the wrong place.
+
+    Each token is its own unit vector, and queries are zero: a token's output is the mean over what it sees, so that its
+    non-zero elements are exactly the visible tokens, and dV of a unit cotangent exactly those that see it.
+    """
+    process = Process.from_environment()
+    wrong = []
+    seq_len, rows = mask.q_len, max(mask.rows, 2)
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        module = InnerAttention()
+        ContextParallelAttention()._apply(module, mesh)
+        tokens = torch.arange(seq_len).repeat(rows, 1)
+        labels, positions = tokens + 1000, tokens.clone()
+        table = torch.arange(seq_len + 5, dtype=torch.float64).unsqueeze(1)
+        buffers = [tokens, labels, positions, table]
+        order = SequenceLayout.indices
+
+        def swapped(layout: SequenceLayout, rank: int) -> np.ndarray:
+            indices = order(layout, rank).copy()
+            if swap and rank == 1:
+                indices[[3, 4]] = indices[[4, 3]]
+            return indices
+
+        options = ContextParallelOptions(method, balancer)
+        with (
+            mock.patch.object(SequenceLayout, "indices", swapped),
+            context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1, 0], mask=mask, options=options) as cp,
+        ):
+            mine = torch.from_numpy(order(cp.layout, process.rank))
+            for name, x, expected in (
+                ("tokens", tokens[0], mine),
+                ("labels", labels[1], mine + 1000),
+                ("positions", positions[0], mine),
+                ("table", table[:, 0], mine.double()),
+            ):
+                if not torch.equal(x, expected):
+                    wrong.append(name)
+            v = F.one_hot(tokens, seq_len).double().unsqueeze(1).repeat(1, mesh.size(), 1, 1).requires_grad_()
+            k = torch.randn_like(v).detach()
+            out = module(torch.zeros_like(k), k, v, plan=cp.attention_plan)
+            visible = torch.from_numpy((causal(seq_len) & mask).repeated(rows).dense())
+            counts = visible.sum(2, keepdim=True).double()
+            if not torch.allclose(out[:, 0] * counts[:, mine], visible[:, mine].double(), rtol=0, atol=1e-9):
+                wrong.append("output")
+            cotangent = (F.one_hot(tokens, seq_len) * counts[:, mine].clamp(min=1)).unsqueeze(1).expand_as(out)
+            (dv,) = torch.autograd.grad(out, v, cotangent)
+            if not torch.allclose(dv[:, 0], visible.transpose(1, 2)[:, mine].double(), rtol=0, atol=1e-9):
+                wrong.append("gradient")
+    return wrong
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_position_wise_model_shows_any_permutation(pool: WorkerPool, method: str) -> None:
+    masks = [full(29), documents([10, 3, 16]), documents_of(np.array([[0] * 5 + [1] * 24, [0] * 20 + [1] * 9]))]
+    for balancer in LOAD_BALANCERS:
+        for mask in masks:
+            assert pool.run(3, exact_case, method, balancer, mask, False) == [[], [], []], (balancer, mask)
+    # Two tokens of one rank change places: whatever is cut by position shows it, on that rank or on all.
+    broken = pool.run(3, exact_case, method, "head_tail", masks[0], True)
+    assert set(broken[1]) == {"tokens", "labels", "positions", "table", "output", "gradient"}
 
 
 def guards_case() -> list[str]:
@@ -144,8 +357,8 @@ def guards_case() -> list[str]:
     process = Process.from_environment()
     messages = []
 
-    def refused(act) -> None:
-        with pytest.raises(ContextParallelError) as error:
+    def refused(act, error_type: type[Exception] = ContextParallelError) -> None:
+        with pytest.raises(error_type) as error:
             act()
         messages.append(str(error.value))
 
@@ -176,6 +389,10 @@ def guards_case() -> list[str]:
         assert table.shape == (10, 2)
         refused(lambda: module(shard, shard, shard, plan=handle))  # outside
 
+        with context_parallel(mesh, **enter) as cp:
+            refused(lambda: module(shard, shard, shard, plan=handle))  # of a context that is closed
+            module(shard, shard, shard, plan=cp.attention_plan)
+
         def without_attention() -> None:
             with context_parallel(mesh, **enter):
                 pass
@@ -190,20 +407,49 @@ def guards_case() -> list[str]:
             body_raises()
         assert tokens.tolist() == [list(range(8))]
 
-        for buffers, dims in (
-            ([tokens, torch.zeros(3)], [1, 0]),
-            ([nn.Parameter(torch.zeros(8))], [0]),
-            ([tokens], []),
-        ):
-
-            def wrong(buffers=buffers, dims=dims) -> None:
-                with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims):
+        def entered_with(**settings) -> None:
+            def act() -> None:
+                with context_parallel(mesh, **(enter | settings)):
                     pass
 
-            refused(wrong)
+            refused(act)
 
-        refused(lambda: ContextParallelOptions(method="all_gather"))
-        refused(lambda: ContextParallelOptions(load_balancer="zigzag"))
+        entered_with(buffers=[tokens, torch.zeros(3)])
+        entered_with(buffers=[nn.Parameter(torch.zeros(8))], buffer_seq_dims=[0])
+        entered_with(buffer_seq_dims=[])
+        entered_with(mask=causal(9))
+        entered_with(mask=by_row([causal(8)] * 3))
+        entered_with(load_balancer=head_tail(8, 3))
+        entered_with(load_balancer="zigzag")
+        entered_with(method="megatron")
+        refused(lambda: ContextParallelOptions(heads_per_pass=2))
+
+        def with_plan(options: ContextParallelOptions, heads: int, mask: Mask | None = None, batch: int = 1) -> None:
+            with context_parallel(mesh, **enter, options=options, mask=mask) as cp:
+                q = torch.randn(batch, heads, 4, 4)
+                module(q, q, q, plan=cp.attention_plan)
+
+        refused(lambda: with_plan(ContextParallelOptions("all_to_all"), heads=3))
+        refused(lambda: with_plan(ContextParallelOptions(kernel="cudnn"), heads=2), ConfigError)
+        refused(lambda: with_plan(ContextParallelOptions(kernel="flashy"), heads=2), ConfigError)
+        with_plan(ContextParallelOptions("all_to_all"), heads=4)
+        with_plan(ContextParallelOptions(kernel="math"), heads=2)
+
+        two = torch.arange(16).reshape(2, 8)
+        with context_parallel(mesh, buffers=[two], buffer_seq_dims=[1], mask=by_row([causal(8), full(8)])) as cp:
+            pair = torch.randn(2, 2, 4, 4)
+            refused(lambda: module(shard, shard, shard, plan=cp.attention_plan))  # another number of sequences
+            whole = module(pair, pair, pair, plan=cp.attention_plan)
+            # A part of the batch takes its part of the handle along.
+            last = module(pair[1:], pair[1:], pair[1:], plan=cp.attention_plan[1:])
+            assert torch.allclose(last, whole[1:])
+
+        with_dropout = InnerAttention()
+        with_dropout.dropout_p = 0.1
+        refused(lambda: ContextParallelAttention()._apply(with_dropout, mesh))
+        refused(lambda: ContextParallelAttention()._apply(nn.Sequential(nn.Dropout(0.2)), mesh))
+        ContextParallelAttention()._apply(nn.Sequential(nn.Dropout(0.0)), mesh)
+
         with context_parallel(
             mesh, buffers=[tokens, tokens, table], buffer_seq_dims=[1, 1, 0], no_restore_buffers=[table]
         ) as cp:
@@ -214,27 +460,82 @@ def guards_case() -> list[str]:
     return messages
 
 
+GUARDS = [
+    "got no plan",
+    "got 8 rows",
+    "open already",
+    "outside its context",
+    "belongs to a context that is closed",
+    "none of the 1",
+    "has 3 rows",
+    "requires gradients",
+    "2 buffers and 0",
+    "is for 1 x 9 queries",
+    "is for 3 x 8 queries",
+    "for 8 tokens on 3 ranks",
+    "'zigzag' is none of 'head_tail'",
+    "'megatron' is none of 'ring', 'all_gather', 'all_to_all'",
+    "heads_per_pass = 2",
+    "3 query heads among them; degrees that work: 1, 3",
+    "'cudnn' cannot do tensors on cpu or float32 or heads of size 4; kernels that can: 'cpu_flash', 'math'",
+    "'flashy' is none of 'auto', 'cpu_flash'",
+    "got 1 sequences and a plan for 2",
+    "dropout 0.1",
+    "dropout 0.2",
+]
+
+
 def test_guards(pool: WorkerPool) -> None:
+    """Whatever would train on silently elsewhere is one sentence, and what is right beside it goes through."""
     for messages in pool.run(2, guards_case):
-        words = ["got no plan", "got 8 rows", "open already", "outside its context", "none of the 1", "has 3 rows"]
-        words += ["requires gradients", "1 buffers and 0", "'all_gather' is none of 'ring'", "'zigzag' is none of"]
-        assert len(messages) == len(words)
-        for message, word in zip(messages, words, strict=True):
-            assert word in message
+        assert len(messages) == len(GUARDS)
+        for message, words in zip(messages, GUARDS, strict=True):
+            assert words in message
             assert len(message.splitlines()) == 1
+
+
+def consistency_case(what: str, check: bool) -> str:
+    """The message of a context in which rank 2 differs from the others."""
+    process = Process.from_environment()
+    odd = process.rank == 2
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        tokens = torch.arange(24).reshape(2, 12) + (odd and what == "batch")
+        options = ContextParallelOptions(load_balancer="contiguous" if odd and what == "layout" else "head_tail")
+        mask = documents([5, 7] if odd and what == "mask" else [6, 6])
+        try:
+            with context_parallel(
+                mesh, buffers=[tokens], buffer_seq_dims=[1], mask=mask, options=options, check_consistency=check
+            ):
+                return "entered"
+        except ContextParallelError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("what", ["batch", "layout", "mask"])
+def test_a_rank_that_differs_is_named_before_anything_travels(pool: WorkerPool, what: str) -> None:
+    for message in pool.run(4, consistency_case, what, True):
+        assert f"the same {'batch' if what == 'batch' else 'plan'}" in message
+        assert "rank(s) [2] of the group differ" in message
+        assert len(message.splitlines()) == 1
+
+
+def test_ranks_that_agree_pass_and_without_the_check_nobody_notices(pool: WorkerPool) -> None:
+    assert set(pool.run(4, consistency_case, "nothing", True)) == {"entered"}
+    assert set(pool.run(4, consistency_case, "batch", False)) == {"entered"}
 
 
 def operator_case() -> dict[str, str]:
     """PyTorch's own checks of the operator: schema, autograd registration, shapes and strides without data, tracing."""
     process = Process.from_environment()
     with process_group(process, parse_command_line([]).config.comm):
-        mesh = mesh_of_all(process)
-        live = LivePlan(ring_plan(head_tail(16, 1), 0), mesh, 16)
-        number = open_plan(live)
+        number = open_plan(LivePlan(mesh_of_all(process), head_tail(16, 1)))
         q = torch.randn(2, 16, 4, 8).transpose(1, 2).requires_grad_()
         k = torch.randn(2, 16, 2, 8).transpose(1, 2).requires_grad_()
         v = torch.randn(2, 2, 16, 8, requires_grad=True)
-        result = torch.library.opcheck(context_parallel_attention, (q, k, v, torch.full((2,), number), 0.3))
+        arguments = q, k, v, handle_of(number, 2), 0.3
+        result = torch.library.opcheck(context_parallel_attention, arguments)
+        torch.library.opcheck(context_parallel_attention, (*arguments, False, 5))
         close_plan(number)
     return result
 

@@ -163,6 +163,79 @@ def test_uneven_shards_and_other_layouts(pool: WorkerPool, layout: str, settings
     assert_parity(got, reference(pool, precision, *seq_len), 1e-10)
 
 
+PLANNED = {
+    "all_gather": ["--parallelism.context_parallel_method=all_gather"],
+    "all_gather, 1 head at a time": [
+        "--parallelism.context_parallel_method=all_gather",
+        "--parallelism.context_parallel_heads_per_pass=1",
+    ],
+    "all_to_all": ["--parallelism.context_parallel_method=all_to_all"],
+    "all_to_all, 1 head at a time": [
+        "--parallelism.context_parallel_method=all_to_all",
+        "--parallelism.context_parallel_heads_per_pass=1",
+    ],
+    "math": ["--parallelism.context_parallel_kernel=math"],
+    "checked": ["--comm.check_consistency"],
+}
+MASKED = {
+    "documents": ["--training.attention_mask=document"],
+    "window": ["--model.sliding_window=5"],
+    "documents, window in every 2nd layer": [
+        "--training.attention_mask=document",
+        "--model.sliding_window=4",
+        "--model.sliding_window_every=2",
+    ],
+}
+BALANCED = ["--parallelism.context_parallel_load_balancer=balanced"]
+# method, mask, layout: what every commit runs, so that each value of each is met with most of the others
+QUICK_PLANNED = {
+    ("all_gather", "documents", "fsdp2+cp2"),
+    ("all_to_all", "documents", "cp2+tp2"),
+    ("all_gather, 1 head at a time", "window", "cp2"),
+    ("all_to_all, 1 head at a time", "documents, window in every 2nd layer", "cp2"),
+    ("math", "documents, window in every 2nd layer", "cp4"),
+    ("checked", "documents", "cp4"),
+    ("all_to_all", "window", "hsdp2x2+cp2"),
+    ("all_gather", "documents, window in every 2nd layer", "fsdp2+cp2+tp2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "mask", "layout"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_PLANNED else [pytest.mark.slow])
+        for method in PLANNED
+        for mask in MASKED
+        for layout in ("cp2", "cp4", "fsdp2+cp2", "cp2+tp2", "hsdp2x2+cp2", "fsdp2+cp2+tp2")
+        for case in [(method, mask, layout)]
+    ],
+)
+def test_methods_and_masks_equal_single_process(pool: WorkerPool, method: str, mask: str, layout: str) -> None:
+    """With packed documents by cost (`balanced`), elsewhere head and tail; the single process has the mask alone."""
+    world_size, arguments = LAYOUTS[layout]
+    settings = ["--training.dtype=float64", *MASKED[mask]]
+    balancer = BALANCED if mask.startswith("documents") else []
+    got = pool.run(world_size, run_layout, [*settings, *PLANNED[method], *balancer, *arguments])[0]
+    assert_parity(got, reference(pool, *settings), 1e-10)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("layout", ["cp4", pytest.param("fsdp2+cp2+tp2", marks=pytest.mark.slow)])
+def test_methods_equal_single_process_under_a_plain_causal_mask(pool: WorkerPool, method: str, layout: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    settings = ["--training.dtype=float64", "--training.seq_len=14"]
+    got = pool.run(world_size, run_layout, [*settings, *PLANNED[method], *BALANCED, *arguments])[0]
+    assert_parity(got, reference(pool, *settings), 1e-10)
+
+
+def test_documents_and_windows_change_what_is_learnt(pool: WorkerPool) -> None:
+    """Negative control: a mask that no layout applied would pass every comparison of layouts."""
+    plain = ["--training.dtype=float64"]
+    for mask in MASKED.values():
+        with pytest.raises(AssertionError, match="gradient of"):
+            assert_parity(reference(pool, *plain, *mask), reference(pool, *plain), 1e-3)
+
+
 FAULTS = [
     ("gradients averaged", "fsdp2"),
     ("one parameter not reduced", "fsdp2"),

@@ -15,6 +15,7 @@ CASES = [
     ("training.tensor_parallel_degree", 2, "parallelism.tensor_parallel_degree", 2),
     ("experimental.context_parallel_degree", 2, "parallelism.context_parallel_degree", 2),
     ("experimental.context_parallel_rotate_method", "alltoall", "parallelism.context_parallel_method", "ring"),
+    ("experimental.context_parallel_rotate_method", "allgather", "parallelism.context_parallel_method", "all_gather"),
     ("training.enable_loss_parallel", False, "parallelism.disable_loss_parallel", True),
     ("training.enable_loss_parallel", True, "parallelism.disable_loss_parallel", False),
     ("training.batch_size", 3, "training.local_batch_size", 3),
@@ -61,8 +62,8 @@ def test_an_older_spelling_equals_todays(old, value, key, new, tmp_path):
 
 
 def test_a_rotation_that_is_gone_is_refused():
-    with pytest.raises(ConfigError, match=r"'allgather' has no counterpart.*'ring'"):
-        parse_command_line(["--experimental.context_parallel_rotate_method", "allgather"])
+    with pytest.raises(ConfigError, match=r"'addtoall' has no counterpart.*'ring'"):
+        parse_command_line(["--experimental.context_parallel_rotate_method", "addtoall"])
 
 
 def test_a_setting_without_effect_is_said_to_be_ignored():

@@ -31,7 +31,10 @@ LATEST = -1
 _SAVED = re.compile(r"step-([1-9]\d*)")
 _UNFINISHED = re.compile(r"step-[1-9]\d*\.tmp")
 # What a checkpoint does not depend on: the same weights serve other lengths and other positions.
-_FREE_TO_CHANGE = ("max_seq_len", "norm_eps", "rope_theta", "rope_scaling")
+_FREE_TO_CHANGE = (
+    *("max_seq_len", "norm_eps", "rope_theta", "rope_scaling"),
+    *("sliding_window", "sliding_window_every"),
+)
 
 logger = logging.getLogger("trainer")
 

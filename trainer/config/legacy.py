@@ -37,11 +37,11 @@ OLDER: dict[str, Spelling] = {
 
 def _rotation(how: str) -> str:
     """How K/V went round in the ring of older versions: by neighbours ("alltoall"), or gathered at once."""
-    if how == "alltoall":
-        return "ring"
+    if how in ("alltoall", "allgather"):
+        return {"alltoall": "ring", "allgather": "all_gather"}[how]
     raise ConfigError(
         f"experimental.context_parallel_rotate_method = {how!r} has no counterpart today; "
-        f"use parallelism.context_parallel_method = 'ring' (once spelled 'alltoall')"
+        f"use parallelism.context_parallel_method = 'ring' or 'all_gather' (once 'alltoall' and 'allgather')"
     )
 
 

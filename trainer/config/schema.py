@@ -173,7 +173,7 @@ class Training:
     """Tokens per row; a multiple of parallelism.tensor_parallel_degree."""
 
     attention_mask: Literal["causal", "document"] = "causal"
-    """What a token sees: all before it in its row, or all before it in its document, positions counted from its start."""
+    """What a token sees: all before it in its row, or in its document, where positions count from its start."""
 
     max_norm: float = 1.0
     """Largest norm of the gradient, which is scaled down to it; above 0."""
@@ -223,7 +223,7 @@ class Parallelism:
     """Ranks that share each sequence (CP); any, as long as every rank gets a token."""
 
     context_parallel_method: Literal["ring", "all_gather", "all_to_all"] = "ring"
-    """How attention reaches the other ranks' tokens; ring: keys and values go round; all_to_all: each has some heads."""
+    """How attention reaches the other ranks' tokens; ring: keys and values go round; all_to_all: each has heads."""
 
     context_parallel_load_balancer: Literal["head_tail", "contiguous", "balanced"] = "head_tail"
     """Tokens of a rank: two pieces, equal work under a causal mask; one piece; or blocks dealt by each batch's cost."""
@@ -231,9 +231,9 @@ class Parallelism:
     context_parallel_heads_per_pass: int = 0
     """Key/value heads that travel at a time (all_gather, all_to_all): less memory, more exchanges; 0: all."""
 
-    context_parallel_kernel: Literal["auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "flex"] = (
-        "auto"
-    )
+    context_parallel_kernel: Literal[
+        "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "flex"
+    ] = "auto"
     """What computes planned attention (CP, documents, sliding windows); auto: the fastest for device and data type."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.config.degrees import Degrees, resolve_degrees
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig, Parallelism
+from trainer.config.schema import JobConfig
 from trainer.models.llama3.args import TransformerArgs
 from trainer.models.registry import model_args
 
@@ -49,6 +49,7 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
     vocab_size = vocab_size_of(config.model.tokenizer_file)
     shape = model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
     check_shape(shape, config.model.flavor, degrees)
+    _check_attention(config, shape, degrees)
     _check_activation_checkpoint(config, shape.n_layers)
     check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
     _check_checkpoint(config, shape)
@@ -80,6 +81,8 @@ _RANGES: dict[str, _Range] = {
     "profiling.profiler_active": _AT_LEAST_ONE,
     "profiling.profiler_warmup": _NOT_NEGATIVE,
     "metrics.log_freq": _AT_LEAST_ONE,
+    "model.sliding_window": _Range(_AT_LEAST_ONE.test, _AT_LEAST_ONE.words, 4096),
+    "model.sliding_window_every": _AT_LEAST_ONE,
     "model.rope_theta": _Range(_POSITIVE.test, _POSITIVE.words, 500000.0),
     "model.rope_scaling": _Range(_AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)", 8.0),
     "optimizer.lr": _POSITIVE,
@@ -98,6 +101,7 @@ _RANGES: dict[str, _Range] = {
     "training.gc_freq": _AT_LEAST_ONE,
     "training.seed": _Range(lambda x: 0 <= x < 2**63, "in [0, 2**63)"),
     "training.data_streams": _AT_LEAST_ONE,
+    "parallelism.context_parallel_heads_per_pass": _Range(_NOT_NEGATIVE.test, "at least 0 (0: all)"),
     "checkpoint.interval": _AT_LEAST_ONE,
     "checkpoint.keep_latest_k": _Range(_NOT_NEGATIVE.test, "at least 0 (0: keep all)"),
     "checkpoint.stop_timeout_seconds": _SECONDS,
@@ -200,14 +204,53 @@ def _check_context_parallel(config: JobConfig, degrees: Degrees) -> None:
             f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
         )
     if degrees.cp == 1:
-        defaults = Parallelism()
-        for key in ("context_parallel_method", "context_parallel_load_balancer"):
-            value = getattr(config.parallelism, key)
-            if value != getattr(defaults, key):
+        defaults = JobConfig()
+        for key in (
+            *(f"parallelism.context_parallel_{name}" for name in ("method", "load_balancer", "heads_per_pass")),
+            "comm.check_consistency",
+        ):
+            value = attrgetter(key)(config)
+            if value != attrgetter(key)(defaults):
                 raise ConfigError(
-                    f"parallelism.{key} = {value!r} has no effect with parallelism.context_parallel_degree = 1; "
+                    f"{key} = {value!r} has no effect with parallelism.context_parallel_degree = 1; "
                     f"leave it out, or set a degree of at least 2"
                 )
+
+
+def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees) -> None:
+    """Method, heads and kernel of attention that runs by a plan."""
+    from trainer.distributed.context_parallel.cost import HeadShare
+    from trainer.distributed.context_parallel.options import uses_planned_attention
+
+    model, parallelism = config.model, config.parallelism
+    if model.sliding_window_every > 1 and model.sliding_window is None:
+        raise ConfigError(
+            f"model.sliding_window_every = {model.sliding_window_every} has no effect without model.sliding_window; "
+            f"leave it out, or set a window, such as 4096"
+        )
+    if parallelism.context_parallel_kernel != "auto" and not uses_planned_attention(config):
+        raise ConfigError(
+            f"parallelism.context_parallel_kernel = {parallelism.context_parallel_kernel!r} has no effect on plain "
+            f"causal attention; leave it out, or set parallelism.context_parallel_degree of at least 2, "
+            f"model.sliding_window or training.attention_mask = 'document'"
+        )
+    heads, kv_heads = shape.n_heads // degrees.tp, shape.n_kv_heads // degrees.tp
+    if parallelism.context_parallel_method == "all_to_all":
+        try:
+            kv_heads = HeadShare.passes(heads, kv_heads, degrees.cp)[0].per_rank
+        except ValueError as error:
+            raise ConfigError(f"parallelism.{error}") from None
+    number = parallelism.context_parallel_heads_per_pass
+    if number and (parallelism.context_parallel_method == "ring" or number >= kv_heads):
+        raise ConfigError(
+            f"parallelism.context_parallel_heads_per_pass = {number} has no effect: with "
+            f"context_parallel_method = {parallelism.context_parallel_method!r} "
+            + (
+                "all heads go round together; use 'all_gather' or 'all_to_all', or leave it out"
+                if parallelism.context_parallel_method == "ring"
+                else f"a rank works on {kv_heads} key/value heads; use fewer than that, or leave it out"
+            )
+        )
 
 
 def check_shape(args: TransformerArgs, flavor: str, degrees: Degrees) -> None:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -204,11 +205,14 @@ def build_loader(
     seed: int,
     dp_rank: int,
     dp_degree: int,
+    plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
 ) -> StatefulDataLoader:
     """Endless batches of one data-parallel rank: dicts of int64 tensors (local_batch_size, seq_len).
 
     Keys: tokens, labels (shifted by one, IGNORE_INDEX where nothing follows), positions, document_ids; see
     `packing.py`. Every rank of one `dp_rank` (tensor, context parallel) gets the same batches.
+
+    plan: what to work out for each batch, from the same arrays, where the batch is made; it is then under "plan".
 
     Raises:
         ConfigError: as `StreamDataset`.
@@ -228,18 +232,20 @@ def build_loader(
             dataset,
             batch_size=local_batch_size,
             num_workers=0,
-            collate_fn=stack_rows,
+            collate_fn=partial(stack_rows, plan=plan),
             generator=torch.Generator(),  # its iterators draw a number: not from the global generator, others use it
         )
 
 
-def stack_rows(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Rows (S,) -> tensors (B, S), each in a storage of its own that torch may resize."""
+def stack_rows(
+    rows: Sequence[Row], *, plan: Callable[[Mapping[str, np.ndarray]], object] | None = None
+) -> dict[str, Any]:
+    """Rows (S,) -> tensors (B, S), each in a storage of its own that torch may resize, and their `plan`."""
+    names = ("tokens", "labels", "positions", "document_ids")
+    arrays = {name: np.stack([getattr(row, name) for row in rows]) for name in names}
     # Cloned, because torch never resizes memory that numpy has seen.
-    return {
-        name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])).clone()
-        for name in ("tokens", "labels", "positions", "document_ids")
-    }
+    batch: dict[str, Any] = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
+    return batch | ({} if plan is None else {"plan": plan(arrays)})
 
 
 def stream_states(loader: StatefulDataLoader) -> dict[int, StreamState]:
@@ -256,10 +262,10 @@ def load_stream_states(loader: StatefulDataLoader, states: Mapping[int, Mapping[
     loader.dataset.load_state_dict({"streams": states})
 
 
-def batch_hash(batch: Mapping[str, torch.Tensor]) -> int:
-    """63-bit hash of names, shapes and bytes of a batch: the same in every process, for equal batches only."""
+def batch_hash(batch: Mapping[str, Any]) -> int:
+    """63-bit hash of names, shapes and bytes of a batch's tensors: the same in every process, for equal ones only."""
     digest = hashlib.blake2b(digest_size=8)
-    for name in sorted(batch):
+    for name in sorted(name for name, x in batch.items() if isinstance(x, torch.Tensor)):
         # A copy, because `numpy()` would make the batch's own memory fixed in size.
         tensor = batch[name].detach().to("cpu", copy=True).contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

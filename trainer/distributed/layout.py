@@ -82,6 +82,7 @@ def balanced(work: np.ndarray, degree: int, *, multiple_of: int = 1) -> Sequence
     a block; the last few tokens, that make no whole round of blocks, are cut into one piece a rank.
     """
     seq_len = len(work)
+    _cuts(seq_len, degree, multiple_of)  # refuses what cannot be cut
     units = seq_len // multiple_of // (_BLOCKS_PER_RANK * degree)
     block = multiple_of * (1 << max(units.bit_length() - 1, 0))
     rounds = seq_len // (block * degree)

@@ -1,8 +1,8 @@
 """Context-parallel attention as one operator, and the style that puts it in the place of a model's attention.
 
 The operator finds what to do by a handle, an argument of the model's forward (`live.py`). It is a `torch.library`
-operator, so that `torch.compile(fullgraph=True)` does not break on it and selective activation checkpointing can keep its
-output and log-sum-exp instead of communicating again.
+operator, so that `torch.compile(fullgraph=True)` does not break on it and selective activation checkpointing can keep
+its output and log-sum-exp instead of communicating again.
 """
 
 from weakref import WeakSet
@@ -153,6 +153,6 @@ def _refuse_dropout(module: nn.Module) -> None:
     for rate in rates:
         if isinstance(rate, int | float) and rate > 0:
             raise ContextParallelError(
-                f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, or drop elsewhere, such "
-                "as after the output projection"
+                f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, or drop elsewhere, "
+                "such as after the output projection"
             )

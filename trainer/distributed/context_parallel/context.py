@@ -158,8 +158,8 @@ def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: list[torch.Tenso
         if others:
             raise ContextParallelError(
                 f"context-parallel ranks must have the same {what}, and rank(s) {others} of the group differ from the "
-                f"others (hashes {[f'{value & 0xFFFFFFFF:08x}' for value in hashes]}); give every rank the same data and "
-                "settings"
+                f"others (hashes {[f'{value & 0xFFFFFFFF:08x}' for value in hashes]}); give every rank the same data "
+                "and settings"
             )
 
 

@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """Heads that each rank works on in one pass of all-to-all: of its `per_rank` key/value heads, those from start to stop.
+    """Heads that each rank works on in one pass of all-to-all: of its `per_rank` key/value heads, start to stop.
 
     copies: how often each key/value head is replicated; group: query heads for each of the replicated ones.
     """
@@ -103,8 +103,8 @@ def aligned(size: int) -> int:
 def attention_cost(plan: RankPlan, shape: AttentionShape, direction: str, heads_per_pass: int = 0) -> Cost:
     """Cost of one attention call of this rank in one direction, `forward` or `backward`.
 
-    workspace: the most that buffers of K and V (and of their gradients) take at once, beside inputs and results: what is
-    worked on, what arrives, and with collectives and all-to-all the piece of memory that they receive into.
+    workspace: the most that buffers of K and V (and of their gradients) take at once, beside inputs and results: what
+    is worked on, what arrives, and with collectives and all-to-all the piece of memory that they receive into.
     """
     width = shape.batch if plan.rows == 1 else 1
     if plan.method == "all_to_all":

@@ -1,8 +1,8 @@
 """The table of live plans: where the operator finds what to do, by the handle that the model passed it.
 
-A handle is an int64 tensor (rows,), one number for each sequence of the batch, which names an entry of the table and the
-sequence's place in the batch. As a tensor it goes through a compiled graph without compiling it again, and is cut with
-a micro-batch.
+A handle is an int64 tensor (rows,), one number for each sequence of the batch, which names an entry of the table and
+the sequence's place in the batch. As a tensor it goes through a compiled graph without compiling it again, and is cut
+with a micro-batch.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """A plan's tiles as calls that a kernel can do: torch-free.
 
-What a kernel can do is declared (`Capabilities`); a tile beyond it is cut into calls within it. A relation that no cut can
-bring within is refused when the plan is made.
+What a kernel can do is declared (`Capabilities`); a tile beyond it is cut into calls within it. What no cut can bring
+within is refused when the kernel is chosen.
 
     CAUSAL, more keys than queries    FULL over the first keys, CAUSAL over a square at the end
     BAND, TAIL                        by a dense mask over short pieces of queries, with FULL and CAUSAL where it can be

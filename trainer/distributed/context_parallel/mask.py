@@ -188,7 +188,7 @@ def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *
         ValueError: a negative length, or key lengths for another number of documents.
     """
     kv_lengths = lengths if kv_lengths is None else kv_lengths
-    if len(lengths) != len(kv_lengths) or min(*lengths, *kv_lengths, 0) < 0:
+    if len(lengths) != len(kv_lengths) or min((*lengths, *kv_lengths), default=0) < 0:
         raise ValueError(
             f"{len(lengths)} documents of queries and {len(kv_lengths)} of keys: there must be as many of both, and "
             "no length may be negative"

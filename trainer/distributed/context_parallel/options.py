@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.config.schema import Parallelism
+from trainer.config.schema import JobConfig, Parallelism
 from trainer.distributed.context_parallel.mask import Mask, causal, documents_of
 from trainer.distributed.context_parallel.plan import METHODS
 from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, build_layout
@@ -19,8 +19,8 @@ class ContextParallelError(RuntimeError):
 class ContextParallelOptions:
     """How attention is spread over the ranks.
 
-    method: `ring`, `all_gather` or `all_to_all`; load_balancer: `head_tail`, `contiguous` or `balanced`; kernel: `auto`,
-    or the name of one; heads_per_pass: key/value heads that travel at a time, 0 for all (not for the ring);
+    method: `ring`, `all_gather` or `all_to_all`; load_balancer: `head_tail`, `contiguous` or `balanced`; kernel:
+    `auto`, or the name of one; heads_per_pass: key/value heads that travel at a time, 0 for all (not for the ring);
     multiple_of: what divides each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
 
     Raises:
@@ -42,8 +42,8 @@ class ContextParallelOptions:
                 raise ContextParallelError(f"{name} = {value!r} is none of {', '.join(map(repr, choices))}")
         if self.heads_per_pass < 0 or (self.heads_per_pass and self.method == "ring"):
             raise ContextParallelError(
-                f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = 'ring', where all heads "
-                "go round together; use 'all_gather' or 'all_to_all' with it"
+                f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = 'ring', where all "
+                "heads go round together; use 'all_gather' or 'all_to_all' with it"
             )
 
     @classmethod
@@ -62,6 +62,12 @@ class ContextParallelOptions:
         if self.load_balancer == "balanced" and mask is not None:
             work = (causal(seq_len) & mask).work()
         return build_layout(self.load_balancer, seq_len, degree, multiple_of=self.multiple_of, work=work)
+
+
+def uses_planned_attention(config: JobConfig) -> bool:
+    """Whether attention runs by a plan: over several ranks, or on one with a mask that is more than causal."""
+    several = config.parallelism.context_parallel_degree > 1
+    return several or config.training.attention_mask != "causal" or config.model.sliding_window is not None
 
 
 @dataclass(frozen=True)

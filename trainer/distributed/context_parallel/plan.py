@@ -3,11 +3,11 @@
 A plan says, stage by stage, which K/V rows travel from whom to whom and which tiles of attention a rank computes,
 forward and backward. A row reaches only ranks with a query that sees it.
 
-ring          Forward: K/V move from rank r to r - 1; at stage s rank r works on what rank (r + s) mod N owns. A row comes
-              from the rank before on the way if that one works on it too, else from its owner. For causal head_tail
-              that is 25 % less in total than a ring in which everything goes round.
-              Backward: the other way round, from r to r + 1, farthest first, so that the first rank on the way that sees
-              a row fetches it from its owner, and its gradient (dK, dV) is added up on the way home.
+ring          Forward: K/V move from rank r to r - 1; at stage s rank r works on what rank (r + s) mod N owns. A row
+              comes from the rank before on the way if that one works on it too, else from its owner. For causal
+              head_tail that is 25 % less in total than a ring in which everything goes round.
+              Backward: the other way round, from r to r + 1, farthest first, so that the first rank on the way that
+              sees a row fetches it from its owner, and its gradient (dK, dV) is added up on the way home.
 
                   forward, N = 4: whose K/V rank r holds        backward
                   stage   1 2 3                                 stage   1 2 3
@@ -20,7 +20,8 @@ all_gather    Stage 0 is what a rank owns itself, stage 1 everything else that i
               collective (and the gradients back by reduce-scatter) unless the mask leaves less than half of that.
 all_to_all    One stage: each rank has some of the heads and the whole sequence (Ulysses, arXiv 2309.14509).
 
-Ring attention: arXiv 2310.01889. Sequences of a batch with masks of their own are planned as one, laid one after another.
+Ring attention: arXiv 2310.01889. Sequences of a batch with masks of their own are planned as one, laid one after
+another.
 """
 
 from bisect import bisect_right
@@ -249,13 +250,13 @@ class _Problem:
         yield from self._split(rank, owner, before)
 
     def _departures(self, rank: int, step: int, direction: int) -> Iterator[Message]:
-        """What `rank` sends for the others' `step`: on to its neighbour, and of its own to a rank with a gap before it."""
+        """What `rank` sends for the others' `step`: on to its neighbour, and of its own to one with a gap before it."""
         targets = {(rank + direction) % self.degree, (rank + direction * step) % self.degree}
         for target in targets:
             yield from (m for m in self._arrivals(target, step, direction) if m.source == rank)
 
     def _homeward(self, rank: int, step: int) -> Iterator[Message]:
-        """Where the gradients that `rank` has after `step` go: to the next rank if it adds to them, else to the owner."""
+        """Where the gradients that `rank` has after `step` go: to the next rank if it adds to them, else home."""
         owner = (rank - step) % self.degree
         for message in self._split(rank, owner, (rank + 1) % self.degree):
             yield Message(rank, message.source, message.ranges)

@@ -1,8 +1,8 @@
 """Runs an all-to-all plan (DeepSpeed Ulysses, arXiv 2309.14509): each rank works on some heads of the whole sequence.
 
 One exchange takes queries, keys and values from "my rows of all heads" to "all rows of my heads", one takes the output
-back; the backward does the same with the gradients. Key/value heads are replicated to the least common multiple of their
-number and the degree, so that every degree that divides the query heads works; their gradients are added up again.
+back; the backward does the same with the gradients. Key/value heads are replicated to the least common multiple of
+their number and the degree, so that every degree that divides the query heads works; their gradients are added up.
 
     2 ranks, 4 query heads, 1 key/value head       rank 0        rank 1
     before                                         q 0123 kv 0   q 0123 kv 0     half the rows each

@@ -32,10 +32,16 @@ class TransformerArgs:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
+    sliding_window: int | None = None
+    sliding_window_every: int = 1
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    def window_of_layer(self, layer: int) -> int | None:
+        """Tokens that a token sees in this layer, itself and those before it; None: all before it."""
+        return self.sliding_window if layer % self.sliding_window_every == 0 else None
 
     def n_params(self) -> int:
         """Number of parameters; a tied embedding counts once."""
@@ -50,11 +56,18 @@ class TransformerArgs:
 
         The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix
         product plus 12 * layers * dim * seq_len, as if every query saw every key. The second counts only
-        what a causal mask leaves, (seq_len + 1) / 2 keys per query. The embedding look-up is no product.
+        what a causal mask, or a sliding window, leaves: (seq_len + 1) / 2 keys per query, or fewer. The embedding
+        look-up is no product.
         """
         matrices = 6.0 * (self.n_layers * self._layer_matrices() + self.vocab_size * self.dim)
-        attention = 12.0 * self.n_layers * self.n_heads * self.head_dim
-        return matrices + attention * seq_len, matrices + attention * (seq_len + 1) / 2
+        attention = 12.0 * self.n_heads * self.head_dim
+        keys = sum(self._keys_per_query(layer, seq_len) for layer in range(self.n_layers))
+        return matrices + attention * self.n_layers * seq_len, matrices + attention * keys
+
+    def _keys_per_query(self, layer: int, seq_len: int) -> float:
+        """Mean number of keys that a query of this layer sees."""
+        window = min(self.window_of_layer(layer) or seq_len, seq_len)
+        return window - window * (window - 1) / 2 / seq_len
 
     def _layer_matrices(self) -> int:
         attention = self.head_dim * self.dim * (2 * self.n_heads + 2 * self.n_kv_heads)

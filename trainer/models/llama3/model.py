@@ -51,7 +51,14 @@ def build_norm(args: TransformerArgs) -> nn.Module:
 
 
 class InnerAttention(nn.Module):
-    """Causal scaled dot product attention: the part that context parallelism will replace."""
+    """Causal scaled dot product attention, of all tokens or a sliding window: the part that a plan may replace.
+
+    A window is a dense mask here, (S, S); `parallelize` puts planned attention in its place, which has none.
+    """
+
+    def __init__(self, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
 
     def forward(
         self,
@@ -63,20 +70,27 @@ class InnerAttention(nn.Module):
         plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q: (B, H, S, D); k, v: (B, K, S, D), K divides H -> (B, H, S, D). Local attention has no use for a plan."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        mask = None
+        if self.sliding_window is not None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            mask = mask.tril().triu(1 - self.sliding_window)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
 
 
 class Attention(nn.Module):
     """Grouped-query attention with RoPE."""
 
-    def __init__(self, args: TransformerArgs) -> None:
+    def __init__(self, args: TransformerArgs, sliding_window: int | None) -> None:
         super().__init__()
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.inner_attention = InnerAttention()
+        self.inner_attention = InnerAttention(sliding_window)
 
     def forward(
         self, x: torch.Tensor, freqs_cis: torch.Tensor, attention_plan: torch.Tensor | None = None
@@ -104,10 +118,10 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward, each with its residual."""
 
-    def __init__(self, args: TransformerArgs) -> None:
+    def __init__(self, args: TransformerArgs, layer: int) -> None:
         super().__init__()
         self.attention_norm = build_norm(args)
-        self.attention = Attention(args)
+        self.attention = Attention(args, args.window_of_layer(layer))
         self.ffn_norm = build_norm(args)
         self.feed_forward = FeedForward(args)
 
@@ -126,7 +140,7 @@ class Transformer(nn.Module):
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # A dictionary keeps the layers' names when a pipeline stage drops some of them.
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args, i) for i in range(args.n_layers)})
         self.norm = build_norm(args)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:

@@ -13,6 +13,7 @@ from trainer.config.schema import JobConfig
 from trainer.distributed.activation_checkpoint import apply_activation_checkpoint
 from trainer.distributed.compile import apply_compile
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
+from trainer.distributed.context_parallel.options import uses_planned_attention
 from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import apply_tensor_parallel, logits_layout
@@ -24,9 +25,11 @@ def parallelize(model: Transformer, dims: ParallelDims, config: JobConfig) -> No
     if dims.size("tp") > 1:
         _tensor_parallel(model, dims, config)
     blocks = list(model.layers.values())
-    if dims.size("cp") > 1:
+    if uses_planned_attention(config):
         for block in blocks:
-            parallelize_module(block, dims["cp"], {"attention.inner_attention": ContextParallelAttention()})
+            window = block.attention.inner_attention.sliding_window
+            style = ContextParallelAttention(sliding_window=window)
+            parallelize_module(block, dims["cp"], {"attention.inner_attention": style})
     apply_activation_checkpoint(blocks, config.activation_checkpoint)
     apply_compile(blocks, config.compile, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
     # A tied matrix is used at both ends of the forward: it stays gathered, with the root's own parameters.
