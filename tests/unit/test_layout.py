@@ -1,38 +1,77 @@
 """Laws of sequence layouts."""
 
+import math
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.distributed.layout import LAYOUTS, contiguous, head_tail
+from trainer.distributed.context_parallel.mask import by_row, causal, documents
+from trainer.distributed.layout import (
+    LAYOUTS,
+    LOAD_BALANCERS,
+    SequenceLayout,
+    balanced,
+    build_layout,
+    contiguous,
+    head_tail,
+)
 
-names = st.sampled_from(sorted(LAYOUTS))
+names = st.sampled_from(LOAD_BALANCERS)
+
+
+def imbalance(layout: SequenceLayout, work: np.ndarray) -> float:
+    """Largest share of the work, over the mean."""
+    shares = [int(work[layout.indices(rank)].sum()) for rank in range(layout.degree)]
+    return max(shares) / np.mean(shares)
+
+
+def packed_lengths(seq_len: int, rng: np.random.Generator) -> list[int]:
+    """Documents of mixed length that fill a row, the last one cut."""
+    lengths: list[int] = []
+    while sum(lengths) < seq_len:
+        lengths.append(min(int(rng.lognormal(8, 1)) + 1, seq_len - sum(lengths)))
+    return lengths
 
 
 @given(names, st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
 def test_every_token_has_one_owner(name: str, units: int, degree: int, multiple_of: int):
-    layout = LAYOUTS[name](units * multiple_of, degree, multiple_of=multiple_of)
+    layout = build_layout(name, units * multiple_of, degree, multiple_of=multiple_of)
     assert sorted(layout.order().tolist()) == list(range(layout.seq_len))
-    assert layout.degree == degree
+    assert (layout.name, layout.seq_len, layout.degree) == (name, units * multiple_of, degree)
     for rank in range(degree):
         indices = layout.indices(rank)
         assert len(indices) == layout.length(rank)
         assert layout.length(rank) % multiple_of == 0
         assert (np.diff(indices) > 0).all()
+        borders = [border for part in layout.ranges[rank] for border in part]
+        assert all(a < b for a, b in pairwise(borders))  # none empty, no two touching
 
 
-@given(names, st.integers(0, 300), st.integers(1, 20))
-def test_shards_differ_by_one_unit_at_most(name: str, seq_len: int, degree: int):
-    lengths = [LAYOUTS[name](seq_len, degree).length(rank) for rank in range(degree)]
-    assert max(lengths) - min(lengths) <= 1
+@given(names, st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
+def test_shards_differ_by_one_unit_at_most(name: str, units: int, degree: int, multiple_of: int):
+    layout = build_layout(name, units * multiple_of, degree, multiple_of=multiple_of)
+    lengths = [layout.length(rank) for rank in range(degree)]
+    assert max(lengths) - min(lengths) in (0, multiple_of)
 
 
 @given(names, st.integers(1, 200), st.integers(1, 12))
 def test_the_order_undoes_itself(name: str, seq_len: int, degree: int):
-    layout = LAYOUTS[name](seq_len, degree)
+    layout = build_layout(name, seq_len, degree)
     shards = np.concatenate([np.arange(seq_len)[layout.indices(rank)] for rank in range(degree)])
     assert (shards[np.argsort(layout.order())] == np.arange(seq_len)).all()
+
+
+@given(names, st.integers(0, 60), st.integers(1, 6), st.integers(1, 4))
+def test_a_repeated_layout_cuts_each_sequence_alike(name: str, seq_len: int, degree: int, rows: int):
+    layout = build_layout(name, seq_len, degree)
+    whole = layout.repeated(rows)
+    assert whole.seq_len == rows * seq_len
+    for rank in range(degree):
+        one = layout.indices(rank)
+        assert whole.indices(rank).tolist() == [b * seq_len + i for b in range(rows) for i in one.tolist()]
 
 
 @given(st.integers(1, 30), st.integers(1, 16))
@@ -43,9 +82,60 @@ def test_head_tail_is_exactly_balanced_when_it_divides(piece: int, degree: int):
 
 
 def test_contiguous_is_not():
-    layout = contiguous(64, 4)
-    areas = [int((layout.indices(rank) + 1).sum()) for rank in range(4)]
-    assert max(areas) / np.mean(areas) > 1.7
+    assert imbalance(contiguous(64, 4), causal(64).work()) > 1.7
+
+
+@pytest.mark.parametrize("seq_len", [1, 31, 2048, 4100, 12345])
+@pytest.mark.parametrize("degree", [2, 3, 8])
+@pytest.mark.parametrize("multiple_of", [1, 4])
+def test_blocks_are_the_largest_power_of_two_that_leaves_32_a_rank(seq_len: int, degree: int, multiple_of: int):
+    seq_len *= multiple_of
+    block = multiple_of
+    while 2 * block * 32 * degree <= seq_len:
+        block *= 2
+    work = np.random.default_rng(seq_len).integers(0, 1000, seq_len)
+    layout = balanced(work, degree, multiple_of=multiple_of)
+    dealt = seq_len // (block * degree) * block * degree
+    inside = [border for shard in layout.ranges for part in shard for border in part if border <= dealt]
+    assert math.gcd(*inside) % block == 0
+    if dealt > block * degree:
+        assert math.gcd(*inside) == block
+    rest = [layout.indices(rank)[layout.indices(rank) >= dealt] for rank in range(degree)]
+    assert np.concatenate(rest).tolist() == list(range(dealt, seq_len))  # one piece a rank, in order
+
+
+def test_equal_work_is_dealt_in_equal_numbers():
+    layout = balanced(np.ones(4096, dtype=np.int64), 4)
+    assert {layout.length(rank) for rank in range(4)} == {1024}
+
+
+@pytest.mark.parametrize("degree", [4, 8, 16])
+def test_packed_documents_are_balanced_by_blocks_and_not_by_head_tail(degree: int):
+    seq_len, by_head_tail = 65536, []
+    for seed in range(40):
+        lengths = packed_lengths(seq_len, np.random.default_rng(seed))
+        work = documents(lengths, is_causal=True).work()
+        assert imbalance(balanced(work, degree), work) <= 1.02
+        by_head_tail.append(imbalance(head_tail(seq_len, degree), work))
+    assert min(by_head_tail) > 1.05
+    assert np.median(by_head_tail) > 1.5
+    assert max(by_head_tail) < 3
+
+
+@pytest.mark.parametrize("degree", [4, 8, 16])
+def test_several_rows_are_balanced_together(degree: int):
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        mask = by_row([documents(packed_lengths(65536, rng), is_causal=True) for _ in range(4)])
+        work = mask.work()
+        assert imbalance(balanced(work, degree), work) <= 1.02
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_without_work_balanced_deals_as_under_a_causal_mask(degree: int):
+    layout = build_layout("balanced", 8192, degree)
+    assert layout == build_layout("balanced", 8192, degree, work=causal(8192).work())
+    assert imbalance(layout, causal(8192).work()) < 1.001
 
 
 def test_as_in_the_picture():
@@ -54,7 +144,14 @@ def test_as_in_the_picture():
     assert head_tail(3, 4).ranges == (((0, 1),), ((1, 2),), ((2, 3),), ())
 
 
-@pytest.mark.parametrize(("seq_len", "degree", "multiple_of"), [(10, 2, 4), (8, 0, 1), (8, 2, 0), (-1, 2, 1)])
-def test_what_cannot_be_cut(seq_len: int, degree: int, multiple_of: int):
-    with pytest.raises(ValueError, match="cannot be cut"):
-        contiguous(seq_len, degree, multiple_of=multiple_of)
+@pytest.mark.parametrize("name", LOAD_BALANCERS)
+@pytest.mark.parametrize(("seq_len", "degree", "multiple_of"), [(10, 2, 4), (8, 0, 1), (8, 2, 0), (130, 2, 4)])
+def test_what_cannot_be_cut(name: str, seq_len: int, degree: int, multiple_of: int):
+    with pytest.raises(ValueError, match=f"a sequence of {seq_len} tokens cannot be cut"):
+        build_layout(name, seq_len, degree, multiple_of=multiple_of)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_no_sequence_has_a_negative_length(name: str):
+    with pytest.raises(ValueError, match="a sequence of -1 tokens cannot be cut"):
+        build_layout(name, -1, 2)
