@@ -104,6 +104,22 @@ def test_context_parallel_attention_is_not_communicated_again_by_op(pool: Worker
     assert got["full"].total() > got["2"].total() > got["none"].total()
 
 
+@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
+def test_nor_do_the_other_methods(pool: WorkerPool, method: str) -> None:
+    """And each mode's gradients are those of the single process, with documents that change the plan."""
+    world_size, arguments = LAYOUTS["cp2"]
+    mask = ["--training.dtype=float64", "--training.attention_mask=document"]
+    settings = [*mask, f"--parallelism.context_parallel_method={method}", *arguments]
+    exchanges = {}
+    for mode, checkpointing in MODES.items():
+        exchanges[mode] = pool.run(world_size, counted_case, [*settings, *checkpointing])[0][1]
+        if mode != "none":
+            got = pool.run(world_size, run_layout, [*settings, *checkpointing])[0]
+            assert_parity(got, reference(pool, *mask), 1e-10)
+    assert exchanges["op"] == exchanges["none"]
+    assert exchanges["full"].total() > exchanges["2"].total() > exchanges["none"].total()
+
+
 def test_names_of_parameters_stay(pool: WorkerPool) -> None:
     names = [names for _, _, names in counted(pool, "fsdp2").values()]
     assert names[0] == names[1] == names[2] == names[3]

@@ -67,6 +67,32 @@ def test_every_gradient_is_that_of_one_eager_process(
         assert not counts.get("recompiles")
 
 
+DOCUMENTS = ["--training.attention_mask=document", "--parallelism.context_parallel_load_balancer=balanced"]
+WINDOWS = ["--model.sliding_window=5", "--model.sliding_window_every=2"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend", "settings", "graphs"),
+    [
+        ("cp2", "inductor", [*DOCUMENTS, *OP], 1),
+        ("cp2+tp2", "aot_eager", [*DOCUMENTS, "--parallelism.context_parallel_method=all_to_all"], 1),
+        # A layer with a window and one without are two graphs, however many layers and steps there are.
+        ("cp2", "aot_eager", [*WINDOWS, "--parallelism.context_parallel_method=all_gather", *FULL], 2),
+    ],
+)
+def test_plans_that_change_every_step_are_not_compiled_again(
+    pool: WorkerPool, layout: str, backend: str, settings: list[str], graphs: int
+) -> None:
+    """Documents lie elsewhere in every batch: masks, layouts and plans change, and the graph does not."""
+    world_size, arguments = LAYOUTS[layout]
+    results = pool.run(world_size, compiled_case, [PRECISION, f"--compile.backend={backend}", *settings, *arguments])
+    mask = [s for s in settings if "mask" in s or "window" in s]
+    assert_parity(results[0][0], reference(pool, PRECISION, *mask), 1e-10)
+    for _, counts in results:
+        assert counts["stats"]["unique_graphs"] == graphs
+        assert not counts.get("graph_break")
+
+
 def test_without_the_wait_the_gradient_of_the_embedding_is_lost(pool: WorkerPool) -> None:
     """The negative control: TP + FSDP + compile train on, and the embedding learns nothing."""
     world_size, arguments = LAYOUTS["fsdp2+tp2"]

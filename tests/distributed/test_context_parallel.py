@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.distributed.harness import TINY
 from tests.distributed.pool import WorkerPool
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -32,7 +33,7 @@ from trainer.distributed.context_parallel.options import ContextParallelError, C
 from trainer.distributed.context_parallel.plan import METHODS
 from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, head_tail
 from trainer.distributed.process_group import Process, process_group
-from trainer.models.llama3.model import InnerAttention
+from trainer.models.llama3.model import InnerAttention, Transformer
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 BATCH = 2
@@ -350,6 +351,43 @@ def test_a_position_wise_model_shows_any_permutation(pool: WorkerPool, method: s
     # Two tokens of one rank change places: whatever is cut by position shows it, on that rank or on all.
     broken = pool.run(3, exact_case, method, "head_tail", masks[0], True)
     assert set(broken[1]) == {"tokens", "labels", "positions", "table", "output", "gradient"}
+
+
+def documents_apart_case(window: int | None) -> list[float]:
+    """Differences of hidden states and gradients: a packed row by plan, and its documents one by one, without any."""
+    process = Process.from_environment()
+    lengths = [7, 1, 12, 4]
+    shape = dataclasses.replace(TINY, vocab_size=64, max_seq_len=24, sliding_window=window)
+    packed, alone = (Transformer(shape).double() for _ in range(2))
+    alone.load_state_dict(packed.state_dict())
+    for model in (packed, alone):
+        model.init_buffers(torch.device("cpu"))
+    tokens = torch.randint(64, (1, 24), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    cotangent = torch.randn(1, 24, shape.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        for layer in packed.layers.values():
+            ContextParallelAttention(sliding_window=window)._apply(layer.attention.inner_attention, mesh)
+        mask = documents(lengths)
+        with context_parallel(mesh, buffers=[tokens, positions], buffer_seq_dims=[1, 1], mask=mask) as cp:
+            hidden = packed(tokens, positions, attention_plan=cp.attention_plan)
+            hidden.backward(cotangent)
+    parts = [alone(part) for part in tokens.split(lengths, dim=1)]  # each from position 0
+    torch.cat(parts, dim=1).backward(cotangent)
+    pairs = zip(packed.parameters(), alone.parameters(), strict=True)
+    return [
+        relative(hidden, torch.cat(parts, dim=1)),
+        *(relative(a.grad, b.grad) for a, b in pairs if b.grad is not None),
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_documents_are_as_if_each_were_alone(pool: WorkerPool, window: int | None) -> None:
+    """What the parity of whole models rests on, with PyTorch's own attention and a dense window as the oracle."""
+    (errors,) = pool.run(1, documents_apart_case, window)
+    assert len(errors) > 10
+    assert max(errors) < 1e-12
 
 
 def guards_case() -> list[str]:

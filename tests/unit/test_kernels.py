@@ -1,63 +1,272 @@
-"""Every kernel that runs here, against softmax written out: one tile alone, and tiles as parts of a whole."""
+"""Every kernel that runs on a CPU, against softmax written out: one tile alone, and tiles as parts of a whole."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.kernels import CpuFlash, Kernel, Math, choose_kernel
+from trainer.distributed.context_parallel.kernels import CpuFlash, Kernel, Math, choose_kernel, repeated, summed
+from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
+from trainer.distributed.context_parallel.lowering import Capabilities, split
+from trainer.distributed.context_parallel.mask import Relation
+from trainer.distributed.context_parallel.plan import Tile
 
+FULL, CAUSAL, BAND, TAIL = Relation.FULL, Relation.CAUSAL, Relation.BAND, Relation.TAIL
 KERNELS = [CpuFlash(), Math()]
+TILES = [
+    (FULL, 5, 9),
+    (FULL, 9, 3),
+    (FULL, 1, 1),
+    (CAUSAL, 7, 7),
+    (CAUSAL, 1, 1),
+    (CAUSAL, 4, 11),
+    (CAUSAL, 1, 6),
+    (BAND, 5, 5),
+    (BAND, 5, 8),
+    (BAND, 8, 10),
+    (TAIL, 6, 6),
+    (TAIL, 4, 9),
+    (TAIL, 1, 5),
+]
+TILE_IDS = [f"{relation.value}-{n}x{m}" for relation, n, m in TILES]
+by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 
 
-def inputs(heads: int, kv_heads: int, queries: int, keys: int, head_dim: int = 8) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(heads + queries)
-    shapes = [(2, heads, queries, head_dim), (2, kv_heads, keys, head_dim), (2, kv_heads, keys, head_dim)]
-    return [torch.randn(s, dtype=torch.float64, generator=generator) for s in (*shapes, shapes[0])]
+def visible(relation: Relation, n: int, m: int) -> torch.Tensor:
+    """(n, m) bool, by the words of `Relation`, pair by pair."""
+    i, j = torch.arange(n)[:, None], torch.arange(m)
+    return {FULL: j >= 0, CAUSAL: j <= i + m - n, BAND: (i <= j) & (j <= i + m - n), TAIL: j >= i}[relation].expand(
+        n, m
+    )
 
 
-def definition(q, k, v, causal: bool, scale: float):
+def inputs(
+    heads: int, kv_heads: int, queries: int, keys: int, head_dim: int = 8, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    """q, k, v, cotangent."""
+    generator = torch.Generator().manual_seed(heads + 31 * queries + 7 * keys)
+    shapes = [(2, heads, queries, head_dim), *[(2, kv_heads, keys, head_dim)] * 2, (2, heads, queries, head_dim)]
+    return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype) for s in shapes]
+
+
+def definition(q, k, v, cotangent, relation: Relation, scale: float):
+    """Output, log-sum-exp, gradients of q, k, v; in float64, by autograd."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    q, k, v = leaves
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    scores = scores.masked_fill(~visible(relation, q.shape[2], k.shape[2]).to(q.device), -torch.inf)
+    out = scores.softmax(-1) @ v
+    return out.detach(), scores.logsumexp(-1).detach(), torch.autograd.grad(out, leaves, cotangent.double())
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative norm of the difference."""
+    assert got.shape == wanted.shape
+    return ((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+
+
+def run(kernel: Kernel, tile: tuple[Relation, int, int], heads=(4, 2), head_dim=8, dtype=torch.float64, scale=0.3):
+    """Largest error of output, log-sum-exp and gradients of a tile alone."""
+    relation, n, m = tile
+    q, k, v, cotangent = inputs(*heads, n, m, head_dim, dtype)
+    wanted, wanted_lse, wanted_grads = definition(q, k, v, cotangent, relation, scale)
+    out, lse = kernel.forward(q, k, v, relation=relation, scale=scale)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.promote_types(dtype, torch.float32)
+    grads = kernel.backward(cotangent, q, k, v, out, lse, relation=relation, scale=scale)
+    assert all(grad.dtype == dtype for grad in grads)
+    pairs = zip((out, lse, *grads), (wanted, wanted_lse, *wanted_grads), strict=True)
+    # Gradients that are zero in exact numbers, as of a query with one key, have no relative error.
+    return max(error(a, b) if b.norm() > 1e-9 else a.double().norm().item() for a, b in pairs)
+
+
+def can(kernel: Kernel, relation: Relation, n: int, m: int) -> bool:
+    """Whether it is one call by the kernel's own words."""
+    return [*split(Tile((0, n), (0, m), relation), kernel.capabilities)] == [Tile((0, n), (0, m), relation)]
+
+
+@by_name
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=TILE_IDS)
+def test_a_tile_alone(kernel: Kernel, tile: tuple[Relation, int, int], heads: tuple[int, int]):
+    """Bottom-right diagonals too, which the CPU kernel does by a mask."""
+    assert run(kernel, tile, heads) < 1e-12
+
+
+@by_name
+@pytest.mark.parametrize("head_dim", [4, 5, 16, 33, 64, 80, 128, 256])
+@pytest.mark.parametrize("relation", [CAUSAL, BAND])
+def test_heads_of_any_size(kernel: Kernel, relation: Relation, head_dim: int):
+    assert run(kernel, (relation, 9, 9 if relation is CAUSAL else 12), head_dim=head_dim) < 1e-12
+
+
+@by_name
+@pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
+def test_any_scale(kernel: Kernel, scale: float):
+    assert run(kernel, (CAUSAL, 9, 9), scale=scale) < 1e-11
+
+
+@by_name
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("tile", [(FULL, 40, 70), (CAUSAL, 70, 70), (BAND, 60, 80), (TAIL, 50, 90)], ids=str)
+def test_types(kernel: Kernel, tile: tuple[Relation, int, int], dtype: torch.dtype, bound: float):
+    assert run(kernel, tile, head_dim=32, dtype=dtype) < bound
+
+
+def test_half_precision_runs_by_the_definition():
+    assert run(Math(), (CAUSAL, 70, 70), head_dim=32, dtype=torch.float16) < 2e-3
+
+
+@by_name
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "queries", "keys", "causal"),
-    [(4, 4, 7, 7, True), (4, 2, 7, 7, True), (4, 1, 5, 9, False), (4, 2, 9, 3, False), (2, 2, 1, 1, True)],
+    ("whole", "tiles"),
+    [
+        ((FULL, 6, 10), [Tile((0, 6), (0, 4)), Tile((0, 6), (4, 10))]),
+        ((CAUSAL, 6, 10), [Tile((0, 6), (0, 4)), Tile((0, 6), (4, 10), CAUSAL)]),
+        ((CAUSAL, 8, 8), [Tile((0, 3), (0, 3), CAUSAL), Tile((3, 8), (0, 3)), Tile((3, 8), (3, 8), CAUSAL)]),
+        ((BAND, 4, 9), [Tile((0, 4), (0, 4), TAIL), Tile((0, 4), (4, 5)), Tile((0, 4), (5, 9), CAUSAL)]),
+        ((TAIL, 6, 8), [Tile((0, 2), (0, 8), TAIL), Tile((2, 6), (2, 8), TAIL)]),
+    ],
+    ids=lambda case: case[0].value if isinstance(case, tuple) else "",
 )
-def test_a_tile_alone(kernel: Kernel, heads: int, kv_heads: int, queries: int, keys: int, causal: bool):
-    q, k, v, cotangent = inputs(heads, kv_heads, queries, keys)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    wanted, wanted_lse = definition(*leaves, causal, 0.3)
-    wanted_grads = torch.autograd.grad(wanted, leaves, cotangent)
-    out, lse = kernel.forward(q, k, v, causal=causal, scale=0.3)
-    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-12, atol=1e-12)
-    grads = kernel.backward(cotangent, q, k, v, out, lse, causal=causal, scale=0.3)
-    for got, grad in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(got, grad, rtol=1e-11, atol=1e-12)
+def test_tiles_are_parts_of_a_whole(kernel: Kernel, whole: tuple[Relation, int, int], tiles: list[Tile]):
+    """Merged by their log-sum-exp the tiles give the whole; with its statistics, their gradients add up to its own."""
+    parts_of_a_whole(kernel, whole, tiles, bound=1e-12)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
-def test_gradients_of_tiles_add_up(kernel: Kernel):
-    """With the output and log-sum-exp of the whole, two halves of the keys give the gradients of all."""
+def parts_of_a_whole(kernel: Kernel, whole: tuple[Relation, int, int], tiles: list[Tile], bound: float) -> None:
+    relation, n, m = whole
+    q, k, v, cotangent = inputs(4, 2, n, m)
+    out, lse, grads = definition(q, k, v, cotangent, relation, 0.3)
+    merged, merged_lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    sums = [torch.zeros_like(x) for x in (q, k, v)]
+    for tile in tiles:
+        rows, keys = (slice(None), slice(None), slice(*tile.q)), (slice(None), slice(None), slice(*tile.kv))
+        part, part_lse = kernel.forward(q[rows], k[keys], v[keys], relation=tile.relation, scale=0.3)
+        merged[rows] += part * (part_lse - lse[rows]).exp()[..., None]
+        merged_lse[rows] = torch.logaddexp(merged_lse[rows], part_lse)
+        arguments = cotangent[rows], q[rows], k[keys], v[keys], out[rows], lse[rows]
+        parts = kernel.backward(*arguments, relation=tile.relation, scale=0.3)
+        for total, place, part in zip(sums, (rows, keys, keys), parts, strict=True):
+            total[place] += part
+    for got, wanted in zip((merged, merged_lse, *sums), (out, lse, *grads), strict=True):
+        assert error(got, wanted) < bound
+
+
+@by_name
+def test_statistics_of_the_tile_alone_would_be_wrong(kernel: Kernel):
+    """The control of the law above: gradients of halves, each with its own statistics, do not add up."""
     q, k, v, cotangent = inputs(4, 2, 6, 10)
-    out, lse = kernel.forward(q, k, v, causal=False, scale=0.3)
-    whole = kernel.backward(cotangent, q, k, v, out, lse, causal=False, scale=0.3)
-    parts = [
-        kernel.backward(cotangent, q, k[:, :, part], v[:, :, part], out, lse, causal=False, scale=0.3)
-        for part in (slice(0, 4), slice(4, 10))
-    ]
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0], rtol=1e-12, atol=1e-12)
-    for i in (1, 2):
-        torch.testing.assert_close(torch.cat((parts[0][i], parts[1][i]), dim=2), whole[i], rtol=1e-12, atol=1e-12)
+    wanted = definition(q, k, v, cotangent, FULL, 0.3)[2][0]
+    dq = 0
+    for part in (slice(0, 4), slice(4, 10)):
+        keys, values = k[:, :, part], v[:, :, part]
+        out, lse = kernel.forward(q, keys, values, relation=FULL, scale=0.3)
+        dq = dq + kernel.backward(cotangent, q, keys, values, out, lse, relation=FULL, scale=0.3)[0]
+    assert error(dq, wanted) > 0.1
 
 
-def test_the_choice():
-    assert isinstance(choose_kernel("cpu", torch.float64), CpuFlash)
-    assert isinstance(choose_kernel("cuda", torch.float32), Math)
-    with pytest.raises(ConfigError, match="float16 has no kernel on a CPU"):
-        choose_kernel("cpu", torch.float16)
+def test_repeated_and_summed_are_adjoint():
+    x, y = torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(2, 6, 5, 4, dtype=torch.float64)
+    assert torch.allclose((repeated(x, 6) * y).sum(), (x * summed(y, 3)).sum())
+    assert repeated(x, 3) is x
+    assert summed(x, 3) is x
+
+
+# ---- tiles cut to what a kernel can do
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    relation=st.sampled_from(Relation),
+    q_start=st.integers(0, 5),
+    kv_start=st.integers(0, 5),
+    n=st.integers(1, 200),
+    m=st.integers(1, 400),
+    flags=st.tuples(*[st.booleans()] * 3),
+)
+def test_a_tile_is_cut_into_what_the_kernel_can_do(relation, q_start, kv_start, n, m, flags):
+    """Every pair of the tile once and no other, by relations that the capabilities allow."""
+    m = max(n, m) if relation is not FULL else m
+    bottom_right, bands, masks = flags
+    capabilities = Capabilities(None, frozenset({"float32"}), bottom_right=bottom_right, bands=bands, masks=masks)
+    tile = Tile((q_start, q_start + n), (kv_start, kv_start + m), relation)
+    times = np.zeros((q_start + n, kv_start + m), dtype=int)
+    for part in split(tile, capabilities):
+        rows, keys = part.q[1] - part.q[0], part.kv[1] - part.kv[0]
+        assert rows > 0
+        assert keys > 0
+        shown = visible(part.relation, rows, keys).numpy()
+        assert shown.any(axis=1).all()
+        times[slice(*part.q), slice(*part.kv)] += shown
+        assert part.pairs == shown.sum()
+        assert part.relation is not CAUSAL or rows == keys or bottom_right
+        if part.relation.lower and not bands:
+            assert rows <= 512
+            assert keys <= 2 * rows
+    wanted = np.zeros_like(times)
+    wanted[q_start:, kv_start:] = visible(relation, n, m).numpy()
+    np.testing.assert_array_equal(times, wanted)
+
+
+@pytest.mark.parametrize("kernel", [CpuFlash(), *CUDA_KERNELS, Math()], ids=lambda kernel: kernel.name)
+def test_what_can_do_bands_is_left_whole(kernel: Kernel):
+    tile = Tile((0, 300), (0, 700), BAND)
+    assert ([*split(tile, kernel.capabilities)] == [tile]) == kernel.capabilities.bands
+
+
+# ---- the choice
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "name"),
+    [
+        ("cpu", torch.float64, 64, "cpu_flash"),
+        ("cpu", torch.bfloat16, 7, "cpu_flash"),
+        ("cpu", torch.float16, 64, "math"),
+        ("cuda", torch.bfloat16, 128, "cuda_flash"),
+        ("cuda", torch.float16, 20, "cuda_flash"),
+        ("cuda", torch.bfloat16, 320, "efficient"),
+        ("cuda", torch.float32, 128, "efficient"),
+        ("cuda", torch.float64, 128, "math"),
+        ("mps", torch.float32, 64, "math"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bands", [False, True], ids=["causal", "bands"])
+def test_the_choice(device: str, dtype: torch.dtype, head_dim: int, name: str, bands: bool):
+    assert choose_kernel(device, dtype, head_dim, bands=bands).name == name
+
+
+def test_names_are_unique_and_found():
+    kernels = [CpuFlash(), *CUDA_KERNELS, Math()]
+    assert len({kernel.name for kernel in kernels}) == len(kernels)
+    for kernel, dtype in itertools.product(kernels, (torch.bfloat16, torch.float32)):
+        if str(dtype).removeprefix("torch.") in kernel.capabilities.dtypes:
+            device = kernel.capabilities.device or "cpu"
+            assert choose_kernel(device, dtype, 64, kernel.name).name == kernel.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bands", "says"),
+    [
+        (("cpu", torch.float32, 64, "cuda_flash"), False, ["tensors on cpu", "float32", "'cpu_flash', 'math'"]),
+        (("cuda", torch.bfloat16, 64, "cpu_flash"), False, ["tensors on cuda", "'cuda_flash'"]),
+        (("cuda", torch.float32, 64, "cuda_flash"), False, ["cannot do float32;", "'efficient', 'flex', 'math'"]),
+        (("cuda", torch.bfloat16, 320, "cuda_flash"), False, ["heads of size 320", "'efficient', 'math'"]),
+        (("cuda", torch.bfloat16, 20, "cudnn"), False, ["heads of size 20", "'cuda_flash'"]),
+        (("cuda", torch.bfloat16, 64, "cudnn"), True, ["a sliding window", "'cuda_flash'"]),
+        (("cpu", torch.float16, 64, "cpu_flash"), False, ["cannot do float16;", "can: 'math'"]),
+        (("cpu", torch.float32, 64, "flash3"), False, ["'flash3' is none of 'auto', 'cpu_flash', 'cuda_flash'"]),
+    ],
+)
+def test_a_kernel_that_cannot_is_refused_with_those_that_can(arguments: tuple, bands: bool, says: list[str]):
+    with pytest.raises(ConfigError, match="context_parallel_kernel") as refusal:
+        choose_kernel(*arguments, bands=bands)
+    for words in says:
+        assert words in str(refusal.value)
