@@ -36,7 +36,10 @@ LAYOUTS = {
     "tp+cp": (4, [*degrees(cp=2, tp=2), "--training.local_batch_size=8"]),
     "hsdp+cp": (8, degrees(dp_replicate=2, dp_shard=2, cp=2)),
     "fsdp+tp+cp": (8, degrees(dp_shard=2, cp=2, tp=2)),
+    "cp_all_gather": (2, [*degrees(cp=2), "--parallelism.context_parallel_method=all_gather"]),
+    "cp_all_to_all": (4, [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=all_to_all"]),
 }
+DOCUMENTS = ["--training.attention_mask=document", "--model.sliding_window=48", "--model.sliding_window_every=2"]
 
 
 def run_main(folder: str, arguments: list[str]) -> list[dict]:
@@ -63,6 +66,18 @@ def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tm
             assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
         assert mine["lr"] == theirs["lr"]
         assert mine["tokens_seen"] == theirs["tokens_seen"] == mine["step"] * 8 * 64
+
+
+def test_packed_documents_on_eight_ranks_are_those_of_one(pool: WorkerPool, tmp_path: Path) -> None:
+    """Real documents, dealt by their cost anew for every batch."""
+    balanced = ["--parallelism.context_parallel_load_balancer=balanced", "--comm.check_consistency"]
+    runs = []
+    for world_size, more in ((1, []), (8, [*degrees(dp_shard=2, cp=2, tp=2), *balanced])):
+        folder = str(tmp_path / str(world_size))
+        runs.append(pool.run(world_size, run_main, folder, [*DOCUMENTS, *more, "--training.steps=4"])[0])
+    for mine, theirs in zip(*runs, strict=True):
+        for key in ("loss", "loss_max", "grad_norm"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
 
 
 def test_it_learns_and_reports(one_rank: list[dict]) -> None:

@@ -333,6 +333,14 @@ def test_parsing_and_validating_do_not_import_torch():
     assert result.stdout.strip() == "False", result.stderr
 
 
+def test_planning_does_not_import_torch():
+    """The schedule of a thousand ranks can be looked at on any machine."""
+    modules = ("layout", *(f"context_parallel.{name}" for name in ("mask", "plan", "cost", "lowering", "options")))
+    imports = "".join(f"import trainer.distributed.{name}\n" for name in modules)
+    result, _ = run(f"import sys\n{imports}print('torch' in sys.modules)")
+    assert result.stdout.strip() == "False", result.stderr
+
+
 def test_every_table_is_described():
     for table in fields(JobConfig):
         assert table.type.__doc__

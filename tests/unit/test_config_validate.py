@@ -144,6 +144,7 @@ def test_the_ends_of_ranges(key: str, value: str, fine: bool):
 
 DEGREES = "parallelism.data_parallel_shard_degree"
 TP = "--parallelism.tensor_parallel_degree"
+CP = "--parallelism.context_parallel_"
 RULES = [
     (
         ["--parallelism.context_parallel_degree", "4", "--training.seq_len", "3"],
@@ -160,6 +161,34 @@ RULES = [
         1,
         ["context_parallel_load_balancer = 'contiguous'", "no effect", "at least 2"],
     ),
+    (["--comm.check_consistency"], 2, ["comm.check_consistency = True", "no effect", "at least 2"]),
+    (
+        [f"{CP}degree", "3", f"{CP}method", "all_to_all"],
+        3,
+        ["context_parallel_method = 'all_to_all' over 3 ranks", "8 query heads", "degrees that work: 1, 2, 4, 8"],
+    ),
+    (  # after tensor parallelism, a rank has half of the heads
+        [f"{CP}degree", "8", TP, "2", f"{CP}method", "all_to_all"],
+        16,
+        ["over 8 ranks", "4 query heads", "degrees that work: 1, 2, 4"],
+    ),
+    (
+        [f"{CP}degree", "2", f"{CP}heads_per_pass", "1"],
+        2,
+        ["context_parallel_heads_per_pass = 1 has no effect", "'ring'", "use 'all_gather' or 'all_to_all'"],
+    ),
+    (
+        [f"{CP}degree", "2", f"{CP}method", "all_gather", f"{CP}heads_per_pass", "4"],
+        2,
+        ["context_parallel_heads_per_pass = 4 has no effect", "works on 4 key/value heads", "fewer"],
+    ),
+    (
+        [f"{CP}degree", "4", f"{CP}method", "all_to_all", f"{CP}heads_per_pass", "1"],
+        4,
+        ["context_parallel_heads_per_pass = 1 has no effect", "works on 1 key/value heads"],
+    ),
+    ([f"{CP}kernel", "math"], 1, ["context_parallel_kernel = 'math' has no effect", "model.sliding_window"]),
+    (["--model.sliding_window_every", "2"], 1, ["sliding_window_every = 2 has no effect", "such as 4096"]),
     (["--parallelism.context_parallel_degree", "3"], 4, ["context_parallel_degree = 3", "context_parallel_degree = 4"]),
     (
         ["--lr_scheduler.total_steps", "50", "--lr_scheduler.min_lr_factor", "0.1"],

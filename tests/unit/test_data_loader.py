@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from itertools import islice, pairwise
 
 import numpy as np
@@ -23,6 +24,9 @@ from trainer.data.loader import (
 )
 from trainer.data.packing import IGNORE_INDEX, pack
 from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.context_parallel.mask import causal, documents_of
+from trainer.distributed.context_parallel.options import BatchPlan, ContextParallelOptions
+from trainer.distributed.layout import balanced
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 SEQ_LEN = 8
@@ -42,7 +46,7 @@ def documents(n: int = 30) -> list[str]:
     return [chr(1000 + i) * (i * 7 % 31) for i in range(n)]
 
 
-def loader(source=None, *, b=1, n=4, r=0, d=1, seed=0, seq_len=SEQ_LEN):
+def loader(source=None, *, b=1, n=4, r=0, d=1, seed=0, seq_len=SEQ_LEN, plan=None):
     source = documents() if source is None else source
     return build_loader(
         source,
@@ -53,6 +57,7 @@ def loader(source=None, *, b=1, n=4, r=0, d=1, seed=0, seq_len=SEQ_LEN):
         seed=seed,
         dp_rank=r,
         dp_degree=d,
+        plan=plan,
     )
 
 
@@ -240,6 +245,18 @@ def test_batches_own_resizable_memory_and_have_the_right_shape():
     before = batches[0]["labels"].clone()
     batches[0]["tokens"].resize_(3, 4).fill_(-1)
     assert torch.equal(batches[0]["labels"], before)
+
+
+def test_a_plan_is_made_with_its_batch():
+    """Masks and layouts are those of the batch's own documents; without a plan, batches are as they were."""
+    options = ContextParallelOptions(load_balancer="balanced")
+    planned = loader(b=3, seq_len=64, plan=partial(BatchPlan.of, degree=2, options=options))
+    for batch, plain in zip(islice(iter(planned), 3), iter(loader(b=3, seq_len=64)), strict=False):
+        plan = batch.pop("plan")
+        assert rows([batch]) == rows([plain])
+        assert batch_hash(batch | {"plan": plan}) == batch_hash(plain)
+        assert plan.mask == documents_of(batch["document_ids"].numpy().copy())
+        assert plan.layout == balanced((plan.mask & causal(64)).work(), 2)
 
 
 def test_an_iterator_draws_nothing_from_the_global_generator():
