@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from trainer.distributed.ranges import Offsets, Range, Ranges, difference, intersection, size, union
 
-any_ranges = st.lists(st.tuples(st.integers(-5, 40), st.integers(-5, 40)), max_size=12)
+any_ranges = st.lists(
+    st.tuples(st.integers(-5, 40), st.integers(-3, 6)).map(lambda x: (x[0], x[0] + x[1])), max_size=20
+)
 ranges = any_ranges.map(union)
 
 
