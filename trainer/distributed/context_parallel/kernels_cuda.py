@@ -115,6 +115,7 @@ class Cudnn:
     def forward(self, q, k, v, *, relation, scale):
         if 1 in (q.shape[2], k.shape[2]):
             return self._single.forward(q, k, v, relation=relation, scale=scale)
+        self._check(relation, q.shape[2], k.shape[2])
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
         out, lse, *_ = self._ops._scaled_dot_product_cudnn_attention(
             *map(_aligned, (q, k, v)), None, True, 0.0, relation is Relation.CAUSAL, False, scale=scale
@@ -125,6 +126,7 @@ class Cudnn:
         if 1 in (q.shape[2], k.shape[2]):
             return self._single.backward(dout, q, k, v, out, lse, relation=relation, scale=scale)
         n, m = q.shape[2], k.shape[2]
+        self._check(relation, n, m)
         k_, v_ = (repeated(x, q.shape[1]) for x in (k, v))
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, *dkv = self._ops._scaled_dot_product_cudnn_attention_backward(
@@ -133,6 +135,14 @@ class Cudnn:
             relation is Relation.CAUSAL, scale=scale,
         )  # fmt: skip
         return dq, *(summed(x, k.shape[1]) for x in dkv)
+
+    @staticmethod
+    def _check(relation: Relation, n: int, m: int) -> None:
+        if relation.lower or (relation is Relation.CAUSAL and n != m):
+            raise ValueError(
+                f"cuDNN's attention cannot do {relation.value} of {n} queries and {m} keys, only the diagonal of a "
+                "square; use another context_parallel_kernel"
+            )
 
 
 class Varlen:
