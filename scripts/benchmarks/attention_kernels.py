@@ -1,0 +1,134 @@
+"""Speed and accuracy of each attention kernel on one tile, forward and backward.
+
+python scripts/benchmarks/attention_kernels.py --lengths 1024 4096 --dtype bfloat16 --json
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+import torch
+
+from trainer.config.errors import ConfigError
+from trainer.distributed.context_parallel.kernels import CpuFlash, Kernel, Math, choose_kernel
+from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
+from trainer.distributed.context_parallel.mask import Relation
+
+RELATIONS = {"full": Relation.FULL, "causal": Relation.CAUSAL}
+KERNELS = [kernel.name for kernel in (CpuFlash(), *CUDA_KERNELS, Math())]
+_ROWS_COMPARED = 256  # of the output, with the definition in float64
+_COLUMNS = ("kernel", "relation", "length", "forward_ms", "backward_ms", "forward_tflops", "backward_tflops", "error")
+
+
+def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Median time of one call, after two that are not counted."""
+    times = []
+    for number in range(repeats + 2):
+        _synchronize(device)
+        start = time.perf_counter()
+        work()
+        _synchronize(device)
+        if number >= 2:
+            times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(kernel: Kernel, relation: Relation, length: int, args: argparse.Namespace) -> dict[str, object]:
+    """One row: milliseconds, TFLOP/s over visible pairs (backward 2.5 times the forward), error of the last rows."""
+    device, scale = torch.device(args.device), args.head_dim**-0.5
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(args.batch, heads, length, args.head_dim) for heads in (args.heads, args.kv_heads, args.kv_heads)]
+    q, k, v, dout = (
+        torch.randn(shape, device=device, generator=generator).to(getattr(torch, args.dtype))
+        for shape in (*shapes, shapes[0])
+    )
+    row: dict[str, object] = {"kernel": kernel.name, "relation": relation.value, "length": length}
+    try:
+        out, lse = kernel.forward(q, k, v, relation=relation, scale=scale)
+        forward = seconds(lambda: kernel.forward(q, k, v, relation=relation, scale=scale), args.repeats, device)
+        backward = seconds(
+            lambda: kernel.backward(dout, q, k, v, out, lse, relation=relation, scale=scale), args.repeats, device
+        )
+    except RuntimeError as error:  # out of memory, or an operator that this build or GPU lacks: on to the next
+        return {**row, "note": str(error).splitlines()[0]}
+    flops = 4 * args.batch * args.heads * args.head_dim * relation.pairs(length, length)
+    return {
+        **row,
+        "forward_ms": round(forward * 1e3, 3),
+        "backward_ms": round(backward * 1e3, 3),
+        "forward_tflops": round(flops / forward / 1e12, 3),
+        "backward_tflops": round(2.5 * flops / backward / 1e12, 3),
+        "error": float(f"{_error(q, k, v, out, relation, scale):.2e}"),
+    }
+
+
+def _error(q, k, v, out, relation: Relation, scale: float) -> float:
+    """Relative norm, on the last queries of the first sequence."""
+    rows = min(_ROWS_COMPARED, q.shape[2])
+    # The last queries of a square are, against all keys, CAUSAL from the bottom right, as the definition takes it.
+    wanted, _ = Math().forward(*(x.double() for x in (q[:1, :, -rows:], k[:1], v[:1])), relation=relation, scale=scale)
+    return ((out[:1, :, -rows:] - wanted).norm() / wanted.norm()).item()
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    for name in args.kernels:
+        try:
+            kernel = choose_kernel(args.device, getattr(torch, args.dtype), args.head_dim, name)
+        except ConfigError as error:
+            yield {"kernel": name, "note": str(error)}
+            continue
+        for relation in args.relations:
+            for length in args.lengths:
+                scores = 4 * args.batch * args.heads * length**2
+                if name == "math" and scores > args.math_gib * 2**30:
+                    note = f"scores of {scores / 2**30:.0f} GiB; allow it with --math-gib"
+                    yield {"kernel": name, "relation": relation, "length": length, "note": note}
+                else:
+                    yield measure(kernel, RELATIONS[relation], length, args)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), default="bfloat16")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=None, help="all that the device has")
+    parser.add_argument("--relations", nargs="+", choices=RELATIONS, default=list(RELATIONS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--math-gib", type=float, default=1.0, help="largest matrix of scores for the math kernel")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    args = parser.parse_args()
+    if args.kernels is None:
+        known = (CpuFlash(), *CUDA_KERNELS, Math())
+        args.kernels = [kernel.name for kernel in known if kernel.capabilities.device in (None, args.device)]
+    if not args.json:
+        print(" ".join(f"{column:>15}" for column in _COLUMNS))
+    found = []
+    for row in rows(args):
+        found.append(row)
+        if not args.json:
+            cells = (f"{row.get(column, ''):>15}" for column in _COLUMNS)
+            print(" ".join(cells) + (f"  {row['note']}" if "note" in row else ""), flush=True)
+    if args.json:
+        device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        settings = {**vars(args), "device_name": device_name, "threads": torch.get_num_threads()}
+        print(json.dumps({"torch": torch.__version__, "settings": settings, "rows": found}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
