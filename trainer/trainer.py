@@ -32,9 +32,10 @@ from trainer.data.loader import batch_hash, build_loader
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agreement import agreed
 from trainer.distributed.compile import check_compiler
+from trainer.distributed.context_parallel.configure import attention_options, uses_planned_attention
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.kernels import choose_kernel
-from trainer.distributed.context_parallel.options import BatchPlan, ContextParallelOptions, uses_planned_attention
+from trainer.distributed.context_parallel.options import BatchPlan
 from trainer.distributed.data_parallel import DataParallelOptions, reduce_across_replicas
 from trainer.distributed.exchange import all_gather, all_reduce
 from trainer.distributed.parallel_dims import ParallelDims
@@ -62,7 +63,8 @@ class Trainer:
         self.device = device
         self.dims = ParallelDims(degrees, device.type)
         self.stop = Stop(config, speaks=self.dims.rank("world") == 0)
-        self.attention = ContextParallelOptions.from_config(config.parallelism)
+        args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
+        self.attention, self.attention_reason = attention_options(config, args)
         self._prepare_process()
 
         self.batches, vocab_size = self.build_data()
@@ -112,6 +114,7 @@ class Trainer:
             logger.info(
                 f"attention: {config.training.attention_mask} mask, {self.attention.method} over {degrees.cp} rank(s), "
                 f"{self.attention.load_balancer}, kernel {self.kernel}"
+                + (f"; auto chose {self.attention_reason}" if self.attention_reason else "")
             )
 
     def _prepare_process(self) -> None:
@@ -253,7 +256,7 @@ class Trainer:
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
         plan: BatchPlan | None = batch.get("plan")
         with context_parallel(
-            self.dims["cp"],
+            self.dims.hybrid_mesh if self.attention.method == "hybrid" else self.dims["cp"],
             buffers=tensors,
             buffer_seq_dims=seq_dims,
             mask=plan and plan.mask,

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,7 +31,6 @@ from trainer.distributed.context_parallel.mask import (
     sliding_window,
 )
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.context_parallel.plan import METHODS
 from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, head_tail
 from trainer.distributed.process_group import Process, process_group
 from trainer.models.llama3.model import InnerAttention, Transformer
@@ -48,6 +48,13 @@ def mesh_of_all(process: Process) -> DeviceMesh:
     return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=("cp",))
 
 
+def hybrid_groups(process: Process, options: ContextParallelOptions) -> tuple[dist.ProcessGroup, ...] | None:
+    if options.method != "hybrid":
+        return None
+    shape = options.hybrid_degrees[::-1]
+    return tuple(init_device_mesh(process.device.type, shape, mesh_dim_names=("cp_ring", "cp_a2a")).get_all_groups())
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention call. masks: what the batch hides, by the sequence; is_causal, window: what the call hides."""
@@ -61,6 +68,7 @@ class Case:
     window: int = 0
     mask: str = "none"
     kv_len: int | None = None
+    sinks: bool = False
 
     @property
     def batch_mask(self) -> Mask | None:
@@ -86,24 +94,28 @@ class Case:
         return mask if self.batch_mask is None else mask & self.batch_mask
 
     def inputs(self) -> list[torch.Tensor]:
-        """q, k, v and a cotangent of the output, the same on every rank."""
+        """q, k, v, a cotangent of the output, and sinks if there are any: the same on every rank."""
         generator = torch.Generator().manual_seed(self.seq_len + self.head_dim)
         kv_len = self.kv_len or self.seq_len
         sizes = [(self.heads[0], self.seq_len), *[(self.heads[1], kv_len)] * 2, (self.heads[0], self.seq_len)]
-        shapes = [(BATCH, h, s, self.head_dim) for h, s in sizes]
+        shapes: list[tuple[int, ...]] = [(BATCH, h, s, self.head_dim) for h, s in sizes]
+        shapes += [self.heads[:1]] * self.sinks
         return [torch.randn(shape, dtype=torch.float64, generator=generator).to(self.dtype) for shape in shapes]
 
 
 def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
-    """Attention by its definition in float64, on one process: out, dq, dk, dv; queries that see nothing give 0."""
-    *inputs, cotangent = case.inputs()
-    q, k, v = (x.to(torch.float64, copy=True).requires_grad_() for x in inputs)
+    """Attention by its definition in float64, on one process: out, dq, dk, dv, dsinks; what sees nothing gives 0."""
+    q, k, v, cotangent, *sinks = (x.to(torch.float64, copy=True) for x in case.inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v, *sinks)]
     group = q.shape[1] // k.shape[1]
     visible = torch.from_numpy(case.whole_mask.dense()).unsqueeze(1)
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
-    weights = scores.masked_fill(~visible, -1e300).softmax(-1) * visible
+    scores = scores.masked_fill(~visible, -1e300)
+    for sink in sinks:
+        scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), dim=3)
+    weights = scores.softmax(-1)[..., : visible.shape[-1]] * visible
     out = weights @ v.repeat_interleave(group, 1)
-    return out, *torch.autograd.grad(out, (q, k, v), cotangent.double())
+    return out, *torch.autograd.grad(out, leaves, cotangent)
 
 
 def attention_case(cases: list[Case]) -> list[dict]:
@@ -116,26 +128,31 @@ def attention_case(cases: list[Case]) -> list[dict]:
             wanted = oracle(case, 0.3)
             layout = case.options.layout(case.seq_len, mesh.size(), case.batch_mask)
             kv_layout = case.options.layout(case.kv_len, mesh.size()) if case.kv_len else layout
-            live = LivePlan(mesh, layout, case.batch_mask, case.options, kv_layout)
+            groups = hybrid_groups(process, case.options)
+            live = LivePlan(mesh, layout, case.batch_mask, case.options, kv_layout, groups)
             mine = [torch.from_numpy(part.indices(process.rank)) for part in (layout, kv_layout, kv_layout, layout)]
             # In memory as a projection gives them: (B, S, H, D).
             shards = [
                 x[:, :, part].transpose(1, 2).contiguous().transpose(1, 2)
-                for x, part in zip(case.inputs(), mine, strict=True)
+                for x, part in zip(case.inputs(), mine, strict=False)
             ]
             cotangent = shards.pop()
-            leaves = [x.requires_grad_() for x in shards]
+            leaves = [x.requires_grad_() for x in (*shards, *case.inputs()[4:])]
             number = open_plan(live)
             exchange.calls.clear()
             exchange.bytes_sent.clear()
-            out, lse = context_parallel_attention(*leaves, handle_of(number, BATCH), 0.3, case.is_causal, case.window)
+            settings = 0.3, case.is_causal, case.window
+            out, lse = context_parallel_attention(*leaves[:3], handle_of(number, BATCH), *settings, *leaves[3:])
             grads = torch.autograd.grad(out, leaves, cotangent)
             close_plan(number)
             assert lse.shape == out.shape[:3]
-            got = (out, *grads)
+            got = (out, *grads[:3])
+            sent, calls = dict(exchange.bytes_sent), dict(exchange.calls)
+            for dsinks, whole in zip(grads[3:], wanted[4:], strict=True):  # each rank has its queries' part
+                assert relative(exchange.all_reduce(dsinks.clone(), mesh), whole) < TOLERANCE[case.dtype]
             errors = [
                 relative(x, whole[:, :, part], whole) if whole.any() else x.norm().item()
-                for x, whole, part in zip(got, wanted, (mine[0], *mine[:3]), strict=True)
+                for x, whole, part in zip(got, wanted[:4], (mine[0], *mine[:3]), strict=True)
             ]
             (run,) = live._runs.values()
             shape = AttentionShape(BATCH, *case.heads, case.head_dim, case.dtype.itemsize)
@@ -145,8 +162,8 @@ def attention_case(cases: list[Case]) -> list[dict]:
             results.append(
                 {
                     "errors": errors,
-                    "calls": dict(exchange.calls),
-                    "sent": dict(exchange.bytes_sent),
+                    "calls": calls,
+                    "sent": sent,
                     "planned calls": dict(costs[0].calls + costs[1].calls),
                     "planned": {k: v for c in [costs[0].bytes_sent + costs[1].bytes_sent] for k, v in c.items() if v},
                     "pairs": run.plan.pairs,
@@ -169,6 +186,7 @@ def assert_exact(pool: WorkerPool, degree: int, cases: list[Case]) -> None:
     assert not problems, "\n".join(problems[:10])
 
 
+METHODS = ("ring", "all_gather", "all_to_all")
 MASKS = [
     {},
     {"is_causal": False},
@@ -200,6 +218,31 @@ def cases_of(method: str, lengths: tuple[int, ...] = (48, 37, 5, 2)) -> list[Cas
 def test_every_method_layout_and_mask_equals_one_process(pool: WorkerPool, degree: int, method: str) -> None:
     """Every length, also fewer tokens than ranks; grouped heads; rows that see nothing."""
     assert_exact(pool, degree, cases_of(method, (37, 5) if degree == 8 else (48, 37, 5, 2)))
+
+
+@pytest.mark.parametrize("degrees", [(2, 2), (2, 4), (4, 2), (3, 2)])
+def test_a_ring_of_neighbours_that_divide_the_heads(pool: WorkerPool, degrees: tuple[int, int]) -> None:
+    """hybrid: all-to-all inside, ring outside, with every layout, mask and length."""
+    cases = cases_of("all_to_all", (48, 37, 5) if degrees == (2, 2) else (37, 5))
+    hybrids = [
+        dataclasses.replace(
+            case,
+            options=ContextParallelOptions(
+                "hybrid", case.options.load_balancer, hybrid_degrees=degrees, heads_per_pass=number % 3
+            ),
+        )
+        for number, case in enumerate(cases)
+    ]
+    assert_exact(pool, degrees[0] * degrees[1], hybrids)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("degree", [1, 3])
+def test_sinks_take_their_share_once(pool: WorkerPool, degree: int, method: str) -> None:
+    """Applied after the merge, with their own gradient, also where a query sees nothing but its sink."""
+    options = ContextParallelOptions(method)
+    cases = [Case(26, (6, 2), options=options, sinks=True, **mask) for mask in MASKS]
+    assert_exact(pool, degree, [*cases, Case(26, (6, 6), 16, torch.bfloat16, options, sinks=True)])
 
 
 RATIOS = [(12, 12), (12, 6), (12, 4), (12, 3), (12, 2), (12, 1)]
@@ -353,12 +396,14 @@ def test_a_position_wise_model_shows_any_permutation(pool: WorkerPool, method: s
     assert set(broken[1]) == {"tokens", "labels", "positions", "table", "output", "gradient"}
 
 
-def documents_apart_case(window: int | None) -> list[float]:
+def documents_apart_case(window: int | None, sinks: bool) -> list[float]:
     """Differences of hidden states and gradients: a packed row by plan, and its documents one by one, without any."""
     process = Process.from_environment()
     lengths = [7, 1, 12, 4]
-    shape = dataclasses.replace(TINY, vocab_size=64, max_seq_len=24, sliding_window=window)
+    shape = dataclasses.replace(TINY, vocab_size=64, max_seq_len=24, sliding_window=window, attention_sinks=sinks)
     packed, alone = (Transformer(shape).double() for _ in range(2))
+    for layer in packed.layers.values() if sinks else ():
+        nn.init.normal_(layer.attention.sinks.weight)
     alone.load_state_dict(packed.state_dict())
     for model in (packed, alone):
         model.init_buffers(torch.device("cpu"))
@@ -382,10 +427,10 @@ def documents_apart_case(window: int | None) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_packed_documents_are_as_if_each_were_alone(pool: WorkerPool, window: int | None) -> None:
-    """What the parity of whole models rests on, with PyTorch's own attention and a dense window as the oracle."""
-    (errors,) = pool.run(1, documents_apart_case, window)
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (3, False), (None, True), (3, True)])
+def test_packed_documents_are_as_if_each_were_alone(pool: WorkerPool, window: int | None, sinks: bool) -> None:
+    """What the parity of whole models rests on, with PyTorch's own attention under a dense mask as the oracle."""
+    (errors,) = pool.run(1, documents_apart_case, window, sinks)
     assert len(errors) > 10
     assert max(errors) < 1e-12
 
@@ -512,7 +557,7 @@ GUARDS = [
     "is for 3 x 8 queries",
     "for 8 tokens on 3 ranks",
     "'zigzag' is none of 'head_tail'",
-    "'megatron' is none of 'ring', 'all_gather', 'all_to_all'",
+    "'megatron' is none of 'ring', 'all_gather', 'all_to_all', 'hybrid'",
     "heads_per_pass = 2",
     "3 query heads among them; degrees that work: 1, 3",
     "'cudnn' cannot do tensors on cpu or float32 or heads of size 4; kernels that can: 'cpu_flash', 'math'",

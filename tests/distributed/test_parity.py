@@ -174,10 +174,17 @@ PLANNED = {
         "--parallelism.context_parallel_method=all_to_all",
         "--parallelism.context_parallel_heads_per_pass=1",
     ],
+    "hybrid": [
+        "--parallelism.context_parallel_method=hybrid",
+        "--parallelism.context_parallel_hybrid_degrees",
+        "2",
+        "2",
+    ],
     "math": ["--parallelism.context_parallel_kernel=math"],
     "checked": ["--comm.check_consistency"],
 }
 MASKED = {
+    "sinks, documents": ["--model.attention_sinks", "--training.attention_mask=document"],
     "documents": ["--training.attention_mask=document"],
     "window": ["--model.sliding_window=5"],
     "documents, window in every 2nd layer": [
@@ -189,6 +196,10 @@ MASKED = {
 BALANCED = ["--parallelism.context_parallel_load_balancer=balanced"]
 # method, mask, layout: what every commit runs, so that each value of each is met with most of the others
 QUICK_PLANNED = {
+    ("hybrid", "documents", "cp4"),
+    ("hybrid", "sinks, documents", "cp4+tp2"),
+    ("all_to_all", "sinks, documents", "cp2+tp2"),
+    ("checked", "sinks, documents", "fsdp2+cp2"),
     ("all_gather", "documents", "fsdp2+cp2"),
     ("all_to_all", "documents", "cp2+tp2"),
     ("all_gather, 1 head at a time", "window", "cp2"),
@@ -206,8 +217,9 @@ QUICK_PLANNED = {
         pytest.param(*case, marks=[] if case in QUICK_PLANNED else [pytest.mark.slow])
         for method in PLANNED
         for mask in MASKED
-        for layout in ("cp2", "cp4", "fsdp2+cp2", "cp2+tp2", "hsdp2x2+cp2", "fsdp2+cp2+tp2")
+        for layout in ("cp2", "cp4", "fsdp2+cp2", "cp2+tp2", "hsdp2x2+cp2", "fsdp2+cp2+tp2", "cp4+tp2", "fsdp2+cp4")
         for case in [(method, mask, layout)]
+        if method != "hybrid" or "cp4" in layout
     ],
 )
 def test_methods_and_masks_equal_single_process(pool: WorkerPool, method: str, mask: str, layout: str) -> None:

@@ -187,6 +187,27 @@ RULES = [
         4,
         ["context_parallel_heads_per_pass = 1 has no effect", "works on 1 key/value heads"],
     ),
+    (
+        [f"{CP}degree", "8", f"{CP}method", "hybrid"],
+        8,
+        ["hybrid_degrees = [] must be degrees [all_to_all, ring]", "one of [2, 4], [4, 2]"],
+    ),
+    (
+        [f"{CP}degree", "8", f"{CP}method", "hybrid", f"{CP}hybrid_degrees", "2", "3"],
+        8,
+        ["hybrid_degrees = [2, 3]", "context_parallel_degree = 8", "one of [2, 4], [4, 2]"],
+    ),
+    ([f"{CP}degree", "3", f"{CP}method", "hybrid"], 3, ["hybrid_degrees = []", "use another method or degree"]),
+    (
+        [f"{CP}degree", "4", f"{CP}hybrid_degrees", "2", "2"],
+        4,
+        ["hybrid_degrees = [2, 2] has no effect", "'ring'", "use 'hybrid'"],
+    ),
+    (
+        [f"{CP}degree", "6", f"{CP}method", "hybrid", f"{CP}hybrid_degrees", "3", "2"],
+        6,
+        ["'hybrid' over 3 ranks", "8 query heads", "degrees that work: 1, 2, 4, 8"],
+    ),
     ([f"{CP}kernel", "math"], 1, ["context_parallel_kernel = 'math' has no effect", "model.sliding_window"]),
     (["--model.sliding_window_every", "2"], 1, ["sliding_window_every = 2 has no effect", "such as 4096"]),
     (["--parallelism.context_parallel_degree", "3"], 4, ["context_parallel_degree = 3", "context_parallel_degree = 4"]),

@@ -26,6 +26,8 @@ class Degrees:
     tp: int
     pp: int
     world_size: int
+    cp_a2a: int = 1
+    """Of the context-parallel ranks, neighbours that divide the heads: for the hybrid method; it divides `cp`."""
 
     @property
     def dp(self) -> int:

@@ -98,6 +98,9 @@ class Model:
     sliding_window_every: int = 1
     """Every n-th layer, from the first on, has the window, the others see everything; at least 1."""
 
+    attention_sinks: bool = False
+    """A learnt logit per head that takes a share of the attention and gives nothing: a head may look nowhere."""
+
     rope_scaling: float | None = None
     """Factor of Llama 3.1's frequency scaling, at least 1; 1.0: no scaling; None: the flavor's."""
 
@@ -222,8 +225,11 @@ class Parallelism:
     context_parallel_degree: int = 1
     """Ranks that share each sequence (CP); any, as long as every rank gets a token."""
 
-    context_parallel_method: Literal["ring", "all_gather", "all_to_all"] = "ring"
-    """How attention reaches the other ranks' tokens; ring: keys and values go round; all_to_all: each has heads."""
+    context_parallel_method: Literal["ring", "all_gather", "all_to_all", "hybrid", "auto"] = "ring"
+    """How attention reaches the other ranks' tokens; auto: by traffic, the choice is logged with its reason."""
+
+    context_parallel_hybrid_degrees: tuple[int, ...] = ()
+    """For hybrid, [all_to_all, ring]: ranks that divide the heads, and groups of them that make a ring."""
 
     context_parallel_load_balancer: Literal["head_tail", "contiguous", "balanced"] = "head_tail"
     """Tokens of a rank: two pieces, equal work under a causal mask; one piece; or blocks dealt by each batch's cost."""

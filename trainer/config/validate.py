@@ -6,7 +6,7 @@
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
     vocab_size = vocab_size_of(config.model.tokenizer_file)
     shape = model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
     check_shape(shape, config.model.flavor, degrees)
-    _check_attention(config, shape, degrees)
+    degrees = _check_attention(config, shape, degrees)
     _check_activation_checkpoint(config, shape.n_layers)
     check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
     _check_checkpoint(config, shape)
@@ -196,6 +196,9 @@ def _check_batch(config: JobConfig, degrees: Degrees) -> None:
         )
 
 
+_OF_SEVERAL_RANKS = ("method", "load_balancer", "heads_per_pass", "hybrid_degrees")
+
+
 def _check_context_parallel(config: JobConfig, degrees: Degrees) -> None:
     if config.training.seq_len < degrees.cp * degrees.tp:
         per_rank = f" x parallelism.tensor_parallel_degree = {degrees.tp}" if degrees.tp > 1 else ""
@@ -206,7 +209,7 @@ def _check_context_parallel(config: JobConfig, degrees: Degrees) -> None:
     if degrees.cp == 1:
         defaults = JobConfig()
         for key in (
-            *(f"parallelism.context_parallel_{name}" for name in ("method", "load_balancer", "heads_per_pass")),
+            *(f"parallelism.context_parallel_{name}" for name in _OF_SEVERAL_RANKS),
             "comm.check_consistency",
         ):
             value = attrgetter(key)(config)
@@ -217,10 +220,9 @@ def _check_context_parallel(config: JobConfig, degrees: Degrees) -> None:
                 )
 
 
-def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees) -> None:
-    """Method, heads and kernel of attention that runs by a plan."""
-    from trainer.distributed.context_parallel.cost import HeadShare
-    from trainer.distributed.context_parallel.options import uses_planned_attention
+def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees) -> Degrees:
+    """Method, heads and kernel of attention that runs by a plan; the degrees with those of the method."""
+    from trainer.distributed.context_parallel.configure import attention_options, uses_planned_attention
 
     model, parallelism = config.model, config.parallelism
     if model.sliding_window_every > 1 and model.sliding_window is None:
@@ -234,23 +236,8 @@ def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees
             f"causal attention; leave it out, or set parallelism.context_parallel_degree of at least 2, "
             f"model.sliding_window or training.attention_mask = 'document'"
         )
-    heads, kv_heads = shape.n_heads // degrees.tp, shape.n_kv_heads // degrees.tp
-    if parallelism.context_parallel_method == "all_to_all":
-        try:
-            kv_heads = HeadShare.passes(heads, kv_heads, degrees.cp)[0].per_rank
-        except ValueError as error:
-            raise ConfigError(f"parallelism.{error}") from None
-    number = parallelism.context_parallel_heads_per_pass
-    if number and (parallelism.context_parallel_method == "ring" or number >= kv_heads):
-        raise ConfigError(
-            f"parallelism.context_parallel_heads_per_pass = {number} has no effect: with "
-            f"context_parallel_method = {parallelism.context_parallel_method!r} "
-            + (
-                "all heads go round together; use 'all_gather' or 'all_to_all', or leave it out"
-                if parallelism.context_parallel_method == "ring"
-                else f"a rank works on {kv_heads} key/value heads; use fewer than that, or leave it out"
-            )
-        )
+    options, _ = attention_options(config, shape)
+    return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if options.method == "hybrid" else 1)
 
 
 def check_shape(args: TransformerArgs, flavor: str, degrees: Degrees) -> None:

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from trainer.distributed.ranges import Range, Ranges, size, union
+from trainer.distributed.ranges import Offsets, Range, Ranges, size, union
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,15 @@ class SequenceLayout:
     def order(self) -> np.ndarray:
         """Global positions of the shards laid one after another: (seq_len,) int64; its argsort undoes the cut."""
         return np.concatenate([self.indices(rank) for rank in range(self.degree)])
+
+    def cut(self, pieces: int, *, multiple_of: int = 1) -> "SequenceLayout":
+        """Every shard cut into so many, as equal as can be: rank r's are those of ranks r * pieces and following."""
+        shards = []
+        for rank, ranges in enumerate(self.ranges):
+            places = Offsets(ranges)
+            for start, stop in pairwise(_cuts(self.length(rank), pieces, multiple_of)):
+                shards.append(tuple(places.ranges_at(start, stop)))
+        return SequenceLayout(self.name, self.seq_len, tuple(shards))
 
     def repeated(self, rows: int) -> "SequenceLayout":
         """The layout of `rows` sequences laid one after another, each cut like this one."""

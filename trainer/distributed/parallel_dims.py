@@ -15,27 +15,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.config.degrees import Degrees
 
 # Outermost first: what talks most stands innermost, inside a node.
-_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_DIMS = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_a2a", "tp")
+_CP = ("cp_ring", "cp_a2a")  # the ring over groups of neighbours, and neighbours that divide the heads
 # Flattened 1-D meshes, always built, also at size one, so that no caller branches.
 _FLATTENED = {
+    "cp": _CP,  # who shares a sequence
     "dp": ("dp_replicate", "dp_shard"),  # who reads which data
-    "dp_shard_cp": ("dp_shard", "cp"),  # who shards parameters
-    "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # over what losses and token counts are summed
-    "cp_tp": ("cp", "tp"),  # who reads the same batch
+    "dp_shard_cp": ("dp_shard", *_CP),  # who shards parameters
+    "dp_cp": ("dp_replicate", "dp_shard", *_CP),  # over what losses and token counts are summed
+    "cp_tp": (*_CP, "tp"),  # who reads the same batch
     "world": _DIMS,
 }
 
 
 class ParallelDims:
-    """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in the design: pp, dp_replicate, dp_shard, cp, tp,
-    dp, dp_shard_cp, dp_cp, cp_tp, world.
+    """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in the design: pp, dp_replicate, dp_shard, cp,
+    cp_ring, cp_a2a, tp, dp, dp_shard_cp, dp_cp, cp_tp, world.
 
     Needs an initialised process group of `degrees.world_size` ranks.
     """
 
     def __init__(self, degrees: Degrees, device_type: str) -> None:
         self.degrees = degrees
-        sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
+        ring, heads = degrees.cp // degrees.cp_a2a, degrees.cp_a2a
+        sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, ring, heads, degrees.tp)
         self._root = init_device_mesh(device_type, sizes, mesh_dim_names=_DIMS)
         self._meshes = {name: self._root[name] for name in _DIMS}
         for name, parts in _FLATTENED.items():
@@ -50,6 +53,11 @@ class ParallelDims:
     def rank(self, name: str) -> int:
         """This process's place in the mesh of that name."""
         return self._meshes[name].get_local_rank()
+
+    @property
+    def hybrid_mesh(self) -> DeviceMesh:
+        """(ring, all-to-all) ranks that share a sequence: 2-D."""
+        return self._root[_CP]
 
     @property
     def parameter_mesh(self) -> DeviceMesh:

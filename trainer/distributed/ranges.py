@@ -1,7 +1,7 @@
 """Algebra of half-open integer ranges: what layouts, masks and plans are made of. Torch-free."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 Range = tuple[int, int]
 """Half-open: (start, stop)."""
@@ -82,6 +82,13 @@ class Offsets:
     def places(self, parts: Sequence[Range]) -> Ranges:
         """Where `parts`, each inside one of the ranges, lie; those that follow each other as one."""
         return union((self(start), self(stop - 1) + 1) for start, stop in parts)
+
+    def ranges_at(self, start: int, stop: int) -> Iterator[Range]:
+        """The numbers that lie at places [start, stop), as ranges."""
+        for (first, last), before in zip(self.ranges, self._before, strict=False):
+            part = max(start - before, 0) + first, min(stop - before, last - first) + first
+            if part[0] < part[1]:
+                yield part
 
     def borders(self, start: int, stop: int) -> Iterable[int]:
         """Starts and stops of the ranges that lie in [start, stop]."""

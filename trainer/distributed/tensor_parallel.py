@@ -8,11 +8,22 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from trainer.distributed.ties import ties_kept
+
+
+class LocalParameter(ParallelStyle):
+    """Style for a module whose forward gives its `weight`, one element a head: each rank gets those of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            weight = distribute_tensor(part.weight, mesh, [Shard(0)], src_data_rank=None)
+            part.register_parameter("weight", nn.Parameter(weight))
+
+        return distribute_module(module, device_mesh, partition, output_fn=lambda _part, x, _mesh: x.to_local())
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:

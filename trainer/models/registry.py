@@ -32,6 +32,7 @@ def model_args(model: Model, *, vocab_size: int, max_seq_len: int) -> Transforme
         )
     args = replace(flavors[model.flavor], vocab_size=vocab_size, max_seq_len=max_seq_len, norm_type=model.norm_type)
     args = replace(args, sliding_window=model.sliding_window, sliding_window_every=model.sliding_window_every)
+    args = replace(args, attention_sinks=model.attention_sinks)
     if model.rope_theta is not None:
         args = replace(args, rope_theta=model.rope_theta)
     if model.rope_scaling is not None:

@@ -36,6 +36,7 @@ def context_parallel_attention(
     scale: float,
     is_causal: bool = True,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
 
@@ -43,7 +44,10 @@ def context_parallel_attention(
     is_causal, window: what this attention hides, beside the mask of the context; a window shows the last so many
     keys, or without is_causal as many on each side; 0: no window. Where keys are more or fewer than queries, the last
     query stands at the last key.
-    -> output as q, log-sum-exp (B, H, S) in float32 at least; 0 and -inf for queries that see no key.
+    sinks: (H,) logits, each as of one more key for every query of its head, whose value is zero (GPT-OSS; Xiao et al.,
+    arXiv 2309.17453). They are applied once, after everything is merged.
+    -> output as q, log-sum-exp (B, H, S), with the sink's share, in float32 at least; for queries that see no key 0,
+    and the sink, or -inf without one.
 
     Raises:
         ContextParallelError: no context is open, the inputs were not cut by it, or the method cannot divide the heads.
@@ -52,7 +56,8 @@ def context_parallel_attention(
     live, rows = resolve(plan)
     run = live.execution(q, k, rows, is_causal=is_causal, window=window)
     live.calls += 1
-    return (exchanged_forward if _by_heads(run) else staged_forward)(q, k, v, run, scale)
+    out, lse = (exchanged_forward if _by_heads(run) else staged_forward)(q, k, v, run, scale)
+    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
 @torch.library.custom_op("trainer::context_parallel_attention_backward", mutates_args=())
@@ -67,47 +72,62 @@ def _context_parallel_attention_backward(
     scale: float,
     is_causal: bool,
     window: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv, and the gradient of the sinks from this rank's queries ((0,) without sinks)."""
     live, rows = resolve(plan)
     run = live.execution(q, k, rows, is_causal=is_causal, window=window)
-    return (exchanged_backward if _by_heads(run) else staged_backward)(dout, q, k, v, out, lse, run, scale)
+    # Output and log-sum-exp hold the sink's share, so that the tiles' probabilities are those beside a sink.
+    gradients = (exchanged_backward if _by_heads(run) else staged_backward)(dout, q, k, v, out, lse, run, scale)
+    return *gradients, q.new_empty(0) if sinks is None else _sink_gradient(dout, out, lse, sinks)
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+
+
+def _sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    # Its value is zero, so that what is left of the softmax's derivative is minus the mean.
+    return -(share * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def _by_heads(run: Execution) -> bool:
-    return run.plan.method == "all_to_all"
+    return run.inner is not None
 
 
 @context_parallel_attention.register_fake
-def _(q, k, v, plan, scale, is_causal=True, window=0):
+def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None):
     b, h, s, d = q.shape
     out = q.new_empty(b, s, h, d).transpose(1, 2)
     return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @_context_parallel_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, plan, scale, is_causal, window):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _(dout, q, k, v, out, lse, plan, scale, is_causal, window, sinks):
+    return *(torch.empty_like(x) for x in (q, k, v)), q.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, plan)
+    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, plan, sinks)
 
 
 def _differentiate(ctx, dout: torch.Tensor, _dlse: torch.Tensor):
-    q, k, v, out, lse, plan = ctx.saved_tensors
-    dq, dk, dv = _context_parallel_attention_backward(
-        dout, q, k, v, out, lse, plan, ctx.scale, ctx.is_causal, ctx.window
+    *tensors, plan, sinks = ctx.saved_tensors
+    dq, dk, dv, dsinks = _context_parallel_attention_backward(
+        dout, *tensors, plan, ctx.scale, ctx.is_causal, ctx.window, sinks
     )
-    return dq, dk, dv, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks
 
 
 context_parallel_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 class ContextParallelAttention(ParallelStyle):
-    """Style for an attention module whose forward is `(q, k, v, *, scale=None, plan=None)`, with q (B, H, S, D) and
-    unrepeated k, v (B, K, S, D): it then attends over the sequence of all ranks of the mesh.
+    """Style for an attention module whose forward is `(q, k, v, *, scale=None, sinks=None, plan=None)`, with q
+    (B, H, S, D), unrepeated k, v (B, K, S, D), sinks (H,): it then attends over the sequence of all ranks of the mesh.
 
     is_causal: whether a token sees later ones; sliding_window: it sees the last so many only, None for all.
     Inside `context_parallel(...)`, the model passes the context's `attention_plan` on as `plan`.
@@ -130,6 +150,7 @@ class ContextParallelAttention(ParallelStyle):
             v: torch.Tensor,
             *,
             scale: float | None = None,
+            sinks: torch.Tensor | None = None,
             plan: torch.Tensor | None = None,
         ) -> torch.Tensor:
             if plan is None:
@@ -138,7 +159,7 @@ class ContextParallelAttention(ParallelStyle):
                     "and pass that context's `attention_plan` to its forward"
                 )
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            return context_parallel_attention(q, k, v, plan, scale, is_causal, window)[0]
+            return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks)[0]
 
         module.forward = forward
         module.context_parallel_group = device_mesh.get_group()

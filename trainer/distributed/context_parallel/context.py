@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.attention import parallelised_modules
@@ -42,8 +43,9 @@ def context_parallel(
     options: ContextParallelOptions | None = None,
     check_consistency: bool = False,
 ) -> Iterator[ContextParallel]:
-    """Cut `buffers` over the ranks of a 1-D mesh, in place, for forward AND backward; whole again afterwards.
+    """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; whole again afterwards.
 
+    mesh: 1-D, or for `hybrid` 2-D: (groups of the ring, neighbours that divide the heads).
     buffers: tensors that every rank holds alike, such as tokens, labels, rotary tables; the first one's length is that
     of the sequence. A longer one (a rotary table) gives its first rows. buffer_seq_dims: each one's sequence dimension.
     no_restore_buffers: those that nobody needs afterwards. The same tensor given twice is cut once.
@@ -61,6 +63,7 @@ def context_parallel(
             parallelised over `mesh`.
     """
     options = _options(options, method, load_balancer)
+    mesh, hybrid_groups = _flat(mesh, options)
     if any_plan_open(mesh):
         raise ContextParallelError("`context_parallel` is open already over this mesh; leave it before entering again")
     cuts = _distinct(buffers, buffer_seq_dims)
@@ -75,7 +78,7 @@ def context_parallel(
     if check_consistency:
         _check_ranks_agree(mesh, (layout, mask, options), [x for x, _ in cuts])
     rank = mesh.get_local_rank()
-    live = LivePlan(mesh, layout, mask, options)
+    live = LivePlan(mesh, layout, mask, options, hybrid_groups=hybrid_groups)
     number = open_plan(live)
     whole: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
@@ -99,6 +102,21 @@ def _options(
 ) -> ContextParallelOptions:
     given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
     return replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
+
+
+def _flat(
+    mesh: DeviceMesh, options: ContextParallelOptions
+) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
+    """The mesh as one line of ranks, and the groups of a 2-D one."""
+    if options.method != "hybrid" and mesh.ndim == 1:
+        return mesh, None
+    shape = (options.hybrid_degrees or ())[::-1]
+    if mesh.shape != shape:
+        raise ContextParallelError(
+            f"context_parallel with method {options.method!r} got a mesh of shape {mesh.shape}; give "
+            + (f"one of shape {shape}, ring x all-to-all ranks" if shape else "a 1-D mesh")
+        )
+    return mesh._flatten("cp"), tuple(mesh.get_group(dim) for dim in range(2))
 
 
 def _distinct(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[tuple[torch.Tensor, int]]:

@@ -6,7 +6,7 @@ Tests compare them with what was counted at the door; pictures and the choice of
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainer.distributed.context_parallel.plan import RankPlan
 
@@ -81,8 +81,8 @@ class HeadShare:
         return slice((first + self.start) * self.group, (first + self.stop) * self.group)
 
 
-def check_heads(heads: int, degree: int) -> None:
-    """Check that all-to-all can divide the query heads.
+def check_heads(heads: int, degree: int, method: str = "all_to_all") -> None:
+    """Check that so many ranks can divide the query heads.
 
     Raises:
         ValueError: it cannot; the sentence lists the degrees that work.
@@ -90,7 +90,7 @@ def check_heads(heads: int, degree: int) -> None:
     if heads % degree:
         works = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
         raise ValueError(
-            f"context_parallel_method = 'all_to_all' over {degree} ranks cannot divide {heads} query heads among them; "
+            f"context_parallel_method = {method!r} over {degree} ranks cannot divide {heads} query heads among them; "
             f"degrees that work: {works}"
         )
 
@@ -107,13 +107,13 @@ def attention_cost(plan: RankPlan, shape: AttentionShape, direction: str, heads_
     is worked on, what arrives, and with collectives and all-to-all the piece of memory that they receive into.
     """
     width = shape.batch if plan.rows == 1 else 1
-    if plan.method == "all_to_all":
-        cost = _exchanged(plan, shape, width, direction == "backward", heads_per_pass)
+    is_backward = direction == "backward"
+    if plan.inner is None:
+        cost = _staged(plan, shape, width, is_backward, heads_per_pass)
     else:
-        cost = _staged(plan, shape, width, direction == "backward", heads_per_pass)
-    heads = shape.heads // (plan.degree if plan.method == "all_to_all" else 1)
+        cost = _exchanged(plan, shape, width, is_backward, heads_per_pass)
     # Two products forward; backward the scores again, and four products of their size.
-    cost.flops = (10 if direction == "backward" else 4) * plan.pairs * shape.head_dim * heads * width
+    cost.flops = (10 if is_backward else 4) * plan.pairs * shape.head_dim * (shape.heads // plan.head_degree) * width
     return cost
 
 
@@ -139,12 +139,19 @@ def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool
 
 def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int) -> Cost:
     cost = Cost()
-    q_lengths, kv_lengths = ([layout.length(r) * plan.rows for r in range(plan.degree)] for layout in plan.layouts)
-    others = [r for r in range(plan.degree) if r != plan.rank]
-    mine = q_lengths[plan.rank], kv_lengths[plan.rank]
+    q_lengths, kv_lengths = (
+        [layout.length(r) * plan.rows for r in range(plan.head_degree)] for layout in plan.neighbour_layouts
+    )
+    here = plan.rank % plan.head_degree
+    others = [r for r in range(plan.head_degree) if r != here]
+    mine = q_lengths[here], kv_lengths[here]
     alive = [0]
-    for share in HeadShare.passes(shape.heads, shape.kv_heads, plan.degree, heads_per_pass):
+    for share in HeadShare.passes(shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass):
         kv_heads = share.stop - share.start
+        part = replace(shape, heads=kv_heads * share.group, kv_heads=kv_heads)
+        inside = _staged(plan.inner, part, width, is_backward, 0)
+        cost.calls += inside.calls
+        cost.bytes_sent += inside.bytes_sent
         there = list(
             _pieces(shape, width, kv_heads, share, ("q", "q", "q", "lse", "k", "k") if is_backward else ("q", "k", "k"))
         )
@@ -155,7 +162,8 @@ def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: b
             "dqkv" if is_backward else "out",
             sum(aligned((q_lengths, kv_lengths)[of_keys][r] * row) for r in others for of_keys, row in back),
         )
-        alive.append(sum(2 * sum((q_lengths, kv_lengths)[of_keys]) * row for of_keys, row in there))
+        received = sum(2 * sum((q_lengths, kv_lengths)[of_keys]) * row for of_keys, row in there)
+        alive.append(received + inside.workspace)
     cost.workspace = max(before + after for before, after in zip(alive, [*alive[1:], 0], strict=True))
     return cost
 

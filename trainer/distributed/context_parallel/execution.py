@@ -18,7 +18,8 @@ from trainer.distributed.ranges import Ranges, size
 class Execution:
     """A plan and what carries it out on this rank: what computes, and over which communicators K/V and dK/dV travel.
 
-    heads_per_pass: key/value heads that are worked on at a time; 0: all.
+    heads_per_pass: key/value heads that are worked on at a time; 0: all. inner: where heads are exchanged over `group`,
+    what is done with all rows of this rank's heads.
     """
 
     lowered: LoweredPlan
@@ -26,6 +27,7 @@ class Execution:
     group: dist.ProcessGroup
     gradient_group: dist.ProcessGroup
     heads_per_pass: int = 0
+    inner: "Execution | None" = None
 
     @property
     def plan(self) -> RankPlan:
@@ -33,8 +35,8 @@ class Execution:
 
     @cached_property
     def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
-        """Who owns which queries and which keys, of all sequences that the plan tells apart."""
-        return tuple(layout.repeated(self.plan.rows) for layout in (self.plan.q_layout, self.plan.kv_layout))
+        """Who of the neighbours owns which queries and which keys, of all sequences that the plan tells apart."""
+        return tuple(layout.repeated(self.plan.rows) for layout in self.plan.neighbour_layouts)
 
     def passes(self, kv_heads: int) -> list[slice]:
         """Key/value heads of each pass."""
@@ -145,9 +147,9 @@ def out_of_line(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(b, s, h, *rest).transpose(1, 2)
 
 
-def as_before(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undo `in_line`: a new tensor of the shape, strides and type of `like`, (B, H, S, D)."""
-    return torch.empty_like(like).copy_(out_of_line(x, like))
+def as_before(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Undo `in_line`: a new tensor of the shape and strides of `like`, (B, H, S, D), and of its type unless given."""
+    return torch.empty_like(like, dtype=dtype).copy_(out_of_line(x, like))
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -52,7 +52,7 @@ class CpuFlash:
     """PyTorch's flash attention for CPUs, with grouped heads; a diagonal that it does not know is a mask."""
 
     name = "cpu_flash"
-    capabilities = Capabilities("cpu", frozenset({"float64", "float32", "bfloat16"}), masks=True)
+    capabilities = Capabilities("cpu", frozenset({"float64", "float32", "bfloat16", "float16"}), masks=True)
 
     def forward(self, q, k, v, *, relation, scale):
         causal, mask = self._mask(q, k, relation)
@@ -70,7 +70,7 @@ class CpuFlash:
         square = q.shape[2] == k.shape[2]
         if relation is Relation.FULL or (relation is Relation.CAUSAL and square):
             return relation is Relation.CAUSAL, None
-        hidden = _hidden(relation, q.shape[2], k.shape[2], q.device)
+        hidden = hidden_pairs(relation, q.shape[2], k.shape[2], q.device)
         return False, q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
@@ -106,7 +106,7 @@ class Math:
         dtype = torch.promote_types(q.dtype, torch.float32)
         scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
         if relation is not Relation.FULL:
-            scores = scores.masked_fill(_hidden(relation, *scores.shape[-2:], q.device), -torch.inf)
+            scores = scores.masked_fill(hidden_pairs(relation, *scores.shape[-2:], q.device), -torch.inf)
         return scores
 
 
@@ -155,7 +155,7 @@ def _names(kernels: Iterable[Kernel]) -> str:
     return ", ".join(repr(kernel.name) for kernel in kernels)
 
 
-def _hidden(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:
+def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:
     """(n, m) bool, true for pairs that the relation does not show."""
     ones = torch.ones(n, m, dtype=torch.bool, device=device)
     hidden = torch.zeros_like(ones)

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from trainer.distributed.context_parallel.kernels import Kernel, _hidden, repeated, summed
+from trainer.distributed.context_parallel.kernels import Kernel, hidden_pairs, repeated, summed
 from trainer.distributed.context_parallel.lowering import Call, Capabilities
 from trainer.distributed.context_parallel.mask import Relation
 from trainer.distributed.ranges import Range
@@ -99,7 +99,7 @@ class Efficient:
             return None
         b, h, n, _ = q.shape
         bias = q.new_zeros(n, m + -m % 16)[:, :m]
-        return bias.masked_fill_(_hidden(relation, n, m, q.device), -torch.inf).expand(b, h, n, m)
+        return bias.masked_fill_(hidden_pairs(relation, n, m, q.device), -torch.inf).expand(b, h, n, m)
 
 
 class Cudnn:

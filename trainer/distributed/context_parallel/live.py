@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.cost import check_heads
 from trainer.distributed.context_parallel.execution import Execution
-from trainer.distributed.context_parallel.kernels import choose_kernel
+from trainer.distributed.context_parallel.kernels import Kernel, choose_kernel
 from trainer.distributed.context_parallel.lowering import lower
 from trainer.distributed.context_parallel.mask import Mask, by_row, causal, full, sliding_window
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
@@ -35,7 +35,8 @@ _ROWS = 1 << 20  # sequences of a batch that a handle can tell apart
 class LivePlan:
     """A context that is open: its layout and mask, and how often the operator ran under it.
 
-    kv_layout: who owns which keys, where they are not as many as the queries.
+    mesh: 1-D; hybrid_groups: for `hybrid`, the ring and the neighbours that this rank belongs to. kv_layout: who owns
+    which keys, where they are not as many as the queries.
     """
 
     mesh: DeviceMesh
@@ -43,6 +44,7 @@ class LivePlan:
     mask: Mask | None = None
     options: ContextParallelOptions = field(default_factory=ContextParallelOptions)
     kv_layout: SequenceLayout | None = None
+    hybrid_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     calls: int = 0
     _runs: dict[tuple, Execution] = field(default_factory=dict)
 
@@ -60,16 +62,32 @@ class LivePlan:
         key = q.shape, k.shape, q.dtype, q.device.type, rows, is_causal, window
         if key not in self._runs:
             self._check(q, k, rows)
-            rank, group = self.mesh.get_local_rank(), self.mesh.get_group()
             mask = self._mask(rows, is_causal, window)
-            # One rank has all heads and all rows: nothing to exchange, whatever the method.
-            method = self.options.method if group.size() > 1 else "ring"
-            plan = make_plan(self.layout, mask, method, rank, kv_layout=self.kv_layout)
-            kernel = choose_kernel(q.device.type, q.dtype, q.shape[3], self.options.kernel, bands=window > 0)
-            self._runs[key] = Execution(
-                lower(plan, kernel.capabilities), kernel, group, _gradient_group(group), self.options.heads_per_pass
-            )
+            kernel = choose_kernel(q.device.type, q.dtype, q.shape[3], self.options.kernel, bands=mask.has_windows)
+            self._runs[key] = self._execution(mask, kernel)
         return self._runs[key]
+
+    def _execution(self, mask: Mask, kernel: Kernel) -> Execution:
+        options, group = self.options, self.mesh.get_group()
+        # One rank has all heads and all rows: nothing to exchange, whatever the method.
+        method = options.method if group.size() > 1 else "ring"
+        degrees = options.hybrid_degrees
+        plan = make_plan(
+            self.layout,
+            mask,
+            method,
+            self.mesh.get_local_rank(),
+            kv_layout=self.kv_layout,
+            head_degree=degrees[0] if degrees and method == "hybrid" else None,
+        )
+        lowered, passes = lower(plan, kernel.capabilities), options.heads_per_pass
+        if plan.inner is None:
+            return Execution(lowered, kernel, group, _gradient_group(group), passes)
+        ring = group
+        if method == "hybrid":
+            ring, group = self.hybrid_groups
+        inner = Execution(lower(plan.inner, kernel.capabilities), kernel, ring, _gradient_group(ring))
+        return Execution(lowered, kernel, group, group, passes, inner)
 
     def _mask(self, rows: tuple[int, ...], is_causal: bool, window: int) -> Mask:
         lengths = self.layout.seq_len, (self.kv_layout or self.layout).seq_len
@@ -97,9 +115,9 @@ class LivePlan:
                 f"context-parallel attention got {q.shape[0]} sequences and a plan for {len(rows)}; pass the handle's "
                 "entries of the same sequences"
             )
-        if self.options.method == "all_to_all":
+        if self.options.method in ("all_to_all", "hybrid"):
             try:
-                check_heads(q.shape[1], self.mesh.size())
+                check_heads(q.shape[1], self.options.head_degree(self.mesh.size()))
             except ValueError as error:
                 raise ContextParallelError(str(error)) from None
 

@@ -126,6 +126,11 @@ class Mask:
         """The bands as an array (number, 6) of int64."""
         return np.array(self.bands, dtype=np.int64).reshape(-1, 6)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether somewhere early keys of a band are hidden."""
+        return any(band.lower > -ANY for band in self.bands)
+
     def work(self) -> np.ndarray:
         """Number of visible keys of each query, summed over the rows: (q_len,) int64."""
         table = self._table

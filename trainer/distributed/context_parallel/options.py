@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.config.schema import JobConfig, Parallelism
 from trainer.distributed.context_parallel.mask import Mask, causal, documents_of
 from trainer.distributed.context_parallel.plan import METHODS
 from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, build_layout
@@ -21,6 +20,7 @@ class ContextParallelOptions:
 
     method: `ring`, `all_gather` or `all_to_all`; load_balancer: `head_tail`, `contiguous` or `balanced`; kernel:
     `auto`, or the name of one; heads_per_pass: key/value heads that travel at a time, 0 for all (not for the ring);
+    hybrid_degrees: for `hybrid`, how many neighbours divide the heads, and how many groups of them make the ring;
     multiple_of: what divides each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
 
     Raises:
@@ -31,6 +31,7 @@ class ContextParallelOptions:
     load_balancer: str = "head_tail"
     kernel: str = "auto"
     heads_per_pass: int = 0
+    hybrid_degrees: tuple[int, int] | None = None
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
@@ -40,34 +41,33 @@ class ContextParallelOptions:
         ):
             if value not in choices:
                 raise ContextParallelError(f"{name} = {value!r} is none of {', '.join(map(repr, choices))}")
+        degrees = self.hybrid_degrees
+        if (degrees is not None) != (self.method == "hybrid") or (degrees and (len(degrees) != 2 or min(degrees) < 1)):
+            raise ContextParallelError(
+                f"hybrid_degrees = {degrees} with method = {self.method!r}: 'hybrid' needs two degrees, of all-to-all "
+                "and of the ring, each at least 1, such as (2, 4); no other method has any"
+            )
         if self.heads_per_pass < 0 or (self.heads_per_pass and self.method == "ring"):
             raise ContextParallelError(
                 f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = 'ring', where all "
                 "heads go round together; use 'all_gather' or 'all_to_all' with it"
             )
 
-    @classmethod
-    def from_config(cls, config: Parallelism) -> "ContextParallelOptions":
-        return cls(
-            method=config.context_parallel_method,
-            load_balancer=config.context_parallel_load_balancer,
-            kernel=config.context_parallel_kernel,
-            heads_per_pass=config.context_parallel_heads_per_pass,
-            multiple_of=config.tensor_parallel_degree,
-        )
+    def head_degree(self, degree: int) -> int:
+        """How many of `degree` ranks divide the heads among them: 1 where every rank works on all heads."""
+        return {"all_to_all": degree, "hybrid": (self.hybrid_degrees or (1,))[0]}.get(self.method, 1)
 
     def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> SequenceLayout:
         """Who owns which tokens of a batch; `balanced` deals by what is visible of `mask` under a causal mask."""
         work = None
         if self.load_balancer == "balanced" and mask is not None:
             work = (causal(seq_len) & mask).work()
-        return build_layout(self.load_balancer, seq_len, degree, multiple_of=self.multiple_of, work=work)
-
-
-def uses_planned_attention(config: JobConfig) -> bool:
-    """Whether attention runs by a plan: over several ranks, or on one with a mask that is more than causal."""
-    several = config.parallelism.context_parallel_degree > 1
-    return several or config.training.attention_mask != "causal" or config.model.sliding_window is not None
+        # The neighbours of a hybrid share what one rank of its ring would own.
+        neighbours = self.head_degree(degree) if self.method == "hybrid" else 1
+        ring = degree // neighbours
+        unit = self.multiple_of if seq_len % (self.multiple_of * neighbours) else self.multiple_of * neighbours
+        layout = build_layout(self.load_balancer, seq_len, ring, multiple_of=unit, work=work)
+        return layout if neighbours == 1 else layout.cut(neighbours, multiple_of=self.multiple_of)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ ring          Forward: K/V move from rank r to r - 1; at stage s rank r works on
 all_gather    Stage 0 is what a rank owns itself, stage 1 everything else that it sees, straight from the owners; by the
               collective (and the gradients back by reduce-scatter) unless the mask leaves less than half of that.
 all_to_all    One stage: each rank has some of the heads and the whole sequence (Ulysses, arXiv 2309.14509).
+hybrid        All-to-all among neighbours, a ring over the groups of neighbours: rank i * A + a is neighbour a of group
+              i, and works on its share of the heads of all the rows that group i owns (USP, arXiv 2405.07719).
 
 Ring attention: arXiv 2310.01889. Sequences of a batch with masks of their own are planned as one, laid one after
 another.
@@ -34,7 +36,7 @@ from trainer.distributed.context_parallel.mask import ANY, Band, Mask, Relation
 from trainer.distributed.layout import SequenceLayout
 from trainer.distributed.ranges import Offsets, Range, Ranges, difference, intersection, size, union
 
-METHODS = ("ring", "all_gather", "all_to_all")
+METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,10 @@ class RankPlan:
     """Sequences of the batch that the plan tells apart; 1: the same for all, however many there are."""
     forward: tuple[Stage, ...]
     backward: tuple[Stage, ...]
+    inner: "RankPlan | None" = field(default=None, repr=False)
+    """Where heads are exchanged: what is done with all rows of this rank's heads; its stages are this plan's."""
+    head_degree: int = 1
+    """Neighbours that divide the heads among them."""
 
     @property
     def degree(self) -> int:
@@ -114,6 +120,12 @@ class RankPlan:
     def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
         """Of queries and of keys."""
         return self.q_layout, self.kv_layout
+
+    @cached_property
+    def neighbour_layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
+        """Who of the neighbours that exchange heads owns which of the queries, and of the keys, of their group."""
+        group = self.rank // self.head_degree
+        return tuple(_within(layout, group, self.head_degree) for layout in self.layouts)
 
     @cached_property
     def own(self) -> Offsets:
@@ -126,11 +138,13 @@ class RankPlan:
 
     @property
     def pairs(self) -> int:
-        """Visible pairs that this rank computes with its share of the heads (all of them, but for all_to_all)."""
+        """Visible pairs that this rank computes, each with its share of the heads."""
         return sum(stage.pairs for stage in self.forward)
 
     def rows_sent(self) -> dict[str, int]:
-        """Rows of K/V (forward, backward) and of dK/dV (home) that this rank sends; none for all_to_all."""
+        """Rows of K/V (forward, backward) and of dK/dV (home) that this rank sends, beside any exchange of heads."""
+        if self.inner is not None:
+            return self.inner.rows_sent()
         return {
             "forward": sum(self.rows_sent_for(stage, stage.messages) for stage in self.forward),
             "backward": sum(self.rows_sent_for(stage, stage.messages) for stage in self.backward),
@@ -150,16 +164,25 @@ class RankPlan:
 
 
 def make_plan(
-    layout: SequenceLayout, mask: Mask, method: str, rank: int, *, kv_layout: SequenceLayout | None = None
+    layout: SequenceLayout,
+    mask: Mask,
+    method: str,
+    rank: int,
+    *,
+    kv_layout: SequenceLayout | None = None,
+    head_degree: int | None = None,
 ) -> RankPlan:
     """What `rank` of the layout's degree does; cached.
 
-    kv_layout: who owns which keys, if they are not as many as the queries.
+    kv_layout: who owns which keys, if they are not as many as the queries. head_degree: for `hybrid`, how many
+    neighbours divide the heads; it divides the degree.
 
     Raises:
-        ValueError: a method that is none, or a mask for sequences of another length.
+        ValueError: a method that is none, a mask for sequences of another length, a head degree that does not divide.
     """
     kv_layout = kv_layout or layout
+    if method == "hybrid" and (not head_degree or layout.degree % head_degree):
+        raise ValueError(f"a head degree of {head_degree} must divide the {layout.degree} ranks of a hybrid plan")
     if method not in METHODS:
         raise ValueError(f"method {method!r} is none of {', '.join(map(repr, METHODS))}")
     if (mask.q_len, mask.kv_len) != (layout.seq_len, kv_layout.seq_len):
@@ -167,7 +190,34 @@ def make_plan(
             f"a mask of {mask.q_len} queries and {mask.kv_len} keys does not fit sequences of {layout.seq_len} and "
             f"{kv_layout.seq_len} tokens; make it for their lengths"
         )
+    if method in ("all_to_all", "hybrid"):
+        return _by_heads(layout, kv_layout, mask, method, rank, head_degree or layout.degree)
     return _problem(layout, kv_layout, mask).plan(method, rank)
+
+
+@lru_cache(maxsize=256)
+def _by_heads(
+    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, method: str, rank: int, head_degree: int
+) -> RankPlan:
+    """All-to-all among neighbours; their group is one rank of a ring, of a single one for `all_to_all`."""
+    groups = [_merged(x, head_degree) for x in (layout, kv_layout)]
+    inner = _problem(*groups, mask).plan("ring", rank // head_degree)
+    return RankPlan(method, rank, layout, kv_layout, mask.rows, inner.forward, inner.backward, inner, head_degree)
+
+
+def _merged(layout: SequenceLayout, neighbours: int) -> SequenceLayout:
+    """What each group of neighbours owns together."""
+    ranks = range(0, layout.degree, neighbours)
+    return SequenceLayout(
+        layout.name, layout.seq_len, tuple(union(sum(layout.ranges[rank : rank + neighbours], ())) for rank in ranks)
+    )
+
+
+def _within(layout: SequenceLayout, group: int, neighbours: int) -> SequenceLayout:
+    """Who of one group owns which of the group's rows, counted from 0."""
+    shards = layout.ranges[group * neighbours : (group + 1) * neighbours]
+    places = Offsets(union(sum(shards, ())))
+    return SequenceLayout(layout.name, size(places.ranges), tuple(places.places(shard) for shard in shards))
 
 
 @lru_cache(maxsize=64)
@@ -223,11 +273,6 @@ class _Problem:
         messages = _posted(there)
         home = _posted(Message(m.target, m.source, m.ranges) for m in there)
         return (local, Stage(held, tiles, messages)), (local, Stage(held, tiles, messages, home))
-
-    def _all_to_all(self, rank: int) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-        queries, keys = union(sum(self.q_ranges, ())), union(sum(self.kv_ranges, ()))
-        stage = Stage(keys, _tiles(self._pieces(queries), keys))
-        return (stage,), (stage,)
 
     # ---- stages
 

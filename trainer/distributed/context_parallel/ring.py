@@ -76,8 +76,12 @@ def staged_backward(
     lse: torch.Tensor,
     run: Execution,
     scale: float,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v; a function of its arguments alone. K and V travel again, dK and dV come home."""
+    """Gradients of q, k, v; a function of its arguments alone. K and V travel again, dK and dV come home.
+
+    kv_dtype: of the gradients of k and v, if others are added to them; by default theirs.
+    """
     inputs = q, k, v
     dout, q, k, v, out, lse = (in_line(x, run.plan) for x in (dout, q, k, v, out, lse))
     dq = torch.zeros_like(q, dtype=lse.dtype)
@@ -99,7 +103,9 @@ def staged_backward(
         pending.wait()
         held = incoming
     homeward.land(None, own_gradient, own_gradient, run)
-    return tuple(as_before(x, like) for x, like in zip((dq, *unpack(own_gradient)), inputs, strict=True))
+    types = q.dtype, kv_dtype or k.dtype, kv_dtype or v.dtype
+    gradients = zip((dq, *unpack(own_gradient)), inputs, types, strict=True)
+    return tuple(as_before(x, like, dtype) for x, like, dtype in gradients)
 
 
 def _items(

@@ -1,4 +1,4 @@
-"""Runs an all-to-all plan (DeepSpeed Ulysses, arXiv 2309.14509): each rank works on some heads of the whole sequence.
+"""Runs a plan with an exchange of heads (DeepSpeed Ulysses, arXiv 2309.14509): a rank has some heads of all rows.
 
 One exchange takes queries, keys and values from "my rows of all heads" to "all rows of my heads", one takes the output
 back; the backward does the same with the gradients. Key/value heads are replicated to the least common multiple of
@@ -7,6 +7,9 @@ their number and the degree, so that every degree that divides the query heads w
     2 ranks, 4 query heads, 1 key/value head       rank 0        rank 1
     before                                         q 0123 kv 0   q 0123 kv 0     half the rows each
     after                                          q 01   kv 0   q 23   kv 0     all rows
+
+"All rows" are the whole sequence for `all_to_all`, and those of a group of neighbours for `hybrid`: between the two
+exchanges runs the plan of a ring, of one rank or of several.
 
 What goes to a rank is packed into one piece of bytes, tensors of any type side by side.
 """
@@ -19,14 +22,12 @@ import torch
 from trainer.distributed.context_parallel.cost import HeadShare, aligned
 from trainer.distributed.context_parallel.execution import (
     Execution,
-    Merged,
-    add_gradients,
     as_before,
-    attend,
     in_line,
     out_of_line,
     with_next,
 )
+from trainer.distributed.context_parallel.ring import staged_backward, staged_forward
 from trainer.distributed.exchange import Pending, all_to_all
 from trainer.distributed.ranges import Offsets, Ranges
 
@@ -50,11 +51,8 @@ def exchanged_forward(
         if following is not None:
             incoming = _to_heads([q], [k, v], following, run, kind="qkv")
         all_q, all_k, all_v = arrived.assembled(run)
-        total = Merged(all_q)
-        whole = slice(0, all_q.shape[1])
-        attend(total, all_q, all_k, all_v, whole, run.lowered.forward[0], run.kernel, scale)
-        results = [total.out.to(q.dtype), total.lse]
-        returning.append(_to_rows(results, [], [out, lse], share, run, kind="out"))
+        results = staged_forward(all_q, all_k, all_v, run.inner, scale)
+        returning.append(_to_rows([*results], [], [out, lse], share, run, kind="out"))
     for arrival in returning:
         arrival.put()
     return out_of_line(out, whole_q), out_of_line(lse, whole_q)
@@ -85,11 +83,9 @@ def exchanged_backward(
         if following is not None:
             incoming = _to_heads([q, dout, out, lse], [k, v], following, run, kind="qkv_dout")
         all_q, all_dout, all_out, all_lse, *all_kv = arrived.assembled(run)
-        all_dq, all_dk, all_dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (all_q, *all_kv))
-        calls = run.lowered.backward[0]
         given = all_dout, all_q, *all_kv, all_out, all_lse
-        add_gradients(all_dq, all_dk, all_dv, *given, calls, run.kernel, scale)
-        results = [all_dq.to(q.dtype)], [x.to(gradient_dtype) for x in (all_dk, all_dv)]
+        all_dq, *all_dkv = staged_backward(*given, run.inner, scale, gradient_dtype)
+        results = [all_dq], all_dkv
         returning.append(_to_rows(*results, [dq, dk, dv], share, run, kind="dqkv"))
     for arrival in returning:
         arrival.put()
@@ -97,7 +93,7 @@ def exchanged_backward(
 
 
 def _passes(q: torch.Tensor, k: torch.Tensor, run: Execution) -> list[HeadShare]:
-    return HeadShare.passes(q.shape[1], k.shape[1], run.plan.degree, run.heads_per_pass)
+    return HeadShare.passes(q.shape[1], k.shape[1], run.plan.head_degree, run.heads_per_pass)
 
 
 @dataclass
@@ -141,7 +137,7 @@ class _Arrival:
 def _to_heads(queries: Pieces, keys: Pieces, share: HeadShare, run: Execution, *, kind: str) -> _Arrival:
     """Start the exchange from my rows of all heads to all rows of my heads."""
     sent, shapes = [], []
-    for rank in range(run.plan.degree):
+    for rank in range(run.plan.head_degree):
         sent.append([x[:, share.queries(rank)] for x in queries] + [x[:, share.keys(rank)] for x in keys])
         lengths = [run.layouts[0].length(rank)] * len(queries) + [run.layouts[1].length(rank)] * len(keys)
         shapes.append([(x.shape[0], x.shape[1], n, *x.shape[3:]) for x, n in zip(sent[0], lengths, strict=True)])
@@ -153,7 +149,7 @@ def _to_rows(queries: Pieces, keys: Pieces, into: Pieces, share: HeadShare, run:
     """Start the exchange from all rows of my heads to my rows of all heads, which belong `into` these."""
     sent = [
         [_rows(x, run.layouts[0].ranges[rank]) for x in queries] + [_rows(x, run.layouts[1].ranges[rank]) for x in keys]
-        for rank in range(run.plan.degree)
+        for rank in range(run.plan.head_degree)
     ]
     shapes = [[(x.shape[0], y.shape[1], *x.shape[2:]) for x, y in zip(into, sent[0], strict=True)]] * len(sent)
     pieces, pending = _exchange(sent, shapes, run, kind=kind)

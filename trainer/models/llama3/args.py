@@ -34,6 +34,7 @@ class TransformerArgs:
     tie_embeddings: bool = False
     sliding_window: int | None = None
     sliding_window_every: int = 1
+    attention_sinks: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -48,7 +49,9 @@ class TransformerArgs:
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
         embedding = self.vocab_size * self.dim
         return (
-            self.n_layers * (self._layer_matrices() + 2 * norm) + norm + embedding * (1 if self.tie_embeddings else 2)
+            self.n_layers * (self._layer_matrices() + 2 * norm + self.n_heads * self.attention_sinks)
+            + norm
+            + embedding * (1 if self.tie_embeddings else 2)
         )
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:

@@ -53,7 +53,7 @@ def build_norm(args: TransformerArgs) -> nn.Module:
 class InnerAttention(nn.Module):
     """Causal scaled dot product attention, of all tokens or a sliding window: the part that a plan may replace.
 
-    A window is a dense mask here, (S, S); `parallelize` puts planned attention in its place, which has none.
+    A window, and sinks, are a dense mask here, (S, S); `parallelize` puts planned attention in their place.
     """
 
     def __init__(self, sliding_window: int | None = None) -> None:
@@ -67,17 +67,37 @@ class InnerAttention(nn.Module):
         v: torch.Tensor,
         *,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q: (B, H, S, D); k, v: (B, K, S, D), K divides H -> (B, H, S, D). Local attention has no use for a plan."""
-        mask = None
-        if self.sliding_window is not None:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-            mask = mask.tril().triu(1 - self.sliding_window)
+        """q: (B, H, S, D); k, v: (B, K, S, D), K divides H; sinks: (H,) -> (B, H, S, D).
+
+        Local attention has no use for a plan.
+        """
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
+        if sinks is None and self.sliding_window is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        if self.sliding_window is not None:
+            visible = visible.triu(1 - self.sliding_window)
+        mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+        if sinks is not None:  # one more key and value, zeros, first in line
+            k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
+            column = sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[2], 1)
+            mask = torch.cat((column, mask.expand(q.shape[1], -1, -1)), dim=2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+class AttentionSinks(nn.Module):
+    """One logit a head, of a key that every token sees and that gives nothing (as in GPT-OSS)."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self) -> torch.Tensor:
+        """(H,): tensor parallelism leaves each rank those of its heads."""
+        return self.weight
 
 
 class Attention(nn.Module):
@@ -90,6 +110,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.sinks = AttentionSinks(args.n_heads) if args.attention_sinks else None
         self.inner_attention = InnerAttention(sliding_window)
 
     def forward(
@@ -98,7 +119,8 @@ class Attention(nn.Module):
         # The number of heads is read off the projections: tensor parallelism leaves each rank some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, freqs_cis), apply_rope(k, freqs_cis)  # (B, H, S, D), (B, K, S, D)
-        out = self.inner_attention(q, k, v, plan=attention_plan)
+        sinks = self.sinks() if self.sinks is not None else None
+        out = self.inner_attention(q, k, v, sinks=sinks, plan=attention_plan)
         return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, dim)
 
 
@@ -168,10 +190,10 @@ class Transformer(nn.Module):
         self.freqs_cis = precompute_freqs_cis(self.args, dtype).to(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Norms one; embeddings of unit scale; small logits; matrices keep the scale of what they multiply, and the
-        last ones of the residual branches shrink with depth."""
+        """Norms one; sinks zero; embeddings of unit scale; small logits; matrices keep the scale of what they multiply,
+        and the last ones of the residual branches shrink with depth."""
         if parameter.ndim == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith("sinks.weight") else 1.0)
         else:
             parameter.normal_(0.0, self._init_std(name, fan_in=parameter.shape[1]), generator=generator)
 

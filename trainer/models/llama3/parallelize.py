@@ -13,10 +13,10 @@ from trainer.config.schema import JobConfig
 from trainer.distributed.activation_checkpoint import apply_activation_checkpoint
 from trainer.distributed.compile import apply_compile
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.options import uses_planned_attention
+from trainer.distributed.context_parallel.configure import uses_planned_attention
 from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.tensor_parallel import apply_tensor_parallel, logits_layout
+from trainer.distributed.tensor_parallel import LocalParameter, apply_tensor_parallel, logits_layout
 from trainer.models.llama3.model import Transformer
 
 
@@ -48,8 +48,9 @@ def _tensor_parallel(model: Transformer, dims: ParallelDims, config: JobConfig) 
             input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()
         ),
     }
+    sinks = {"attention.sinks": LocalParameter()} if model.args.attention_sinks else {}
     for name in model.layers:
-        plan |= {f"layers.{name}.{part}": style for part, style in _block_plan().items()}
+        plan |= {f"layers.{name}.{part}": style for part, style in (_block_plan() | sinks).items()}
     apply_tensor_parallel(model, dims["tp"], plan)
 
 

@@ -1,0 +1,78 @@
+"""Which method, where the configuration leaves it open: by what the busiest rank sends for one layer. Torch-free."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.mask import Mask
+from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.distributed.context_parallel.plan import make_plan
+
+# Below so many tokens a rank, a stage's tile is too short to hide a message behind it (about 800 on NVLink for Llama 3
+# 8B), and the N - 1 messages of a ring cost more than the memory that it saves.
+SHORT_SHARD = 1024
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to spread attention: what the busiest rank sends forward and backward, and how many tiles it computes."""
+
+    options: ContextParallelOptions
+    bytes_sent: int
+    tiles: int
+
+    def __str__(self) -> str:
+        degrees = self.options.hybrid_degrees
+        name = self.options.method + (f" {degrees[0]} x {degrees[1]}" if degrees else "")
+        return f"{name} {self.bytes_sent / 2**20:,.2f} MiB"
+
+
+def choose(
+    options: ContextParallelOptions, masks: list[Mask], degree: int, shape: AttentionShape
+) -> tuple[ContextParallelOptions, str]:
+    """Options with the method that sends least, and the reason in words.
+
+    masks: of the model's layers, each once; shape: local heads. Where two send alike within a tenth, the one with fewer
+    tiles is taken (fewer kernels). Ring and all-gather send alike: the ring holds less, unless shards are short.
+    """
+    candidates = sorted(_candidates(options, masks, degree, shape), key=lambda c: c.bytes_sent)
+    near = [c for c in candidates if c.bytes_sent <= 1.1 * candidates[0].bytes_sent]
+    best = min(near, key=lambda c: (c.tiles, c.bytes_sent))
+    seq_len = masks[0].q_len
+    reason = "sends least on its busiest rank"
+    if best.options.method in ("ring", "all_gather"):
+        short = seq_len < SHORT_SHARD * degree
+        wanted = "all_gather" if short else "ring"
+        best = next(c for c in candidates if c.options.method == wanted)
+        words = "too few to hide a ring's messages" if short else "enough to hide a ring's messages, in less memory"
+        reason += f", and {seq_len // degree:,} tokens a rank are {words}"
+    return best.options, (
+        f"{best} ({reason}; a layer, forward and backward: {', '.join(map(str, candidates))}; "
+        f"{shape.heads}/{shape.kv_heads} heads over {degree} ranks)"
+    )
+
+
+def _candidates(
+    options: ContextParallelOptions, masks: list[Mask], degree: int, shape: AttentionShape
+) -> Iterator[Candidate]:
+    methods: list[tuple[str, tuple[int, int] | None]] = [("ring", None), ("all_gather", None)]
+    if shape.heads % degree == 0:
+        methods.append(("all_to_all", None))
+    methods += [
+        ("hybrid", (heads, degree // heads))
+        for heads in range(2, degree)
+        if degree % heads == 0 and shape.heads % heads == 0
+    ]
+    # What `balanced` deals is known with each batch; head and tail stands for it.
+    balancer = "head_tail" if options.load_balancer == "balanced" else options.load_balancer
+    for method, hybrid in methods:
+        way = replace(options, method=method, hybrid_degrees=hybrid, heads_per_pass=0, load_balancer=balancer)
+        layout = way.layout(masks[0].q_len, degree)
+        busiest = tiles = 0
+        # Ranks that differ by their place among neighbours only do the same.
+        for rank in range(0, degree, way.head_degree(degree)):
+            plans = [make_plan(layout, mask, method, rank, head_degree=hybrid[0] if hybrid else None) for mask in masks]
+            directions = [attention_cost(plan, shape, d) for plan in plans for d in ("forward", "backward")]
+            busiest = max(busiest, sum(cost.bytes_sent.total() for cost in directions))
+            tiles = max(tiles, sum(len(stage.tiles) for plan in plans for stage in plan.forward))
+        yield Candidate(replace(options, method=method, hybrid_degrees=hybrid), busiest, tiles)

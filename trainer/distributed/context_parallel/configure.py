@@ -1,0 +1,83 @@
+"""The configuration's words for planned attention -> `ContextParallelOptions`, checked. Torch-free."""
+
+from dataclasses import replace
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.distributed.context_parallel.auto import choose
+from trainer.distributed.context_parallel.cost import AttentionShape, HeadShare, check_heads
+from trainer.distributed.context_parallel.mask import causal, sliding_window
+from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.models.llama3.args import TransformerArgs
+
+
+def uses_planned_attention(config: JobConfig) -> bool:
+    """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
+    model = config.model
+    several = config.parallelism.context_parallel_degree > 1
+    masked = config.training.attention_mask != "causal" or model.sliding_window is not None
+    return several or masked or model.attention_sinks
+
+
+def attention_options(config: JobConfig, shape: TransformerArgs) -> tuple[ContextParallelOptions, str]:
+    """Options of the run, and why its method was chosen (empty where the configuration names one).
+
+    Raises:
+        ConfigError: a method that cannot divide the heads, degrees that do not fit, or a key without effect.
+    """
+    parallelism = config.parallelism
+    degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    heads, kv_heads = shape.n_heads // tp, shape.n_kv_heads // tp
+    method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
+    _check_hybrid(method, hybrid, degree)
+    options = ContextParallelOptions(
+        method="ring" if method == "auto" else method,
+        load_balancer=parallelism.context_parallel_load_balancer,
+        kernel=parallelism.context_parallel_kernel,
+        hybrid_degrees=hybrid or None,
+        multiple_of=tp,
+    )
+    reason = ""
+    if method == "auto" and degree > 1:
+        seq_len = config.training.seq_len
+        windows = {shape.window_of_layer(layer) for layer in range(shape.n_layers)}
+        masks = [causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str)]
+        local = AttentionShape(config.training.local_batch_size, heads, kv_heads, shape.head_dim, itemsize=2)
+        options, reason = choose(options, masks, degree, local)
+    head_degree = options.head_degree(degree)
+    try:
+        check_heads(heads, head_degree, options.method)
+    except ValueError as error:
+        raise ConfigError(f"parallelism.{error}") from None
+    passes = parallelism.context_parallel_heads_per_pass
+    _check_passes(passes, options.method, HeadShare.passes(heads, kv_heads, head_degree)[0].per_rank)
+    return replace(options, heads_per_pass=passes), reason
+
+
+def _check_hybrid(method: str, degrees: tuple[int, ...], degree: int) -> None:
+    if method == "hybrid":
+        if len(degrees) != 2 or min(degrees) < 2 or degrees[0] * degrees[1] != degree:
+            fitting = [[d, degree // d] for d in range(2, degree) if degree % d == 0]
+            raise ConfigError(
+                f"parallelism.context_parallel_hybrid_degrees = {list(degrees)} must be degrees [all_to_all, ring], "
+                f"each at least 2, whose product is parallelism.context_parallel_degree = {degree}; "
+                + (f"that is one of {', '.join(map(str, fitting))}" if fitting else "use another method or degree")
+            )
+    elif degrees:
+        raise ConfigError(
+            f"parallelism.context_parallel_hybrid_degrees = {list(degrees)} has no effect with "
+            f"context_parallel_method = {method!r}; leave it out, or use 'hybrid'"
+        )
+
+
+def _check_passes(number: int, method: str, kv_heads: int) -> None:
+    if number and (method == "ring" or number >= kv_heads):
+        raise ConfigError(
+            f"parallelism.context_parallel_heads_per_pass = {number} has no effect: with "
+            f"context_parallel_method = {method!r} "
+            + (
+                "all heads go round together; use 'all_gather' or 'all_to_all', or leave it out"
+                if method == "ring"
+                else f"a rank works on {kv_heads} key/value heads; use fewer than that, or leave it out"
+            )
+        )
