@@ -19,6 +19,7 @@ from trainer.distributed.context_parallel.cost import (
 from trainer.distributed.context_parallel.mask import Mask, by_row, causal, documents, full, sliding_window
 from trainer.distributed.context_parallel.plan import METHODS, RankPlan, Stage, make_plan
 from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, build_layout, contiguous, head_tail
+from trainer.distributed.ranges import union
 
 DIRECTIONS = ("forward", "backward")
 KINDS = {"forward": ("qkv", "out"), "backward": ("qkv_dout", "dqkv")}
@@ -32,8 +33,10 @@ def cost_of_all(
     direction: str,
     heads_per_pass: int = 0,
     kv_layout: SequenceLayout | None = None,
+    neighbours: int = 1,
 ) -> list[tuple[RankPlan, Cost]]:
-    plans = [make_plan(layout, mask, method, rank, kv_layout=kv_layout) for rank in range(layout.degree)]
+    options = {"head_degree": neighbours} if method == "hybrid" else {}
+    plans = [make_plan(layout, mask, method, rank, kv_layout=kv_layout, **options) for rank in range(layout.degree)]
     return [(plan, attention_cost(plan, shape, direction, heads_per_pass)) for plan in plans]
 
 
@@ -68,18 +71,22 @@ def widths(mask: Mask, shape: AttentionShape) -> int:
 # ---- FLOPs
 
 
-@given(problems(), st.sampled_from(METHODS), st.sampled_from(DIRECTIONS))
-def test_all_ranks_together_do_the_work_of_one(problem: Problem, method: str, direction: str):
+@given(problems(), st.sampled_from(METHODS), st.sampled_from(DIRECTIONS), st.integers(1, 6))
+def test_all_ranks_together_do_the_work_of_one(problem: Problem, method: str, direction: str, neighbours: int):
     """Two products for each visible pair forward, five backward, whatever the method."""
     layout, kv_layout, mask, shape = problem
     heads = shape.heads * layout.degree  # so that all-to-all divides them
     shape = AttentionShape(shape.batch, heads, heads, shape.head_dim, shape.itemsize)
     per_pair = {"forward": 4, "backward": 10}[direction] * shape.head_dim * heads * widths(mask, shape)
-    costs = cost_of_all(layout, mask, method, shape, direction, kv_layout=kv_layout)
+    neighbours = math.gcd(neighbours, layout.degree)
+    costs = cost_of_all(layout, mask, method, shape, direction, 0, kv_layout, neighbours)
     assert sum(cost.flops for _, cost in costs) == per_pair * mask.dense().sum()
     for plan, cost in costs:
-        seen = mask.dense()[:, layout.indices(plan.rank)].sum()
-        assert cost.flops == (costs[0][1].flops if method == "all_to_all" else per_pair * seen)
+        if method in ("ring", "all_gather"):
+            assert cost.flops == per_pair * mask.dense()[:, layout.indices(plan.rank)].sum()
+        else:  # neighbours do the same, for other heads
+            first = 0 if method == "all_to_all" else plan.rank - plan.rank % neighbours
+            assert cost.flops == costs[first][1].flops
 
 
 # ---- ring and all-gather
@@ -205,28 +212,53 @@ def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tupl
     return sum(math.ceil(size / 16) * 16 for size in sizes)
 
 
-@settings(max_examples=200)
-@given(problems(), st.sampled_from(DIRECTIONS), st.integers(0, 3))
-def test_exchanged_bytes_are_those_of_the_pieces(problem: Problem, direction: str, heads_per_pass: int):
+@settings(max_examples=300)
+@given(
+    problems(),
+    st.sampled_from([method for method in METHODS if method not in ("ring", "all_gather")]),
+    st.sampled_from(DIRECTIONS),
+    st.integers(0, 3),
+    st.integers(1, 6),
+)
+def test_exchanged_bytes_are_those_of_the_pieces(
+    problem: Problem, method: str, direction: str, heads_per_pass: int, neighbours: int
+):
+    """And between the two exchanges, those of the messages of a ring."""
     layout, kv_layout, mask, shape = problem
-    degree = layout.degree
-    shape = AttentionShape(shape.batch, shape.heads * degree, shape.kv_heads, shape.head_dim, shape.itemsize)
-    replicated = math.lcm(shape.kv_heads, degree)
-    per_rank, group = replicated // degree, shape.heads // replicated
+    neighbours = layout.degree if method == "all_to_all" else math.gcd(neighbours, layout.degree)
+    shape = AttentionShape(shape.batch, shape.heads * neighbours, shape.kv_heads, shape.head_dim, shape.itemsize)
+    replicated = math.lcm(shape.kv_heads, neighbours)
+    per_rank, group = replicated // neighbours, shape.heads // replicated
     summed = "S" if replicated > shape.kv_heads else "k"
     there, back = {"forward": ("qkk", "qL"), "backward": ("qqqLkk", "q" + 2 * summed)}[direction]
-    lengths = [(layout.length(rank) * mask.rows, kv_layout.length(rank) * mask.rows) for rank in range(degree)]
+    lengths = [tuple(x.length(rank) * mask.rows for x in (layout, kv_layout)) for rank in range(layout.degree)]
     passes = [min(heads_per_pass or per_rank, per_rank - i) for i in range(0, per_rank, heads_per_pass or per_rank)]
     width = widths(mask, shape)
-    for plan, cost in cost_of_all(layout, mask, "all_to_all", shape, direction, heads_per_pass, kv_layout):
-        sent: Counter[str] = Counter(dict.fromkeys(KINDS[direction], 0))
+    for plan, cost in cost_of_all(layout, mask, method, shape, direction, heads_per_pass, kv_layout, neighbours):
+        first = plan.rank - plan.rank % neighbours
+        sent: Counter[str] = Counter()
         for kv_heads in passes:
             heads = kv_heads * group, kv_heads
-            for rank in set(range(degree)) - {plan.rank}:
+            for rank in set(range(first, first + neighbours)) - {plan.rank}:
                 sent[KINDS[direction][0]] += pieces(lengths[plan.rank], shape, width, heads, there)
                 sent[KINDS[direction][1]] += pieces(lengths[rank], shape, width, heads, back)
-        assert cost.bytes_sent == sent
-        assert cost.calls == dict.fromkeys(KINDS[direction], len(passes))
+        if method == "hybrid":
+            groups = [groups_of(x, neighbours) for x in (layout, kv_layout)]
+            ring = make_plan(groups[0], mask, "ring", plan.rank // neighbours, kv_layout=groups[1])
+            sent += walked(ring, shape, direction, width, passes)
+            stages: tuple[Stage, ...] = getattr(ring, direction)
+            assert cost.calls["kv"] == len(passes) * sum(bool(stage.messages) for stage in stages)
+            assert cost.calls["dkv"] == len(passes) * sum(bool(stage.home) for stage in stages)
+        assert +cost.bytes_sent == +sent
+        assert [cost.calls[kind] for kind in KINDS[direction]] == [len(passes)] * 2
+
+
+def groups_of(layout: SequenceLayout, neighbours: int) -> SequenceLayout:
+    """What neighbours own together."""
+    firsts = range(0, layout.degree, neighbours)
+    return SequenceLayout(
+        "groups", layout.seq_len, tuple(union(sum(layout.ranges[r : r + neighbours], ())) for r in firsts)
+    )
 
 
 def test_all_to_all_with_fewer_heads_at_a_time_needs_less_memory():

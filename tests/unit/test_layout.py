@@ -74,6 +74,21 @@ def test_a_repeated_layout_cuts_each_sequence_alike(name: str, seq_len: int, deg
         assert whole.indices(rank).tolist() == [b * seq_len + i for b in range(rows) for i in one.tolist()]
 
 
+@given(names, st.integers(0, 60), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3))
+def test_a_cut_layout_has_the_same_tokens_in_the_same_order(
+    name: str, units: int, degree: int, pieces: int, multiple_of: int
+):
+    layout = build_layout(name, units * multiple_of, degree, multiple_of=multiple_of)
+    cut = layout.cut(pieces, multiple_of=multiple_of)
+    assert cut.degree == degree * pieces
+    for rank in range(degree):
+        shards = [cut.indices(rank * pieces + piece) for piece in range(pieces)]
+        assert np.concatenate(shards).tolist() == layout.indices(rank).tolist()
+        lengths = [len(shard) for shard in shards]
+        assert max(lengths) - min(lengths) in (0, multiple_of)
+        assert all(length % multiple_of == 0 for length in lengths)
+
+
 @given(st.integers(1, 30), st.integers(1, 16))
 def test_head_tail_is_exactly_balanced_when_it_divides(piece: int, degree: int):
     layout = head_tail(2 * degree * piece, degree)

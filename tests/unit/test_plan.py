@@ -1,8 +1,9 @@
 """Laws of schedules, by running them on numbers instead of tensors: every layout, mask and method."""
 
+import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,9 +41,10 @@ class Problem:
     def degree(self) -> int:
         return self.layout.degree
 
-    def plans(self, method: str) -> list[RankPlan]:
+    def plans(self, method: str, **options: int) -> list[RankPlan]:
         return [
-            make_plan(self.layout, self.mask, method, rank, kv_layout=self.kv_layout) for rank in range(self.degree)
+            make_plan(self.layout, self.mask, method, rank, kv_layout=self.kv_layout, **options)
+            for rank in range(self.degree)
         ]
 
     @cached_property
@@ -144,20 +146,55 @@ def problems(draw: Callable) -> Problem:
 
 
 @settings(deadline=None, max_examples=300)
-@given(problems(), st.sampled_from(METHODS), st.sampled_from(DIRECTIONS))
-def test_every_visible_pair_is_computed_once_and_no_other(problem: Problem, method: str, direction: str):
-    """With all-to-all, by every rank for its own heads."""
-    computed = [np.zeros(problem.visible.shape, dtype=np.int64) for _ in range(problem.degree)]
-    for plan, pairs in zip(problem.plans(method), computed, strict=True):
-        mine = np.arange(len(problem.visible)) if method == "all_to_all" else problem.queries[plan.rank]
+@given(problems(), st.sampled_from(METHODS), st.sampled_from(DIRECTIONS), st.integers(1, 6))
+def test_every_visible_pair_is_computed_once_and_no_other(
+    problem: Problem, method: str, direction: str, neighbours: int
+):
+    """By each of some neighbours, where they divide the heads among them."""
+    options = {}
+    if method == "hybrid":
+        neighbours = math.gcd(neighbours, problem.degree)
+        options = {"head_degree": neighbours}
+    else:
+        neighbours = problem.degree if method == "all_to_all" else 1
+    computed = [np.zeros(problem.visible.shape, dtype=np.int64) for _ in range(neighbours)]
+    for plan in problem.plans(method, **options):
+        group, place = divmod(plan.rank, neighbours)
+        pairs = np.zeros_like(computed[place])
+        mine = np.concatenate(problem.queries[group * neighbours : (group + 1) * neighbours])
+        mine = np.sort(mine) if neighbours > 1 else mine
         for stage in getattr(plan, direction):
             held = numbers(stage.held)
             assert stage.rows == len(held)
             for tile in stage.tiles:
                 pairs[np.ix_(mine[slice(*tile.q)], held[slice(*tile.kv)])] += pairs_of(tile)
         assert plan.pairs == pairs.sum()
-    for pairs in computed if method == "all_to_all" else [sum(computed)]:
+        computed[place] += pairs
+    for pairs in computed:
         assert (pairs == problem.visible).all()
+
+
+@settings(deadline=None)
+@given(problems(), st.integers(1, 6))
+def test_a_hybrid_is_a_ring_of_groups(problem: Problem, neighbours: int):
+    """What travels and what is worked on; and each neighbour's rows have their place among those of the group."""
+    neighbours = math.gcd(neighbours, problem.degree)
+    groups = [
+        SequenceLayout("groups", x.seq_len, tuple(union(sum(part, ())) for part in batched(x.ranges, neighbours)))
+        for x in (problem.layout, problem.kv_layout)
+    ]
+    ring = Problem(*groups, problem.mask).plans("ring")
+    for plan in problem.plans("hybrid", head_degree=neighbours):
+        group, place = divmod(plan.rank, neighbours)
+        assert (plan.forward, plan.backward) == (ring[group].forward, ring[group].backward)
+        assert plan.rows_sent() == ring[group].rows_sent()
+        for layout, whole, near in zip(plan.layouts, groups, plan.neighbour_layouts, strict=True):
+            assert near.degree == neighbours
+            assert whole.indices(group)[near.indices(place)].tolist() == layout.indices(plan.rank).tolist()
+
+
+def batched(items: Sequence, count: int) -> Iterator[Sequence]:
+    return (items[start : start + count] for start in range(0, len(items), count))
 
 
 # ---- what travels
@@ -196,7 +233,7 @@ def steps(problem: Problem, method: str, direction: str) -> list[list[Stage]]:
 @given(problems(), staged, st.sampled_from(DIRECTIONS))
 def test_what_is_held_has_arrived_and_nothing_invisible_was_sent(problem: Problem, method: str, direction: str):
     own = [set(keys.tolist()) for keys in problem.keys]
-    have = own
+    have, plans = own, problem.plans(method)
     for number, stages in enumerate(steps(problem, method, direction)):
         messages = traffic(stages, lambda stage: stage.messages)
         if not number:
@@ -207,7 +244,8 @@ def test_what_is_held_has_arrived_and_nothing_invisible_was_sent(problem: Proble
         for message in messages:
             rows = numbers(message.ranges)
             # All from the sender's own, or all from what it works on at the stage before: a buffer that is alive.
-            assert set(rows.tolist()) <= own[message.source] or set(rows.tolist()) <= have[message.source]
+            is_own = plans[message.source].owns(message.ranges[0])
+            assert set(rows.tolist()) <= (own if is_own else have)[message.source]
             assert (problem.views[rows, message.target] > 0).all()
             arrived[message.target] += rows.tolist()
         for rank, stage in enumerate(stages):
@@ -226,7 +264,7 @@ def test_every_gradient_comes_home_once(problem: Problem, method: str):
     for rank, keys in enumerate(problem.keys):
         owner_of[keys] = rank
     home = np.zeros_like(problem.views)  # at the owner of each key: contributions of each rank
-    under_way: list[tuple[Message, np.ndarray]] = []
+    plans, under_way = problem.plans(method), list[tuple[Message, np.ndarray]]()
     for number, stages in enumerate(steps(problem, method, "backward")):
         gradients = []  # of what each rank holds: all keys in a line, contributions of each rank
         for rank, stage in enumerate(stages):
@@ -237,9 +275,10 @@ def test_every_gradient_comes_home_once(problem: Problem, method: str):
             gradients.append(gradient)
         for message, content in under_way:
             rows = numbers(message.ranges)
-            if (owner_of[rows] == message.target).all():
+            if plans[message.target].owns(message.ranges[0]):
+                assert (owner_of[rows] == message.target).all()
                 home[rows] += content
-            else:  # else added where they are worked on at this stage
+            else:  # added where they are worked on at this stage
                 assert set(rows.tolist()) <= set(numbers(stages[message.target].held).tolist())
                 gradients[message.target][rows] += content
         messages = traffic(stages, lambda stage: stage.home)
@@ -438,7 +477,7 @@ def test_a_stage_of_head_tail_is_one_kernel_in_the_forward(degree: int):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_rank_computes_everything_and_sends_nothing(method: str):
-    plan = make_plan(head_tail(10, 1), causal(10), method, 0)
+    plan = make_plan(head_tail(10, 1), causal(10), method, 0, **({"head_degree": 1} if method == "hybrid" else {}))
     assert [len(stages) for stages in (plan.forward, plan.backward)] == [1, 1]
     assert plan.pairs == 55
     assert plan.rows_sent() == {"forward": 0, "backward": 0, "home": 0}
@@ -456,7 +495,7 @@ def test_a_million_tokens_are_planned_at_once(method: str, name: str):
     assert len(mask.bands) == count
     layout = build_layout(name, seq_len, degree, work=mask.work())
     start = time.perf_counter()
-    plan = make_plan(layout, mask, method, degree // 2)
+    plan = make_plan(layout, mask, method, degree // 2, **({"head_degree": 8} if method == "hybrid" else {}))
     assert time.perf_counter() - start < 2
     assert plan.pairs > 0
 
@@ -480,3 +519,9 @@ def test_a_plan_is_made_once():
 def test_what_makes_no_plan_is_told_in_one_sentence(mask: Mask, method: str, sentence: str):
     with pytest.raises(ValueError, match=sentence):
         make_plan(head_tail(8, 2), mask, method, 0)
+
+
+@pytest.mark.parametrize("head_degree", [None, 0, 3])
+def test_a_hybrid_needs_a_head_degree_that_divides(head_degree: int | None):
+    with pytest.raises(ValueError, match=f"a head degree of {head_degree} must divide the 4 ranks of a hybrid plan"):
+        make_plan(head_tail(8, 4), causal(8), "hybrid", 0, head_degree=head_degree)
