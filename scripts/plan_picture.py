@@ -1,0 +1,185 @@
+"""Draw a plan: the square of queries and keys by rank and stage, and who owns the sequence. See show_plan.py."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import hsv_to_rgb, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch, Rectangle
+from matplotlib.path import Path as Outline
+
+from trainer.distributed.context_parallel.mask import ANY, Band
+
+if TYPE_CHECKING:
+    from scripts.show_plan import Case
+
+Color = tuple[float, ...]
+Point = tuple[float, float]
+
+_SETTINGS = {"svg.hashsalt": "plan", "font.family": "DejaVu Sans", "font.size": 9, "axes.linewidth": 0.6}
+# Of Okabe and Ito: told apart by the colour-blind as well.
+_RANKS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#999999")
+_PALE, _GREY = (0.93, 0.93, 0.93), (0.8, 0.8, 0.8)
+_SMALLEST_LABEL = 0.05
+"""A piece whose width or height is less than this share of the sequence gets no number."""
+
+
+def draw(case: "Case", output: Path, rank: int | None = None) -> None:
+    """Write the picture, SVG or PNG by the file's ending; the same case gives the same file. rank: others are pale."""
+    width, height, side = 9.6, 5.85, 4.7  # inches
+    strip, gap, left, bottom = 0.15, 0.04, 0.65, 0.15
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Figure(figsize=(width, height))
+
+        def place(x: float, y: float, w: float, h: float) -> Axes:
+            return figure.add_axes((x / width, y / height, w / width, h / height))
+
+        inner = left + strip + gap
+        _draw_square(place(inner, bottom, side, side), case, rank)
+        _draw_owners(place(left, bottom, strip, side), case, is_upright=True)
+        _draw_owners(place(inner, bottom + side + gap, side, strip), case, is_upright=False)
+        _draw_stages(place(inner + side, bottom, width - inner - side, side), case, rank)
+        figure.suptitle(
+            f"{case.method}, {case.direction}: {case.mask_name}, {case.layout.name} layout, {case.ranks_named}",
+            x=left / width, y=0.985, ha="left", fontsize=11,
+        )  # fmt: skip
+        # No date, and no version of the program that drew it.
+        metadata = {"Date": None, "Creator": None} if output.suffix == ".svg" else {"Software": None}
+        figure.savefig(output, dpi=160, metadata=metadata)
+
+
+def _draw_square(axes: Axes, case: "Case", rank: int | None) -> None:
+    seq_len = case.layout.seq_len
+    for r in range(0, case.degree, case.neighbours):  # neighbours compute the same pairs, for other heads
+        is_pale = rank is not None and rank // case.neighbours != r // case.neighbours
+        for number, stage in enumerate(case.stages(r)):
+            bands = [band for tile in stage.tiles for band in case.bands(r, stage, tile)]
+            outlines = [outline for band in bands if len(outline := polygon(band)) > 2]
+            if not outlines:
+                continue
+            color = _stage_color(case, r, number, is_pale=is_pale)
+            _fill(axes, outlines, color, linewidth=0.12)
+            for outline in outlines:
+                x, y = zip(*outline, strict=True)
+                is_large = min(max(x) - min(x), max(y) - min(y)) >= _SMALLEST_LABEL * seq_len
+                if is_large and not is_pale and case.neighbours < case.degree:
+                    middle = sum(x) / len(x), sum(y) / len(y)
+                    axes.text(*middle, str(number), ha="center", va="center", fontsize=8, color=_ink(color))
+    axes.set(xlim=(0, seq_len), ylim=(seq_len, 0), xticks=[], yticks=[])
+
+
+def _fill(axes: Axes, outlines: Sequence[Sequence[Point]], color: Color, *, linewidth: float) -> None:
+    """Many polygons as one path, which keeps the file small."""
+    whole = Outline.make_compound_path(*(Outline([*corners, corners[0]], closed=True) for corners in outlines))
+    axes.add_patch(PathPatch(whole, facecolor=color, edgecolor="white", linewidth=linewidth))
+
+
+def polygon(band: Band) -> list[Point]:
+    """Corners (key, query) of what a band shows, its stairs smoothed to lines; fewer than three if nothing."""
+    q_start, q_stop, kv_start, kv_stop, lower, upper = map(float, band)
+    corners = [(kv_start, q_start), (kv_stop, q_start), (kv_stop, q_stop), (kv_start, q_stop)]
+    for sign, bound in ((1, upper), (-1, -lower)):
+        if bound < ANY:
+            corners = _clipped(corners, sign, bound + 0.5)
+    return corners
+
+
+def _clipped(corners: list[Point], sign: int, bound: float) -> list[Point]:
+    """The part of a convex polygon with sign * (x - y) <= bound."""
+    kept = []
+    for a, b in zip(corners, [*corners[1:], *corners[:1]], strict=True):
+        over_a, over_b = (sign * (x - y) - bound for x, y in (a, b))
+        if over_a <= 0:
+            kept.append(a)
+        if over_a * over_b < 0:
+            share = over_a / (over_a - over_b)
+            kept.append((a[0] + share * (b[0] - a[0]), a[1] + share * (b[1] - a[1])))
+    return kept
+
+
+def _draw_owners(axes: Axes, case: "Case", *, is_upright: bool) -> None:
+    """Who owns which tokens; queries run down, keys to the right."""
+    seq_len = case.layout.seq_len
+    for r in range(case.degree):
+        outlines = []
+        for start, stop in case.layout.ranges[r]:
+            corners = [(0, start), (1, start), (1, stop), (0, stop)]
+            outlines.append(corners if is_upright else [(y, x) for x, y in corners])
+        if outlines:
+            _fill(axes, outlines, _rank_color(case, r), linewidth=0)
+    ticks = [seq_len * i // 4 for i in range(5)]
+    if is_upright:
+        axes.set(xlim=(0, 1), ylim=(seq_len, 0), xticks=[], yticks=ticks, yticklabels=_tokens(ticks))
+        axes.set_ylabel("query", labelpad=2)
+    else:
+        axes.set(xlim=(0, seq_len), ylim=(0, 1), yticks=[], xticks=ticks, xticklabels=_tokens(ticks))
+        axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
+        axes.set_xlabel("key", labelpad=5)
+        axes.xaxis.set_label_position("top")
+
+
+def _tokens(numbers: Sequence[int]) -> list[str]:
+    """Short names of positions: 48k is 48 * 1024."""
+    return [f"{n >> 10}k" if n and not n % 1024 else f"{n:,}" for n in numbers]
+
+
+def _draw_stages(axes: Axes, case: "Case", rank: int | None) -> None:
+    """A legend with numbers: each rank's visible pairs at each stage, as a share of the mean rank's, and what it sends.
+
+    One unit is the width of all stages together across, and one rank's row down.
+    """
+    stages = max(len(case.stages(r)) for r in range(case.degree))
+    has_text = stages <= 8
+    mean = sum(plan.pairs for plan in case.plans) / case.degree or 1
+    for r in range(case.degree):
+        axes.text(-0.09, r + 0.5, f"rank {r}", ha="right", va="center", fontsize=8)
+        axes.add_patch(Rectangle((-0.065, r + 0.25), 0.035, 0.5, facecolor=_rank_color(case, r)))
+        for number, stage in enumerate(case.stages(r)):
+            color = _stage_color(case, r, number, is_pale=rank not in (None, r))
+            corner = number / stages, r
+            axes.add_patch(Rectangle(corner, 1 / stages, 1, facecolor=color, edgecolor="white", linewidth=0.8))
+            if has_text:
+                share, middle = f"{100 * stage.pairs / mean:.0f}", ((number + 0.5) / stages, r + 0.5)
+                axes.text(*middle, share, ha="center", va="center", fontsize=7, color=_ink(color))
+        total, sent = f"{100 * case.plans[r].pairs / mean:.1f}", f"{case.costs[r].bytes_sent.total() / 2**20:,.1f}"
+        for x, text in ((1.2, total), (1.55, sent)):
+            axes.text(x, r + 0.5, text, ha="right", va="center", fontsize=8)
+    for number in range(stages):
+        if has_text or number in (0, stages - 1):
+            axes.text((number + 0.5) / stages, -0.15, str(number), ha="center", fontsize=8)
+    for x, text in ((0.75, "pairs at stage, % of the mean"), (1.2, "all"), (1.55, "sends,\nMiB")):
+        y = -0.15 if x > 1 else -0.75
+        axes.text(x if x > 1 else 0.5, y, text, ha="right" if x > 1 else "center", fontsize=8)
+    caption = "Square: which rank computes what,\nnumber and shade: at which stage."
+    if case.neighbours > 1:
+        each = f"each with {case.shape.heads // case.neighbours} of {case.shape.heads} heads."
+        caption = f"Square: {case.neighbours} ranks compute the same,\n{each}"
+    caption += "\nStrips: which rank owns the tokens."
+    axes.text(0, case.degree + 0.6, caption, ha="left", va="top", fontsize=8)
+    # Rows of one height, unless there are too many ranks.
+    axes.set(xlim=(-0.38, 1.6), ylim=(max(case.degree + 3, 14), -1.2))
+    axes.axis("off")
+
+
+def _rank_color(case: "Case", rank: int) -> Color:
+    return to_rgb(_RANKS[rank]) if case.degree <= len(_RANKS) else tuple(hsv_to_rgb((rank / case.degree, 0.6, 0.9)))
+
+
+def _stage_color(case: "Case", rank: int, stage: int, *, is_pale: bool) -> Color:
+    """The colour of a rank, or of the first of its neighbours, lighter with each stage."""
+    if is_pale:
+        return _PALE
+    if case.neighbours == case.degree > 1:
+        return _GREY  # nobody's
+    white = 0.75 * stage / max(len(case.stages(rank)) - 1, 1)
+    rgb = _rank_color(case, rank - rank % case.neighbours)
+    return tuple(float(part + white * (1 - part)) for part in rgb)
+
+
+def _ink(color: Color) -> str:
+    """Black, or white on what is dark."""
+    red, green, blue = color
+    return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.42 else "white"
