@@ -1,12 +1,20 @@
-"""The one door for collectives of our own (FSDP's and DTensor's are theirs): calls and bytes are counted by kind."""
+"""The one door for collectives of our own (FSDP's and DTensor's are theirs): calls and bytes are counted by kind.
+
+`exchange` is the one that knows rows: each rank states which rows of an axis it wants, and fetches them from owners.
+A halo, a change from any uneven layout to any other, a gather and a scatter are all that; its adjoint adds up.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.distributed.layout import SequenceLayout
+from trainer.distributed.ranges import Offsets, Range, intersection, size, union
 
 # kind -> calls of this process; what tests compare with what a step should cost
 calls: Counter[str] = Counter()
@@ -22,6 +30,14 @@ def all_reduce(x: torch.Tensor, mesh: DeviceMesh, op: str = "sum") -> torch.Tens
     if mesh.size() > 1:
         calls["all_reduce"] += 1
         dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=mesh.get_group())
+    return x
+
+
+def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum of the contiguous `x` over a group, in place."""
+    if group.size() > 1:
+        _count("sum", x.nbytes)
+        dist.all_reduce(x, group=group)
     return x
 
 
@@ -126,3 +142,119 @@ def _count(kind: str, size: int) -> None:
 # torch 2.13 renamed them
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# ---- rows that are wanted, from their owners
+
+
+@dataclass(frozen=True)
+class Movement:
+    """What one rank sends and receives in an exchange of rows.
+
+    sent[r]: places in its shard that go to rank r, in order; received[r]: places in its result that come from rank r.
+    rows: of the result; what comes from nobody lies outside the axis.
+    """
+
+    sent: tuple[tuple[Range, ...], ...]
+    received: tuple[tuple[Range, ...], ...]
+    rows: int
+
+
+@lru_cache(maxsize=256)
+def plan_movement(layout: SequenceLayout, wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
+    """What `rank` sends and receives when every rank r wants the ranges wanted[r]: pure integers."""
+    own = Offsets(layout.ranges[rank])
+    sent = tuple(tuple(place for _, place in _common(ranges, own)) for ranges in wanted)
+    received = tuple(tuple(place for place, _ in _common(wanted[rank], Offsets(ranges))) for ranges in layout.ranges)
+    return Movement(sent, received, size(wanted[rank]))
+
+
+def _common(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]]:
+    """Parts of `wanted` that one rank owns, in order: (place among what is wanted, place in the shard)."""
+    parts, before = [], 0
+    for start, stop in wanted:
+        for first, last in intersection(union([(start, stop)]), owned.ranges):
+            place = owned(first)
+            parts.append(((before + first - start, before + last - start), (place, place + last - first)))
+        before += stop - start
+    return parts
+
+
+def exchange(
+    x: torch.Tensor,
+    layout: SequenceLayout,
+    wanted: Sequence[Sequence[Range]],
+    *,
+    dim: int,
+    group: dist.ProcessGroup,
+    outside: str = "zeros",
+) -> torch.Tensor:
+    """The rows that this rank wants, one range after another in dimension `dim`; differentiable, a collective.
+
+    x: this rank's shard, `layout.length(rank)` rows in `dim`. wanted: for each rank of the group, alike on all of them,
+    half-open ranges of the axis; they may overlap, and reach beyond its ends, where rows are zeros
+    (outside="refuse": an error). The adjoint adds up, in the order of ranks, what a row gave to whom.
+
+    Raises:
+        ValueError: a shard of another length, ranges for another number of ranks, or rows outside that are refused.
+    """
+    rank = group.rank()
+    wanted = tuple(tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted)
+    if x.shape[dim] != layout.length(rank) or len(wanted) != layout.degree or layout.degree != group.size():
+        raise ValueError(
+            f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
+            f"{layout.length(rank)} rows for this rank and {layout.degree} ranks"
+        )
+    beyond = [part for ranges in wanted for part in ranges if part[0] < 0 or part[1] > layout.seq_len]
+    if outside not in ("zeros", "refuse") or (beyond and outside == "refuse"):
+        raise ValueError(
+            f"exchange with outside={outside!r} was asked for rows {beyond[:1]} of an axis of {layout.seq_len}; ask "
+            "for rows within it, or use outside='zeros'"
+        )
+    return _Exchange.apply(x, plan_movement(layout, wanted, rank), dim, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """One node, so that a rank that sends or receives nothing still takes part, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, movement, dim, group):
+        ctx.movement, ctx.dim, ctx.group, ctx.rows = movement, dim, group, x.shape[dim]
+        rows = x.movedim(dim, 0)
+        result = rows.new_zeros(movement.rows, *rows.shape[1:])
+        for places, piece in zip(movement.received, _swap(rows, movement.sent, movement.received, group), strict=True):
+            _put(result, places, piece, add=False)
+        return result.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        movement, rows = ctx.movement, gradient.movedim(ctx.dim, 0)
+        result = rows.new_zeros(ctx.rows, *rows.shape[1:])
+        for places, piece in zip(movement.sent, _swap(rows, movement.received, movement.sent, ctx.group), strict=True):
+            _put(result, places, piece, add=True)
+        return result.movedim(0, ctx.dim), None, None, None
+
+
+def _swap(
+    rows: torch.Tensor,
+    sent: tuple[tuple[Range, ...], ...],
+    received: tuple[tuple[Range, ...], ...],
+    group: dist.ProcessGroup,
+) -> list[torch.Tensor]:
+    """Rows at some places to each rank; the rows that each rank sent here."""
+    shape = rows.shape[1:]
+    width = shape.numel()
+    parts = [rows[start:stop].reshape(-1) for places in sent for start, stop in places]
+    buffer = torch.cat(parts) if parts else rows.new_empty(0)
+    counts = [size(places) * width for places in received]
+    arrived, pending = all_to_all(buffer, [size(places) * width for places in sent], counts, group, kind="exchange")
+    pending.wait()
+    return [piece.view(-1, *shape) for piece in arrived.split(counts)]
+
+
+def _put(rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool) -> None:
+    offset = 0
+    for start, stop in places:
+        part = piece[offset : offset + stop - start]
+        rows[start:stop] = rows[start:stop] + part if add else part
+        offset += stop - start

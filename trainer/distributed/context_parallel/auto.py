@@ -32,20 +32,21 @@ def choose(
 ) -> tuple[ContextParallelOptions, str]:
     """Options with the method that sends least, and the reason in words.
 
-    masks: of the model's layers, each once; shape: local heads. Where two send alike within a tenth, the one with fewer
-    tiles is taken (fewer kernels). Ring and all-gather send alike: the ring holds less, unless shards are short.
+    masks: of the model's layers, each once; shape: local heads. A tenth more counts as alike. Among those the ring
+    comes first, whose messages hide behind what is computed if shards are long (if not, all-gather, which sends the
+    same in fewer messages), then what has the fewest tiles.
     """
     candidates = sorted(_candidates(options, masks, degree, shape), key=lambda c: c.bytes_sent)
     near = [c for c in candidates if c.bytes_sent <= 1.1 * candidates[0].bytes_sent]
-    best = min(near, key=lambda c: (c.tiles, c.bytes_sent))
-    seq_len = masks[0].q_len
+    rows = masks[0].q_len // degree
     reason = "sends least on its busiest rank"
-    if best.options.method in ("ring", "all_gather"):
-        short = seq_len < SHORT_SHARD * degree
-        wanted = "all_gather" if short else "ring"
-        best = next(c for c in candidates if c.options.method == wanted)
-        words = "too few to hide a ring's messages" if short else "enough to hide a ring's messages, in less memory"
-        reason += f", and {seq_len // degree:,} tokens a rank are {words}"
+    staged = [c for c in candidates if c.options.method == ("all_gather" if rows < SHORT_SHARD else "ring")]
+    if any(c.options.method in ("ring", "all_gather") for c in near):
+        best = staged[0]
+        words = "too few to hide a ring's messages" if rows < SHORT_SHARD else "enough to hide its messages"
+        reason += f" or about that, and {rows:,} tokens a rank are {words}"
+    else:
+        best = min(near, key=lambda c: (c.tiles, c.bytes_sent))
     return best.options, (
         f"{best} ({reason}; a layer, forward and backward: {', '.join(map(str, candidates))}; "
         f"{shape.heads}/{shape.kv_heads} heads over {degree} ranks)"

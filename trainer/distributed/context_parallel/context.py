@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.attention import parallelised_modules
+from trainer.distributed.context_parallel.intercept import intercepting
 from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, close_plan, handle_of, open_plan
 from trainer.distributed.context_parallel.mask import Mask
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
@@ -42,6 +43,7 @@ def context_parallel(
     method: str | None = None,
     options: ContextParallelOptions | None = None,
     check_consistency: bool = False,
+    intercept_sdpa: bool = False,
 ) -> Iterator[ContextParallel]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; whole again afterwards.
 
@@ -55,6 +57,9 @@ def context_parallel(
     layout that was made ahead.
     check_consistency: compare plan and buffers of all ranks first, by a hash.
 
+    intercept_sdpa: calls of F.scaled_dot_product_attention run over all ranks too, in models that know nothing of this
+    one (`intercept.py`: what is refused).
+
     Attention whose module has the style `ContextParallelAttention` runs over all ranks; other attention stays local.
 
     Raises:
@@ -63,7 +68,7 @@ def context_parallel(
             parallelised over `mesh`.
     """
     options = _options(options, method, load_balancer)
-    mesh, hybrid_groups = _flat(mesh, options)
+    mesh, hybrid_groups = flat_mesh(mesh, options)
     if any_plan_open(mesh):
         raise ContextParallelError("`context_parallel` is open already over this mesh; leave it before entering again")
     cuts = _distinct(buffers, buffer_seq_dims)
@@ -87,8 +92,10 @@ def context_parallel(
             # `set_` moves the tensor to new memory: what else looks at the old one still sees it whole.
             whole.append((x, x.detach()))
             x.set_(x.index_select(dim, indices.to(x.device)))
-        yield ContextParallel(handle_of(number, rows), layout, live)
-        _check_attention_ran(live, mesh)
+        handle = handle_of(number, rows)
+        with intercepting(handle, live) if intercept_sdpa else nullcontext():
+            yield ContextParallel(handle, layout, live)
+        check_attention_ran(live, mesh)
     finally:
         close_plan(number)
         dropped = {id(x) for x in no_restore_buffers or ()}
@@ -104,7 +111,7 @@ def _options(
     return replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
 
 
-def _flat(
+def flat_mesh(
     mesh: DeviceMesh, options: ContextParallelOptions
 ) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
     """The mesh as one line of ranks, and the groups of a 2-D one."""
@@ -186,7 +193,8 @@ def _content(x: torch.Tensor) -> bytes:
     return repr((tuple(data.shape), data.dtype)).encode() + data.view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _check_attention_ran(live: LivePlan, mesh: DeviceMesh) -> None:
+def check_attention_ran(live: LivePlan, mesh: DeviceMesh) -> None:
+    """At the end of a context: its inputs were cut, so that some attention must have run over all ranks."""
     if live.calls == 0 and (modules := parallelised_modules(mesh)):
         raise ContextParallelError(
             f"the inputs were cut over {mesh.size()} ranks, but none of the {modules} context-parallel attention "

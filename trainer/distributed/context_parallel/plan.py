@@ -250,11 +250,15 @@ class _Problem:
     # ---- methods
 
     def _ring(self, rank: int) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-        steps = range(1, self.degree)
         local = self._local(rank)
-        forward = [self._ring_stage(rank, step, direction=-1) for step in steps]
-        backward = [self._ring_stage(rank, step, direction=+1) for step in steps]
+        forward = [self._ring_stage(rank, step, direction=-1) for step in self._steps(-1)]
+        backward = [self._ring_stage(rank, step, direction=+1) for step in self._steps(+1)]
         return (local, *forward), (local, *backward)
+
+    def _steps(self, direction: int) -> list[int]:
+        """What `rank` sends for the others' `step`: to its neighbour, and of its own to one with a gap before it."""
+        ranks, steps = range(self.degree), range(1, self.degree)
+        return [s for s in steps if any(self.held(rank, (rank - direction * s) % self.degree) for rank in ranks)]
 
     def _all_gather(self, rank: int) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
         local = self._local(rank)

@@ -1,0 +1,385 @@
+"""Laws of regions and of the exchange below them: outputs and every gradient are those of one process."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
+
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_context_parallel import mesh_of_all, relative
+from trainer.config.loader import parse_command_line
+from trainer.distributed import exchange as door
+from trainer.distributed.context_parallel.attention import ContextParallelAttention
+from trainer.distributed.context_parallel.mask import documents, full
+from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.context_parallel.region import Region, borrow, give_back, region, shard, unshard
+from trainer.distributed.exchange import exchange
+from trainer.distributed.layout import SequenceLayout, contiguous, head_tail
+from trainer.distributed.process_group import Process, process_group
+from trainer.models.llama3.model import InnerAttention
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- rows that are wanted
+
+LAYOUTS = {
+    "contiguous": lambda n, degree: contiguous(n, degree),
+    "head_tail": lambda n, degree: head_tail(n, degree),
+    "uneven": lambda n, degree: SequenceLayout(
+        "uneven",
+        n,
+        tuple(((a, b),) if a < b else () for a, b in pairwise([*[min(r * r, n) for r in range(degree)], n])),
+    ),
+}
+
+
+def wishes(kind: str, layout: SequenceLayout) -> list[list[tuple[int, int]]]:
+    n, degree = layout.seq_len, layout.degree
+    if kind == "everything":
+        return [[(0, n)]] * degree
+    if kind == "halo":  # wider than a neighbour's shard, and beyond the ends
+        return [[(r * n // degree - 3, (r + 1) * n // degree + 3)] for r in range(degree)]
+    if kind == "other layout":
+        return [list(ranges) for ranges in head_tail(n, degree).ranges]
+    if kind == "from one":
+        return [[(0, n)] if r == 1 else [] for r in range(degree)]
+    return [[(2, 5), (1, 4), (2, 5)] for _ in range(degree)]  # overlapping
+
+
+def exchange_case(length: int) -> list[tuple]:
+    """Differences of results and of gradients from the whole tensor's, and that each exchange was one collective."""
+    process = Process.from_environment()
+    results = []
+    with process_group(process, parse_command_line([]).config.comm):
+        group = mesh_of_all(process).get_group()
+        for name, build in LAYOUTS.items():
+            layout = build(length, process.world_size)
+            for kind in ("everything", "halo", "other layout", "from one", "overlapping"):
+                for dim in (0, 1, -1):
+                    wanted = wishes(kind, layout)
+                    whole = random(*[length if d == dim % 3 else 2 + d for d in range(3)])
+                    own = torch.from_numpy(layout.indices(process.rank))
+                    x = whole.index_select(dim, own).requires_grad_()
+                    door.calls.clear()
+                    got = exchange(x, layout, wanted, dim=dim, group=group)
+                    cotangents = [random(*expected(whole, w, dim).shape, seed=r) for r, w in enumerate(wanted)]
+                    (gradient,) = torch.autograd.grad(got, x, cotangents[process.rank])
+                    assert door.calls == {"exchange": 2}
+                    leaf = whole.clone().requires_grad_()
+                    total = sum((expected(leaf, w, dim) * c).sum() for w, c in zip(wanted, cotangents, strict=True))
+                    (all_gradients,) = torch.autograd.grad(total, leaf)
+                    wanted_gradient = all_gradients.index_select(dim, own)
+                    same = torch.equal(got, expected(whole, wanted[process.rank], dim))
+                    results.append((name, kind, dim, same, torch.allclose(gradient, wanted_gradient, atol=1e-12)))
+    return results
+
+
+def expected(whole: torch.Tensor, ranges: list[tuple[int, int]], dim: int) -> torch.Tensor:
+    """By padding: zeros outside the axis."""
+    dim %= whole.ndim
+    margin = [0, 0] * (whole.ndim - 1 - dim) + [8, 8]
+    padded = F.pad(whole, margin)
+    parts = [padded.narrow(dim, start + 8, stop - start) for start, stop in ranges]
+    return torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
+
+
+@pytest.mark.parametrize(("degree", "length"), [(1, 7), (2, 9), (3, 5), (4, 3), (4, 17)])
+def test_rows_come_from_their_owners_and_gradients_add_up_there(pool: WorkerPool, degree: int, length: int) -> None:
+    for results in pool.run(degree, exchange_case, length):
+        assert len(results) == 45
+        assert [r for r in results if not (r[3] and r[4])] == []
+
+
+# ---- models of which a part is context parallel
+
+DIM, HEADS, VOCAB = 16, 4, 32
+
+
+class Block(nn.Module):
+    """Self-attention, cross attention to a memory if there is one, feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.cross_q, self.out = (nn.Linear(DIM, n * DIM, bias=False) for n in (3, 1, 1))
+        self.cross_kv, self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, 32), nn.Linear(32, DIM)
+        self.inner_attention, self.inner_cross = InnerAttention(), Local()
+
+    def forward(self, x, memory=None, plan=None, cross_plan=None):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + self.out(self.inner_attention(q, k, v, plan=plan).transpose(1, 2).flatten(2))
+        if memory is not None:
+            q = self.cross_q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.cross_kv(memory).chunk(2, -1))
+            x = x + self.inner_cross(q, k, v, plan=cross_plan).transpose(1, 2).flatten(2)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Local(nn.Module):
+    """Attention of every query to every key, of any two lengths."""
+
+    def forward(self, q, k, v, *, scale=None, sinks=None, plan=None):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+class Toy(nn.Module):
+    """Encoder and decoder; `part` says which of them is a region."""
+
+    def __init__(self, source_length: int, target_length: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.places = nn.Parameter(torch.randn(max(source_length, target_length), DIM))
+        self.encoder, self.decoder = (nn.ModuleList([Block(), Block()]) for _ in range(2))
+        self.head = nn.Linear(DIM, VOCAB)
+        for name, parameter in self.named_parameters():
+            with torch.no_grad():
+                parameter.copy_(random(*parameter.shape, seed=len(name)) / parameter.shape[-1] ** 0.5)
+        self.double()
+
+    def embedded(self, tokens):
+        return self.embed(tokens) + self.places[: tokens.shape[1]]
+
+    def encoded(self, x, plan=None):
+        for block in self.encoder:
+            x = block(x, plan=plan)
+        return x
+
+    def decoded(self, x, memory, plan=None, cross_plan=None):
+        for block in self.decoder:
+            x = block(x, memory, plan, cross_plan)
+        return x
+
+    def forward(self, source, target):
+        return self.head(self.decoded(self.embedded(target), self.encoded(self.embedded(source))))
+
+
+SOURCE, TARGET = 11, 13
+
+
+def data(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    source, target, labels = (torch.randint(VOCAB, (2, n), generator=generator) for n in (SOURCE, TARGET, TARGET))
+    return source, target, labels
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 26
+
+
+def style(blocks: nn.ModuleList, mesh: DeviceMesh, name: str = "inner_attention", *, is_causal: bool = True) -> None:
+    for block in blocks:
+        ContextParallelAttention(is_causal=is_causal)._apply(getattr(block, name), mesh)
+
+
+def compared(toy: Toy, process: Process, *, summed: bool, group: dist.ProcessGroup, wanted: Toy) -> list[float]:
+    """Relative errors of each gradient, after adding up over ranks if that is still to be done."""
+    errors = []
+    for (name, mine), theirs in zip(toy.named_parameters(), wanted.parameters(), strict=True):
+        if theirs.grad is None:  # cross attention of an encoder's block
+            assert mine.grad is None, name
+            continue
+        gradient = door.sum_over(mine.grad.clone(), group) if summed else mine.grad
+        errors.append(relative(gradient, theirs.grad))
+    return errors
+
+
+def replicated(part: nn.Module, where: Region) -> dict[str, torch.Tensor]:
+    return {name: where.replicate(parameter) for name, parameter in part.named_parameters()}
+
+
+def decoder_region_case(grad: str, method: str, faulty: bool) -> list[float]:
+    """The decoder lies over the ranks; encoder and cross attention are local, and untouched."""
+    process = Process.from_environment()
+    source, target, labels = data()
+    alone, toy = Toy(SOURCE, TARGET), Toy(SOURCE, TARGET)
+    loss_of(alone(source, target), labels).backward()
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        style(toy.decoder, mesh)
+        options = ContextParallelOptions(method)
+        layout = options.layout(TARGET, mesh.size())
+        with region(mesh, layout, options=options) as part:
+            memory = toy.encoded(toy.embedded(source))
+            x = part.shard(toy.embedded(target), 1, grad=grad)
+            if grad == "replicated":
+                memory = memory if faulty else part.replicate(memory)
+                for block in toy.decoder:
+                    x = functional_call(block, replicated(block, part), (x, memory, part.attention_plan))
+                logits = functional_call(toy.head, replicated(toy.head, part), (x,))
+            else:
+                memory = part.replicate(memory) if faulty else memory
+                logits = toy.head(toy.decoded(x, memory, part.attention_plan))
+            loss_of(logits, part.shard(labels, 1)).backward()
+            assert part.live.calls == 2
+        return compared(toy, process, summed=grad == "partial", group=mesh.get_group(), wanted=alone)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("grad", ["partial", "replicated"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_region_with_local_cross_attention(pool: WorkerPool, degree: int, grad: str, method: str) -> None:
+    """A length that does not divide; nothing is scaled back. With the other placement, gradients are wrong."""
+    for errors in pool.run(degree, decoder_region_case, grad, method, False):
+        assert len(errors) > 25
+        assert max(errors) < 1e-11
+    for errors in pool.run(degree, decoder_region_case, grad, method, True):
+        assert max(errors) > 0.1
+
+
+def encoder_region_case(grad: str) -> list[float]:
+    """The encoder lies over the ranks, and the decoder, on every rank, uses all of its output."""
+    process = Process.from_environment()
+    source, target, labels = data()
+    alone, toy = Toy(SOURCE, TARGET), Toy(SOURCE, TARGET)
+    loss_of(alone(source, target), labels).backward()
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        style(toy.encoder, mesh)
+        layout = head_tail(SOURCE, mesh.size())
+        with region(mesh, layout) as part:
+            x = part.shard(toy.embedded(source), 1, grad=grad)
+            for block in toy.encoder:
+                weights = replicated(block, part) if grad == "replicated" else dict(block.named_parameters())
+                x = functional_call(block, weights, (x,), {"plan": part.attention_plan})
+            memory = part.unshard(x, 1, grad=grad)
+            loss = loss_of(toy.head(toy.decoded(toy.embedded(target), memory)), labels)
+            # Every rank computes the same loss: each counts its part of it, or each the whole.
+            (loss / mesh.size() if grad == "partial" else loss).backward()
+        return compared(toy, process, summed=grad == "partial", group=mesh.get_group(), wanted=alone)
+
+
+@pytest.mark.parametrize("grad", ["partial", "replicated"])
+@pytest.mark.parametrize("degree", [1, 3])
+def test_a_prefix_in_a_region_and_the_rest_on_every_rank(pool: WorkerPool, degree: int, grad: str) -> None:
+    for errors in pool.run(degree, encoder_region_case, grad):
+        assert max(errors) < 1e-11
+
+
+def cross_region_case(method: str) -> list[float]:
+    """Encoder, decoder and cross attention all lie over the ranks: three regions, one of two sequences."""
+    process = Process.from_environment()
+    source, target, labels = data()
+    alone, toy = Toy(SOURCE, TARGET), Toy(SOURCE, TARGET)
+    loss_of(alone(source, target), labels).backward()
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        style(toy.encoder, mesh)
+        style(toy.decoder, mesh)
+        style(toy.decoder, mesh, "inner_cross", is_causal=False)
+        options = ContextParallelOptions(method)
+        layouts = [options.layout(n, mesh.size()) for n in (SOURCE, TARGET)]
+        with (
+            region(mesh, layouts[0], options=options) as encoder,
+            region(mesh, layouts[1], options=options) as decoder,
+            region(mesh, layouts[1], options=options, kv_layout=layouts[0], mask=full(TARGET, SOURCE)) as cross,
+        ):
+            memory = toy.encoded(encoder.shard(toy.embedded(source), 1), encoder.attention_plan)
+            x = decoder.shard(toy.embedded(target), 1)
+            logits = toy.head(toy.decoded(x, memory, decoder.attention_plan, cross.attention_plan))
+            loss_of(logits, decoder.shard(labels, 1)).backward()
+        return compared(toy, process, summed=True, group=mesh.get_group(), wanted=alone)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
+def test_cross_attention_between_two_sharded_sequences(pool: WorkerPool, method: str) -> None:
+    for errors in pool.run(2, cross_region_case, method):
+        assert max(errors) < 1e-11
+
+
+def borrowing_case(copies: int, method: str) -> list[float]:
+    """Every set of ranks has samples of its own; the decoder's region spans all ranks, so that they share the work."""
+    process = Process.from_environment()
+    sets = process.world_size // copies
+    batches = [data(seed) for seed in range(sets)]
+    alone, toy = Toy(SOURCE, TARGET), Toy(SOURCE, TARGET)
+    for source, target, labels in batches:
+        loss_of(alone(source, target), labels).backward()
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        group = mesh.get_group()
+        style(toy.decoder, mesh)
+        options = ContextParallelOptions(method)
+        layout, memory_layout = (options.layout(n, mesh.size()) for n in (TARGET, SOURCE))
+        source, target, labels = batches[process.rank // copies]
+        with region(mesh, layout, documents([5, 8]), options) as part:
+            # Cross attention needs the whole memory of every sample: borrowed rows, put together.
+            memory = borrow(toy.encoded(toy.embedded(source)), memory_layout, group=group, copies=copies)
+            memory = unshard(memory, memory_layout, 1, group=group)
+            x = borrow(toy.embedded(target), layout, group=group, copies=copies)
+            assert x.shape[:2] == (2 * sets, layout.length(process.rank))
+            x = give_back(toy.decoded(x, memory, part.attention_plan), layout, group=group, copies=copies)
+            assert x.shape[:2] == target.shape
+            (loss_of(toy.head(x), labels) / copies).backward()
+        # The oracle of the same documents: two decoder passes, one for each.
+        alone.zero_grad()
+        for source, target, labels in batches:
+            memory, x = alone.encoded(alone.embedded(source)), alone.embedded(target)
+            parts = [alone.decoded(part, memory) for part in x.split([5, 8], dim=1)]
+            loss_of(alone.head(torch.cat(parts, dim=1)), labels).backward()
+        return compared(toy, process, summed=True, group=group, wanted=alone)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize(("degree", "copies"), [(2, 1), (4, 2), (2, 2)])
+def test_samples_move_between_ranks_before_and_after_a_region(
+    pool: WorkerPool, degree: int, copies: int, method: str
+) -> None:
+    for errors in pool.run(degree, borrowing_case, copies, method):
+        assert max(errors) < 1e-11
+
+
+def guards_case() -> list[str]:
+    process = Process.from_environment()
+    messages = []
+
+    def refused(act, error_type: type[Exception] = ContextParallelError) -> None:
+        with pytest.raises(error_type) as error:
+            act()
+        messages.append(str(error.value))
+
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        group, layout = mesh.get_group(), head_tail(8, 2)
+        module = InnerAttention()
+        ContextParallelAttention()._apply(module, mesh)
+        x = random(1, 8, 2)
+        refused(lambda: shard(x, layout, 1, group=group, grad="sum"))
+        refused(lambda: shard(x, layout, 2, group=group))
+        refused(lambda: unshard(x, layout, 1, group=group))
+        refused(lambda: borrow(x, layout, group=group, copies=3))
+        refused(lambda: give_back(random(3, 4, 2), layout, group=group))
+        refused(lambda: exchange(x, layout, [[], []], dim=1, group=group), ValueError)
+        refused(lambda: exchange(x[:, :4], layout, [[(0, 9)], []], dim=1, group=group, outside="refuse"), ValueError)
+
+        def opened(layout: SequenceLayout) -> None:
+            with region(mesh, layout):
+                pass
+
+        refused(lambda: opened(head_tail(8, 3)))
+        refused(lambda: opened(layout))  # and no attention ran
+        del module
+        opened(layout)  # nothing is parallelised
+    return messages
+
+
+def test_guards(pool: WorkerPool) -> None:
+    words = ["'sum' is none of 'partial', 'replicated'", "has 8", "has 4", "3 copies do not divide the 2 ranks"]
+    words += [
+        "3 samples cannot be given back",
+        "got 8 rows",
+        "rows [(0, 9)] of an axis of 8",
+        "for 3 ranks",
+        "none of the 1",
+    ]
+    for messages in pool.run(2, guards_case):
+        assert len(messages) == len(words)
+        for message, word in zip(messages, words, strict=True):
+            assert word in message
+            assert len(message.splitlines()) == 1
