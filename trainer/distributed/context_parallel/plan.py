@@ -256,7 +256,7 @@ class _Problem:
         return (local, *forward), (local, *backward)
 
     def _steps(self, direction: int) -> list[int]:
-        """What `rank` sends for the others' `step`: to its neighbour, and of its own to one with a gap before it."""
+        """Steps of the ring at which some rank has work: without the idle ones, messages travel under earlier work."""
         ranks, steps = range(self.degree), range(1, self.degree)
         return [s for s in steps if any(self.held(rank, (rank - direction * s) % self.degree) for rank in ranks)]
 
