@@ -527,6 +527,15 @@ def guards_case() -> list[str]:
             last = module(pair[1:], pair[1:], pair[1:], plan=cp.attention_plan[1:])
             assert torch.allclose(last, whole[1:])
 
+        both = torch.arange(32).reshape(2, 16)
+        views = [both[:, :8], both[:, 8:]]  # tokens and labels of one storage
+        with context_parallel(mesh, buffers=views, buffer_seq_dims=[1, 1]) as cp:
+            mine = torch.from_numpy(cp.layout.indices(process.rank))
+            for part, x in enumerate(views):
+                assert torch.equal(x, torch.stack([mine, mine + 16]) + 8 * part)
+            module(pair, pair, pair, plan=cp.attention_plan)
+        assert torch.equal(torch.cat(views, dim=1), torch.arange(32).reshape(2, 16))
+
         with_dropout = InnerAttention()
         with_dropout.dropout_p = 0.1
         refused(lambda: ContextParallelAttention()._apply(with_dropout, mesh))

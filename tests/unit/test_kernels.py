@@ -261,7 +261,7 @@ def test_names_are_unique_and_found():
         (("cuda", torch.bfloat16, 320, "cuda_flash"), False, ["heads of size 320", "'efficient', 'math'"]),
         (("cuda", torch.bfloat16, 20, "cudnn"), False, ["heads of size 20", "'cuda_flash'"]),
         (("cuda", torch.bfloat16, 64, "cudnn"), True, ["a sliding window", "'cuda_flash'"]),
-        (("cpu", torch.float16, 64, "cpu_flash"), False, ["cannot do float16;", "can: 'math'"]),
+        (("cuda", torch.float64, 64, "efficient"), False, ["cannot do float64;", "can: 'math'"]),
         (("cpu", torch.float32, 64, "flash3"), False, ["'flash3' is none of 'auto', 'cpu_flash', 'cuda_flash'"]),
     ],
 )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.lowering import CAPABILITIES, Call, Capabilities, lower
 from trainer.distributed.context_parallel.mask import Mask
 from trainer.distributed.context_parallel.options import ContextParallelOptions
 from trainer.distributed.context_parallel.plan import make_plan
@@ -15,11 +16,11 @@ SHORT_SHARD = 1024
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to spread attention: what the busiest rank sends forward and backward, and how many tiles it computes."""
+    """A way to spread attention: what the busiest rank sends forward and backward, and how many kernels it starts."""
 
     options: ContextParallelOptions
     bytes_sent: int
-    tiles: int
+    kernels: int
 
     def __str__(self) -> str:
         degrees = self.options.hybrid_degrees
@@ -34,7 +35,7 @@ def choose(
 
     masks: of the model's layers, each once; shape: local heads. A tenth more counts as alike. Among those the ring
     comes first, whose messages hide behind what is computed if shards are long (if not, all-gather, which sends the
-    same in fewer messages), then what has the fewest tiles.
+    same in fewer messages), then what starts the fewest kernels, those of `options.kernel`.
     """
     candidates = sorted(_candidates(options, masks, degree, shape), key=lambda c: c.bytes_sent)
     near = [c for c in candidates if c.bytes_sent <= 1.1 * candidates[0].bytes_sent]
@@ -46,7 +47,7 @@ def choose(
         words = "too few to hide a ring's messages" if rows < SHORT_SHARD else "enough to hide its messages"
         reason += f" or about that, and {rows:,} tokens a rank are {words}"
     else:
-        best = min(near, key=lambda c: (c.tiles, c.bytes_sent))
+        best = min(near, key=lambda c: (c.kernels, c.bytes_sent))
     return best.options, (
         f"{best} ({reason}; a layer, forward and backward: {', '.join(map(str, candidates))}; "
         f"{shape.heads}/{shape.kv_heads} heads over {degree} ranks)"
@@ -64,16 +65,22 @@ def _candidates(
         for heads in range(2, degree)
         if degree % heads == 0 and shape.heads % heads == 0
     ]
+    # Which kernel `auto` takes depends on the device; the least able one stands for it.
+    capabilities = CAPABILITIES.get(options.kernel, CAPABILITIES["cpu_flash"])
     # What `balanced` deals is known with each batch; head and tail stands for it.
     balancer = "head_tail" if options.load_balancer == "balanced" else options.load_balancer
     for method, hybrid in methods:
         way = replace(options, method=method, hybrid_degrees=hybrid, heads_per_pass=0, load_balancer=balancer)
         layout = way.layout(masks[0].q_len, degree)
-        busiest = tiles = 0
+        busiest = kernels = 0
         # Ranks that differ by their place among neighbours only do the same.
         for rank in range(0, degree, way.head_degree(degree)):
             plans = [make_plan(layout, mask, method, rank, head_degree=hybrid[0] if hybrid else None) for mask in masks]
             directions = [attention_cost(plan, shape, d) for plan in plans for d in ("forward", "backward")]
             busiest = max(busiest, sum(cost.bytes_sent.total() for cost in directions))
-            tiles = max(tiles, sum(len(stage.tiles) for plan in plans for stage in plan.forward))
-        yield Candidate(replace(options, method=method, hybrid_degrees=hybrid), busiest, tiles)
+            kernels = max(kernels, sum(_kernels(lower(plan, capabilities).forward, capabilities) for plan in plans))
+        yield Candidate(replace(options, method=method, hybrid_degrees=hybrid), busiest, kernels)
+
+
+def _kernels(calls: tuple[tuple[Call, ...], ...], capabilities: Capabilities) -> int:
+    return sum(bool(stage) if capabilities.many else len(stage) for stage in calls)

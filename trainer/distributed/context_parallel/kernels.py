@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.lowering import Capabilities
+from trainer.distributed.context_parallel.lowering import CAPABILITIES, Capabilities
 from trainer.distributed.context_parallel.mask import Relation
 
 _aten = torch.ops.aten
@@ -52,7 +52,7 @@ class CpuFlash:
     """PyTorch's flash attention for CPUs, with grouped heads; a diagonal that it does not know is a mask."""
 
     name = "cpu_flash"
-    capabilities = Capabilities("cpu", frozenset({"float64", "float32", "bfloat16", "float16"}), masks=True)
+    capabilities = CAPABILITIES["cpu_flash"]
 
     def forward(self, q, k, v, *, relation, scale):
         causal, mask = self._mask(q, k, relation)
@@ -78,12 +78,7 @@ class Math:
     """Attention as its definition, in at least float32; the reference, and what runs where no kernel fits."""
 
     name = "math"
-    capabilities = Capabilities(
-        None,
-        frozenset({"float64", "float32", "bfloat16", "float16"}),
-        bottom_right=True,
-        bands=True,
-    )
+    capabilities = CAPABILITIES["math"]
 
     def forward(self, q, k, v, *, relation, scale):
         scores = self._scores(q, k, relation, scale)
@@ -120,20 +115,17 @@ def choose_kernel(
     """
     from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
 
-    kernels = [CpuFlash(), *CUDA_KERNELS, Math()]
-    able = [kernel for kernel in kernels if not _lacks(kernel.capabilities, device_type, dtype, head_dim, bands)]
-    if name == "auto":
-        return able[0]
-    for kernel in kernels:
-        if kernel.name == name:
-            lacks = _lacks(kernel.capabilities, device_type, dtype, head_dim, bands)
-            if not lacks:
-                return kernel
-            raise ConfigError(
-                f"parallelism.context_parallel_kernel = {name!r} cannot do {' or '.join(lacks)}; "
-                f"kernels that can: {_names(able)}"
-            )
-    raise ConfigError(f"parallelism.context_parallel_kernel = {name!r} is none of 'auto', {_names(kernels)}")
+    lacks = {each: _lacks(CAPABILITIES[each], device_type, dtype, head_dim, bands) for each in CAPABILITIES}
+    able = [each for each in CAPABILITIES if not lacks[each]]
+    if name != "auto" and name not in CAPABILITIES:
+        raise ConfigError(f"parallelism.context_parallel_kernel = {name!r} is none of 'auto', {_names(CAPABILITIES)}")
+    if name != "auto" and lacks[name]:
+        raise ConfigError(
+            f"parallelism.context_parallel_kernel = {name!r} cannot do {' or '.join(lacks[name])}; "
+            f"kernels that can: {_names(able)}"
+        )
+    kernels = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())}
+    return kernels[able[0] if name == "auto" else name]
 
 
 def _lacks(capabilities: Capabilities, device_type: str, dtype: torch.dtype, head_dim: int, bands: bool) -> list[str]:
@@ -151,8 +143,8 @@ def _lacks(capabilities: Capabilities, device_type: str, dtype: torch.dtype, hea
     return lacks
 
 
-def _names(kernels: Iterable[Kernel]) -> str:
-    return ", ".join(repr(kernel.name) for kernel in kernels)
+def _names(kernels: Iterable[str]) -> str:
+    return ", ".join(map(repr, kernels))
 
 
 def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:

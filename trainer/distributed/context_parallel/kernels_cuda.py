@@ -22,11 +22,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from trainer.distributed.context_parallel.kernels import Kernel, hidden_pairs, repeated, summed
-from trainer.distributed.context_parallel.lowering import Call, Capabilities
+from trainer.distributed.context_parallel.lowering import CAPABILITIES, Call
 from trainer.distributed.context_parallel.mask import Relation
 from trainer.distributed.ranges import Range
-
-_HALVES = frozenset({"bfloat16", "float16"})
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Relation, float], tuple[torch.Tensor, torch.Tensor]]
 """q, k, v, relation, scale -> output, log-sum-exp, differentiable."""
@@ -36,7 +34,7 @@ class CudaFlash:
     """FlashAttention-2: grouped heads, and diagonals from the bottom right, are its own (arXiv 2307.08691)."""
 
     name = "cuda_flash"
-    capabilities = Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True)
+    capabilities = CAPABILITIES["cuda_flash"]
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._ops = ops
@@ -62,7 +60,7 @@ class Efficient:
     """Memory-efficient attention: float32 too, heads of any size; repeated heads (arXiv 2112.05682)."""
 
     name = "efficient"
-    capabilities = Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True)
+    capabilities = CAPABILITIES["efficient"]
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._ops = ops
@@ -106,7 +104,7 @@ class Cudnn:
     """cuDNN's attention, fastest on Hopper and later; it builds a plan for each new shape, and refuses single rows."""
 
     name = "cudnn"
-    capabilities = Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8)
+    capabilities = CAPABILITIES["cudnn"]
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._ops = ops
@@ -153,7 +151,7 @@ class Varlen:
     """
 
     name = "varlen"
-    capabilities = Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True, many=True)
+    capabilities = CAPABILITIES["varlen"]
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._ops = ops
@@ -233,7 +231,7 @@ class Flex:
     """
 
     name = "flex"
-    capabilities = Capabilities("cuda", _HALVES | {"float32"}, max_head_dim=256, bottom_right=True, bands=True)
+    capabilities = CAPABILITIES["flex"]
 
     def __init__(self, attention: Attention | None = None) -> None:
         self._attention = attention or _compiled_attention

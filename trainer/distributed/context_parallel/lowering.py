@@ -34,6 +34,20 @@ class Capabilities:
     many: bool = False
 
 
+_HALVES = frozenset({"bfloat16", "float16"})
+
+CAPABILITIES: dict[str, Capabilities] = {
+    "cpu_flash": Capabilities("cpu", _HALVES | {"float32", "float64"}, masks=True),
+    "cuda_flash": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True),
+    "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True),
+    "cudnn": Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8),
+    "varlen": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True, many=True),
+    "flex": Capabilities("cuda", _HALVES | {"float32"}, max_head_dim=256, bottom_right=True, bands=True),
+    "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
+}
+"""Every kernel, in the order in which `auto` looks for one that can do what is asked."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One tile for the kernel. fresh: no earlier call of the plan had any of its queries, so nothing is merged."""
