@@ -237,6 +237,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(tmp_
             ["--model.flavor=1B", "--training.seq_len=8"],
             ["model.flavor = '1B', whose dim = 2048 is not the 256"],
         ),
+        (["--model.attention_sinks"], ["whose attention_sinks = True is not the False"]),
         (["--training.dtype=float64"], ["training.dtype = 'float64' is not the 'float32'"]),
         (["--training.seed=3"], ["training.seed = 3 is not the 0", "resume with 0"]),
         (["--training.data_streams=32"], ["training.data_streams = 32 is not the 64", "resume with 64"]),
@@ -256,6 +257,17 @@ def test_what_may_change(tmp_path: Path):
     config = configured(tmp_path, *changes)
     check_fits(read_state(tmp_path / "checkpoint", 4), config, replace(shape_of(config), max_seq_len=64))
     validate(config, 1)
+
+
+def test_a_checkpoint_from_before_a_key_has_what_the_key_defaults_to(tmp_path: Path):
+    save(tmp_path / "checkpoint", 4)
+    state = read_state(tmp_path / "checkpoint", 4)
+    older = replace(state, model={key: x for key, x in state.model.items() if key != "attention_sinks"})
+    config = configured(tmp_path)
+    check_fits(older, config, shape_of(config))
+    config = configured(tmp_path, "--model.attention_sinks")
+    with pytest.raises(ConfigError, match="attention_sinks = True is not the False"):
+        check_fits(older, config, shape_of(config))
 
 
 def test_no_torch_is_needed_for_a_check(tmp_path: Path):

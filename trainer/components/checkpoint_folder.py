@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,9 @@ def check_fits(state: RunState, config: JobConfig, shape: TransformerArgs) -> No
     """
     path = step_folder(checkpoint_folder(config), state.step)
     elsewhere = "or start anew in another checkpoint.folder"
+    defaults = {field.name: field.default for field in fields(shape)}
     for key, now in model_description(config, shape).items():
-        saved = state.model.get(key)
+        saved = state.model.get(key, defaults.get(key))  # a checkpoint from before the key has what the key defaults to
         if saved != now:
             what = "training.dtype" if key == "dtype" else f"model.flavor = {config.model.flavor!r}, whose {key}"
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -59,15 +60,19 @@ class ContextParallelOptions:
 
     def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> SequenceLayout:
         """Who owns which tokens of a batch; `balanced` deals by what is visible of `mask` under a causal mask."""
-        work = None
-        if self.load_balancer == "balanced" and mask is not None:
-            work = (causal(seq_len) & mask).work()
-        # The neighbours of a hybrid share what one rank of its ring would own.
-        neighbours = self.head_degree(degree) if self.method == "hybrid" else 1
-        ring = degree // neighbours
-        unit = self.multiple_of if seq_len % (self.multiple_of * neighbours) else self.multiple_of * neighbours
-        layout = build_layout(self.load_balancer, seq_len, ring, multiple_of=unit, work=work)
-        return layout if neighbours == 1 else layout.cut(neighbours, multiple_of=self.multiple_of)
+        return _layout(self, seq_len, degree, mask if self.load_balancer == "balanced" else None)
+
+
+@lru_cache(maxsize=32)
+def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Mask | None) -> SequenceLayout:
+    work = None if mask is None else (causal(seq_len) & mask).work()
+    # The neighbours of a hybrid share what one rank of its ring would own.
+    neighbours = options.head_degree(degree) if options.method == "hybrid" else 1
+    unit = options.multiple_of * neighbours
+    if seq_len % unit:
+        unit = options.multiple_of
+    layout = build_layout(options.load_balancer, seq_len, degree // neighbours, multiple_of=unit, work=work)
+    return layout if neighbours == 1 else layout.cut(neighbours, multiple_of=options.multiple_of)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,502 @@
+"""Models of Hugging Face's transformers, unmodified and unsharded, against the same models over two ranks.
+
+Random tiny models from a configuration; in float64, so that every gradient must agree to ten digits. A model of theirs
+computes norms in float32: what differs in the seventeenth digit there differs in the eighth only by a rare rounding.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.pool import WorkerPool
+from trainer.config.loader import parse_command_line
+from trainer.data.packing import IGNORE_INDEX
+from trainer.distributed.context_parallel import intercept
+from trainer.distributed.context_parallel.context import ContextParallel, context_parallel
+from trainer.distributed.context_parallel.mask import documents
+from trainer.distributed.context_parallel.options import ContextParallelError
+from trainer.distributed.process_group import Process, process_group
+
+RANKS = 2
+TOLERANCE = 1e-10
+SEQ_LEN = 21
+LAYERS = 2
+VOCAB = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is run.
+
+    route: which attention of the model is sharded; reference: which one of it is not. mistake: what a user may get
+    wrong, or forget.
+    """
+
+    model: str
+    method: str = "ring"
+    load_balancer: str = "head_tail"
+    route: str = "sdpa"
+    reentrant: bool | None = None
+    """Of activation checkpointing; None: without."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    document_lengths: tuple[int, ...] | None = None
+    mistake: str | None = None
+    reference: str = "sdpa"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """On one rank: relative errors of the loss and of every parameter's gradient, and how much attention ran."""
+
+    loss: float
+    gradients: dict[str, float]
+    attention_calls: int
+    calls_of_modules: int
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, *self.gradients.values())
+
+
+def build(case: Case) -> nn.Module:
+    """The model of a case, the same on every rank."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+        "use_cache": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if case.model == "GPT2":
+        sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": LAYERS, "n_head": 4}
+        sizes |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.2}
+        sizes |= {"bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{case.model}Config")(**sizes, **case.changes)
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.reference).double().train()
+    if case.model == "GptOss":
+        model.set_experts_implementation("eager")  # the other ones know no float64
+    if case.reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": case.reentrant})
+    return model
+
+
+def batch_of(case: Case) -> dict[str, torch.Tensor]:
+    """Two whole rows, labels shifted before anything is cut; some labels do not count."""
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(VOCAB, (2, SEQ_LEN + 1), generator=generator)
+    labels = text[:, 1:].clone()
+    labels[0, 4:9] = IGNORE_INDEX
+    positions = torch.cat([torch.arange(n) for n in case.document_lengths or (SEQ_LEN,)])
+    return {
+        "tokens": text[:, :-1].clone(),
+        "labels": labels,
+        "positions": positions.expand(2, -1).clone(),
+        "ones": torch.ones(2, SEQ_LEN, dtype=torch.int64),
+    }
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], count: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """This rank's share of the mean over all valid labels."""
+    logits = model(input_ids=batch["tokens"], use_cache=False, **inputs).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / count
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@contextmanager
+def ranks() -> Iterator[DeviceMesh]:
+    process = Process.from_environment()
+    with process_group(process, parse_command_line([]).config.comm):
+        yield init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=("cp",))
+
+
+def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
+    model, batch = build(case), batch_of(case)
+    count = (batch["labels"] != IGNORE_INDEX).sum()
+    # Packed rows as transformers knows them: by positions that start again, and no mask given.
+    mask = {} if case.document_lengths else {"attention_mask": batch["ones"]}
+    wanted_loss = loss_of(model, batch, count, position_ids=batch["positions"], **mask)
+    wanted_loss.backward()
+    wanted = gradients_of(model)
+    model.zero_grad()
+    if case.route == "registered":
+        intercept.register_transformers_attention()
+        model.set_attn_implementation("context_parallel")
+    else:
+        model.set_attn_implementation(case.route)
+    seen = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_pre_hook(lambda *_: seen.append(1))
+    with context_parallel(
+        mesh,
+        buffers=list(batch.values()),
+        buffer_seq_dims=[1] * len(batch),
+        mask=documents(case.document_lengths) if case.document_lengths and case.mistake is None else None,
+        method=case.method,
+        load_balancer=case.load_balancer,
+        intercept_sdpa=case.mistake != "no interception",
+    ) as cp:
+        loss = sharded_loss(case, model, batch, count)
+        loss.backward()
+    gradients = gradients_of(model)
+    for x in (loss := loss.detach(), *gradients.values()):
+        dist.all_reduce(x, group=mesh.get_group())
+    return Outcome(
+        relative(loss, wanted_loss),
+        {name: relative(gradient, wanted[name]) for name, gradient in gradients.items()},
+        cp.attention_calls,
+        len(seen),
+    )
+
+
+def sharded_loss(case: Case, model: nn.Module, batch: dict[str, torch.Tensor], count: torch.Tensor) -> torch.Tensor:
+    inputs = {"position_ids": batch["positions"], "attention_mask": batch["ones"]}
+    if case.mistake == "permuted positions":
+        inputs["position_ids"] = batch["positions"].flip(1)
+    elif case.mistake == "no positions":
+        del inputs["position_ids"]
+    elif case.mistake == "no attention mask":
+        del inputs["attention_mask"]
+    elif case.mistake == "padding":
+        inputs["attention_mask"] = batch["ones"].index_fill(1, torch.tensor([0]), 0)
+    elif case.mistake == "shift after the cut":
+        return model(input_ids=batch["tokens"], labels=batch["tokens"], num_items_in_batch=count, **inputs).loss
+    return loss_of(model, batch, count, **inputs)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def cases_on_ranks(cases: list[Case]) -> list[Outcome | str]:
+    """What each case comes to on this rank, or its refusal."""
+    outcomes = []
+    with ranks() as mesh:
+        for case in cases:
+            try:
+                outcomes.append(run_case(case, mesh))
+            except ContextParallelError as error:
+                outcomes.append(str(error))
+    return outcomes
+
+
+def assert_equal_to_one_process(pool: WorkerPool, cases: list[Case]) -> None:
+    for outcomes in pool.run(RANKS, cases_on_ranks, cases):
+        for case, outcome in zip(cases, outcomes, strict=True):
+            assert isinstance(outcome, Outcome), (case, outcome)
+            assert outcome.worst < TOLERANCE, (case, outcome)
+            assert len(outcome.gradients) > 10
+            passes = 1 if case.reentrant is None else 2
+            assert outcome.attention_calls == outcome.calls_of_modules == LAYERS * passes, (case, outcome)
+
+
+def refusals(pool: WorkerPool, *cases: Case) -> list[list[str]]:
+    """By case: what each rank says."""
+    by_rank = pool.run(RANKS, cases_on_ranks, list(cases))
+    for messages in by_rank:
+        for case, message in zip(cases, messages, strict=True):
+            assert isinstance(message, str), (case, message)
+            assert len(message.splitlines()) == 1
+    return [list(messages) for messages in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.parametrize("model", ["Llama", "Qwen3", "GPT2"])
+def test_losses_and_gradients_are_those_of_one_process(pool: WorkerPool, model: str) -> None:
+    """Both routes, with and without activation checkpointing; ranks hold different numbers of tokens."""
+    choices = itertools.product(
+        ("ring", "all_to_all"), ("head_tail", "contiguous"), ("sdpa", "registered"), (None, False, True)
+    )
+    assert_equal_to_one_process(pool, [Case(model, *choice) for choice in choices])
+
+
+def test_packed_documents_are_those_of_transformers(pool: WorkerPool) -> None:
+    """There by positions that start again, here by the context's mask; a boundary is at the end of a shard."""
+    lengths = (8, 3, 10)
+    cases = [
+        Case("Llama", method, balancer, route, document_lengths=lengths)
+        for method in ("ring", "all_to_all")
+        for balancer in ("head_tail", "contiguous")
+        for route in ("sdpa", "registered")
+    ]
+    assert_equal_to_one_process(pool, cases)
+
+
+WINDOWED = [
+    Case("Mistral", changes={"sliding_window": 5}),
+    # Longer than what a rank holds: transformers makes no mask, and tells SDPA nothing.
+    Case("Mistral", changes={"sliding_window": 16}),
+    Case(
+        "Qwen2",
+        changes={"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+]
+
+
+def test_sliding_windows_are_honoured_by_the_registered_function(pool: WorkerPool) -> None:
+    cases = [
+        replace(case, route="registered", method=method, load_balancer=balancer)
+        for case in WINDOWED
+        for method in ("ring", "all_to_all")
+        for balancer in ("head_tail", "contiguous")
+    ]
+    assert_equal_to_one_process(pool, cases)
+
+
+def test_sliding_windows_are_refused_where_they_cannot_be_seen(pool: WorkerPool) -> None:
+    for messages in refusals(pool, *WINDOWED):
+        for message in messages:
+            assert "got a mask of shape" in message or "register_transformers_attention" in message
+    # As long as the sequence: it hides nothing.
+    assert_equal_to_one_process(pool, [Case("Mistral", changes={"sliding_window": SEQ_LEN})])
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_attention_sinks_are_honoured_by_the_registered_function(pool: WorkerPool, reentrant: bool | None) -> None:
+    """GPT-OSS: sinks with gradients of their own, in layers with and without a window."""
+    changes = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6, "head_dim": 8}
+    case = Case("GptOss", route="registered", reference="eager", changes=changes, reentrant=reentrant)
+    assert_equal_to_one_process(
+        pool,
+        [replace(case, method=m, load_balancer=b) for m in ("ring", "all_to_all") for b in ("head_tail", "balanced")],
+    )
+
+
+def test_attention_that_is_not_known_is_refused(pool: WorkerPool) -> None:
+    """Chunks are longer than what a rank holds, so that no mask tells of them."""
+    chunks = {"num_local_experts": 1, "attention_chunk_size": 16, "intermediate_size_mlp": 48, "head_dim": 8}
+    cap = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 64}
+    *chunked, capped = refusals(
+        pool,
+        Case("Llama4Text", changes=chunks),
+        Case("Llama4Text", changes=chunks, route="registered"),
+        Case("Gemma2", changes=cap, route="registered", reference="eager"),
+    )
+    assert all("in chunks of 16 for 21 tokens" in message for messages in chunked for message in messages)
+    assert all("passes 'softcap'" in message for message in capped)
+
+
+def test_mistakes_that_show(pool: WorkerPool) -> None:
+    """Controls: each of these is another model, by far more than the tolerance."""
+    mistakes = ("no interception", "permuted positions", "shift after the cut")
+    cases = [Case("Llama", load_balancer=b, mistake=m) for b in ("head_tail", "contiguous") for m in mistakes]
+    for outcomes in pool.run(RANKS, cases_on_ranks, cases):
+        for case, outcome in zip(cases, outcomes, strict=True):
+            assert min(outcome.gradients.values()) > 0.1, case
+
+
+def test_mistakes_that_are_refused(pool: WorkerPool) -> None:
+    """On every rank, also where only one of them sees the mistake."""
+    for route in ("sdpa", "registered"):
+        forgotten, jumps, alike, padded = refusals(
+            pool,
+            Case("Llama", route=route, load_balancer="contiguous", mistake="no positions"),
+            Case("Llama", route=route, mistake="no attention mask"),
+            Case("Llama", route=route, mistake="no positions"),
+            Case("Llama", route=route, load_balancer="contiguous", mistake="padding"),
+        )
+        assert "rank(s) [1] of the group" in forgotten[0]
+        assert "counts this rank's positions from 0" in forgotten[1]
+        assert "got a mask of shape" in jumps[0]
+        assert "rank(s) [0] of the group" in jumps[1]
+        assert all("counts this rank's positions from 0" in message for message in alike)
+        assert all("an all-ones `attention_mask`" in message for message in padded)
+    # Documents that begin where a shard begins, without their mask: no jump to see on any rank.
+    (boundary,) = refusals(
+        pool, Case("Llama", load_balancer="contiguous", document_lengths=(11, 10), mistake="no document mask")
+    )
+    assert "rank(s) [1] of the group" in boundary[0]
+    assert "where documents begin here, their mask" in boundary[1]
+
+
+def test_attention_that_is_not_sdpa_is_noticed(pool: WorkerPool) -> None:
+    (messages,) = refusals(pool, Case("GPT2", route="eager"))
+    assert all("no attention ran over them" in message and '"eager"' in message for message in messages)
+
+
+def not_entered_again_case(reentrant: bool) -> str:
+    """With a backward in which the mode is off, as it is unless it is entered again."""
+    with ranks() as mesh, mock.patch.object(intercept, "_BACKWARD", {}):
+        try:
+            outcome = run_case(Case("Llama", reentrant=reentrant), mesh)
+        except torch.utils.checkpoint.CheckpointError:
+            return "refused by the checkpoint"
+        return "wrong" if max(outcome.gradients.values()) > 1e-3 and outcome.attention_calls == LAYERS else "right"
+
+
+@pytest.mark.parametrize(("reentrant", "what"), [(False, "refused by the checkpoint"), (True, "wrong")])
+def test_recomputation_needs_the_mode_entered_again(pool: WorkerPool, reentrant: bool, what: str) -> None:
+    assert pool.run(RANKS, not_entered_again_case, reentrant) == [what] * RANKS
+
+
+class Attention(nn.Module):
+    """Attention of somebody else: a projection and F.scaled_dot_product_attention, with what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (6, 4)).transpose(1, 2).split(2, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, **settings).transpose(1, 2).flatten(2)
+
+
+@contextmanager
+def intercepted(mesh: DeviceMesh, x: torch.Tensor, **settings: Any) -> Iterator[ContextParallel]:
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], intercept_sdpa=True, **settings) as cp:
+        yield cp
+
+
+def data(seq_len: int = 13) -> torch.Tensor:
+    return torch.randn(2, seq_len, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def backward_case(how: str) -> list[float]:
+    """Errors of the weights' gradients by one way to run backward, with activation checkpointing."""
+    wanted, model, x = Attention(), Attention(), data()
+    for settings in ({}, {"is_causal": True}, {"is_causal": True, "scale": 0.2, "dropout_p": 0.0}):
+        wanted(x, **settings).pow(2).sum().backward()
+    errors = []
+    with ranks() as mesh, intercepted(mesh, x) as cp:
+        gradients = [torch.zeros_like(p) for p in model.parameters()]
+        for settings in ({}, {"is_causal": True}, {"is_causal": True, "scale": 0.2, "dropout_p": 0.0}):
+            with torch.no_grad():
+                seen = model(x, **settings)
+            hidden = x * 1
+            out = checkpoint(model, hidden.requires_grad_(), **settings, use_reentrant=False)
+            torch.testing.assert_close(out, seen, rtol=0, atol=0)
+            loss = out.pow(2).sum()
+            if how == "grad":
+                found = torch.autograd.grad(loss, list(model.parameters()), torch.ones_like(loss))
+            elif how == "grad, materialized":
+                unused = torch.ones(1, requires_grad=True)
+                *found, zero = torch.autograd.grad(loss, [*model.parameters(), unused], materialize_grads=True)
+                assert zero.item() == 0
+            elif how == "backward of inputs":
+                middle = hidden * 1
+                checkpoint(model, middle, **settings, use_reentrant=False).pow(2).sum().backward(inputs=[middle])
+                assert middle.grad is not None
+                assert hidden.grad is None
+                loss.backward(inputs=list(model.parameters()))
+            elif how == "backward of several":
+                torch.autograd.backward([out, loss * 0], [2 * out.detach(), None])
+            else:
+                loss.backward()
+            if not how.startswith("grad"):
+                found = [p.grad for p in model.parameters()]
+                model.zero_grad()
+            for total, part in zip(gradients, found, strict=True):
+                total += part
+        assert cp.attention_calls == 3 * (3 if how != "backward of inputs" else 5)
+        for total, parameter in zip(gradients, wanted.parameters(), strict=True):
+            dist.all_reduce(total, group=mesh.get_group())
+            errors.append(relative(total, parameter.grad))
+    return errors
+
+
+@pytest.mark.parametrize("how", ["backward", "backward of several", "backward of inputs", "grad", "grad, materialized"])
+def test_every_way_to_run_backward(pool: WorkerPool, how: str) -> None:
+    """Causal and full attention; forward without gradients is the same forward."""
+    for errors in pool.run(RANKS, backward_case, how):
+        assert max(errors) < 1e-12
+
+
+def refused_calls_case() -> list[str]:
+    """The messages of calls that cannot be honoured; nothing of a context is left after any of them."""
+    model, x = Attention(), data()
+    q = torch.zeros(1, 4, 7, 4)
+    part = {name: torch.zeros(1, 2, 7, 4) for name in ("key", "value")}
+    calls: list[Callable[[], Any]] = [
+        lambda: model(x, attn_mask=torch.ones(7, 7, dtype=torch.bool)),
+        lambda: model(x, attn_mask=torch.zeros(7, 7, dtype=torch.float64)),
+        lambda: model(x, dropout_p=0.1),
+        lambda: F.scaled_dot_product_attention(q, **part),
+        lambda: F.scaled_dot_product_attention(q, **(part | {"value": torch.zeros(1, 2, 7, 2)}), enable_gqa=True),
+        lambda: F.scaled_dot_product_attention(q[:, :3], **part, enable_gqa=True),
+        lambda: F.scaled_dot_product_attention(q[0], q[0], q[0]),
+        lambda: nn.MultiheadAttention(8, 2, dtype=torch.float64)(x, x, x, need_weights=False),
+        lambda: F.scaled_dot_product_attention(q.repeat(1, 1, 2, 1), q, q),
+    ]
+    messages = []
+    with ranks() as mesh:
+        for call in calls:
+            before = x.clone()
+            with pytest.raises(ContextParallelError) as error, intercepted(mesh, x):
+                call()
+            messages.append(str(error.value))
+            assert torch.equal(x, before)
+        for seq_len in (2, 3):
+            with pytest.raises(ContextParallelError) as error, intercepted(mesh, short := data(seq_len)):
+                model(short)
+            messages.append(str(error.value))
+        with intercepted(mesh, short := data(4)):
+            model(short)
+        alone = init_device_mesh(mesh.device_type, (RANKS, 1), mesh_dim_names=("a", "b"))["b"]
+        with (
+            pytest.raises(ContextParallelError) as error,
+            intercepted(mesh, x),
+            intercepted(alone, data()),
+        ):
+            pass
+        messages.append(str(error.value))
+        with intercepted(mesh, x):
+            loss = model(x).sum()
+        with pytest.raises(ContextParallelError) as error:
+            loss.backward()
+        messages.append(str(error.value))
+        # Attention outside is that of one process again.
+        assert model(x).shape == x.shape
+        with pytest.raises(ZeroDivisionError), intercepted(mesh, x):
+            raise ZeroDivisionError
+        assert model(x, attn_mask=torch.ones(13, 13, dtype=torch.bool)).shape == x.shape
+    return messages
+
+
+REFUSED = [
+    "a mask of shape (7, 7)",
+    "a mask of shape (7, 7)",
+    "dropout 0.1",
+    "4 query heads and 2 key/value heads need enable_gqa=True",
+    "heads of size 4 for queries and 2 for values",
+    "2 key/value heads do not divide 3 query heads",
+    "of shapes (4, 7, 4)",
+    "multi_head_attention_forward attends inside of one call",
+    "got 14 rows of the sequence",
+    "2 tokens leaves a rank 1",
+    "3 tokens leaves a rank 1",
+    "in force already",
+    "outside its context",
+]
+
+
+def test_calls_that_cannot_be_honoured_are_refused(pool: WorkerPool) -> None:
+    for messages in pool.run(RANKS, refused_calls_case):
+        assert len(messages) == len(REFUSED)
+        for message, words in zip(messages, REFUSED, strict=True):
+            assert words in message
+            assert len(message.splitlines()) == 1
