@@ -6,7 +6,7 @@ computes norms in float32: what differs in the seventeenth digit there differs i
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -135,7 +136,8 @@ def ranks() -> Iterator[DeviceMesh]:
 
 
 def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
-    model, batch = build(case), batch_of(case)
+    model = build(case).to(mesh.device_type)
+    batch = {name: x.to(mesh.device_type) for name, x in batch_of(case).items()}
     count = (batch["labels"] != IGNORE_INDEX).sum()
     # Packed rows as transformers knows them: by positions that start again, and no mask given.
     mask = {} if case.document_lengths else {"attention_mask": batch["ones"]}
@@ -183,7 +185,7 @@ def sharded_loss(case: Case, model: nn.Module, batch: dict[str, torch.Tensor], c
     elif case.mistake == "no attention mask":
         del inputs["attention_mask"]
     elif case.mistake == "padding":
-        inputs["attention_mask"] = batch["ones"].index_fill(1, torch.tensor([0]), 0)
+        inputs["attention_mask"] = batch["ones"].index_fill(1, batch["ones"].new_zeros(1), 0)
     elif case.mistake == "shift after the cut":
         return model(input_ids=batch["tokens"], labels=batch["tokens"], num_items_in_batch=count, **inputs).loss
     return loss_of(model, batch, count, **inputs)
@@ -231,7 +233,8 @@ def test_losses_and_gradients_are_those_of_one_process(pool: WorkerPool, model: 
     choices = itertools.product(
         ("ring", "all_to_all"), ("head_tail", "contiguous"), ("sdpa", "registered"), (None, False, True)
     )
-    assert_equal_to_one_process(pool, [Case(model, *choice) for choice in choices])
+    others = [Case(model, "all_gather"), Case(model, load_balancer="balanced")]
+    assert_equal_to_one_process(pool, [*(Case(model, *choice) for choice in choices), *others])
 
 
 def test_packed_documents_are_those_of_transformers(pool: WorkerPool) -> None:
@@ -312,18 +315,19 @@ def test_mistakes_that_show(pool: WorkerPool) -> None:
 def test_mistakes_that_are_refused(pool: WorkerPool) -> None:
     """On every rank, also where only one of them sees the mistake."""
     for route in ("sdpa", "registered"):
-        forgotten, jumps, alike, padded = refusals(
+        forgotten, jumps, alike, of_gpt2, padded = refusals(
             pool,
             Case("Llama", route=route, load_balancer="contiguous", mistake="no positions"),
             Case("Llama", route=route, mistake="no attention mask"),
             Case("Llama", route=route, mistake="no positions"),
+            Case("GPT2", route=route, mistake="no positions"),
             Case("Llama", route=route, load_balancer="contiguous", mistake="padding"),
         )
         assert "rank(s) [1] of the group" in forgotten[0]
         assert "counts this rank's positions from 0" in forgotten[1]
         assert "got a mask of shape" in jumps[0]
         assert "rank(s) [0] of the group" in jumps[1]
-        assert all("counts this rank's positions from 0" in message for message in alike)
+        assert all("counts this rank's positions from 0" in message for message in alike + of_gpt2)
         assert all("an all-ones `attention_mask`" in message for message in padded)
     # Documents that begin where a shard begins, without their mask: no jump to see on any rank.
     (boundary,) = refusals(
@@ -336,6 +340,33 @@ def test_mistakes_that_are_refused(pool: WorkerPool) -> None:
 def test_attention_that_is_not_sdpa_is_noticed(pool: WorkerPool) -> None:
     (messages,) = refusals(pool, Case("GPT2", route="eager"))
     assert all("no attention ran over them" in message and '"eager"' in message for message in messages)
+
+
+def fsdp_case(reentrant: bool | None) -> tuple[float, int]:
+    """The worst gradient of a model whose parameters are sharded over the same ranks, and how much attention ran."""
+    with ranks() as mesh:
+        case = Case("Llama", reentrant=reentrant)
+        wanted, model = (build(case).to(mesh.device_type) for _ in range(2))
+        batch = {name: x.to(mesh.device_type) for name, x in batch_of(case).items()}
+        count = (batch["labels"] != IGNORE_INDEX).sum()
+        loss_of(wanted, batch, count, position_ids=batch["positions"], attention_mask=batch["ones"]).backward()
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        with context_parallel(
+            mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch), intercept_sdpa=True
+        ) as cp:
+            sharded_loss(case, model, batch, count).backward()
+        pairs = zip(model.parameters(), wanted.parameters(), strict=True)
+        return max(relative(a.grad.full_tensor(), b.grad) for a, b in pairs), cp.attention_calls
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_with_sharded_parameters(pool: WorkerPool, reentrant: bool | None) -> None:
+    for worst, attention_calls in pool.run(RANKS, fsdp_case, reentrant):
+        assert worst < TOLERANCE
+        assert attention_calls == LAYERS * (1 if reentrant is None else 2)
 
 
 def not_entered_again_case(reentrant: bool) -> str:
@@ -373,50 +404,59 @@ def intercepted(mesh: DeviceMesh, x: torch.Tensor, **settings: Any) -> Iterator[
 
 
 def data(seq_len: int = 13) -> torch.Tensor:
-    return torch.randn(2, seq_len, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, seq_len, 8, dtype=torch.float64, generator=generator, device="cpu")
+    return x.to(torch.get_default_device())
+
+
+CALLS = ({}, {"is_causal": True}, {"is_causal": True, "scale": 0.2, "dropout_p": 0.0})
 
 
 def backward_case(how: str) -> list[float]:
     """Errors of the weights' gradients by one way to run backward, with activation checkpointing."""
-    wanted, model, x = Attention(), Attention(), data()
-    for settings in ({}, {"is_causal": True}, {"is_causal": True, "scale": 0.2, "dropout_p": 0.0}):
-        wanted(x, **settings).pow(2).sum().backward()
-    errors = []
-    with ranks() as mesh, intercepted(mesh, x) as cp:
-        gradients = [torch.zeros_like(p) for p in model.parameters()]
-        for settings in ({}, {"is_causal": True}, {"is_causal": True, "scale": 0.2, "dropout_p": 0.0}):
-            with torch.no_grad():
-                seen = model(x, **settings)
-            hidden = x * 1
-            out = checkpoint(model, hidden.requires_grad_(), **settings, use_reentrant=False)
-            torch.testing.assert_close(out, seen, rtol=0, atol=0)
-            loss = out.pow(2).sum()
-            if how == "grad":
-                found = torch.autograd.grad(loss, list(model.parameters()), torch.ones_like(loss))
-            elif how == "grad, materialized":
-                unused = torch.ones(1, requires_grad=True)
-                *found, zero = torch.autograd.grad(loss, [*model.parameters(), unused], materialize_grads=True)
-                assert zero.item() == 0
-            elif how == "backward of inputs":
-                middle = hidden * 1
-                checkpoint(model, middle, **settings, use_reentrant=False).pow(2).sum().backward(inputs=[middle])
-                assert middle.grad is not None
-                assert hidden.grad is None
-                loss.backward(inputs=list(model.parameters()))
-            elif how == "backward of several":
-                torch.autograd.backward([out, loss * 0], [2 * out.detach(), None])
-            else:
-                loss.backward()
-            if not how.startswith("grad"):
-                found = [p.grad for p in model.parameters()]
-                model.zero_grad()
-            for total, part in zip(gradients, found, strict=True):
-                total += part
-        assert cp.attention_calls == 3 * (3 if how != "backward of inputs" else 5)
-        for total, parameter in zip(gradients, wanted.parameters(), strict=True):
+    with ranks() as mesh, torch.device(mesh.device_type):
+        wanted, model, x = Attention(), Attention(), data()
+        for settings in CALLS:
+            wanted(x, **settings).pow(2).sum().backward()
+        totals = [torch.zeros_like(p) for p in model.parameters()]
+        with intercepted(mesh, x) as cp:
+            for settings in CALLS:
+                with torch.no_grad():
+                    seen = model(x, **settings)
+                hidden = (x * 1).requires_grad_()
+                out = checkpoint(model, hidden, **settings, use_reentrant=False)
+                torch.testing.assert_close(out, seen, rtol=0, atol=0)
+                for total, part in zip(totals, run_backward(how, model, hidden, out), strict=True):
+                    total += part
+            assert cp.attention_calls == 3 * len(CALLS)
+        for total in totals:
             dist.all_reduce(total, group=mesh.get_group())
-            errors.append(relative(total, parameter.grad))
-    return errors
+        return [relative(total, p.grad) for total, p in zip(totals, wanted.parameters(), strict=True)]
+
+
+def run_backward(how: str, model: nn.Module, hidden: torch.Tensor, out: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Gradients of the model's parameters of sum(out ** 2)."""
+    parameters = list(model.parameters())
+    loss = out.pow(2).sum()
+    if how == "grad":
+        return torch.autograd.grad(loss, parameters, torch.ones_like(loss))
+    if how == "grad, materialized":
+        unused = torch.ones(1, requires_grad=True)
+        *found, zero = torch.autograd.grad(loss, [*parameters, unused], materialize_grads=True)
+        assert zero.item() == 0
+        return found
+    if how == "backward of several":
+        torch.autograd.backward([out, loss * 0], [2 * out.detach(), None])
+    elif how == "backward of inputs":
+        squares = out * 1
+        squares.pow(2).sum().backward(inputs=[squares, *parameters])
+        torch.testing.assert_close(squares.grad, 2 * out, rtol=0, atol=0)  # not a leaf
+        assert hidden.grad is None
+    else:
+        loss.backward()
+    found = [p.grad for p in parameters]
+    model.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize("how", ["backward", "backward of several", "backward of inputs", "grad", "grad, materialized"])
@@ -426,25 +466,51 @@ def test_every_way_to_run_backward(pool: WorkerPool, how: str) -> None:
         assert max(errors) < 1e-12
 
 
+def test_recomputation_on_one_rank(pool: WorkerPool) -> None:
+    """With `--device cuda` backward runs in threads of its own: the mode must be in force there too."""
+    ((*errors,),) = pool.run(1, backward_case, "backward")
+    assert max(errors) < 1e-12
+
+
+def compiled_case() -> list[float | str]:
+    """A compiled model: compiled before the context too, and without breaks."""
+    results = []
+    with ranks() as mesh, torch.device(mesh.device_type):
+        wanted, x = Attention(), data()
+        wanted(x, is_causal=True).pow(2).sum().backward()
+        for is_warm, fullgraph in ((False, False), (True, False), (True, True)):
+            torch._dynamo.reset()
+            model, x = Attention(), data()
+            compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+            if is_warm:
+                compiled(x, is_causal=True)
+            try:
+                with intercepted(mesh, x) as cp:
+                    compiled(x, is_causal=True).pow(2).sum().backward()
+                    assert cp.attention_calls == 1
+            except Exception as error:
+                results.append(str(error))
+                continue
+            for p in model.parameters():
+                dist.all_reduce(p.grad, group=mesh.get_group())
+            pairs = zip(model.parameters(), wanted.parameters(), strict=True)
+            results.append(max(relative(a.grad, b.grad) for a, b in pairs))
+    return results
+
+
+def test_a_compiled_model_runs_as_it_is(pool: WorkerPool) -> None:
+    """Not compiled inside the context; if it must be, that is said."""
+    for *errors, message in pool.run(RANKS, compiled_case):
+        assert max(errors) < 1e-12
+        assert "cannot be compiled" in message
+
+
 def refused_calls_case() -> list[str]:
     """The messages of calls that cannot be honoured; nothing of a context is left after any of them."""
-    model, x = Attention(), data()
-    q = torch.zeros(1, 4, 7, 4)
-    part = {name: torch.zeros(1, 2, 7, 4) for name in ("key", "value")}
-    calls: list[Callable[[], Any]] = [
-        lambda: model(x, attn_mask=torch.ones(7, 7, dtype=torch.bool)),
-        lambda: model(x, attn_mask=torch.zeros(7, 7, dtype=torch.float64)),
-        lambda: model(x, dropout_p=0.1),
-        lambda: F.scaled_dot_product_attention(q, **part),
-        lambda: F.scaled_dot_product_attention(q, **(part | {"value": torch.zeros(1, 2, 7, 2)}), enable_gqa=True),
-        lambda: F.scaled_dot_product_attention(q[:, :3], **part, enable_gqa=True),
-        lambda: F.scaled_dot_product_attention(q[0], q[0], q[0]),
-        lambda: nn.MultiheadAttention(8, 2, dtype=torch.float64)(x, x, x, need_weights=False),
-        lambda: F.scaled_dot_product_attention(q.repeat(1, 1, 2, 1), q, q),
-    ]
     messages = []
-    with ranks() as mesh:
-        for call in calls:
+    with ranks() as mesh, torch.device(mesh.device_type):
+        model, x = Attention(), data()
+        for call in calls_to_refuse(model, x):
             before = x.clone()
             with pytest.raises(ContextParallelError) as error, intercepted(mesh, x):
                 call()
@@ -475,6 +541,22 @@ def refused_calls_case() -> list[str]:
             raise ZeroDivisionError
         assert model(x, attn_mask=torch.ones(13, 13, dtype=torch.bool)).shape == x.shape
     return messages
+
+
+def calls_to_refuse(model: nn.Module, x: torch.Tensor) -> list[Callable[[], Any]]:
+    q = torch.zeros(1, 4, 7, 4)
+    part = {name: torch.zeros(1, 2, 7, 4) for name in ("key", "value")}
+    return [
+        lambda: model(x, attn_mask=torch.ones(7, 7, dtype=torch.bool)),
+        lambda: model(x, attn_mask=torch.zeros(7, 7, dtype=torch.float64)),
+        lambda: model(x, dropout_p=0.1),
+        lambda: F.scaled_dot_product_attention(q, **part),
+        lambda: F.scaled_dot_product_attention(q, **(part | {"value": torch.zeros(1, 2, 7, 2)}), enable_gqa=True),
+        lambda: F.scaled_dot_product_attention(q[:, :3], **part, enable_gqa=True),
+        lambda: F.scaled_dot_product_attention(q[0], q[0], q[0]),
+        lambda: nn.MultiheadAttention(8, 2, dtype=torch.float64)(x, x, x, need_weights=False),
+        lambda: F.scaled_dot_product_attention(q.repeat(1, 1, 2, 1), q, q),
+    ]
 
 
 REFUSED = [

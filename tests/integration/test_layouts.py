@@ -12,10 +12,12 @@ from trainer.distributed.process_group import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 10
+COMPARED = 5  # steps of the same schedule that every layout runs
 SETTINGS = [
     f"--job.config_file={ROOT}/train_configs/debug_model.toml",
     "--metrics.no-enable_tensorboard",
     f"--training.steps={STEPS}",
+    f"--lr_scheduler.total_steps={STEPS}",
     "--training.seq_len=64",
     "--training.global_batch_size=8",
 ]
@@ -59,9 +61,9 @@ def one_rank(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tmp_path: Path, name: str) -> None:
     world_size, arguments = LAYOUTS[name]
-    got = pool.run(world_size, run_main, str(tmp_path), arguments)[0]
-    assert [step["step"] for step in got] == list(range(1, STEPS + 1))
-    for mine, theirs in zip(got, one_rank, strict=True):
+    got = pool.run(world_size, run_main, str(tmp_path), [f"--training.steps={COMPARED}", *arguments])[0]
+    assert [step["step"] for step in got] == list(range(1, COMPARED + 1))
+    for mine, theirs in zip(got, one_rank, strict=False):
         for key in ("loss", "loss_max", "grad_norm"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
         assert mine["lr"] == theirs["lr"]

@@ -92,6 +92,11 @@ class Interception(TorchFunctionMode):
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            # The compiler then leaves the graph here, or says so where it may not (fullgraph).
+            raise ContextParallelError(
+                "`intercept_sdpa` cannot be compiled; the model runs as it is inside the context"
+            )
         if func is F.scaled_dot_product_attention:
             return self._attend(_sdpa_call(sys._getframe(1), *args, **kwargs))
         if func is _attend:
