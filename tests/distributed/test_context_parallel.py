@@ -17,6 +17,7 @@ from tests.distributed.pool import WorkerPool
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed import exchange
+from trainer.distributed.context_parallel import live
 from trainer.distributed.context_parallel.attention import ContextParallelAttention, context_parallel_attention
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
@@ -129,7 +130,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
             layout = case.options.layout(case.seq_len, mesh.size(), case.batch_mask)
             kv_layout = case.options.layout(case.kv_len, mesh.size()) if case.kv_len else layout
             groups = hybrid_groups(process, case.options)
-            live = LivePlan(mesh, layout, case.batch_mask, case.options, kv_layout, groups)
+            opened = LivePlan(mesh, layout, case.batch_mask, case.options, kv_layout, groups)
             mine = [torch.from_numpy(part.indices(process.rank)) for part in (layout, kv_layout, kv_layout, layout)]
             # In memory as a projection gives them: (B, S, H, D).
             shards = [
@@ -138,7 +139,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
             ]
             cotangent = shards.pop()
             leaves = [x.requires_grad_() for x in (*shards, *case.inputs()[4:])]
-            number = open_plan(live)
+            number = open_plan(opened)
             exchange.calls.clear()
             exchange.bytes_sent.clear()
             settings = 0.3, case.is_causal, case.window
@@ -154,7 +155,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
                 relative(x, whole[:, :, part], whole) if whole.any() else x.norm().item()
                 for x, whole, part in zip(got, wanted[:4], (mine[0], *mine[:3]), strict=True)
             ]
-            (run,) = live._runs.values()
+            (run,) = opened._runs.values()
             shape = AttentionShape(BATCH, *case.heads, case.head_dim, case.dtype.itemsize)
             costs = [
                 attention_cost(run.plan, shape, way, case.options.heads_per_pass) for way in ("forward", "backward")
@@ -301,6 +302,23 @@ def test_data_types_and_head_sizes(pool: WorkerPool, method: str) -> None:
 def test_a_kernel_that_is_asked_for_is_used(pool: WorkerPool) -> None:
     options = ContextParallelOptions(kernel="math")
     assert_exact(pool, 2, [Case(30, options=options, **mask) for mask in MASKS])
+
+
+def own_communicators_case(cases: list[Case]) -> tuple[list[dict], int]:
+    """As where one communicator is one queue: gradients of keys and values travel over another one."""
+    made = mock.Mock(wraps=dist.new_group)
+    with mock.patch.object(live, "_queues", return_value=True), mock.patch.object(dist, "new_group", made):
+        results = attention_case(cases)
+    return results, sum(call.kwargs.get("group_desc") == "cp_gradients" for call in made.call_args_list)
+
+
+def test_gradients_have_a_communicator_of_their_own_where_one_is_a_queue(pool: WorkerPool) -> None:
+    options = [ContextParallelOptions(method) for method in METHODS]
+    options.append(ContextParallelOptions("hybrid", hybrid_degrees=(2, 2)))
+    cases = [Case(37, (8, 4), options=each, mask="documents") for each in options for _ in range(2)]
+    for results, groups in pool.run(4, own_communicators_case, cases):
+        assert max(error for result in results for error in result["errors"]) < 1e-12
+        assert groups == 3  # of all ranks, once for all cases, and for the ring of each hybrid mesh
 
 
 def bfloat16_error_case(method: str, seq_len: int) -> tuple[list[float], list[float]]:

@@ -475,12 +475,12 @@ def test_recomputation_on_one_rank(pool: WorkerPool) -> None:
 def compiled_case() -> list[float | str]:
     """A compiled model: compiled before the context too, and without breaks."""
     results = []
-    with ranks() as mesh, torch.device(mesh.device_type):
-        wanted, x = Attention(), data()
+    with ranks() as mesh:
+        wanted, x = (part.to(mesh.device_type) for part in (Attention(), data()))
         wanted(x, is_causal=True).pow(2).sum().backward()
         for is_warm, fullgraph in ((False, False), (True, False), (True, True)):
             torch._dynamo.reset()
-            model, x = Attention(), data()
+            model, x = (part.to(mesh.device_type) for part in (Attention(), data()))
             compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
             if is_warm:
                 compiled(x, is_causal=True)

@@ -166,12 +166,17 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
     return live, [entry % _ROWS for entry in entries]
 
 
+def _queues(group: dist.ProcessGroup) -> bool:
+    """Whether what is posted to one communicator runs one after another."""
+    return "nccl" in str(dist.get_backend(group))
+
+
 def _gradient_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Over what dK and dV travel: on NCCL a communicator of its own, so that they do not queue behind K and V.
 
     A collective over the group at its first use.
     """
-    if "nccl" not in str(dist.get_backend(group)) or group.size() == 1:
+    if not _queues(group) or group.size() == 1:
         return group
     if group not in _gradient_groups:
         ranks = dist.get_process_group_ranks(group)
