@@ -24,7 +24,8 @@ from trainer.config.errors import ConfigError, did_you_mean
 from trainer.distributed.context_parallel.cost import AttentionShape, Cost, attention_cost, check_heads
 from trainer.distributed.context_parallel.mask import ANY, Band, Mask, causal, documents, full, sliding_window
 from trainer.distributed.context_parallel.options import ContextParallelOptions
-from trainer.distributed.context_parallel.plan import METHODS, Message, RankPlan, Stage, Tile, make_plan
+from trainer.distributed.context_parallel.plan import METHODS, Message, RankPlan, Stage, make_plan
+from trainer.distributed.context_parallel.tiles import Tile
 from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout
 from trainer.distributed.ranges import Range, Ranges, intersection, union
 

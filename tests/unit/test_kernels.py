@@ -13,7 +13,7 @@ from trainer.distributed.context_parallel.kernels import CpuFlash, Kernel, Math,
 from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
 from trainer.distributed.context_parallel.lowering import Capabilities, split
 from trainer.distributed.context_parallel.mask import Relation
-from trainer.distributed.context_parallel.plan import Tile
+from trainer.distributed.context_parallel.tiles import Tile
 
 FULL, CAUSAL, BAND, TAIL = Relation.FULL, Relation.CAUSAL, Relation.BAND, Relation.TAIL
 KERNELS = [CpuFlash(), Math()]

@@ -34,7 +34,7 @@ from trainer.distributed.context_parallel.kernels import Kernel
 from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS, CudaFlash, Cudnn, Efficient, Flex, Varlen
 from trainer.distributed.context_parallel.lowering import Call, split
 from trainer.distributed.context_parallel.mask import Relation
-from trainer.distributed.context_parallel.plan import Tile
+from trainer.distributed.context_parallel.tiles import Tile
 
 # ---- plain attention of one sequence: q (S, H, D), k and v (T, H or fewer, D), lse (H, S)
 

@@ -21,7 +21,8 @@ from trainer.distributed.context_parallel.mask import (
     full,
     sliding_window,
 )
-from trainer.distributed.context_parallel.plan import METHODS, Message, RankPlan, Stage, Tile, make_plan
+from trainer.distributed.context_parallel.plan import METHODS, Message, RankPlan, Stage, make_plan
+from trainer.distributed.context_parallel.tiles import Tile
 from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, build_layout, contiguous, head_tail
 from trainer.distributed.ranges import Ranges, union
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.distributed.context_parallel.mask import Relation
-from trainer.distributed.context_parallel.plan import RankPlan, Stage, Tile
+from trainer.distributed.context_parallel.plan import RankPlan, Stage
+from trainer.distributed.context_parallel.tiles import Tile
 from trainer.distributed.ranges import Range, Ranges, intersection, union
 
 

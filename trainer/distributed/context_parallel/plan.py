@@ -30,9 +30,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
-from trainer.distributed.context_parallel.mask import ANY, Band, Mask, Relation
+from trainer.distributed.context_parallel.mask import Mask
+from trainer.distributed.context_parallel.tiles import Piece, Tile, tiles_of
 from trainer.distributed.layout import SequenceLayout
 from trainer.distributed.ranges import Offsets, Range, Ranges, difference, intersection, size, union
 
@@ -50,20 +50,6 @@ class Message:
     @property
     def rows(self) -> int:
         return size(self.ranges)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Local query rows times rows of what the stage holds, places counted in each from 0."""
-
-    q: Range
-    kv: Range
-    relation: Relation = Relation.FULL
-
-    @property
-    def pairs(self) -> int:
-        """Number of visible (query, key) pairs."""
-        return self.relation.pairs(self.q[1] - self.q[0], self.kv[1] - self.kv[0])
 
 
 @dataclass(frozen=True)
@@ -340,7 +326,7 @@ class _Problem:
             self._held[key] = intersection(self.needs(rank), self.kv_ranges[owner])
         return self._held[key]
 
-    def _pieces(self, queries: Ranges) -> Iterator["_Piece"]:
+    def _pieces(self, queries: Ranges) -> Iterator[Piece]:
         """Parts of `queries` that lie in one band, with their place among the queries."""
         place = 0
         for start, stop in queries:
@@ -353,79 +339,7 @@ class _Problem:
             place += stop - start
 
     def _tiles(self, rank: int, held: Ranges) -> tuple[Tile, ...]:
-        return _tiles(self._pieces(self.q_ranges[rank]), held)
-
-
-_Piece = tuple[int, int, int, Band]
-"""Queries [start, stop) of one band, the first one's place among the local queries."""
-
-
-def _tiles(pieces: Iterable[_Piece], held: Ranges) -> tuple[Tile, ...]:
-    """Tiles that cover every visible pair of the pieces' queries and the held keys once.
-
-    A query sees one interval of keys, hence one interval of places in the buffer. As a function of the query both ends
-    are made of flat and rising stretches; where neither end changes its slope, the queries make one tile.
-    """
-    if not held:
-        return ()
-    places = Offsets(held)
-    tiles: list[Tile] = []
-    open_rows: _Rows | None = None
-    for piece in pieces:
-        for rows in _stretches(piece, places):
-            joined = open_rows.followed_by(rows) if open_rows else None
-            if joined is None and open_rows:
-                tiles.append(open_rows.tile())
-            open_rows = joined or rows
-    if open_rows:
-        tiles.append(open_rows.tile())
-    return tuple(tiles)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Local queries [start, start + count); the first and the last one's interval of places in the buffer."""
-
-    start: int
-    count: int
-    first: Range
-    last: Range
-
-    def followed_by(self, other: "_Rows") -> "_Rows | None":
-        """Both as one stretch, if their ends go on with the same slopes."""
-        if other.start != self.start + self.count:
-            return None
-        for end in (0, 1):
-            slope = other.first[end] - self.last[end]
-            if slope not in (0, 1) or any(
-                rows.count > 1 and rows.last[end] - rows.first[end] != slope * (rows.count - 1)
-                for rows in (self, other)
-            ):
-                return None
-        return _Rows(self.start, self.count + other.count, self.first, other.last)
-
-    def tile(self) -> Tile:
-        lower, upper = (self.last[end] > self.first[end] for end in (0, 1))
-        relation = (
-            (Relation.BAND if upper else Relation.TAIL) if lower else (Relation.CAUSAL if upper else Relation.FULL)
-        )
-        return Tile((self.start, self.start + self.count), (self.first[0], self.last[1]), relation)
-
-
-def _stretches(piece: _Piece, places: Offsets) -> Iterator[_Rows]:
-    """The piece's queries in stretches on which both ends of what they see rise or stay."""
-    start, stop, place, band = piece
-    cuts = {start, stop}
-    for bound in (band.lower, band.upper):
-        if abs(bound) < ANY:
-            borders = [band.kv_start, band.kv_stop, *places.borders(start + bound, stop + bound)]
-            cuts.update(border - bound for border in borders if start < border - bound < stop)
-    ordered = sorted(cuts)
-    for first, after in pairwise(ordered):
-        ends = [tuple(map(places, band.visible(query))) for query in (first, after - 1)]
-        if ends[0][0] < ends[0][1]:
-            assert ends[1][0] < ends[1][1]
-            yield _Rows(place + first - start, after - first, *ends)
+        return tiles_of(self._pieces(self.q_ranges[rank]), held)
 
 
 def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:

@@ -1,0 +1,104 @@
+"""Which tiles of attention a rank computes: the queries that it has times the keys that it holds, under a mask.
+Torch-free.
+
+A query sees one interval of keys (`mask.py`), and what is held of it lies together: one interval of places in the
+buffer. As a function of the query both ends of it are made of flat and rising stretches; where neither end changes its
+slope, the queries make one tile.
+
+    causal, queries [4, 8) of a rank that holds the keys [0, 3) and [5, 7)
+
+    query  sees       places       tiles
+    4      [0, 5)     [0, 3)  \
+    5      [0, 6)     [0, 4)   >   rows 0-2: CAUSAL, 3 queries x 5 keys
+    6      [0, 7)     [0, 5)  /
+    7      [0, 8)     [0, 5)       row 3: FULL, 1 query x 5 keys
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from trainer.distributed.context_parallel.mask import ANY, Band, Relation
+from trainer.distributed.ranges import Offsets, Range, Ranges
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Local query rows times rows of what the stage holds, places counted in each from 0."""
+
+    q: Range
+    kv: Range
+    relation: Relation = Relation.FULL
+
+    @property
+    def pairs(self) -> int:
+        """Number of visible (query, key) pairs."""
+        return self.relation.pairs(self.q[1] - self.q[0], self.kv[1] - self.kv[0])
+
+
+Piece = tuple[int, int, int, Band]
+"""Queries [start, stop) of one band, the first one's place among the local queries."""
+
+
+def tiles_of(pieces: Iterable[Piece], held: Ranges) -> tuple[Tile, ...]:
+    """Tiles that cover every visible pair of the pieces' queries and the held keys once."""
+    if not held:
+        return ()
+    places = Offsets(held)
+    tiles: list[Tile] = []
+    open_rows: _Rows | None = None
+    for piece in pieces:
+        for rows in _stretches(piece, places):
+            joined = open_rows.followed_by(rows) if open_rows else None
+            if joined is None and open_rows:
+                tiles.append(open_rows.tile())
+            open_rows = joined or rows
+    if open_rows:
+        tiles.append(open_rows.tile())
+    return tuple(tiles)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Local queries [start, start + count); the first and the last one's interval of places in the buffer."""
+
+    start: int
+    count: int
+    first: Range
+    last: Range
+
+    def followed_by(self, other: "_Rows") -> "_Rows | None":
+        """Both as one stretch, if their ends go on with the same slopes."""
+        if other.start != self.start + self.count:
+            return None
+        for end in (0, 1):
+            slope = other.first[end] - self.last[end]
+            if slope not in (0, 1) or any(
+                rows.count > 1 and rows.last[end] - rows.first[end] != slope * (rows.count - 1)
+                for rows in (self, other)
+            ):
+                return None
+        return _Rows(self.start, self.count + other.count, self.first, other.last)
+
+    def tile(self) -> Tile:
+        lower, upper = (self.last[end] > self.first[end] for end in (0, 1))
+        relation = (
+            (Relation.BAND if upper else Relation.TAIL) if lower else (Relation.CAUSAL if upper else Relation.FULL)
+        )
+        return Tile((self.start, self.start + self.count), (self.first[0], self.last[1]), relation)
+
+
+def _stretches(piece: Piece, places: Offsets) -> Iterator[_Rows]:
+    """The piece's queries in stretches on which both ends of what they see rise or stay."""
+    start, stop, place, band = piece
+    cuts = {start, stop}
+    for bound in (band.lower, band.upper):
+        if abs(bound) < ANY:
+            borders = [band.kv_start, band.kv_stop, *places.borders(start + bound, stop + bound)]
+            cuts.update(border - bound for border in borders if start < border - bound < stop)
+    ordered = sorted(cuts)
+    for first, after in pairwise(ordered):
+        ends = [tuple(map(places, band.visible(query))) for query in (first, after - 1)]
+        if ends[0][0] < ends[0][1]:
+            assert ends[1][0] < ends[1][1]
+            yield _Rows(place + first - start, after - first, *ends)
