@@ -336,10 +336,10 @@ def _scattered(x: torch.Tensor, spans: tuple[Range, ...], batch: int) -> Iterato
     return (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in parts)
 
 
-# The same spans come back every step, and what is not kept would be copied to the GPU each time.
+# The same spans come back in every layer, and what is not kept would be copied to the GPU each time.
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _places(spans: tuple[Range, ...], batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(sequence of the batch, place in it) of every gathered row."""
     rows = [torch.arange(start, stop).expand(batch, -1) for start, stop in spans]
@@ -348,7 +348,7 @@ def _places(spans: tuple[Range, ...], batch: int, device: torch.device) -> tuple
     return sequence, place
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
     """Cumulative lengths, each span's once for every sequence of the batch: (batch * spans + 1,) int32."""
     lengths = (stop - start for start, stop in spans for _ in range(batch))
@@ -385,7 +385,7 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def block_mask(relation: Relation, n: int, m: int, device: torch.device, block: int = 128) -> BlockMask:
     """The relation of n queries and m keys for FlexAttention, by blocks, without the pairs ever written out."""
     extra = torch.tensor(m - n, device=device)  # a tensor, so that another length is not another program

@@ -63,7 +63,7 @@ class ContextParallelOptions:
         return _layout(self, seq_len, degree, mask if self.load_balancer == "balanced" else None)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)
 def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Mask | None) -> SequenceLayout:
     work = None if mask is None else (causal(seq_len) & mask).work()
     # The neighbours of a hybrid share what one rank of its ring would own.

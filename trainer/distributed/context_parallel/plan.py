@@ -38,6 +38,9 @@ from trainer.distributed.ranges import Offsets, Range, Ranges, difference, inter
 
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
 
+# Plans of a batch of ten thousand documents take megabytes, and other documents come with the next batch.
+_KEPT = 16
+
 
 @dataclass(frozen=True)
 class Message:
@@ -181,7 +184,7 @@ def make_plan(
     return _problem(layout, kv_layout, mask).plan(method, rank)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_KEPT)
 def _by_heads(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, method: str, rank: int, head_degree: int
 ) -> RankPlan:
@@ -206,7 +209,7 @@ def _within(layout: SequenceLayout, group: int, neighbours: int) -> SequenceLayo
     return SequenceLayout(layout.name, size(places.ranges), tuple(places.places(shard) for shard in shards))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_KEPT)
 def _problem(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> "_Problem":
     return _Problem(q_layout, kv_layout, mask)
 
