@@ -1,0 +1,208 @@
+"""Tiles of every rank's plan on one device, one rank after another: `context_parallel.py --tiles`."""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from trainer.distributed.context_parallel.cost import AttentionShape, Cost, HeadShare, attention_cost
+from trainer.distributed.context_parallel.execution import Merged, add_gradients, attend, pack, unpack
+from trainer.distributed.context_parallel.kernels import CpuFlash, Kernel, choose_kernel
+from trainer.distributed.context_parallel.kernels_cuda import CudaFlash
+from trainer.distributed.context_parallel.lowering import Call, lower
+from trainer.distributed.context_parallel.mask import Relation, causal
+from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.distributed.context_parallel.plan import RankPlan, Stage, make_plan
+from trainer.distributed.layout import SequenceLayout
+
+DIRECTIONS = ("forward", "backward")
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Causal attention of one sequence, and how many ranks share it."""
+
+    seq_len: int
+    degree: int
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    dtype: str = "float32"
+    load_balancer: str = "head_tail"
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @cached_property
+    def layout(self) -> SequenceLayout:
+        return ContextParallelOptions(load_balancer=self.load_balancer).layout(self.seq_len, self.degree)
+
+    def plans(self, method: str) -> list[RankPlan]:
+        return [make_plan(self.layout, causal(self.seq_len), method, rank) for rank in range(self.degree)]
+
+    def costs(self, method: str) -> list[dict[str, Cost]]:
+        """Of every rank, by direction."""
+        itemsize = getattr(torch, self.dtype).itemsize
+        shape = AttentionShape(self.batch, self.heads, self.kv_heads, self.head_dim, itemsize)
+        return [{name: attention_cost(plan, shape, name) for name in DIRECTIONS} for plan in self.plans(method)]
+
+    def inputs(self, device: str = "cpu") -> list[torch.Tensor]:
+        """q, k, v and the gradient of the output, (B, heads, S, D), as projections leave them: (B, S, heads, D)."""
+        generator = torch.Generator().manual_seed(0)
+        return [
+            torch.randn(self.batch, self.seq_len, heads, self.head_dim, generator=generator)
+            .to(device, getattr(torch, self.dtype))
+            .transpose(1, 2)
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        ]
+
+
+def problems(args: argparse.Namespace, degree: int) -> Iterator[Problem]:
+    names = "batch", "heads", "kv_heads", "head_dim", "dtype", "load_balancer"
+    for seq_len in args.seq_len:
+        yield Problem(seq_len, degree, **{name: getattr(args, name) for name in names})
+
+
+# ---- tiles of every rank on one device
+
+
+class Tiles:
+    """One rank's calls, forward and backward, with the K and V of every stage at hand."""
+
+    def __init__(self, problem: Problem, method: str, rank: int, kernel: Kernel, inputs: list[torch.Tensor]) -> None:
+        plan = problem.plans(method)[rank]
+        self.flops = sum(cost.flops for cost in problem.costs(method)[rank].values())
+        if plan.inner is not None:
+            share = HeadShare.passes(problem.heads, problem.kv_heads, problem.degree)[0]
+            q, k, v, dout = inputs
+            queries, keys = share.queries(rank), share.keys(rank)
+            self._q, k, v, self._dout = q[:, queries], k[:, keys], v[:, keys], dout[:, queries]
+            plan = plan.inner
+        else:
+            q, k, v, dout = inputs
+            indices = torch.from_numpy(problem.layout.indices(rank)).to(q.device)
+            self._q, self._dout = (x.transpose(1, 2)[:, indices].transpose(1, 2) for x in (q, dout))
+        self._kernel, self._scale, lowered = kernel, problem.scale, lower(plan, kernel.capabilities)
+        held = {stage.held: pack(k, v, stage.held) for stage in (*plan.forward, *plan.backward)}
+        self._forward = self._steps(plan.forward, lowered.forward, held)
+        self._backward = self._steps(plan.backward, lowered.backward, held)
+
+    @staticmethod
+    def _steps(
+        stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], held: dict[Any, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, tuple[Call, ...]]]:
+        return [(held[stage.held], part) for stage, part in zip(stages, calls, strict=True)]
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rank's output and log-sum-exp."""
+        total = Merged(self._q)
+        heads = slice(0, self._q.shape[1])
+        for rows, calls in self._forward:
+            attend(total, self._q, *unpack(rows), heads, calls, self._kernel, self._scale)
+        return total.out.to(self._q.dtype), total.lse
+
+    def backward(self, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
+        """The gradient of the queries, and each stage's of K and V, (rows, 2, B, K, D)."""
+        dq = torch.zeros_like(self._q, dtype=lse.dtype)
+        gradients = []
+        for rows, calls in self._backward:
+            gradients.append(torch.zeros_like(rows, dtype=lse.dtype))
+            given = self._dout, self._q, *unpack(rows), out, lse
+            add_gradients(dq, *unpack(gradients[-1]), *given, calls, self._kernel, self._scale)
+        return [dq, *gradients]
+
+
+class OneCall:
+    """The whole sequence by one call of a kernel."""
+
+    def __init__(self, problem: Problem, kernel: Kernel, inputs: list[torch.Tensor]) -> None:
+        self._kernel, self._inputs = kernel, inputs
+        self._options = {"relation": Relation.CAUSAL, "scale": problem.scale}
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kernel.forward(*self._inputs[:3], **self._options)
+
+    def backward(self, out: torch.Tensor, lse: torch.Tensor) -> object:
+        *qkv, dout = self._inputs
+        return self._kernel.backward(dout, *qkv, out, lse, **self._options)
+
+
+def seconds(work: Tiles | OneCall, device: str) -> float:
+    """One forward and backward; on a GPU between two events."""
+    if device == "cpu":
+        start = time.perf_counter()
+        work.backward(*work.forward())
+        return time.perf_counter() - start
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    work.backward(*work.forward())
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def tile_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Every length, degree and kernel, method by method. A kernel that fails is named on stderr and left out."""
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    for degree in args.degrees:
+        for problem in problems(args, degree):
+            for name in args.kernels:
+                try:
+                    yield from measure_tiles(problem, choose_kernel(args.device, dtype, args.head_dim, name), args)
+                except RuntimeError as error:  # out of memory, or an operator that this build or GPU lacks
+                    print(f"{name}, {problem.seq_len} tokens: {str(error).splitlines()[0]}", file=sys.stderr)
+
+
+def measure_tiles(problem: Problem, kernel: Kernel, args: argparse.Namespace) -> Iterator[Row]:
+    """Rounds of one call by the flash kernel, one by this kernel, and every rank's tiles of every method, in turn."""
+    inputs = problem.inputs(args.device)
+    flash = CpuFlash() if args.device == "cpu" else CudaFlash()
+    ours = OneCall(problem, kernel, inputs)
+    comparable = args.dtype in flash.capabilities.dtypes and problem.head_dim <= flash.capabilities.max_head_dim
+    theirs = ours if kernel.name == flash.name or not comparable else OneCall(problem, flash, inputs)
+    ranks = {
+        method: [Tiles(problem, method, rank, kernel, inputs) for rank in range(problem.degree)]
+        for method in args.methods
+    }
+    rounds = []
+    for _ in range(args.repeats + 1):
+        own = seconds(ours, args.device)
+        rounds.append(
+            {
+                "own": own,
+                "flash": own if theirs is ours else seconds(theirs, args.device),
+                **{method: [seconds(work, args.device) for work in works] for method, works in ranks.items()},
+            }
+        )
+    for method, works in ranks.items():
+        row = {"kernel": kernel.name, "method": method, "degree": problem.degree, "seq_len": problem.seq_len}
+        yield row | compared_tiles(rounds[1:], method, [work.flops for work in works], comparable)
+
+
+def compared_tiles(rounds: Sequence[dict[str, Any]], method: str, flops: Sequence[int], comparable: bool) -> Row:
+    """rounds: seconds of `own` and `flash`, one call each, and of every rank. comparable: there is a flash kernel."""
+    degree = len(flops)
+    slowest = [max(one[method]) for one in rounds]
+    ratios = [degree * mine / one["own"] for mine, one in zip(slowest, rounds, strict=True)]
+    row: Row = {
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        "ms": round(1e3 * statistics.median(slowest), 3),
+        "whole_ms": round(1e3 * statistics.median(one["own"] for one in rounds), 3),
+        "tflops": round(max(flops) / statistics.median(slowest) / 1e12, 4),
+    }
+    if comparable:
+        against = [degree * mine / one["flash"] for mine, one in zip(slowest, rounds, strict=True)]
+        row["ratio_to_flash"] = round(statistics.median(against), 4)
+    return row
