@@ -42,7 +42,7 @@ from trainer.distributed.context_parallel.attention import context_parallel_atte
 from trainer.distributed.context_parallel.cost import check_heads
 from trainer.distributed.context_parallel.kernels import CpuFlash, choose_kernel
 from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
-from trainer.distributed.context_parallel.live import LivePlan, handle_of, open_plan
+from trainer.distributed.context_parallel.live import LivePlan, close_plan, handle_of, open_plan
 from trainer.distributed.context_parallel.options import ContextParallelOptions
 from trainer.distributed.context_parallel.ring import staged_backward, staged_forward
 from trainer.distributed.context_parallel.ulysses import exchanged_backward, exchanged_forward
@@ -85,6 +85,9 @@ class Whole:
         *leaves, dout = problem.inputs()
         self._inputs = [*(x.requires_grad_() for x in leaves), dout]
 
+    def close(self) -> None:
+        pass
+
     def run(self) -> Times:
         return timed(lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True), self._inputs)
 
@@ -103,10 +106,14 @@ class Share:
             method: LivePlan(mesh, problem.layout, options=ContextParallelOptions(method, problem.load_balancer))
             for method in methods
         }
-        self._handles = {method: handle_of(open_plan(live), problem.batch) for method, live in self._lives.items()}
+        self._numbers = {method: open_plan(live) for method, live in self._lives.items()}
+
+    def close(self) -> None:
+        for number in self._numbers.values():
+            close_plan(number)
 
     def run(self, method: str) -> Times:
-        plan, scale = self._handles[method], self._problem.scale
+        plan, scale = handle_of(self._numbers[method], self._problem.batch), self._problem.scale
         dist.barrier()
         return timed(lambda q, k, v: context_parallel_attention(q, k, v, plan, scale)[0], self._inputs)
 
@@ -213,6 +220,8 @@ def _serve(connection: Connection, rank: int | None, degree: int, folder: str) -
             break
         try:
             if name == "prepare":
+                if contender is not None:
+                    contender.close()
                 contender, answer = None, None  # the memory of the last one first
                 contender = Whole(*args) if rank is None else Share(*args)
             else:

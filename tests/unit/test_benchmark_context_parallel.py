@@ -99,6 +99,7 @@ def test_one_rank_and_the_whole_compute_the_same_problem() -> None:
     times = share.run("ring"), Whole(problem, 1).run()
     assert all(one.start < one.middle < one.end and one.cpu > 0 for one in times)
     account = share.account("ring")
+    share.close()
     assert account["bytes_sent"] == {}
     size = 32 * 2 * 8 * 4
     assert account["peak_bytes"]["forward"] >= size  # the output at least
