@@ -148,8 +148,14 @@ def out_of_line(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def as_before(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Undo `in_line`: a new tensor of the shape and strides of `like`, (B, H, S, D), and of its type unless given."""
-    return torch.empty_like(like, dtype=dtype).copy_(out_of_line(x, like))
+    """Undo `in_line`: of the shape and strides of `like`, (B, H, S, D), and of its type unless given.
+
+    `x` itself, given up by the caller, where it is so already and shares its memory with nothing else; else a copy.
+    """
+    x, result = out_of_line(x, like), torch.empty_like(like, dtype=dtype)
+    if (x.dtype, x.stride()) == (result.dtype, result.stride()) and x.untyped_storage().nbytes() == x.nbytes:
+        return x
+    return result.copy_(x)
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ their number and the degree, so that every degree that divides the query heads w
 "All rows" are the whole sequence for `all_to_all`, and those of a group of neighbours for `hybrid`: between the two
 exchanges runs the plan of a ring, of one rank or of several.
 
-What goes to a rank is packed into one piece of bytes, tensors of any type side by side.
+What goes to another rank is packed into one piece of bytes, tensors of any type side by side; a rank's own stays.
 """
 
 import math
@@ -74,7 +74,7 @@ def exchanged_backward(
     passes = _passes(q, k, run)
     # Gradients of one head's copies are added up, in float32; without copies they are complete when they leave.
     gradient_dtype = lse.dtype if passes[0].copies > 1 else q.dtype
-    dq = torch.zeros_like(q)
+    dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=gradient_dtype) for x in (k, v))
     returning: list[_Arrival] = []
     incoming = _to_heads([q, dout, out, lse], [k, v], passes[0], run, kind="qkv_dout")
@@ -151,6 +151,9 @@ def _to_rows(queries: Pieces, keys: Pieces, into: Pieces, share: HeadShare, run:
         [_rows(x, run.layouts[0].ranges[rank]) for x in queries] + [_rows(x, run.layouts[1].ranges[rank]) for x in keys]
         for rank in range(run.plan.head_degree)
     ]
+    if run.heads_per_pass:  # a view would keep all rows of this pass alive until the last one is back
+        here = run.group.rank()
+        sent[here] = [x.clone() for x in sent[here]]
     shapes = [[(x.shape[0], y.shape[1], *x.shape[2:]) for x, y in zip(into, sent[0], strict=True)]] * len(sent)
     pieces, pending = _exchange(sent, shapes, run, kind=kind)
     return _Arrival(pieces, pending, len(queries), share, into)
@@ -165,10 +168,12 @@ def _exchange(
     sent: list[Pieces], shapes: list[list[tuple]], run: Execution, *, kind: str
 ) -> tuple[list[Pieces], Pending]:
     """Start sending each rank its pieces; those of other ranks come in these shapes, and the types of the sent ones."""
+    here, types = run.group.rank(), [x.dtype for x in sent[0]]
+    own = sent[here]
+    sent, shapes = ([[] if rank == here else x for rank, x in enumerate(one)] for one in (sent, shapes))
     send_sizes = [sum(aligned(x.nbytes) for x in pieces) for pieces in sent]
-    types = [x.dtype for x in sent[0]]
-    counts = [[math.prod(shape) * t.itemsize for shape, t in zip(rank, types, strict=True)] for rank in shapes]
-    buffer = torch.empty(sum(send_sizes), dtype=torch.uint8, device=sent[0][0].device)
+    counts = [[math.prod(shape) * t.itemsize for shape, t in zip(rank, types, strict=False)] for rank in shapes]
+    buffer = torch.empty(sum(send_sizes), dtype=torch.uint8, device=own[0].device)
     place = 0
     for pieces in sent:
         for x in pieces:
@@ -179,8 +184,9 @@ def _exchange(
     arrived, place = [], 0
     for rank, rank_shapes in zip(counts, shapes, strict=True):
         pieces = []
-        for count, shape, t in zip(rank, rank_shapes, types, strict=True):
+        for count, shape, t in zip(rank, rank_shapes, types, strict=False):
             pieces.append(received[place : place + count].view(t).view(shape))
             place += aligned(count)
         arrived.append(pieces)
+    arrived[here] = own
     return arrived, pending
