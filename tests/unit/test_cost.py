@@ -267,8 +267,8 @@ def test_all_to_all_with_fewer_heads_at_a_time_needs_less_memory():
         [cost.workspace for _, cost in cost_of_all(layout, causal(128), "all_to_all", shape, "forward", heads)]
         for heads in (0, 2, 1)
     ]
-    # q, k, v of all rows and a rank's heads, as they arrive and in their order
-    assert spaces[0] == [2 * 128 * 16 * 2 * (8 + 4 + 4)] * 2
+    # q, k, v of a rank's heads: the other rank's rows as they arrive, and all rows in their order
+    assert spaces[0] == [(64 + 128) * 16 * 2 * (8 + 4 + 4)] * 2
     assert spaces[1] == spaces[0]  # two passes are alive together
     assert spaces[2] == [space // 2 for space in spaces[0]]
 

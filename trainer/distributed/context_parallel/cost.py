@@ -162,8 +162,9 @@ def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: b
             "dqkv" if is_backward else "out",
             sum(aligned((q_lengths, kv_lengths)[of_keys][r] * row) for r in others for of_keys, row in back),
         )
-        received = sum(2 * sum((q_lengths, kv_lengths)[of_keys]) * row for of_keys, row in there)
-        alive.append(received + inside.workspace)
+        # What arrives from the others, and all rows in their order.
+        rows = [2 * sum(lengths) - lengths[here] for lengths in (q_lengths, kv_lengths)]
+        alive.append(sum(rows[of_keys] * row for of_keys, row in there) + inside.workspace)
     cost.workspace = max(before + after for before, after in zip(alive, [*alive[1:], 0], strict=True))
     return cost
 
