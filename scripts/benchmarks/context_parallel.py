@@ -120,7 +120,7 @@ class Share:
     def account(self, method: str) -> dict[str, dict[str, int]]:
         """Bytes sent by kind, and the peak of memory in each direction, of one call that is not timed."""
         q, k, v, dout = (x.detach() for x in self._inputs)
-        run = self._lives[method].execution(q, k, range(self._problem.batch), is_causal=True, window=0)
+        run = self._lives[method].execution(q, k, v, range(self._problem.batch), is_causal=True, window=0)
         by_heads = run.inner is not None
         forward, backward = (exchanged_forward, exchanged_backward) if by_heads else (staged_forward, staged_backward)
         before = Counter(exchange.bytes_sent)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,9 +16,17 @@ from tests.distributed.test_context_parallel import mesh_of_all, relative
 from trainer.config.loader import parse_command_line
 from trainer.distributed import exchange as door
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.mask import documents, full
+from trainer.distributed.context_parallel.mask import documents, documents_of, full
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.context_parallel.region import Region, borrow, give_back, region, shard, unshard
+from trainer.distributed.context_parallel.region import (
+    Region,
+    borrow,
+    give_back,
+    region,
+    replicate,
+    shard,
+    unshard,
+)
 from trainer.distributed.exchange import exchange
 from trainer.distributed.layout import SequenceLayout, contiguous, head_tail
 from trainer.distributed.process_group import Process, process_group
@@ -355,12 +364,37 @@ def guards_case() -> list[str]:
         refused(lambda: unshard(x, layout, 1, group=group))
         refused(lambda: borrow(x, layout, group=group, copies=3))
         refused(lambda: give_back(random(3, 4, 2), layout, group=group))
+        refused(lambda: give_back(random(2, 4, 2), layout, group=group, copies=0))
+        refused(lambda: exchange(x[:, :4], layout, [[(5, 3)], []], dim=1, group=group), ValueError)
         refused(lambda: exchange(x, layout, [[], []], dim=1, group=group), ValueError)
         refused(lambda: exchange(x[:, :4], layout, [[(0, 9)], []], dim=1, group=group, outside="refuse"), ValueError)
 
-        def opened(layout: SequenceLayout) -> None:
-            with region(mesh, layout):
+        def opened(layout: SequenceLayout, **settings) -> None:
+            with region(mesh, layout, **settings):
                 pass
+
+        refused(lambda: opened(layout, rows=3, mask=documents_of(np.zeros((2, 8)))))
+        refused(lambda: SequenceLayout("part", 8, (((0, 4),), ())), ValueError)
+
+        # A gradient of a gradient, which nothing here computes, is refused instead of left out.
+        leaf = x[:, :4].clone().requires_grad_()
+        for act in (
+            lambda: exchange(leaf, layout, [[(0, 8)]] * 2, dim=1, group=group),
+            lambda: unshard(leaf, layout, 1, group=group, grad="replicated"),
+            lambda: shard(torch.cat([leaf, leaf], 1), layout, 1, group=group, grad="replicated"),
+            lambda: replicate(leaf, group),
+        ):
+            (gradient,) = torch.autograd.grad((act() ** 2).sum(), leaf, create_graph=True)
+            refused(lambda gradient=gradient: gradient.sum().backward(), RuntimeError)
+
+        # Rows of no width travel as any others.
+        empty = exchange(torch.zeros(4, 0), layout, [[(0, 8)]] * 2, dim=0, group=group)
+        assert empty.shape == (8, 0)
+        # A row that many want: its gradient is added up in float32.
+        half = torch.ones(4, 1, dtype=torch.bfloat16, requires_grad=True)
+        many = exchange(half, layout, [[(0, 1)] * 1000] * 2, dim=0, group=group)
+        many.backward(torch.ones_like(many))
+        assert half.grad.sum() == (2000 if process.rank == 0 else 0)
 
         refused(lambda: opened(head_tail(8, 3)))
         refused(lambda: opened(layout))  # and no attention ran
@@ -373,8 +407,13 @@ def test_guards(pool: WorkerPool) -> None:
     words = ["'sum' is none of 'partial', 'replicated'", "has 8", "has 4", "3 copies do not divide the 2 ranks"]
     words += [
         "3 samples cannot be given back",
+        "0 copies do not divide",
+        "ends before it begins",
         "got 8 rows",
         "rows [(0, 9)] of an axis of 8",
+        "the mask is for 2 x 8 queries",
+        "of layout 'part' do not give each of 8 tokens",
+        *["differentiate twice"] * 4,
         "for 3 ranks",
         "none of the 1",
     ]

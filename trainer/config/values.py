@@ -96,6 +96,8 @@ def _kind_name(kind: Any) -> str:
 
 
 def _example(default: object) -> str:
+    if default == ():
+        return ", such as [2, 4] in a file and 2 4 on the command line"
     return "" if default is None else f", such as {shown(default)}"
 
 

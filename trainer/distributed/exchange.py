@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.layout import SequenceLayout
@@ -196,7 +197,8 @@ def exchange(
     (outside="refuse": an error). The adjoint adds up, in the order of ranks, what a row gave to whom.
 
     Raises:
-        ValueError: a shard of another length, ranges for another number of ranks, or rows outside that are refused.
+        ValueError: a shard of another length, ranges for another number of ranks or with ends in the wrong order, or
+            rows outside that are refused.
     """
     rank = group.rank()
     wanted = tuple(tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted)
@@ -204,6 +206,10 @@ def exchange(
         raise ValueError(
             f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
             f"{layout.length(rank)} rows for this rank and {layout.degree} ranks"
+        )
+    if any(start > stop for ranges in wanted for start, stop in ranges):
+        raise ValueError(
+            f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
         )
     beyond = [part for ranges in wanted for part in ranges if part[0] < 0 or part[1] > layout.seq_len]
     if outside not in ("zeros", "refuse") or (beyond and outside == "refuse"):
@@ -227,12 +233,14 @@ class _Exchange(torch.autograd.Function):
         return result.movedim(0, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         movement, rows = ctx.movement, gradient.movedim(ctx.dim, 0)
-        result = rows.new_zeros(ctx.rows, *rows.shape[1:])
+        # A row may have gone to many ranks.
+        result = rows.new_zeros(ctx.rows, *rows.shape[1:], dtype=torch.promote_types(rows.dtype, torch.float32))
         for places, piece in zip(movement.sent, _swap(rows, movement.received, movement.sent, ctx.group), strict=True):
             _put(result, places, piece, add=True)
-        return result.movedim(0, ctx.dim), None, None, None
+        return result.to(rows.dtype).movedim(0, ctx.dim), None, None, None
 
 
 def _swap(
@@ -249,7 +257,7 @@ def _swap(
     counts = [size(places) * width for places in received]
     arrived, pending = all_to_all(buffer, [size(places) * width for places in sent], counts, group, kind="exchange")
     pending.wait()
-    return [piece.view(-1, *shape) for piece in arrived.split(counts)]
+    return [x.view(size(places), *shape) for x, places in zip(arrived.split(counts), received, strict=True)]
 
 
 def _put(rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool) -> None:

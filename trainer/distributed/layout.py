@@ -25,6 +25,15 @@ class SequenceLayout:
     seq_len: int
     ranges: tuple[Ranges, ...]
 
+    def __post_init__(self) -> None:
+        everything = sum(self.ranges, ())
+        whole = ((0, self.seq_len),) if self.seq_len else ()
+        if any(union(r) != r for r in self.ranges) or union(everything) != whole or size(everything) != self.seq_len:
+            raise ValueError(
+                f"the ranges of layout {self.name!r} do not give each of {self.seq_len} tokens to one rank, in "
+                "ascending ranges that neither touch nor are empty; `union` makes a rank's ranges such"
+            )
+
     @property
     def degree(self) -> int:
         """Number of ranks."""

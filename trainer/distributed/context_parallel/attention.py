@@ -5,9 +5,10 @@ operator, so that `torch.compile(fullgraph=True)` does not break on it and selec
 its output and log-sum-exp instead of communicating again.
 """
 
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -18,13 +19,14 @@ from trainer.distributed.context_parallel.options import ContextParallelError
 from trainer.distributed.context_parallel.ring import staged_backward, staged_forward
 from trainer.distributed.context_parallel.ulysses import exchanged_backward, exchanged_forward
 
-_parallelised: WeakSet[nn.Module] = WeakSet()
+# Beside the modules, so that these can be copied.
+_parallelised: WeakKeyDictionary[nn.Module, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def parallelised_modules(mesh: DeviceMesh) -> int:
     """How many modules of this process run their attention over `mesh`."""
     # By group: a mesh that is sliced again is another object, and one of an earlier job may look the same.
-    return sum(module.context_parallel_group is mesh.get_group() for module in _parallelised)
+    return sum(group is mesh.get_group() for group in _parallelised.values())
 
 
 @torch.library.custom_op("trainer::context_parallel_attention", mutates_args=())
@@ -47,14 +49,15 @@ def context_parallel_attention(
     sinks: (H,) logits, each as of one more key for every query of its head, whose value is zero (GPT-OSS; Xiao et al.,
     arXiv 2309.17453). They are applied once, after everything is merged.
     -> output as q, log-sum-exp (B, H, S), with the sink's share, in float32 at least; for queries that see no key 0,
-    and the sink, or -inf without one.
+    and the sink, or -inf without one. Gradients go through the output alone.
 
     Raises:
         ContextParallelError: no context is open, the inputs were not cut by it, or the method cannot divide the heads.
         ConfigError: the kernel cannot do it.
     """
     live, rows = resolve(plan)
-    run = live.execution(q, k, rows, is_causal=is_causal, window=window)
+    q, k, v = map(_rows_contiguous, (q, k, v))
+    run = live.execution(q, k, v, rows, is_causal=is_causal, window=window)
     live.calls += 1
     out, lse = (exchanged_forward if _by_heads(run) else staged_forward)(q, k, v, run, scale)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
@@ -76,10 +79,16 @@ def _context_parallel_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, and the gradient of the sinks from this rank's queries ((0,) without sinks)."""
     live, rows = resolve(plan)
-    run = live.execution(q, k, rows, is_causal=is_causal, window=window)
+    dout, q, k, v = map(_rows_contiguous, (dout, q, k, v))
+    run = live.execution(q, k, v, rows, is_causal=is_causal, window=window)
     # Output and log-sum-exp hold the sink's share, so that the tiles' probabilities are those beside a sink.
     gradients = (exchanged_backward if _by_heads(run) else staged_backward)(dout, q, k, v, out, lse, run, scale)
     return *gradients, q.new_empty(0) if sinks is None else _sink_gradient(dout, out, lse, sinks)
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Kernels read a row's elements one after another, whatever the strides of the other dimensions."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +121,7 @@ def _(dout, q, k, v, out, lse, plan, scale, is_causal, window, sinks):
 def _save(ctx, inputs, output) -> None:
     q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, plan, sinks)
+    ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx, dout: torch.Tensor, _dlse: torch.Tensor):
@@ -133,10 +143,14 @@ class ContextParallelAttention(ParallelStyle):
     Inside `context_parallel(...)`, the model passes the context's `attention_plan` on as `plan`.
 
     Raises:
-        ContextParallelError: a module with dropout, when the style is applied.
+        ContextParallelError: a window below 1; a module with dropout, when the style is applied.
     """
 
     def __init__(self, *, is_causal: bool = True, sliding_window: int | None = None) -> None:
+        if sliding_window is not None and sliding_window < 1:
+            raise ContextParallelError(
+                f"sliding_window = {sliding_window} shows nothing; use at least 1, or None for all"
+            )
         self.is_causal = is_causal
         self.sliding_window = sliding_window
 
@@ -162,8 +176,7 @@ class ContextParallelAttention(ParallelStyle):
             return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks)[0]
 
         module.forward = forward
-        module.context_parallel_group = device_mesh.get_group()
-        _parallelised.add(module)
+        _parallelised[module] = device_mesh.get_group()
         return module
 
 

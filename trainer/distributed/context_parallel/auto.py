@@ -34,20 +34,24 @@ def choose(
     """Options with the method that sends least, and the reason in words.
 
     masks: of the model's layers, each once; shape: local heads. A tenth more counts as alike. Among those the ring
-    comes first, whose messages hide behind what is computed if shards are long (if not, all-gather, which sends the
-    same in fewer messages), then what starts the fewest kernels, those of `options.kernel`.
+    comes first, whose messages hide behind what is computed if shards are long (if not, all-gather, which sends more in
+    fewer messages), then what starts the fewest kernels, those of `options.kernel`.
     """
     candidates = sorted(_candidates(options, masks, degree, shape), key=lambda c: c.bytes_sent)
     near = [c for c in candidates if c.bytes_sent <= 1.1 * candidates[0].bytes_sent]
     rows = masks[0].q_len // degree
-    reason = "sends least on its busiest rank"
-    staged = [c for c in candidates if c.options.method == ("all_gather" if rows < SHORT_SHARD else "ring")]
-    if any(c.options.method in ("ring", "all_gather") for c in near):
-        best = staged[0]
-        words = "too few to hide a ring's messages" if rows < SHORT_SHARD else "enough to hide its messages"
-        reason += f" or about that, and {rows:,} tokens a rank are {words}"
-    else:
+    ring = next((c for c in near if c.options.method == "ring"), None)
+    if ring is None:
         best = min(near, key=lambda c: (c.kernels, c.bytes_sent))
+        reason = "within a tenth of the least that a busiest rank sends, with the fewest kernels"
+    elif rows >= SHORT_SHARD:
+        best = ring
+        reason = f"within a tenth of the least that a busiest rank sends, hidden behind {rows:,} tokens a rank"
+    else:
+        best = next(c for c in candidates if c.options.method == "all_gather")
+        reason = (
+            f"a ring would send {ring.bytes_sent / 2**20:,.2f} MiB, in messages that {rows:,} tokens a rank cannot hide"
+        )
     return best.options, (
         f"{best} ({reason}; a layer, forward and backward: {', '.join(map(str, candidates))}; "
         f"{shape.heads}/{shape.kv_heads} heads over {degree} ranks)"
@@ -74,7 +78,9 @@ def _candidates(
         layout = way.layout(masks[0].q_len, degree)
         busiest = kernels = 0
         # Ranks that differ by their place among neighbours only do the same.
-        for rank in range(0, degree, way.head_degree(degree)):
+        ranks = range(0, degree, way.head_degree(degree))
+        # The first ones send most under a causal mask; of the others a few stand for all.
+        for rank in sorted({*ranks[:2], *ranks[:: max(len(ranks) // 8, 1)], ranks[-1]}):
             plans = [make_plan(layout, mask, method, rank, head_degree=hybrid[0] if hybrid else None) for mask in masks]
             directions = [attention_cost(plan, shape, d) for plan in plans for d in ("forward", "backward")]
             busiest = max(busiest, sum(cost.bytes_sent.total() for cost in directions))

@@ -50,6 +50,12 @@ def attention_options(config: JobConfig, shape: TransformerArgs) -> tuple[Contex
     except ValueError as error:
         raise ConfigError(f"parallelism.{error}") from None
     passes = parallelism.context_parallel_heads_per_pass
+    if passes and method == "auto":
+        raise ConfigError(
+            f"parallelism.context_parallel_heads_per_pass = {passes} depends on the method, and "
+            "context_parallel_method = 'auto' leaves it open; name the method ('all_gather', 'all_to_all', 'hybrid'), "
+            "or leave the heads out"
+        )
     _check_passes(passes, options.method, HeadShare.passes(heads, kv_heads, head_degree)[0].per_rank)
     return replace(options, heads_per_pass=passes), reason
 

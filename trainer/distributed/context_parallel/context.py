@@ -69,22 +69,31 @@ def context_parallel(
     """
     options = _options(options, method, load_balancer)
     mesh, hybrid_groups = flat_mesh(mesh, options)
+    if check_consistency:  # before what one rank alone might find wrong
+        _check_ranks_agree(mesh, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
     if any_plan_open(mesh):
-        raise ContextParallelError("`context_parallel` is open already over this mesh; leave it before entering again")
+        raise ContextParallelError(
+            "a context or region is open already over this mesh; leave it before entering `context_parallel`"
+        )
     cuts = _distinct(buffers, buffer_seq_dims)
     seq_len = cuts[0][0].shape[cuts[0][1]]
     _check_buffers(cuts, seq_len)
     rows = max((x.shape[0] for x, dim in cuts if dim == 1), default=1)
-    _check_mask(mask, seq_len, rows)
+    if mask is not None:
+        check_mask(mask, seq_len, seq_len, rows)
     layout = load_balancer
     if not isinstance(layout, SequenceLayout):
         layout = options.layout(seq_len, mesh.size(), mask)
     _check_layout(layout, seq_len, mesh.size())
-    if check_consistency:
-        _check_ranks_agree(mesh, (layout, mask, options), [x for x, _ in cuts])
     rank = mesh.get_local_rank()
     live = LivePlan(mesh, layout, mask, options, hybrid_groups=hybrid_groups)
     number = open_plan(live)
+    dropped = {id(x) for x in no_restore_buffers or ()}
+    if dropped - {id(x) for x, _ in cuts}:
+        close_plan(number)
+        raise ContextParallelError(
+            "no_restore_buffers of context_parallel names a tensor that is none of its buffers; name it in both"
+        )
     whole: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         indices = torch.from_numpy(layout.indices(rank))
@@ -98,7 +107,6 @@ def context_parallel(
         check_attention_ran(live, mesh)
     finally:
         close_plan(number)
-        dropped = {id(x) for x in no_restore_buffers or ()}
         for x, original in whole:
             if id(x) not in dropped:
                 x.set_(original)
@@ -133,7 +141,14 @@ def _distinct(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[tupl
             f"context_parallel got {len(buffers)} buffers and {len(dims)} sequence dimensions; give one dimension for "
             "each buffer, and at least one buffer"
         )
-    cuts = {id(x): (x, dim % x.ndim) for x, dim in zip(buffers, dims, strict=True)}
+    cuts: dict[int, tuple[torch.Tensor, int]] = {}
+    for number, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not -x.ndim <= dim < x.ndim or cuts.get(id(x), (x, dim % x.ndim))[1] != dim % x.ndim:
+            raise ContextParallelError(
+                f"buffer {number} of context_parallel, of shape {tuple(x.shape)}, cannot be cut in dimension {dim}; "
+                "give its sequence dimension, the same one wherever it is named"
+            )
+        cuts[id(x)] = x, dim % x.ndim
     return list(cuts.values())
 
 
@@ -151,13 +166,13 @@ def _check_buffers(cuts: list[tuple[torch.Tensor, int]], seq_len: int) -> None:
             )
 
 
-def _check_mask(mask: Mask | None, seq_len: int, rows: int) -> None:
-    if mask is None:
-        return
-    if (mask.q_len, mask.kv_len) != (seq_len, seq_len) or mask.rows not in (1, rows):
+def check_mask(mask: Mask, q_len: int, kv_len: int, rows: int | None) -> None:
+    """Check that a mask is for sequences of these lengths, and for so many of them or for any number."""
+    if (mask.q_len, mask.kv_len) != (q_len, kv_len) or mask.rows not in (1, rows or mask.rows):
         raise ContextParallelError(
-            f"the mask of context_parallel is for {mask.rows} x {mask.q_len} queries and {mask.kv_len} keys, and the "
-            f"buffers hold {rows} sequences of {seq_len} tokens; make it for them, or of one row for all alike"
+            f"the mask is for {mask.rows} x {mask.q_len} queries and {mask.kv_len} keys, and there are "
+            f"{rows or 'any number of'} sequences of {q_len} queries and {kv_len} keys; make it for them, or of "
+            "one row for all alike"
         )
 
 
@@ -169,7 +184,7 @@ def _check_layout(layout: SequenceLayout, seq_len: int, degree: int) -> None:
         )
 
 
-def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: list[torch.Tensor]) -> None:
+def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.Tensor]) -> None:
     """A collective: every rank learns which ranks plan something else, or hold other data, than most do."""
     parts = [repr(plan).encode(), *(_content(x) for x in buffers)]
     mine = [int.from_bytes(hashlib.blake2b(part, digest_size=8).digest(), "little") >> 1 for part in parts]

@@ -113,6 +113,9 @@ class Interception(TorchFunctionMode):
                 return _BACKWARD[func](*args, **kwargs)
         return func(*args, **kwargs)
 
+    # Where the compiler leaves its graph it may still trace what is called from there; a collective would then wait for
+    # a result that nobody computes.
+    @torch.compiler.disable
     def _attend(self, call: _Call) -> torch.Tensor:
         refusal = call.refusal or self._refusal(call)
         if self._is_first:

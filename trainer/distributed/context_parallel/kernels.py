@@ -115,7 +115,8 @@ def choose_kernel(
     """
     from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
 
-    lacks = {each: _lacks(CAPABILITIES[each], device_type, dtype, head_dim, bands) for each in CAPABILITIES}
+    type_name = str(dtype).removeprefix("torch.")
+    lacks = {each: c.lacks(device_type, type_name, head_dim, bands=bands) for each, c in CAPABILITIES.items()}
     able = [each for each in CAPABILITIES if not lacks[each]]
     if name != "auto" and name not in CAPABILITIES:
         raise ConfigError(f"parallelism.context_parallel_kernel = {name!r} is none of 'auto', {_names(CAPABILITIES)}")
@@ -126,21 +127,6 @@ def choose_kernel(
         )
     kernels = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())}
     return kernels[able[0] if name == "auto" else name]
-
-
-def _lacks(capabilities: Capabilities, device_type: str, dtype: torch.dtype, head_dim: int, bands: bool) -> list[str]:
-    """What of this a kernel cannot do, in words."""
-    type_name = str(dtype).removeprefix("torch.")
-    lacks = []
-    if capabilities.device not in (None, device_type):
-        lacks.append(f"tensors on {device_type}")
-    if type_name not in capabilities.dtypes:
-        lacks.append(type_name)
-    if head_dim > capabilities.max_head_dim or head_dim % capabilities.head_dim_multiple:
-        lacks.append(f"heads of size {head_dim}")
-    if bands and not (capabilities.bands or capabilities.masks):
-        lacks.append("a sliding window")
-    return lacks
 
 
 def _names(kernels: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ with a micro-batch.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from trainer.distributed.layout import SequenceLayout
 # The one process-wide state of the project, beside the registration of the operators themselves.
 _live: dict[int, "LivePlan"] = {}
 _gradient_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_started_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 _numbers = itertools.count(1)
 
 _ROWS = 1 << 20  # sequences of a batch that a handle can tell apart
@@ -49,7 +50,7 @@ class LivePlan:
     _runs: dict[tuple, Execution] = field(default_factory=dict)
 
     def execution(
-        self, q: torch.Tensor, k: torch.Tensor, rows: Sequence[int], *, is_causal: bool, window: int
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[int], *, is_causal: bool, window: int
     ) -> Execution:
         """What carries out attention of these shapes; worked out at its first use.
 
@@ -59,9 +60,10 @@ class LivePlan:
         """
         # A mask for all sequences alike does not care which of them these are.
         rows = tuple(rows) if self.mask is not None and self.mask.rows > 1 else ()
-        key = q.shape, k.shape, q.dtype, q.device.type, rows, is_causal, window
+        inputs = [(x.shape, x.dtype, x.device.type) for x in (q, k, v)]
+        key = *inputs, rows, is_causal, window
         if key not in self._runs:
-            self._check(q, k, rows)
+            self._check(q, k, v, rows)
             mask = self._mask(rows, is_causal, window)
             kernel = choose_kernel(q.device.type, q.dtype, q.shape[3], self.options.kernel, bands=mask.has_windows)
             self._runs[key] = self._execution(mask, kernel)
@@ -82,12 +84,33 @@ class LivePlan:
         )
         lowered, passes = lower(plan, kernel.capabilities), options.heads_per_pass
         if plan.inner is None:
-            return Execution(lowered, kernel, group, _gradient_group(group), passes)
+            return Execution(lowered, kernel, self._started(group), self._for_gradients(group), passes)
         ring = group
         if method == "hybrid":
-            ring, group = self.hybrid_groups
-        inner = Execution(lower(plan.inner, kernel.capabilities), kernel, ring, _gradient_group(ring))
+            ring, group = map(self._started, self.hybrid_groups)
+        gradients = self._for_gradients(ring) if plan.inner.degree > 1 else ring
+        inner = Execution(lower(plan.inner, kernel.capabilities), kernel, ring, gradients)
         return Execution(lowered, kernel, group, group, passes, inner)
+
+    def _started(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A communicator in which every rank has taken part: NCCL's may not begin with messages of some ranks only."""
+        if _queues(group) and group not in _started_groups:
+            dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=group)
+            _started_groups.add(group)
+        return group
+
+    def _for_gradients(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Over what dK and dV travel: where a communicator is a queue, one of their own.
+
+        A collective over the group at its first use.
+        """
+        if not _queues(group) or group.size() == 1:
+            return group
+        if group not in _gradient_groups:
+            ranks = dist.get_process_group_ranks(group)
+            made = dist.new_group(ranks, use_local_synchronization=True, group_desc="cp_gradients")
+            _gradient_groups[group] = self._started(made)
+        return _gradient_groups[group]
 
     def _mask(self, rows: tuple[int, ...], is_causal: bool, window: int) -> Mask:
         lengths = self.layout.seq_len, (self.kv_layout or self.layout).seq_len
@@ -101,8 +124,14 @@ class LivePlan:
             return mask & self.mask
         return mask & by_row([self.mask.row(row) for row in rows])
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, rows: tuple[int, ...]) -> None:
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: tuple[int, ...]) -> None:
         rank = self.mesh.get_local_rank()
+        alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
+        if not alike or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
+            raise ContextParallelError(
+                f"context-parallel attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of types "
+                f"{q.dtype}, {k.dtype}, {v.dtype}; give (B, H, S, D) and twice (B, K, T, D) of one type, K dividing H"
+            )
         for x, layout in ((q, self.layout), (k, self.kv_layout or self.layout)):
             if x.shape[2] != layout.length(rank):
                 raise ContextParallelError(
@@ -136,7 +165,7 @@ def close_plan(number: int) -> None:
 
 def handle_of(number: int, rows: int) -> torch.Tensor:
     """The handle of an entry, for a batch of so many sequences: (rows,) int64."""
-    return torch.arange(rows, dtype=torch.int64) + number * _ROWS
+    return torch.arange(max(rows, 1), dtype=torch.int64, device="cpu") + number * _ROWS
 
 
 def any_plan_open(mesh: DeviceMesh) -> bool:
@@ -156,7 +185,12 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
             "forward and the backward"
         )
     entries = handle.tolist()
-    number = entries[0] // _ROWS
+    numbers = {entry // _ROWS for entry in entries}
+    if len(numbers) != 1:
+        raise ContextParallelError(
+            f"a handle of {len(entries)} sequences names {len(numbers)} plans; pass entries of one `attention_plan`"
+        )
+    number = numbers.pop()
     live = _live.get(number)
     if live is None:
         raise ContextParallelError(
@@ -169,16 +203,3 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
 def _queues(group: dist.ProcessGroup) -> bool:
     """Whether what is posted to one communicator runs one after another."""
     return "nccl" in str(dist.get_backend(group))
-
-
-def _gradient_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Over what dK and dV travel: on NCCL a communicator of its own, so that they do not queue behind K and V.
-
-    A collective over the group at its first use.
-    """
-    if not _queues(group) or group.size() == 1:
-        return group
-    if group not in _gradient_groups:
-        ranks = dist.get_process_group_ranks(group)
-        _gradient_groups[group] = dist.new_group(ranks, use_local_synchronization=True, group_desc="cp_gradients")
-    return _gradient_groups[group]

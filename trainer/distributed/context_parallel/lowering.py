@@ -34,6 +34,19 @@ class Capabilities:
     masks: bool = False
     many: bool = False
 
+    def lacks(self, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool) -> list[str]:
+        """What of this the kernel cannot do, in words; device and type None where they are not known yet."""
+        lacks = []
+        if device_type and self.device not in (None, device_type):
+            lacks.append(f"tensors on {device_type}")
+        if dtype and dtype not in self.dtypes:
+            lacks.append(dtype)
+        if head_dim > self.max_head_dim or head_dim % self.head_dim_multiple:
+            lacks.append(f"heads of size {head_dim}")
+        if bands and not (self.bands or self.masks):
+            lacks.append("a sliding window")
+        return lacks
+
 
 _HALVES = frozenset({"bfloat16", "float16"})
 

@@ -11,6 +11,7 @@ intersection of two masks is again a mask: ranges are intersected, bounds taken 
 Keys may be more or fewer than queries. Then the last query stands at the last key: bottom-right alignment.
 """
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -114,9 +115,15 @@ class Mask:
         return self if self.rows == rows else by_row([self] * rows)
 
     def row(self, number: int) -> "Mask":
-        """The mask of one row."""
+        """The mask of one row.
+
+        Raises:
+            IndexError: there are not so many.
+        """
         if self.rows == 1:
             return self
+        if not 0 <= number < self.rows:
+            raise IndexError(f"row {number} of a mask of {self.rows} rows")
         first, last = number * self.q_len, (number + 1) * self.q_len
         bands = (b.shifted(-first, -number * self.kv_len) for b in self.bands if first <= b.q_start < last)
         return Mask(self.q_len, self.kv_len, tuple(bands))
@@ -191,8 +198,10 @@ def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *
 
     Raises:
         ValueError: a negative length, or key lengths for another number of documents.
+        TypeError: a length that is not a whole number.
     """
     kv_lengths = lengths if kv_lengths is None else kv_lengths
+    lengths, kv_lengths = ([operator.index(length) for length in x] for x in (lengths, kv_lengths))
     if len(lengths) != len(kv_lengths) or min((*lengths, *kv_lengths), default=0) < 0:
         raise ValueError(
             f"{len(lengths)} documents of queries and {len(kv_lengths)} of keys: there must be as many of both, and "
@@ -212,8 +221,8 @@ def cumulative(ends: Sequence[int], *, is_causal: bool = False) -> Mask:
     Raises:
         ValueError: they do not begin with 0, or descend.
     """
-    if not len(ends) or ends[0] != 0:
-        raise ValueError(f"cumulative lengths {list(ends)[:4]}... must begin with 0")
+    if not len(ends) or ends[0] != 0 or any(stop < start for start, stop in pairwise(ends)):
+        raise ValueError(f"cumulative lengths {list(ends)[:8]} must begin with 0 and never descend")
     return documents([stop - start for start, stop in pairwise(map(int, ends))], is_causal=is_causal)
 
 

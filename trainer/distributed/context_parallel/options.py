@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from trainer.distributed.context_parallel.lowering import CAPABILITIES
 from trainer.distributed.context_parallel.mask import Mask, causal, documents_of
 from trainer.distributed.context_parallel.plan import METHODS
 from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, build_layout
@@ -19,8 +20,8 @@ class ContextParallelError(RuntimeError):
 class ContextParallelOptions:
     """How attention is spread over the ranks.
 
-    method: `ring`, `all_gather` or `all_to_all`; load_balancer: `head_tail`, `contiguous` or `balanced`; kernel:
-    `auto`, or the name of one; heads_per_pass: key/value heads that travel at a time, 0 for all (not for the ring);
+    method: `ring`, `all_gather`, `all_to_all` or `hybrid`; load_balancer: `head_tail`, `contiguous` or `balanced`;
+    kernel: `auto`, or the name of one; heads_per_pass: key/value heads that travel at a time, 0 for all;
     hybrid_degrees: for `hybrid`, how many neighbours divide the heads, and how many groups of them make the ring;
     multiple_of: what divides each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
 
@@ -36,9 +37,12 @@ class ContextParallelOptions:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
+        if self.hybrid_degrees is not None:
+            object.__setattr__(self, "hybrid_degrees", tuple(self.hybrid_degrees))
         for name, value, choices in (
             ("method", self.method, METHODS),
             ("load_balancer", self.load_balancer, LOAD_BALANCERS),
+            ("kernel", self.kernel, ("auto", *CAPABILITIES)),
         ):
             if value not in choices:
                 raise ContextParallelError(f"{name} = {value!r} is none of {', '.join(map(repr, choices))}")
@@ -48,6 +52,8 @@ class ContextParallelOptions:
                 f"hybrid_degrees = {degrees} with method = {self.method!r}: 'hybrid' needs two degrees, of all-to-all "
                 "and of the ring, each at least 1, such as (2, 4); no other method has any"
             )
+        if self.multiple_of < 1:
+            raise ContextParallelError(f"multiple_of = {self.multiple_of} must be at least 1")
         if self.heads_per_pass < 0 or (self.heads_per_pass and self.method == "ring"):
             raise ContextParallelError(
                 f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = 'ring', where all "

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.context_parallel.context import check_attention_ran, flat_mesh
+from trainer.distributed.context_parallel.context import check_attention_ran, check_mask, flat_mesh
 from trainer.distributed.context_parallel.live import LivePlan, close_plan, handle_of, open_plan
 from trainer.distributed.context_parallel.mask import Mask
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
@@ -71,13 +72,13 @@ def region(
     options: ContextParallelOptions | None = None,
     *,
     kv_layout: SequenceLayout | None = None,
-    rows: int = 1,
+    rows: int | None = None,
 ) -> Iterator[Region]:
     """A region over the ranks of a mesh, around forward AND backward; several may be open at once.
 
     layout: who owns which of the region's tokens (`options.layout(...)` makes one); mask: what may see what, beside
     what each attention says of itself. kv_layout: of the keys, for cross attention to another sharded sequence. rows:
-    sequences of the batch, if the mask tells them apart. mesh: 1-D, or for `hybrid` (ring, all-to-all).
+    sequences of the batch, as many as the mask tells apart unless given. mesh: 1-D, or for `hybrid` (ring, all-to-all).
 
     Raises:
         ContextParallelError: a layout for another number of ranks; or, at the end, no attention ran in the region
@@ -90,10 +91,12 @@ def region(
             raise ContextParallelError(
                 f"a layout for {part.degree} ranks cannot be that of a region over {mesh.size()}; make it for them"
             )
+    if mask is not None:
+        check_mask(mask, layout.seq_len, (kv_layout or layout).seq_len, rows)
+    rows = rows or (1 if mask is None else mask.rows)
     live = LivePlan(mesh, layout, mask, options, kv_layout, hybrid_groups)
     number = open_plan(live)
     try:
-        rows = rows if mask is None else max(rows, mask.rows)
         yield Region(handle_of(number, rows), layout, mesh.get_group(), live)
         check_attention_ran(live, mesh)
     finally:
@@ -154,7 +157,7 @@ def borrow(x: torch.Tensor, layout: SequenceLayout, *, group: dist.ProcessGroup,
     cut = _sources(x.shape[0] * layout.seq_len, copies, group)
     before = sum(cut.length(copy) for copy in range(rank // copies * copies, rank))
     mine = x.flatten(0, 1).narrow(0, before, cut.length(rank))
-    rows = exchange(mine, cut, layout.repeated(samples).ranges, dim=0, group=group)
+    rows = exchange(mine, cut, layout.repeated(samples).ranges, dim=0, group=group, outside="refuse")
     return rows.unflatten(0, (samples, layout.length(rank)))
 
 
@@ -166,13 +169,13 @@ def give_back(x: torch.Tensor, layout: SequenceLayout, *, group: dist.ProcessGro
     Raises:
         ContextParallelError: another number of rows than the layout's, or copies that do not divide the ranks.
     """
-    sets = group.size() // copies
+    sets = _samples(1, copies, group)
     _check(x, 1, layout.length(group.rank()), "partial")
     if x.shape[0] % sets:
         raise ContextParallelError(f"{x.shape[0]} samples cannot be given back to {sets} sets of ranks alike")
     each = x.shape[0] // sets * layout.seq_len
     wanted: list[list[Range]] = [[(r // copies * each, (r // copies + 1) * each)] for r in range(group.size())]
-    rows = exchange(x.flatten(0, 1), layout.repeated(x.shape[0]), wanted, dim=0, group=group)
+    rows = exchange(x.flatten(0, 1), layout.repeated(x.shape[0]), wanted, dim=0, group=group, outside="refuse")
     return rows.unflatten(0, (x.shape[0] // sets, layout.seq_len))
 
 
@@ -214,6 +217,7 @@ class _ShardReplicated(torch.autograd.Function):
         return x.index_select(dim, _own_indices(x, layout, group))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         return _everything(gradient, *ctx.border), None, None, None
 
@@ -225,6 +229,7 @@ class _UnshardReplicated(torch.autograd.Function):
         return _everything(x, layout, dim, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         layout, dim, group = ctx.border
         return gradient.index_select(dim, _own_indices(gradient, layout, group)), None, None, None
@@ -237,5 +242,7 @@ class _Replicate(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
-        return sum_over(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+        return sum_over(total, ctx.group).to(gradient.dtype), None
