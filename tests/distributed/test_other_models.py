@@ -505,6 +505,28 @@ def test_a_compiled_model_runs_as_it_is(pool: WorkerPool) -> None:
         assert "cannot be compiled" in message
 
 
+def compiled_function_case() -> bool:
+    """A function that is first compiled inside the context, whose attention call then comes from a graph break."""
+    with ranks() as mesh:
+        layer, x = nn.Linear(8, 24).double(), torch.randn(1, 16, 8, dtype=torch.float64)
+
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            q, k, v = layer(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        torch._dynamo.reset()
+        compiled, results = torch.compile(attend, backend="eager"), []
+        for function in (compiled, attend):
+            with intercepted(mesh, x) as cp:
+                results.append(function(x))
+                assert cp.attention_calls == 1
+        return torch.equal(*results)
+
+
+def test_a_compiled_function_does_not_wait_for_ever(pool: WorkerPool) -> None:
+    assert pool.run(1, compiled_function_case, timeout=60) == [True]
+
+
 def refused_calls_case() -> list[str]:
     """The messages of calls that cannot be honoured; nothing of a context is left after any of them."""
     messages = []
