@@ -13,8 +13,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+_POOL = pytest.StashKey[WorkerPool]()
+
+
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     """Worker processes, started when a test first asks for them."""
     with WorkerPool(request.config.getoption("--device")) as workers:
+        request.config.stash[_POOL] = workers
         yield workers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def idle_ranks_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each file: the threads of the last case's groups would take the cores from tests that use no ranks."""
+    yield
+    if _POOL in request.config.stash:
+        request.config.stash[_POOL].stop()

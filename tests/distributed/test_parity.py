@@ -207,7 +207,6 @@ QUICK_PLANNED = {
     ("math", "documents, window in every 2nd layer", "cp4"),
     ("checked", "documents", "cp4"),
     ("all_to_all", "window", "hsdp2x2+cp2"),
-    ("all_gather", "documents, window in every 2nd layer", "fsdp2+cp2+tp2"),
 }
 
 
@@ -242,10 +241,14 @@ def test_methods_equal_single_process_under_a_plain_causal_mask(pool: WorkerPool
 
 def test_documents_and_windows_change_what_is_learnt(pool: WorkerPool) -> None:
     """Negative control: a mask that no layout applied would pass every comparison of layouts."""
-    plain = ["--training.dtype=float64"]
+    plain = reference(pool, "--training.dtype=float64")
     for mask in MASKED.values():
+        masked = reference(pool, "--training.dtype=float64", *mask)
+        if "--model.attention_sinks" in mask:  # another model
+            assert masked.gradients[0]["layers.0.attention.sinks.weight"].any()
+            continue
         with pytest.raises(AssertionError, match="gradient of"):
-            assert_parity(reference(pool, *plain, *mask), reference(pool, *plain), 1e-3)
+            assert_parity(masked, plain, 1e-3)
 
 
 FAULTS = [

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.attention import parallelised_modules
-from trainer.distributed.context_parallel.intercept import intercepting
 from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, close_plan, handle_of, open_plan
 from trainer.distributed.context_parallel.mask import Mask
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
@@ -102,7 +101,7 @@ def context_parallel(
             whole.append((x, x.detach()))
             x.set_(x.index_select(dim, indices.to(x.device)))
         handle = handle_of(number, rows)
-        with intercepting(handle, live) if intercept_sdpa else nullcontext():
+        with _intercepting(handle, live) if intercept_sdpa else nullcontext():
             yield ContextParallel(handle, layout, live)
         check_attention_ran(live, mesh)
     finally:
@@ -117,6 +116,12 @@ def _options(
 ) -> ContextParallelOptions:
     given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
     return replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
+
+
+def _intercepting(handle: torch.Tensor, live: LivePlan) -> AbstractContextManager[None]:
+    from trainer.distributed.context_parallel.intercept import intercepting  # it imports the compiler
+
+    return intercepting(handle, live)
 
 
 def flat_mesh(
