@@ -194,7 +194,7 @@ def compared(toy: Toy, process: Process, *, summed: bool, group: dist.ProcessGro
         if theirs.grad is None:  # cross attention of an encoder's block
             assert mine.grad is None, name
             continue
-        gradient = door.sum_over(mine.grad.clone(), group) if summed else mine.grad
+        gradient = door.all_reduce(mine.grad.clone(), group) if summed else mine.grad
         errors.append(relative(gradient, theirs.grad))
     return errors
 

@@ -18,7 +18,7 @@ OPTIONS = ContextParallelOptions()
 
 
 def chosen(masks: list[Mask], degree: int, shape: AttentionShape = LLAMA_8B) -> ContextParallelOptions:
-    return choose(OPTIONS, masks, degree, shape)[0]
+    return choose(OPTIONS, tuple(masks), degree, shape)[0]
 
 
 def busiest(options: ContextParallelOptions, masks: list[Mask], degree: int) -> int:

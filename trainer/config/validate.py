@@ -223,7 +223,7 @@ def _check_context_parallel(config: JobConfig, degrees: Degrees) -> None:
 def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees) -> Degrees:
     """Method, heads and kernel of attention that runs by a plan; the degrees with those of the method."""
     from trainer.distributed.context_parallel.configure import attention_options, uses_planned_attention
-    from trainer.distributed.context_parallel.lowering import CAPABILITIES
+    from trainer.distributed.context_parallel.lowering import able_kernels
 
     model, parallelism = config.model, config.parallelism
     if model.sliding_window_every > 1 and model.sliding_window is None:
@@ -237,15 +237,10 @@ def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees
             f"causal attention; leave it out, or set parallelism.context_parallel_degree of at least 2, "
             f"model.sliding_window, model.attention_sinks or training.attention_mask = 'document'"
         )
-    if parallelism.context_parallel_kernel != "auto":
-        bands = model.sliding_window is not None
-        able = {name: not c.lacks(None, None, shape.head_dim, bands=bands) for name, c in CAPABILITIES.items()}
-        if not able[parallelism.context_parallel_kernel]:
-            what = CAPABILITIES[parallelism.context_parallel_kernel].lacks(None, None, shape.head_dim, bands=bands)
-            raise ConfigError(
-                f"parallelism.context_parallel_kernel = {parallelism.context_parallel_kernel!r} cannot do "
-                f"{' or '.join(what)}; kernels that can: {', '.join(repr(name) for name in able if able[name])}"
-            )
+    # Device and data type are known to the ranks only.
+    able_kernels(
+        parallelism.context_parallel_kernel, None, None, shape.head_dim, bands=model.sliding_window is not None
+    )
     options, _ = attention_options(config, shape)
     return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if options.method == "hybrid" else 1)
 

@@ -14,7 +14,6 @@ State is one small entry per stream, so the states of D ranks merge into one dic
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.datasets import DocumentSource
 from trainer.data.packing import Row, RowBuilder
 from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.agreement import content_hash
 
 StreamState = dict[str, int]
 _DEAL, _EPOCH = 0, 1  # what a shuffle is for
@@ -264,13 +264,7 @@ def load_stream_states(loader: StatefulDataLoader, states: Mapping[int, Mapping[
 
 def batch_hash(batch: Mapping[str, Any]) -> int:
     """63-bit hash of names, shapes and bytes of a batch's tensors: the same in every process, for equal ones only."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in sorted(name for name, x in batch.items() if isinstance(x, torch.Tensor)):
-        # A copy, because `numpy()` would make the batch's own memory fixed in size.
-        tensor = batch[name].detach().to("cpu", copy=True).contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.numpy())
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return content_hash({name: x for name, x in batch.items() if isinstance(x, torch.Tensor)})
 
 
 def _nearest_multiple(value: int, of: int) -> int:

@@ -1,6 +1,7 @@
 """What one rank finds wrong stops all of them, with one message: a rank that stops alone leaves its peers waiting."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -11,6 +12,17 @@ from trainer.distributed.exchange import all_gather, all_reduce
 
 T = TypeVar("T")
 _MESSAGE_BYTES = 2048
+
+
+def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
+    """63-bit hash of names, shapes and bytes: the same in every process, for equal tensors only."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(tensors):
+        # A copy, because `numpy()` would make the tensor's own memory fixed in size; bytes, for types numpy lacks.
+        tensor = tensors[name].detach().to("cpu", copy=True).contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy())
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def agreed(function: Callable[[], T], mesh: DeviceMesh) -> T:

@@ -23,22 +23,15 @@ calls: Counter[str] = Counter()
 bytes_sent: Counter[str] = Counter()
 
 
-def all_reduce(x: torch.Tensor, mesh: DeviceMesh, op: str = "sum") -> torch.Tensor:
-    """Sum, maximum or minimum of `x` over a 1-D mesh, in place; nothing is sent on a mesh of size one.
+def all_reduce(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
+    """Sum, maximum or minimum of `x` over a 1-D mesh or a group, in place; nothing is sent over one rank.
 
-    x: any shape, the same on every rank of the mesh; op: `sum`, `max` or `min`.
+    x: contiguous, of one shape on every rank; op: `sum`, `max` or `min`.
     """
-    if mesh.size() > 1:
+    if over.size() > 1:
         calls["all_reduce"] += 1
-        dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=mesh.get_group())
-    return x
-
-
-def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum of the contiguous `x` over a group, in place."""
-    if group.size() > 1:
-        _count("sum", x.nbytes)
-        dist.all_reduce(x, group=group)
+        group = over.get_group() if isinstance(over, DeviceMesh) else over
+        dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=group)
     return x
 
 
@@ -229,7 +222,7 @@ class _Exchange(torch.autograd.Function):
         rows = x.movedim(dim, 0)
         result = rows.new_zeros(movement.rows, *rows.shape[1:])
         for places, piece in zip(movement.received, _swap(rows, movement.sent, movement.received, group), strict=True):
-            _put(result, places, piece, add=False)
+            put_rows(result, places, piece, add=False)
         return result.movedim(0, dim)
 
     @staticmethod
@@ -239,7 +232,7 @@ class _Exchange(torch.autograd.Function):
         # A row may have gone to many ranks.
         result = rows.new_zeros(ctx.rows, *rows.shape[1:], dtype=torch.promote_types(rows.dtype, torch.float32))
         for places, piece in zip(movement.sent, _swap(rows, movement.received, movement.sent, ctx.group), strict=True):
-            _put(result, places, piece, add=True)
+            put_rows(result, places, piece, add=True)
         return result.to(rows.dtype).movedim(0, ctx.dim), None, None, None
 
 
@@ -260,9 +253,13 @@ def _swap(
     return [x.view(size(places), *shape) for x, places in zip(arrived.split(counts), received, strict=True)]
 
 
-def _put(rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool) -> None:
+def put_rows(rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool) -> None:
+    """Put, or add, the rows of `piece` one range after another to some places of `rows`, in place."""
     offset = 0
     for start, stop in places:
         part = piece[offset : offset + stop - start]
-        rows[start:stop] = rows[start:stop] + part if add else part
+        if add:
+            rows[start:stop] += part
+        else:
+            rows[start:stop] = part
         offset += stop - start

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
 from trainer.distributed.context_parallel.lowering import CAPABILITIES, Call, Capabilities, lower
@@ -28,10 +29,11 @@ class Candidate:
         return f"{name} {self.bytes_sent / 2**20:,.2f} MiB"
 
 
+@lru_cache(maxsize=8)
 def choose(
-    options: ContextParallelOptions, masks: list[Mask], degree: int, shape: AttentionShape
+    options: ContextParallelOptions, masks: tuple[Mask, ...], degree: int, shape: AttentionShape
 ) -> tuple[ContextParallelOptions, str]:
-    """Options with the method that sends least, and the reason in words.
+    """Options with the method that sends least, and the reason in words; cached.
 
     masks: of the model's layers, each once; shape: local heads. A tenth more counts as alike. Among those the ring
     comes first, whose messages hide behind what is computed if shards are long (if not, all-gather, which sends more in
@@ -59,7 +61,7 @@ def choose(
 
 
 def _candidates(
-    options: ContextParallelOptions, masks: list[Mask], degree: int, shape: AttentionShape
+    options: ContextParallelOptions, masks: tuple[Mask, ...], degree: int, shape: AttentionShape
 ) -> Iterator[Candidate]:
     methods: list[tuple[str, tuple[int, int] | None]] = [("ring", None), ("all_gather", None)]
     if shape.heads % degree == 0:

@@ -41,9 +41,9 @@ def attention_options(config: JobConfig, shape: TransformerArgs) -> tuple[Contex
     if method == "auto" and degree > 1:
         seq_len = config.training.seq_len
         windows = {shape.window_of_layer(layer) for layer in range(shape.n_layers)}
-        masks = [causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str)]
+        masks = (causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str))
         local = AttentionShape(config.training.local_batch_size, heads, kv_heads, shape.head_dim, itemsize=2)
-        options, reason = choose(options, masks, degree, local)
+        options, reason = choose(options, tuple(masks), degree, local)
     head_degree = options.head_degree(degree)
     try:
         check_heads(heads, head_degree, options.method)

@@ -1,6 +1,5 @@
 """The context around forward and backward in which one sequence lies over many ranks."""
 
-import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.distributed.agreement import content_hash
 from trainer.distributed.context_parallel.attention import parallelised_modules
 from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, close_plan, handle_of, open_plan
 from trainer.distributed.context_parallel.mask import Mask
@@ -85,14 +85,13 @@ def context_parallel(
         layout = options.layout(seq_len, mesh.size(), mask)
     _check_layout(layout, seq_len, mesh.size())
     rank = mesh.get_local_rank()
-    live = LivePlan(mesh, layout, mask, options, hybrid_groups=hybrid_groups)
-    number = open_plan(live)
     dropped = {id(x) for x in no_restore_buffers or ()}
     if dropped - {id(x) for x, _ in cuts}:
-        close_plan(number)
         raise ContextParallelError(
             "no_restore_buffers of context_parallel names a tensor that is none of its buffers; name it in both"
         )
+    live = LivePlan(mesh, layout, mask, options, hybrid_groups=hybrid_groups)
+    number = open_plan(live)
     whole: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         indices = torch.from_numpy(layout.indices(rank))
@@ -191,10 +190,9 @@ def _check_layout(layout: SequenceLayout, seq_len: int, degree: int) -> None:
 
 def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.Tensor]) -> None:
     """A collective: every rank learns which ranks plan something else, or hold other data, than most do."""
-    parts = [repr(plan).encode(), *(_content(x) for x in buffers)]
-    mine = [int.from_bytes(hashlib.blake2b(part, digest_size=8).digest(), "little") >> 1 for part in parts]
-    # As many numbers on every rank, whatever it holds: the plan's, all buffers' as one.
-    pair = torch.tensor([mine[0], hash(tuple(mine[1:]))], dtype=torch.int64, device=mesh.device_type)
+    of_plan = torch.frombuffer(bytearray(repr(plan).encode()), dtype=torch.uint8)
+    hashes_here = content_hash({"plan": of_plan}), content_hash({str(i): x for i, x in enumerate(buffers)})
+    pair = torch.tensor(hashes_here, dtype=torch.int64, device=mesh.device_type)
     table = [tuple(row) for row in all_gather(pair, mesh).tolist()]
     for column, what in enumerate(("plan (layout, mask, method)", "batch (buffers)")):
         hashes = [row[column] for row in table]
@@ -206,11 +204,6 @@ def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.T
                 f"others (hashes {[f'{value & 0xFFFFFFFF:08x}' for value in hashes]}); give every rank the same data "
                 "and settings"
             )
-
-
-def _content(x: torch.Tensor) -> bytes:
-    data = x.detach().to("cpu", copy=True).contiguous()
-    return repr((tuple(data.shape), data.dtype)).encode() + data.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def check_attention_ran(live: LivePlan, mesh: DeviceMesh) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from trainer.distributed.context_parallel.plan import RankPlan
+from trainer.distributed.ranges import Range
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,8 @@ class HeadShare:
         check_heads(heads, degree)
         replicated = math.lcm(kv_heads, degree)
         per_rank = replicated // degree
-        size = heads_per_pass or per_rank
-        return [
-            cls(per_rank, replicated // kv_heads, heads // replicated, start, min(start + size, per_rank))
-            for start in range(0, per_rank, size)
-        ]
+        copies, group = replicated // kv_heads, heads // replicated
+        return [cls(per_rank, copies, group, *part) for part in passes_of(per_rank, heads_per_pass)]
 
     def keys(self, rank: int) -> list[int]:
         """Key/value heads of `rank`, a replicated one as often as it has copies there."""
@@ -79,6 +77,12 @@ class HeadShare:
         """Query heads of `rank`."""
         first = rank * self.per_rank
         return slice((first + self.start) * self.group, (first + self.stop) * self.group)
+
+
+def passes_of(kv_heads: int, heads_per_pass: int) -> list[Range]:
+    """Key/value heads of each pass: so many at a time, the last ones fewer; 0: all at once."""
+    size = heads_per_pass or max(kv_heads, 1)
+    return [(start, min(start + size, kv_heads)) for start in range(0, kv_heads, size)]
 
 
 def check_heads(heads: int, degree: int, method: str = "all_to_all") -> None:
@@ -120,11 +124,10 @@ def attention_cost(plan: RankPlan, shape: AttentionShape, direction: str, heads_
 def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int) -> Cost:
     cost = Cost()
     stages = plan.backward if is_backward else plan.forward
-    size = heads_per_pass or shape.kv_heads
-    passes = [min(size, shape.kv_heads - start) for start in range(0, shape.kv_heads, size)]
     element = 2 * width * shape.head_dim
     alive = [0]
-    for heads in passes:
+    for start, stop in passes_of(shape.kv_heads, heads_per_pass):
+        heads = stop - start
         for stage in stages[1:]:
             kv, dkv = element * heads * shape.itemsize, element * heads * shape.accumulator
             if stage.collective or stage.messages:

@@ -38,11 +38,6 @@ class Execution:
         """Who of the neighbours owns which queries and which keys, of all sequences that the plan tells apart."""
         return tuple(layout.repeated(self.plan.rows) for layout in self.plan.neighbour_layouts)
 
-    def passes(self, kv_heads: int) -> list[slice]:
-        """Key/value heads of each pass."""
-        size = self.heads_per_pass or max(kv_heads, 1)
-        return [slice(start, min(start + size, kv_heads)) for start in range(0, kv_heads, size)]
-
 
 def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
     """The query heads that share these key/value heads; q, k: (B, H, S, D), (B, K, T, D)."""

@@ -8,13 +8,11 @@ The backward is given the output and the log-sum-exp of the WHOLE attention, of 
 are then those of the whole, and the gradients of all tiles add up (Liu et al., Ring Attention, arXiv 2310.01889).
 """
 
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
-from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.lowering import CAPABILITIES, Capabilities
+from trainer.distributed.context_parallel.lowering import CAPABILITIES, Capabilities, able_kernels
 from trainer.distributed.context_parallel.mask import Relation
 
 _aten = torch.ops.aten
@@ -115,22 +113,9 @@ def choose_kernel(
     """
     from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
 
-    type_name = str(dtype).removeprefix("torch.")
-    lacks = {each: c.lacks(device_type, type_name, head_dim, bands=bands) for each, c in CAPABILITIES.items()}
-    able = [each for each in CAPABILITIES if not lacks[each]]
-    if name != "auto" and name not in CAPABILITIES:
-        raise ConfigError(f"parallelism.context_parallel_kernel = {name!r} is none of 'auto', {_names(CAPABILITIES)}")
-    if name != "auto" and lacks[name]:
-        raise ConfigError(
-            f"parallelism.context_parallel_kernel = {name!r} cannot do {' or '.join(lacks[name])}; "
-            f"kernels that can: {_names(able)}"
-        )
+    able = able_kernels(name, device_type, str(dtype).removeprefix("torch."), head_dim, bands=bands)
     kernels = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())}
     return kernels[able[0] if name == "auto" else name]
-
-
-def _names(kernels: Iterable[str]) -> str:
-    return ", ".join(map(repr, kernels))
 
 
 def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ within is refused when the kernel is chosen.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.mask import Relation
 from trainer.distributed.context_parallel.plan import RankPlan, Stage
 from trainer.distributed.context_parallel.tiles import Tile
@@ -60,6 +61,26 @@ CAPABILITIES: dict[str, Capabilities] = {
     "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
 }
 """Every kernel, in the order in which `auto` looks for one that can do what is asked."""
+
+
+def able_kernels(name: str, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool) -> list[str]:
+    """Kernels that can do this, in the order of `CAPABILITIES`; name: the one that is asked for, or `auto`.
+
+    Raises:
+        ConfigError: a kernel that is none, or cannot do it; the sentence names those that can.
+    """
+    lacks = {each: c.lacks(device_type, dtype, head_dim, bands=bands) for each, c in CAPABILITIES.items()}
+    able = [each for each in lacks if not lacks[each]]
+    if name not in ("auto", *lacks):
+        raise ConfigError(
+            f"parallelism.context_parallel_kernel = {name!r} is none of 'auto', {', '.join(map(repr, lacks))}"
+        )
+    if name != "auto" and lacks[name]:
+        raise ConfigError(
+            f"parallelism.context_parallel_kernel = {name!r} cannot do {' or '.join(lacks[name])}; "
+            f"kernels that can: {', '.join(map(repr, able))}"
+        )
+    return able
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from trainer.distributed.context_parallel.context import check_attention_ran, ch
 from trainer.distributed.context_parallel.live import LivePlan, close_plan, handle_of, open_plan
 from trainer.distributed.context_parallel.mask import Mask
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.exchange import exchange, sum_over
+from trainer.distributed.exchange import all_reduce, exchange
 from trainer.distributed.layout import SequenceLayout
 from trainer.distributed.ranges import Range
 
@@ -245,4 +245,4 @@ class _Replicate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
-        return sum_over(total, ctx.group).to(gradient.dtype), None
+        return all_reduce(total, ctx.group).to(gradient.dtype), None

@@ -7,9 +7,11 @@ worked on and the one that arrives. Results are merged in float32 at least.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from trainer.distributed.context_parallel.cost import passes_of
 from trainer.distributed.context_parallel.execution import (
     Execution,
     Merged,
@@ -26,7 +28,7 @@ from trainer.distributed.context_parallel.execution import (
 from trainer.distributed.context_parallel.gather import gather_rows, reduce_rows
 from trainer.distributed.context_parallel.lowering import Call
 from trainer.distributed.context_parallel.plan import Message, Stage
-from trainer.distributed.exchange import Pending, Transfer, send_receive
+from trainer.distributed.exchange import Pending, Transfer, put_rows, send_receive
 from trainer.distributed.ranges import Offsets, Ranges, size
 
 
@@ -113,8 +115,8 @@ def _items(
 ) -> list[_Item]:
     """What is local for all heads, then the other stages, for a few heads at a time."""
     items = [_Item(stages[0], calls[0], slice(0, kv_heads), is_local=True)]
-    for heads in run.passes(kv_heads):
-        items += [_Item(stage, part, heads) for stage, part in zip(stages[1:], calls[1:], strict=True)]
+    for heads in passes_of(kv_heads, run.heads_per_pass):
+        items += [_Item(stage, part, slice(*heads)) for stage, part in zip(stages[1:], calls[1:], strict=True)]
     return items
 
 
@@ -157,14 +159,7 @@ def _arriving(rows: torch.Tensor, places: Ranges) -> tuple[torch.Tensor, list[Ca
     if len(places) == 1:
         return rows[slice(*places[0])], []
     buffer = rows.new_empty(size(places), *rows.shape[1:])
-
-    def land() -> None:
-        offset = 0
-        for start, stop in places:
-            rows[start:stop] = buffer[offset : offset + stop - start]
-            offset += stop - start
-
-    return buffer, [land]
+    return buffer, [partial(put_rows, rows, places, buffer, add=False)]
 
 
 @dataclass
@@ -185,10 +180,7 @@ class _Homeward:
             places, target = run.plan.own, own_gradient[:, :, :, self.heads]
             if not run.plan.owns(message.ranges[0]):
                 places, target = stage.places, gradient
-            offset = 0
-            for start, stop in message.ranges:
-                target[places(start) :][: stop - start] += buffer[offset : offset + stop - start]
-                offset += stop - start
+            put_rows(target, places.places(message.ranges), buffer, add=True)
 
 
 def _send_home(item: _Item, gradient: torch.Tensor, run: Execution) -> _Homeward:
