@@ -39,6 +39,8 @@ from trainer.distributed.context_parallel.options import BatchPlan
 from trainer.distributed.data_parallel import DataParallelOptions, reduce_across_replicas
 from trainer.distributed.exchange import all_gather, all_reduce
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.pipeline_parallel import Pipeline
+from trainer.distributed.pipeline_stages import PipelinePlan, pipeline_plan
 from trainer.distributed.process_group import set_timeout
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.models.initialization import initialize
@@ -76,20 +78,17 @@ class Trainer:
 
         self.spec = spec = model_spec(config.model.name)
         shape = model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
-        with torch.device("meta"):
-            self.model: nn.Module = spec.build(shape).to(getattr(torch, config.training.dtype))
-        n_params = sum(p.numel() for p in self.model.parameters())
-        spec.parallelize(self.model, self.dims, config)
-        offload = config.training.enable_cpu_offload
-        initialize(self.model, seed=config.training.seed, device=device, offload=offload)
-
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        plan = pipeline_plan(config, shape.module_names())
+        self.parts = self.build_parts(shape, plan)
+        """The whole model, or the pipeline stages of this rank."""
+        self.pipeline = plan and self.build_pipeline(plan, shape.dim)
+        self.optimizer = build_optimizer(self.parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
             config,
             self.dims,
             shape,
-            model=self.model,
+            parts=self.parts,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             loader=self.loader,
@@ -106,9 +105,10 @@ class Trainer:
             tokens_before=tokens_before,
         )
         logger.info(
-            f"{spec.name} {config.model.flavor}: {n_params:,} parameters in {config.training.dtype}, computing in "
-            f"{str(self.compute_dtype).removeprefix('torch.')} on {dims_text(degrees)} ({device.type}); a step is "
-            f"{global_batch_size} rows of {config.training.seq_len:,} tokens in {self.micro_batches} micro-batch(es)"
+            f"{spec.name} {config.model.flavor}: {shape.n_params():,} parameters in {config.training.dtype}, "
+            f"computing in {str(self.compute_dtype).removeprefix('torch.')} on {dims_text(degrees)} ({device.type}); "
+            f"a step is {global_batch_size} rows of {config.training.seq_len:,} tokens in {self.micro_batches} "
+            f"micro-batch(es)"
         )
         if uses_planned_attention(config):
             logger.info(
@@ -116,6 +116,32 @@ class Trainer:
                 f"{self.attention.load_balancer}, kernel {self.kernel}"
                 + (f"; auto chose {self.attention_reason}" if self.attention_reason else "")
             )
+
+    def build_parts(self, shape: Any, plan: PipelinePlan | None) -> list[nn.Module]:
+        """The parts of the model that this rank runs, parallelised, with their initial weights."""
+        config, stages = self.config, [None]
+        if plan is not None:
+            stages = [plan.stages[number] for number in plan.stages_of(self.dims.rank("pp"))]
+        parts = []
+        for modules in stages:
+            with torch.device("meta"):
+                part: nn.Module = self.spec.build(shape).to(getattr(torch, config.training.dtype))
+            if modules is not None:
+                self.spec.keep_stage(part, modules)
+            self.spec.parallelize(part, self.dims, config)
+            offload = config.training.enable_cpu_offload
+            initialize(part, seed=config.training.seed, device=self.device, offload=offload)
+            parts.append(part)
+        return parts
+
+    def build_pipeline(self, plan: PipelinePlan, dim: int) -> Pipeline:
+        """What runs the stages of all ranks."""
+        logger.info(
+            f"pipeline: {plan.schedule}, {len(plan.stages)} stages of "
+            f"{', '.join(str(len(stage)) for stage in plan.stages)} modules, {plan.micro_batches} micro-batches a pass"
+        )
+        settings = {"device": self.device, "dim": dim, "dtype": self.compute_dtype, "tp": self.dims.size("tp")}
+        return agreed(lambda: Pipeline(plan, self.parts, self.dims["pp"], **settings), self.dims["world"])
 
     def _prepare_process(self) -> None:
         training = self.config.training
@@ -217,6 +243,7 @@ class Trainer:
             for i, batch in enumerate(batches)
         ]
         row_sums, row_counts = (torch.cat(column) for column in zip(*rows, strict=True))
+        row_sums = all_reduce(row_sums, self.dims["pp"])  # the last stage has them
         loss = (all_reduce(row_sums.sum(), self.dims["dp_cp"]) / valid.clamp(min=1)).item()
         with region("grad_norm"):
             grad_norm = self.clip(step, loss)
@@ -232,17 +259,33 @@ class Trainer:
         """Forward and backward of one micro-batch; gradients add up.
 
         valid: labels of the whole step, over all ranks; last: no micro-batch of this step follows.
-        Returns (sum of losses on this rank, number of labels) of each row: (B,) float64, (B,) int64.
+        Returns (sum of losses on this rank, number of labels) of each row: (B,) float64, (B,) int64. Of a pipeline
+        only the last stage has losses.
         """
-        reduce_across_replicas(self.model, last)
+        for part in self.parts:
+            reduce_across_replicas(part, last)
+        tokens, labels = batch["tokens"], batch["labels"]
+        sums: list[torch.Tensor] = []
+
+        def loss(part: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            losses = token_losses(part.output(hidden), labels)
+            sums.append(losses.detach().double().sum(1))
+            return losses.sum() / valid
+
         disabled = self.config.parallelism.disable_loss_parallel
         with self.sequence_context(batch) as plan, loss_context(self.dims["tp"], disabled=disabled):
-            with region("forward"):
-                hidden = self.model(batch["tokens"], self._positions(batch), attention_plan=plan)
-                losses = token_losses(self.model.output(hidden), batch["labels"])
-            with region("backward"):
-                (losses.sum() / valid).backward()
-        return losses.detach().double().sum(1), count_valid(batch["labels"], dim=1)
+            positions = self._positions(batch)
+            if self.pipeline is not None:
+                with region("pipeline"):
+                    self.pipeline.step(tokens, labels, loss, positions=positions, attention_plan=plan)
+            else:
+                (model,) = self.parts
+                with region("forward"):
+                    total = loss(model, model(tokens, positions, attention_plan=plan), labels)
+                with region("backward"):
+                    total.backward()
+        counts = count_valid(labels, dim=1)
+        return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
 
     @contextmanager
     def sequence_context(self, batch: Batch) -> Iterator[torch.Tensor | None]:
@@ -252,7 +295,8 @@ class Trainer:
             return
         positions = self._positions(batch)
         # Positions that are given, or the table that has a row for each: not both.
-        per_token = self.spec.cp_buffers(self.model) if positions is None else [(positions, 1)]
+        tables = [table for part in self.parts for table in self.spec.cp_buffers(part)]
+        per_token = tables if positions is None else [(positions, 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
         plan: BatchPlan | None = batch.get("plan")
         with context_parallel(
@@ -276,7 +320,7 @@ class Trainer:
         Raises:
             TrainingError: on every rank alike, if the loss or the norm is not finite; nothing is updated.
         """
-        parameters = list(self.model.parameters())
+        parameters = [parameter for part in self.parts for parameter in part.parameters()]
         settle_gradients(parameters)
         norm = global_grad_norm(parameters, self.dims)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -296,10 +340,10 @@ class Trainer:
     def _check_same_batch(self, batch: Batch) -> None:
         """Ranks that share a model replica's computation must read the same rows."""
         mine = torch.tensor([batch_hash(batch)], dtype=torch.int64, device=self.device)
-        hashes = all_gather(mine, self.dims["cp_tp"]).flatten().tolist()
+        hashes = all_gather(mine, self.dims["pp_cp_tp"]).flatten().tolist()
         if len(set(hashes)) > 1:
             raise TrainingError(
-                f"the ranks {self.dims['cp_tp'].mesh.tolist()} of one data-parallel rank read different batches "
+                f"the ranks {self.dims['pp_cp_tp'].mesh.tolist()} of one data-parallel rank read different batches "
                 f"(hashes {hashes}); the data set must be the same on all machines"
             )
 

@@ -7,7 +7,7 @@ Rows have different numbers of labels, and every odd row of the first step has n
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +34,11 @@ STEPS = 3
 VOCAB = 128
 TINY = TransformerArgs(dim=64, n_layers=2, n_heads=16, n_kv_heads=8, ffn_hidden_dim=96)
 # For the ranks of the pool only: in the test process the list of flavors is what the program offers.
-TEST_FLAVORS = {"tiny": TINY, "tiny_tied": replace(TINY, tie_embeddings=True)}
+TEST_FLAVORS = {
+    "tiny": TINY,
+    "tiny_tied": replace(TINY, tie_embeddings=True),
+    "tiny4": replace(TINY, n_layers=4),
+}
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.
 BASE = [
@@ -94,9 +98,16 @@ class RecordingTrainer(Trainer):
             yield plan
 
     def clip(self, step: int, loss: float) -> float:
-        settle_gradients(self.model.parameters())
-        self.record.gradients.append({name: whole(p.grad) for name, p in self.model.named_parameters()})
+        settle_gradients(p for part in self.parts for p in part.parameters())
+        self.record.gradients.append(self.of_all_stages(lambda p: p.grad))
         return super().clip(step, loss)
+
+    def of_all_stages(self, value: Callable[[nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A tensor for every parameter of the model, by name; a collective."""
+        mine = {name: whole(value(p)) for part in self.parts for name, p in part.named_parameters()}
+        of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(self.dims.size("pp"))]
+        torch.distributed.all_gather_object(of_ranks, mine, group=self.dims["pp"].get_group())
+        return {name: x for stages in of_ranks for name, x in stages.items()}
 
 
 def make_row(i: int, seq_len: int, *, no_labels: bool = False) -> dict[str, torch.Tensor]:
@@ -133,10 +144,9 @@ def run_layout(arguments: list[str], fault: str | None = None) -> Record:
             for step in range(1, STEPS + 1):
                 trainer.train_step(step)
             trainer.metrics.close()
-            for name, p in trainer.model.named_parameters():
-                local = p.to_local() if isinstance(p, DTensor) else p
-                record.local_elements += local.numel()
-                record.weights[name] = whole(p)
+            for p in (p for part in trainer.parts for p in part.parameters()):
+                record.local_elements += (p.to_local() if isinstance(p, DTensor) else p).numel()
+            record.weights = trainer.of_all_stages(lambda p: p)
         if process.rank == 0:
             lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
             record.metrics = [json.loads(line) for line in lines]

@@ -78,7 +78,7 @@ def counted_case(arguments: list[str]) -> tuple[Counter[str], Counter[str], list
             with Calls() as calls:
                 trainer.train_step(1)
             trainer.metrics.close()
-            names = [name for name, _ in trainer.model.named_parameters()]
+            names = [name for name, _ in trainer.parts[0].named_parameters()]
     return calls.counts, Counter(exchange.calls), names
 
 

@@ -61,12 +61,12 @@ def load_step_save(folder: str, arguments: list[str], steps: int) -> dict:
         after = whole_state(trainer)
         if steps:
             trainer.checkpoint.save(trainer.start_step + steps, tokens_seen=7, last=True)
-        names = {name for name, _ in trainer.model.named_parameters()}
+        names = {name for part in trainer.parts for name, _ in part.named_parameters()}
         return {"before": before, "after": after, "step": trainer.start_step, "names": names}
 
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor | int | float]:
-    state: dict = {name: whole(x) for name, x in tensors_of(trainer.model, trainer.optimizer).items()}
+    state: dict = {name: whole(x) for name, x in tensors_of(trainer.parts, trainer.optimizer).items()}
     state |= {f"stream {s}": entry for s, entry in stream_states(trainer.loader).items()}
     return state | {"lr": trainer.lr_scheduler.get_last_lr(), "group lr": trainer.optimizer.param_groups[0]["lr"]}
 

@@ -28,12 +28,12 @@ def bfloat16_case(folder: str, arguments: list[str]) -> dict:
     seen = {}
     with process_group(process, config.comm):
         trainer = RecordingTrainer(config, degrees, process.device, record=Record())
-        attention = trainer.model.layers["0"].attention
+        attention = trainer.parts[0].layers["0"].attention
         attention.inner_attention.register_forward_hook(lambda _m, args, out: seen.update(q=args[0].dtype))
         attention.register_forward_pre_hook(lambda _m, args: seen.update(freqs_cis=args[1].dtype))
         trainer.train_step(1)
-        seen["storage"] = {p.dtype for p in trainer.model.parameters()}
-        seen["gradients"] = {p.grad.dtype for p in trainer.model.parameters()}
+        seen["storage"] = {p.dtype for p in trainer.parts[0].parameters()}
+        seen["gradients"] = {p.grad.dtype for p in trainer.parts[0].parameters()}
         trainer.metrics.close()
     return seen
 
@@ -93,13 +93,13 @@ def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool]:
     with process_group(process, config.comm):
         trainer = RecordingTrainer(config, degrees, process.device, record=Record())
         trainer.train_step(1)
-        before = [p.detach().clone() for p in trainer.model.parameters()]
+        before = [p.detach().clone() for p in trainer.parts[0].parameters()]
         if process.rank == 1:  # on one rank alone; all have to stop
-            weight = trainer.model.layers["0"].attention.wq.weight
+            weight = trainer.parts[0].layers["0"].attention.wq.weight
             weight.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(torch.inf))
         with pytest.raises(TrainingError) as error:
             trainer.train_step(2)
-        after = [p.detach() for p in trainer.model.parameters()]
+        after = [p.detach() for p in trainer.parts[0].parameters()]
         same = all(torch.equal(harness.whole(a), harness.whole(b)) for a, b in zip(before, after, strict=True))
         trainer.metrics.close()
     return str(error.value), same

@@ -10,8 +10,9 @@ from tests.distributed.pool import WorkerPool
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 
 
-def degrees(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1) -> list[str]:
+def degrees(dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1, pp: int = 1) -> list[str]:
     return [
+        f"--parallelism.pipeline_parallel_degree={pp}",
         f"--parallelism.data_parallel_replicate_degree={dp_replicate}",
         f"--parallelism.data_parallel_shard_degree={dp_shard}",
         f"--parallelism.context_parallel_degree={cp}",

@@ -107,7 +107,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_in_every_bit(
 FORGOTTEN = {
     "data": ("load_stream_states", mock.DEFAULT),
     "learning rate": ("restart_lr_scheduler", mock.DEFAULT),
-    "moments": ("tensors_of", lambda model, _: {f"model.{name}": p.detach() for name, p in model.named_parameters()}),
+    "moments": (
+        "tensors_of",
+        lambda parts, _: {f"model.{name}": p.detach() for name, p in parts[0].named_parameters()},
+    ),
 }
 
 

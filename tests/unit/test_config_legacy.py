@@ -18,6 +18,24 @@ CASES = [
     ("experimental.context_parallel_rotate_method", "allgather", "parallelism.context_parallel_method", "all_gather"),
     ("training.enable_loss_parallel", False, "parallelism.disable_loss_parallel", True),
     ("training.enable_loss_parallel", True, "parallelism.disable_loss_parallel", False),
+    ("experimental.pipeline_parallel_degree", 2, "parallelism.pipeline_parallel_degree", 2),
+    ("experimental.pipeline_parallel_schedule", "gpipe", "parallelism.pipeline_parallel_schedule", "GPipe"),
+    (
+        "experimental.pipeline_parallel_schedule",
+        "flexible_interleaved_1f1b",
+        "parallelism.pipeline_parallel_schedule",
+        "Interleaved1F1B",
+    ),
+    ("experimental.pipeline_parallel_schedule_csv", "a.csv", "parallelism.pipeline_parallel_schedule_csv", "a.csv"),
+    ("experimental.pipeline_parallel_microbatch_size", 2, "parallelism.pipeline_parallel_microbatch_size", 2),
+    ("experimental.pipeline_parallel_microbatches", 4, "parallelism.pipeline_parallel_microbatches", 4),
+    ("experimental.pipeline_parallel_layers_per_stage", 2, "parallelism.pipeline_parallel_layers_per_stage", 2),
+    (
+        "experimental.pipeline_parallel_split_points",
+        ["layers.1,layers.2"],
+        "parallelism.pipeline_parallel_split_points",
+        ("layers.1", "layers.2"),
+    ),
     ("training.batch_size", 3, "training.local_batch_size", 3),
     ("training.warmup_steps", 5, "lr_scheduler.warmup_steps", 5),
     ("training.compile", True, "compile.enable", True),
@@ -38,7 +56,8 @@ def as_options(key: str, value: object) -> list[list[str]]:
         return [[f"--{key}"], [f"--{table}.{name.replace('_', '-')}"]]
     if value is False:
         return [[f"--{table}.no_{name}"], [f"--{table}.no-{name}"], [f"--no-{key}"]]
-    return [[f"--{key}", str(value)], [f"--{key}={value}"]]
+    words = value if isinstance(value, list) else [str(value)]
+    return [[f"--{key}", *words], [f"--{key}={words[0]}", *words[1:]]]
 
 
 def test_the_cases_cover_the_table():

@@ -83,6 +83,7 @@ NOT_RANGED = {  # numbers whose rule needs the degrees or another key
     "training.global_batch_size",
     "parallelism.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree",
+    "parallelism.pipeline_parallel_degree",
     "parallelism.context_parallel_degree",
     "parallelism.tensor_parallel_degree",
     "checkpoint.load_step",

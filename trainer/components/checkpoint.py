@@ -6,7 +6,7 @@ stream. So a checkpoint of one layout loads on every other. Files and their name
 
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from types import TracebackType
@@ -51,15 +51,16 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; the message says why, on every rank alike."""
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor that a run goes on from, by a name that no layout changes; the live ones, not copies.
+def tensors_of(parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every tensor that this rank goes on from, by a name that no layout changes; the live ones, not copies.
 
     A parameter that several modules share has the first of its names. Optimizer states are made if there are none yet.
     """
     ensure_state(optimizer)
     named: dict[torch.Tensor, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        named.setdefault(tensor, name)
+    for part in parts:
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            named.setdefault(tensor, name)
     tensors = {f"model.{name}": tensor.detach() for tensor, name in named.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -80,7 +81,7 @@ class Checkpointer:
         dims: ParallelDims,
         shape: TransformerArgs,
         *,
-        model: nn.Module,
+        parts: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         lr_scheduler: LambdaLR,
         loader: StatefulDataLoader,
@@ -88,7 +89,7 @@ class Checkpointer:
         self.settings = config.checkpoint
         self.folder = checkpoint_folder(config)
         self._config, self._dims, self._shape = config, dims, shape
-        self._model, self._optimizer, self._lr_scheduler, self._loader = model, optimizer, lr_scheduler, loader
+        self._parts, self._optimizer, self._lr_scheduler, self._loader = parts, optimizer, lr_scheduler, loader
         self._last_step = 0
         self._pending: Future | None = None
         # Its own group: saving in the background must not meet the collectives of the step.
@@ -208,7 +209,7 @@ class Checkpointer:
         )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return tensors_of(self._model, self._optimizer)
+        return tensors_of(self._parts, self._optimizer)
 
     def _all_streams(self) -> Mapping[int, Mapping[str, int]]:
         """The position of every data stream, of all data-parallel ranks."""

@@ -1,5 +1,7 @@
 """The optimizer: which parameters decay, and how fast the step runs."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -21,12 +23,14 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
                 }
 
 
-def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """AdamW or Adam over all parameters of `model`; norms and embeddings (also a tied output) do not decay."""
-    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+def build_optimizer(parts: Iterable[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
+    """AdamW or Adam over the parameters of all parts of a model; norms and embeddings (also a tied output) do not
+    decay."""
+    whole = nn.ModuleList(parts)
+    embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    for parameter in whole.parameters():
         (decaying if parameter.ndim > 1 and parameter not in embeddings else others).append(parameter)
     groups = [
         {"params": decaying, "weight_decay": config.weight_decay},

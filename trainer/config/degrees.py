@@ -56,7 +56,7 @@ def resolve_degrees(*, dp_replicate: int, dp_shard: int, cp: int = 1, tp: int, p
 
 
 def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
-    # A degree that no setting could have raised above 1 is not worth a word.
+    # Of those that most runs leave at 1, only what was set is worth a word.
     named = {name: degree for name, degree in degrees.items() if degree != 1 or name not in ("cp", "pp")}
     listed = ", ".join(f"{_KEYS[name]} = {degree}" for name, degree in named.items())
     product = math.prod(degree for degree in named.values() if degree != -1)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.schema import Parallelism
 from trainer.config.values import shown
 
 
@@ -12,7 +13,7 @@ from trainer.config.values import shown
 class Spelling:
     """An older key: the type of its value, today's key (None: it has no effect any more), and how the value changes."""
 
-    kind: type
+    kind: Any
     key: str | None
     convert: Callable[[Any], object] = lambda value: value
 
@@ -24,6 +25,19 @@ OLDER: dict[str, Spelling] = {
     "experimental.context_parallel_degree": Spelling(int, "parallelism.context_parallel_degree"),
     "experimental.context_parallel_rotate_method": Spelling(
         str, "parallelism.context_parallel_method", lambda how: _rotation(how)
+    ),
+    "experimental.pipeline_parallel_degree": Spelling(int, "parallelism.pipeline_parallel_degree"),
+    "experimental.pipeline_parallel_schedule": Spelling(
+        str, "parallelism.pipeline_parallel_schedule", lambda name: _schedule(name)
+    ),
+    "experimental.pipeline_parallel_schedule_csv": Spelling(str, "parallelism.pipeline_parallel_schedule_csv"),
+    "experimental.pipeline_parallel_microbatch_size": Spelling(int, "parallelism.pipeline_parallel_microbatch_size"),
+    "experimental.pipeline_parallel_microbatches": Spelling(int, "parallelism.pipeline_parallel_microbatches"),
+    "experimental.pipeline_parallel_layers_per_stage": Spelling(int, "parallelism.pipeline_parallel_layers_per_stage"),
+    "experimental.pipeline_parallel_split_points": Spelling(
+        tuple[str, ...],
+        "parallelism.pipeline_parallel_split_points",
+        lambda points: tuple(name.strip() for point in points for name in point.split(",")),
     ),
     "training.enable_loss_parallel": Spelling(bool, "parallelism.disable_loss_parallel", lambda on: not on),
     "training.batch_size": Spelling(int, "training.local_batch_size"),
@@ -43,6 +57,15 @@ def _rotation(how: str) -> str:
         f"experimental.context_parallel_rotate_method = {how!r} has no counterpart today; "
         f"use parallelism.context_parallel_method = 'ring' or 'all_gather' (once 'alltoall' and 'allgather')"
     )
+
+
+def _schedule(name: str) -> str:
+    """A schedule of a pipeline, once in lower case and with underscores."""
+    today = get_args(get_type_hints(Parallelism)["pipeline_parallel_schedule"])
+    names = {choice.lower(): choice for choice in today} | {"flexibleinterleaved1f1b": "Interleaved1F1B"}
+    if (plain := name.lower().replace("_", "")) in names:
+        return names[plain]
+    raise ConfigError(f"experimental.pipeline_parallel_schedule = {name!r} is no schedule{did_you_mean(name, today)}")
 
 
 def rewrite(values: Mapping[str, object], where: str) -> tuple[dict[str, object], list[str]]:

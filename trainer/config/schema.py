@@ -242,8 +242,40 @@ class Parallelism:
     ] = "auto"
     """What computes planned attention (CP, documents, sliding windows); auto: the fastest for device and data type."""
 
+    pipeline_parallel_degree: int = 1
+    """Ranks that share the layers (PP), each with one stage of the model or several; 1: off."""
+
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Order of the micro-batches' forwards and backwards; all but the first two have several stages a rank."""
+
+    pipeline_parallel_schedule_csv: str | None = None
+    """File with an order of one's own: a line per rank, of cells such as 0F1 (stage, action, micro-batch)."""
+
+    pipeline_parallel_microbatch_size: int = 1
+    """Rows of a micro-batch, at least 1; divides training.local_batch_size."""
+
+    pipeline_parallel_microbatches: int | None = None
+    """Micro-batches of a pass, at least 1, in place of their size; None: as the size says."""
+
+    pipeline_parallel_layers_per_stage: int | None = None
+    """Layers of a stage, at least 1; None: one stage a rank, or two where the schedule can have several."""
+
+    pipeline_parallel_module_fqns: tuple[str, ...] = ()
+    """Modules of each stage, as "tok_embeddings,layers.0", "layers.1,norm,output"; none: dealt evenly."""
+
+    pipeline_parallel_split_points: tuple[str, ...] = ()
+    """Modules at which a new stage begins, such as "layers.2", "layers.4"; none: dealt evenly."""
+
+    pipeline_parallel_first_stage_less_layers: int = 1
+    """As how many layers the embedding counts when layers are dealt evenly, at least 0."""
+
+    pipeline_parallel_last_stage_less_layers: int = 1
+    """As how many layers the last norm and the output count when layers are dealt evenly, at least 0."""
+
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free parameters after the forward and gather them again for the backward; default: all but the last ones."""
+    """Free parameters after the forward and gather them for the backward; default: all but the last, none with PP."""
 
     disable_loss_parallel: bool = False
     """With TP, gather the logits before the loss instead of computing it on their shards."""

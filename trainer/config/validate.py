@@ -38,6 +38,7 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
         dp_shard=parallelism.data_parallel_shard_degree,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
         world_size=world_size,
     )
     _check_batch(config, degrees)
@@ -49,6 +50,7 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
     vocab_size = vocab_size_of(config.model.tokenizer_file)
     shape = model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
     check_shape(shape, config.model.flavor, degrees)
+    _check_pipeline(config, shape)
     degrees = _check_attention(config, shape, degrees)
     _check_activation_checkpoint(config, shape.n_layers)
     check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
@@ -101,6 +103,11 @@ _RANGES: dict[str, _Range] = {
     "training.gc_freq": _AT_LEAST_ONE,
     "training.seed": _Range(lambda x: 0 <= x < 2**63, "in [0, 2**63)"),
     "training.data_streams": _AT_LEAST_ONE,
+    "parallelism.pipeline_parallel_microbatch_size": _AT_LEAST_ONE,
+    "parallelism.pipeline_parallel_microbatches": _Range(_AT_LEAST_ONE.test, _AT_LEAST_ONE.words, 8),
+    "parallelism.pipeline_parallel_layers_per_stage": _Range(_AT_LEAST_ONE.test, _AT_LEAST_ONE.words, 2),
+    "parallelism.pipeline_parallel_first_stage_less_layers": _NOT_NEGATIVE,
+    "parallelism.pipeline_parallel_last_stage_less_layers": _NOT_NEGATIVE,
     "parallelism.context_parallel_heads_per_pass": _Range(_NOT_NEGATIVE.test, "at least 0 (0: all)"),
     "checkpoint.interval": _AT_LEAST_ONE,
     "checkpoint.keep_latest_k": _Range(_NOT_NEGATIVE.test, "at least 0 (0: keep all)"),
@@ -265,6 +272,37 @@ def check_shape(args: TransformerArgs, flavor: str, degrees: Degrees) -> None:
                 f"parallelism.tensor_parallel_degree = {degrees.tp} must divide the {size} {what} of "
                 f"model.flavor = {flavor!r}; degrees that fit this model: {', '.join(fitting)}"
             )
+
+
+def _check_pipeline(config: JobConfig, shape: TransformerArgs) -> None:
+    from trainer.distributed.pipeline_stages import pipeline_plan
+
+    plan = pipeline_plan(config, shape.module_names())
+    if plan is None:
+        return
+    key = f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}"
+    if shape.tie_embeddings:
+        raise ConfigError(
+            f"{key} puts embedding and output on different stages, and model.flavor = {config.model.flavor!r} has one "
+            f"matrix for both; use 1, with context, tensor or data parallelism in its place"
+        )
+    if ("norm",) in plan.stages and shape.norm_type == "np_layernorm":
+        raise ConfigError(
+            "parallelism.pipeline_parallel_module_fqns has a stage of 'norm' alone, which has no parameters with "
+            "model.norm_type = 'np_layernorm'; put it together with the output"
+        )
+    if plan.splits_backward and config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            f"parallelism.fsdp_reshard_after_forward = 'always' would free the parameters that the second half of a "
+            f"split backward needs, and {plan.schedule} splits it; use 'default', or the schedule 'Interleaved1F1B'"
+        )
+    activations, compiled = config.activation_checkpoint, config.compile.enable
+    if plan.splits_backward and (activations.mode, activations.every) == ("selective", None) and not compiled:
+        raise ConfigError(
+            f"activation_checkpoint.selective_ac_option = 'op' keeps what it kept for one backward, and "
+            f"{plan.schedule} splits it in two; use activation_checkpoint.mode = 'full' or 'none', compile.enable, or "
+            f"the schedule 'Interleaved1F1B'"
+        )
 
 
 def _check_activation_checkpoint(config: JobConfig, n_layers: int) -> None:

@@ -38,7 +38,7 @@ def from_words(key: str, words: list[str], kind: Any, default: object) -> object
     if len(words) != 1:
         given = f"{' '.join(words)!r}" if words else "none"
         raise ConfigError(
-            f"{key} ({where}) was given {given}, and takes one value: {_kind_name(plain)}{_example(default)}"
+            f"{key} ({where}) was given {given}, and takes one value: {_kind_name(plain)}{_example(default, plain)}"
         )
     if optional and words == ["None"]:
         return None
@@ -95,14 +95,15 @@ def _kind_name(kind: Any) -> str:
     return _NAMES[kind]
 
 
-def _example(default: object) -> str:
+def _example(default: object, kind: Any) -> str:
     if default == ():
-        return ", such as [2, 4] in a file and 2 4 on the command line"
+        toml, words = ("[2, 4]", "2 4") if get_args(kind)[0] is int else ('["a", "b"]', "a b")
+        return f", such as {toml} in a file and {words} on the command line"
     return "" if default is None else f", such as {shown(default)}"
 
 
 def _wrong(key: str, value: object, kind: Any, default: object, where: str, *, optional: bool) -> ConfigError:
-    hint = _example(default)
+    hint = _example(default, kind)
     if get_origin(kind) is Literal:
         choices = {choice.lower(): choice for choice in get_args(kind)}
         near = difflib.get_close_matches(str(value).lower(), choices, n=1)

@@ -35,11 +35,14 @@ class DataParallelOptions:
             # A float64 run asks for exactness; bfloat16 pays where there is hardware for it.
             compute = "bfloat16" if device_type == "cuda" and storage != torch.float64 else config.training.dtype
         reduce = storage if storage == torch.float64 else getattr(torch, config.training.mixed_precision_reduce)
+        how = config.parallelism.fsdp_reshard_after_forward
+        pipelined = config.parallelism.pipeline_parallel_degree > 1
         return cls(
             param_dtype=getattr(torch, compute),
             reduce_dtype=reduce,
-            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
-            reshard_last=config.parallelism.fsdp_reshard_after_forward == "always",
+            # The micro-batches of a pipeline follow one another: parameters stay for the next one.
+            reshard_after_forward=how == "always" or (how == "default" and not pipelined),
+            reshard_last=how == "always",
             cpu_offload=config.training.enable_cpu_offload,
         )
 

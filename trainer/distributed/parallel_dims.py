@@ -23,14 +23,14 @@ _FLATTENED = {
     "dp": ("dp_replicate", "dp_shard"),  # who reads which data
     "dp_shard_cp": ("dp_shard", *_CP),  # who shards parameters
     "dp_cp": ("dp_replicate", "dp_shard", *_CP),  # over what losses and token counts are summed
-    "cp_tp": (*_CP, "tp"),  # who reads the same batch
+    "pp_cp_tp": ("pp", *_CP, "tp"),  # who reads the same batch
     "world": _DIMS,
 }
 
 
 class ParallelDims:
     """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in the design: pp, dp_replicate, dp_shard, cp,
-    cp_ring, cp_a2a, tp, dp, dp_shard_cp, dp_cp, cp_tp, world.
+    cp_ring, cp_a2a, tp, dp, dp_shard_cp, dp_cp, pp_cp_tp, world.
 
     Needs an initialised process group of `degrees.world_size` ranks.
     """

@@ -1,6 +1,6 @@
 """What a model must bring to be trained."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,8 +46,11 @@ class ModelSpec:
     flavors: Mapping[str, Any]
     build: Callable[[Any], Decoder]
     """(shape) -> model; called under the meta device, then cast to the storage dtype."""
+    keep_stage: Callable[[Decoder, Collection[str]], None]
+    """Leave in a whole model only the modules named: a stage of a pipeline, which takes the hidden states of the one
+    before it in the place of tokens. Names of parameters stay."""
     parallelize: Callable[[Decoder, ParallelDims, JobConfig], None]
-    """Apply tensor and data parallelism to the model on meta, in place."""
+    """Apply tensor and data parallelism to the model on meta, or a stage of it, in place."""
     cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]]
     """(a part of the model) -> its buffers that have a row per token, each with that dimension."""
     flops_per_token: Callable[[Any, int], tuple[float, float]]

@@ -40,6 +40,10 @@ class TransformerArgs:
     def head_dim(self) -> int:
         return self.dim // self.n_heads
 
+    def module_names(self) -> tuple[str, ...]:
+        """The modules that a pipeline can divide, in the order of the forward."""
+        return ("tok_embeddings", *(f"layers.{i}" for i in range(self.n_layers)), "norm", "output")
+
     def window_of_layer(self, layer: int) -> int | None:
         """Tokens that a token sees in this layer, itself and those before it; None: all before it."""
         return self.sliding_window if layer % self.sliding_window_every == 0 else None

@@ -118,6 +118,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         # The number of heads is read off the projections: tensor parallelism leaves each rank some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        freqs_cis = freqs_cis.narrow(-3, 0, q.shape[2])
         q, k = apply_rope(q, freqs_cis), apply_rope(k, freqs_cis)  # (B, H, S, D), (B, K, S, D)
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention(q, k, v, sinks=sinks, plan=attention_plan)
@@ -155,7 +156,10 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder. `forward` gives hidden states; `output`, the projection to logits, is called by the loss."""
+    """The decoder. `forward` gives hidden states; `output`, the projection to logits, is called by the loss.
+
+    A pipeline stage has some of the modules, and None in the place of embedding, norm or output that it lacks.
+    """
 
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
@@ -177,13 +181,14 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S), each below max_seq_len; by default 0 to S - 1.
 
-        attention_plan: what context-parallel attention is to do; see `context_parallel`.
+        attention_plan: what context-parallel attention is to do; see `context_parallel`. A pipeline stage that lacks
+        the embedding takes hidden states in the place of tokens.
         """
-        freqs_cis = self.freqs_cis[: tokens.shape[1]] if positions is None else self.freqs_cis[positions]
-        x = self.tok_embeddings(tokens)
+        freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, freqs_cis, attention_plan)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
     def init_buffers(self, device: torch.device) -> None:
         dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)

@@ -34,7 +34,7 @@ def parallelize(model: Transformer, dims: ParallelDims, config: JobConfig) -> No
     apply_compile(blocks, config.compile, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
     # A tied matrix is used at both ends of the forward: it stays gathered, with the root's own parameters.
     tied = model.args.tie_embeddings
-    units = [*([] if tied else [model.tok_embeddings]), *model.layers.values()]
+    units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
     options = DataParallelOptions.from_config(config, dims.parameter_mesh.device_type)
     apply_data_parallel(model, units, None if tied else model.output, dims.parameter_mesh, options)
 
@@ -49,6 +49,7 @@ def _tensor_parallel(model: Transformer, dims: ParallelDims, config: JobConfig) 
         ),
     }
     sinks = {"attention.sinks": LocalParameter()} if model.args.attention_sinks else {}
+    plan = {name: style for name, style in plan.items() if getattr(model, name) is not None}
     for name in model.layers:
         plan |= {f"layers.{name}.{part}": style for part, style in (_block_plan() | sinks).items()}
     apply_tensor_parallel(model, dims["tp"], plan)

@@ -1,0 +1,123 @@
+"""The stages of this rank and the schedule that runs them (torch.distributed.pipelining).
+
+Shapes of what travels are known ahead, (rows of a micro-batch, tokens of this rank, dim), so that the schedule needs no
+forward of its own to find them. Gradients are sums, as everywhere: nothing is divided by the number of micro-batches.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from trainer.config.errors import ConfigError
+from trainer.distributed.pipeline_stages import PipelinePlan
+
+LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Pipeline:
+    """One pass of a batch through all stages, forward and backward, cut into micro-batches.
+
+    parts: the stages of this rank, in the order of `plan.stages_of(rank)`; mesh: the 1-D pipeline mesh; dim, dtype: of
+    the hidden states; tp: ranks over which they are cut in the sequence.
+
+    Raises:
+        ConfigError: the plan's CSV file is no schedule that can run.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        parts: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        *,
+        device: torch.device,
+        dim: int,
+        dtype: torch.dtype,
+        tp: int,
+    ) -> None:
+        self.plan = plan
+        self.parts = parts
+        self._mesh, self._device, self._dim, self._dtype, self._tp = mesh, device, dim, dtype, tp
+        self._numbers = plan.stages_of(mesh.get_local_rank())
+        self.has_first, self.has_last = 0 in self._numbers, len(plan.stages) - 1 in self._numbers
+        self._shape: tuple[int, int] | None = None
+        self._schedule = None
+        self._loss: LossFunction | None = None
+        # At an error it would print the whole schedule, on every rank.
+        logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
+        self._prepare((plan.micro_batches, tp))  # of any shape: to see that the schedule can run
+
+    def step(
+        self, tokens: torch.Tensor, labels: torch.Tensor, loss: LossFunction, **per_row: torch.Tensor | None
+    ) -> None:
+        """Forward and backward of the whole batch; gradients add up. A collective over the pipeline.
+
+        tokens, labels: (B, S), of which the first and the last stage make use; loss: (last part, its hidden states,
+        labels) of a micro-batch -> a sum, to be differentiated; per_row: arguments of every part's forward that are cut
+        with the rows, (B, ...).
+        """
+        if self._shape != tokens.shape:
+            self._prepare(tuple(tokens.shape))
+        self._loss = loss
+        given = {name: x for name, x in per_row.items() if x is not None}
+        arguments = (tokens,) if self.has_first else ()
+        try:
+            with self._compiled_twice():
+                self._schedule.step(*arguments, target=labels if self.has_last else None, return_outputs=False, **given)
+        except RuntimeError as error:
+            # Around what a stage has raised it puts one that only lists the stage's arguments.
+            raise (error.__cause__ or error) from None
+        finally:
+            self._loss = None
+
+    def _prepare(self, shape: tuple[int, int]) -> None:
+        rows, length = shape
+        hidden = torch.empty(
+            rows // self.plan.micro_batches, length // self._tp, self._dim, dtype=self._dtype, device="meta"
+        ).requires_grad_()
+        tokens = torch.empty(rows // self.plan.micro_batches, length, dtype=torch.int64, device="meta")
+        stages = [
+            PipelineStage(
+                part,
+                number,
+                len(self.plan.stages),
+                self._device,
+                input_args=tokens if number == 0 else hidden,
+                output_args=hidden,
+                group=self._mesh.get_group(),
+            )
+            for number, part in zip(self._numbers, self.parts, strict=True)
+        ]
+        self._schedule, self._shape = self._build(stages), shape
+
+    def _build(self, stages: list[PipelineStage]) -> object:
+        settings = {"loss_fn": self._micro_batch_loss, "scale_grads": False}
+        if self.plan.csv is not None:
+            schedule = torch_schedules._PipelineScheduleRuntime(stages, self.plan.micro_batches, **settings)
+            try:
+                schedule._load_csv(self.plan.csv)
+            except (AssertionError, ValueError) as error:
+                reason = str(error).split("\n")[0]
+                raise ConfigError(
+                    f"parallelism.pipeline_parallel_schedule_csv = {self.plan.csv!r} cannot run ({reason}); order the "
+                    "computations so that each comes after what it needs"
+                ) from None
+            return schedule
+        kind = torch_schedules.get_schedule_class(self.plan.schedule)
+        single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+        return kind(stages[0] if single else stages, self.plan.micro_batches, **settings)
+
+    def _micro_batch_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self._loss(self.parts[-1], hidden, labels)
+
+    def _compiled_twice(self) -> AbstractContextManager[None]:
+        """Where the backward is split, compiled code runs it twice, and must not overwrite what it was given."""
+        if not self.plan.splits_backward:
+            return nullcontext()
+        return torch._functorch.config.patch(donated_buffer=False)

@@ -1,0 +1,283 @@
+"""Which modules make a pipeline stage, which rank runs it, and in how many micro-batches. Torch-free.
+
+A stage is a list of module names. Stages lie on ranks in a loop (stage s on rank s mod P) or as a V (rank r has stages
+r and 2P - 1 - r), as the schedule wants.
+"""
+
+import csv
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.schema import JobConfig, Parallelism
+
+_KEY = "parallelism.pipeline_parallel_"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule of `torch.distributed.pipelining` asks for."""
+
+    stages_per_rank: int | None = None
+    """So many; None: any number."""
+    v_shaped: bool = False
+    splits_backward: bool = False
+    """The gradients of weights are computed apart from those of inputs."""
+    rounds: bool = False
+    """Micro-batches run in rounds of at least as many as there are ranks, all of one size."""
+    fills_stages: bool = False
+    """At least as many micro-batches as stages."""
+
+
+SCHEDULES = {
+    "GPipe": Schedule(stages_per_rank=1),
+    "1F1B": Schedule(stages_per_rank=1, fills_stages=True),
+    "LoopedBFS": Schedule(),
+    "Interleaved1F1B": Schedule(rounds=True),
+    "InterleavedZeroBubble": Schedule(rounds=True, splits_backward=True),
+    "ZBVZeroBubble": Schedule(stages_per_rank=2, v_shaped=True, splits_backward=True),
+    "DualPipeV": Schedule(stages_per_rank=2, v_shaped=True, splits_backward=True, fills_stages=True),
+}
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The stages of a pipeline: their modules and ranks, and the micro-batches of one pass."""
+
+    stages: tuple[tuple[str, ...], ...]
+    """Names of the modules of each stage, in the order of the forward."""
+    ranks: tuple[int, ...]
+    """The pipeline rank of each stage."""
+    micro_batches: int
+    schedule: str
+    csv: str | None = None
+    """File with the order of computations, in place of a named schedule."""
+    splits_backward: bool = False
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Numbers of the stages that a pipeline rank runs."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+
+def pipeline_plan(config: JobConfig, modules: Sequence[str]) -> PipelinePlan | None:
+    """The plan of a configuration, None without pipeline parallelism.
+
+    modules: names of the model's modules in the order of the forward, the layers as `layers.0`, `layers.1`, ...
+
+    Raises:
+        ConfigError: stages, schedule and micro-batches that do not fit, or a key without effect.
+    """
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        _check_without_effect(parallelism)
+        return None
+    micro_batches = _micro_batches(config)
+    if parallelism.pipeline_parallel_schedule_csv is not None:
+        return _plan_of_csv(config, modules, micro_batches)
+    name, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    schedule = SCHEDULES[name]
+    stages = _stages(config, modules, (schedule.stages_per_rank or 2) * degree)
+    per_rank, rest = divmod(len(stages), degree)
+    if rest or per_rank != (schedule.stages_per_rank or per_rank):
+        wanted = f"{schedule.stages_per_rank} per rank" if schedule.stages_per_rank else "a multiple of the ranks"
+        fitting = [other for other, s in SCHEDULES.items() if not rest and s.stages_per_rank in (None, per_rank)]
+        raise ConfigError(
+            f"{_KEY}schedule = {name!r} on {_KEY}degree = {degree} takes {wanted}, and {_source(parallelism)} makes "
+            f"{len(stages)} stages; use {(schedule.stages_per_rank or 2) * degree} stages"
+            + (f", or one of {', '.join(fitting)}" if fitting else "")
+        )
+    _check_micro_batches(config, schedule, micro_batches, len(stages))
+    last = 2 * degree - 1
+    ranks = tuple(min(s, last - s) if schedule.v_shaped else s % degree for s in range(len(stages)))
+    return PipelinePlan(stages, ranks, micro_batches, name, splits_backward=schedule.splits_backward)
+
+
+# ---- micro-batches
+
+
+def _micro_batches(config: JobConfig) -> int:
+    """Micro-batches of one pass through the pipeline."""
+    parallelism, rows = config.parallelism, config.training.local_batch_size
+    number, size = parallelism.pipeline_parallel_microbatches, parallelism.pipeline_parallel_microbatch_size
+    if number is not None and size != Parallelism.pipeline_parallel_microbatch_size:
+        raise ConfigError(
+            f"{_KEY}microbatches = {number} and {_KEY}microbatch_size = {size} are two ways to say one thing; keep one"
+        )
+    key, value = ("microbatches", number) if number is not None else ("microbatch_size", size)
+    if rows % value:
+        fitting = [str(n) for n in range(1, rows + 1) if rows % n == 0]
+        raise ConfigError(
+            f"{_KEY}{key} = {value} must divide training.local_batch_size = {rows}; use one of {', '.join(fitting)}"
+        )
+    return value if number is not None else rows // value
+
+
+def _check_micro_batches(config: JobConfig, schedule: Schedule, micro_batches: int, stages: int) -> None:
+    parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
+    needed = 0
+    if schedule.fills_stages and micro_batches < stages:
+        rule, needed = f"at least as many micro-batches as its {stages} stages", stages
+    elif schedule.rounds and micro_batches % max(1, micro_batches // degree):
+        rule, needed = f"a multiple of {degree} micro-batches, or fewer than {2 * degree}", degree
+    if needed:
+        size = config.training.local_batch_size // micro_batches
+        rows = math.ceil(micro_batches / needed) * needed * size
+        raise ConfigError(
+            f"{_KEY}schedule = {parallelism.pipeline_parallel_schedule!r} takes {rule}, and training.local_batch_size "
+            f"= {config.training.local_batch_size} makes {micro_batches} of {size} row(s); use a local_batch_size of "
+            f"{rows}, or the schedule 'GPipe'"
+        )
+
+
+# ---- stages
+
+
+def _stages(config: JobConfig, modules: Sequence[str], default: int) -> tuple[tuple[str, ...], ...]:
+    """Modules of each stage: as listed, as split at the named layers, or dealt evenly over so many stages."""
+    parallelism = config.parallelism
+    ways = ("module_fqns", "split_points", "layers_per_stage")
+    given = [way for way in ways if getattr(parallelism, f"pipeline_parallel_{way}")]
+    if len(given) > 1:
+        raise ConfigError(f"{_KEY}{given[0]} and {_KEY}{given[1]} both say where stages begin; keep one")
+    if parallelism.pipeline_parallel_module_fqns:
+        return _listed(parallelism.pipeline_parallel_module_fqns, modules)
+    if parallelism.pipeline_parallel_split_points:
+        return _split(parallelism.pipeline_parallel_split_points, modules)
+    return _dealt(parallelism, modules, config.model.flavor, default)
+
+
+def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    stages = tuple(tuple(name.strip() for name in stage.split(",")) for stage in listed)
+    names = [name for stage in stages for name in stage]
+    for name in names:
+        if name not in modules:
+            raise ConfigError(f"{_KEY}module_fqns names {name!r}, which the model lacks{did_you_mean(name, modules)}")
+    if names != list(modules):
+        wrong, right = next(((a, b) for a, b in zip(names, modules, strict=False) if a != b), ("the end", modules[-1]))
+        raise ConfigError(
+            f"{_KEY}module_fqns must name every module once, in the order of the forward, and has {wrong} where "
+            f"{right} belongs; the modules are {modules[0]}, {modules[1]} to {modules[-3]}, {', '.join(modules[-2:])}"
+        )
+    return stages
+
+
+def _split(points: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    for point in points:
+        if point not in modules:
+            raise ConfigError(
+                f"{_KEY}split_points names {point!r}, which the model lacks{did_you_mean(point, modules)}"
+            )
+    places = [modules.index(point) for point in points]
+    if places != sorted(set(places)) or places[0] == 0:
+        raise ConfigError(
+            f"{_KEY}split_points = {list(points)} must name modules after the first one, {modules[0]!r}, each once and "
+            f"in the order of the forward"
+        )
+    edges = [0, *places, len(modules)]
+    return tuple(tuple(modules[a:b]) for a, b in pairwise(edges))
+
+
+def _dealt(parallelism: Parallelism, modules: Sequence[str], flavor: str, number: int) -> tuple[tuple[str, ...], ...]:
+    """Layers dealt so that the fullest stage is as light as can be; what is before and after them counts as layers."""
+    layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
+    first, last = modules.index(layers[0]), modules.index(layers[-1]) + 1
+    before = parallelism.pipeline_parallel_first_stage_less_layers
+    after = parallelism.pipeline_parallel_last_stage_less_layers
+    if per_stage := parallelism.pipeline_parallel_layers_per_stage:
+        number = math.ceil((len(layers) + before + after) / per_stage)
+    if number > len(layers):
+        raise ConfigError(
+            f"{_KEY}degree = {parallelism.pipeline_parallel_degree} with {_KEY}schedule = "
+            f"{parallelism.pipeline_parallel_schedule!r} makes {number} stages, and model.flavor = {flavor!r} has only "
+            f"{len(layers)} layers; use fewer stages (a lower degree, a schedule of one stage per rank such as '1F1B', "
+            f"more layers_per_stage), or name each stage's modules in {_KEY}module_fqns"
+        )
+    weights = [1 + before * (stage == 0) + after * (stage == number - 1) for stage in range(number)]
+    counts = [1] * number
+    for _ in range(len(layers) - number):
+        # Of equal ones the latest: earlier stages keep the activations of more micro-batches.
+        lightest = min(range(number), key=lambda stage: (weights[stage], -stage))
+        weights[lightest] += 1
+        counts[lightest] += 1
+    edges = [0]
+    for count in counts:
+        edges.append((edges[-1] or first) + count)
+    edges[-1] += len(modules) - last
+    return tuple(tuple(modules[a:b]) for a, b in pairwise(edges))
+
+
+def _source(parallelism: Parallelism) -> str:
+    for way in ("module_fqns", "split_points", "layers_per_stage"):
+        if value := getattr(parallelism, f"pipeline_parallel_{way}"):
+            return f"{_KEY}{way} = {list(value) if isinstance(value, tuple) else value}"
+    return "the model"
+
+
+# ---- a schedule of one's own
+
+
+_ACTION = re.compile(r"(\d+)(F|B|I|W)(\d+)")
+
+
+def _plan_of_csv(config: JobConfig, modules: Sequence[str], micro_batches: int) -> PipelinePlan:
+    parallelism = config.parallelism
+    path, degree = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
+    key = f"{_KEY}schedule_csv = {path!r}"
+    if parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
+        raise ConfigError(f"{key} takes the place of {_KEY}schedule; leave one of them out")
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key} cannot be read ({reason}); name a file with one line per pipeline rank") from None
+    if len(rows) != degree:
+        raise ConfigError(f"{key} has {len(rows)} lines, and {_KEY}degree = {degree}; give one line per rank")
+    done: dict[tuple[int, int], str] = {}
+    ranks: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for cell in filter(None, row):
+            match = _ACTION.fullmatch(cell)
+            if match is None:
+                raise ConfigError(
+                    f"{key} has the cell {cell!r} for rank {rank}; write stage, action and micro-batch, such as 0F0, "
+                    "with F forward, B backward, or I and W for its halves"
+                )
+            stage, action, micro_batch = int(match[1]), match[2], int(match[3])
+            if ranks.setdefault(stage, rank) != rank:
+                raise ConfigError(f"{key} runs stage {stage} on ranks {ranks[stage]} and {rank}; give it one rank")
+            done[stage, micro_batch] = done.get((stage, micro_batch), "") + action
+    stages = max(ranks, default=-1) + 1
+    for stage in range(stages):
+        for micro_batch in range(micro_batches):
+            actions = done.pop((stage, micro_batch), "nothing")
+            if actions not in ("FB", "FIW"):
+                raise ConfigError(
+                    f"{key} does {actions} for micro-batch {micro_batch} of stage {stage}; each of the {micro_batches} "
+                    "micro-batches needs, in this order, F and B, or F, I and W"
+                )
+    if done:
+        stage, micro_batch = min(done)
+        raise ConfigError(
+            f"{key} has micro-batch {micro_batch}, and training.local_batch_size = {config.training.local_batch_size} "
+            f"makes only {micro_batches}; use as many as the file has"
+        )
+    split = any("I" in cell for row in rows for cell in row)
+    made = _stages(config, modules, stages)
+    if len(made) != stages:
+        raise ConfigError(f"{key} has {stages} stages, and {_source(parallelism)} makes {len(made)}; use as many")
+    return PipelinePlan(made, tuple(ranks[s] for s in range(stages)), micro_batches, "csv", path, split)
+
+
+def _check_without_effect(parallelism: Parallelism) -> None:
+    names: Mapping[str, object] = vars(parallelism)
+    for name, value in names.items():
+        if name.startswith("pipeline_parallel_") and value != getattr(Parallelism, name):
+            raise ConfigError(
+                f"parallelism.{name} = {list(value) if isinstance(value, tuple) else value!r} has no effect with "
+                f"{_KEY}degree = 1; leave it out, or set a degree of at least 2"
+            )
