@@ -312,7 +312,10 @@ def test_every_key_has_a_docstring_in_the_help():
     lines = result.stdout.splitlines()
     for name in schema_keys():
         (row,) = [i for i, line in enumerate(lines) if line.startswith((f"│ --{name} ", f"│ --{name},"))]
-        assert not lines[row + 1].strip("│ ").startswith(("--", "(default")), name
+        own = lines[row + 1].strip("│ ")
+        if own == f"--{name.replace('.', '.no_')}":  # of a long name on its own line
+            own = lines[row + 2].strip("│ ")
+        assert not own.startswith(("--", "(default")), name
 
 
 def test_an_error_takes_less_than_a_second():

@@ -277,6 +277,15 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free parameters after the forward and gather them for the backward; default: all but the last, none with PP."""
 
+    fsdp_forward_prefetch: int = 0
+    """Layers whose parameters are gathered ahead of the one that runs forward; 0: as FSDP does by itself, one."""
+
+    fsdp_backward_prefetch: int = 0
+    """The same backward."""
+
+    enable_async_tensor_parallel: bool = False
+    """Overlap the exchanges of TP with its matrix products; needs compile.enable, and GPUs with symmetric memory."""
+
     disable_loss_parallel: bool = False
     """With TP, gather the logits before the loss instead of computing it on their shards."""
 
@@ -311,11 +320,14 @@ class Checkpoint:
 class ActivationCheckpoint:
     """What the backward computes again instead of keeping it from the forward."""
 
-    mode: Literal["none", "full", "selective"] = "none"
-    """Keep all; keep only the input of each layer; or as selective_ac_option says."""
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """Keep all; only the input of each layer; as selective_ac_option says; or what the compiler can in a budget."""
 
     selective_ac_option: str = "op"
     """For selective: "op" keeps attention and every second matrix product; "2" recomputes every 2nd layer in full."""
+
+    memory_budget: float = 0.5
+    """For memory_budget: share of what would be kept without any recomputation, in (0, 1)."""
 
     @property
     def every(self) -> int | None:
@@ -325,10 +337,13 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Compile:
-    """torch.compile of each layer, as one graph."""
+    """torch.compile of each layer, as one graph, and of the loss."""
 
     enable: bool = False
-    """Compile the layers: less time and memory a step, some minutes at the start."""
+    """Compile: less time and memory a step, some minutes at the start."""
+
+    components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
+    """What is compiled: the layers, the loss."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """inductor makes kernels; aot_eager and eager only trace, to find out where an error comes from."""

@@ -53,6 +53,8 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
     _check_pipeline(config, shape)
     degrees = _check_attention(config, shape, degrees)
     _check_activation_checkpoint(config, shape.n_layers)
+    _check_compile(config)
+    _check_prefetch(config, degrees)
     check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
     _check_checkpoint(config, shape)
     return degrees
@@ -108,6 +110,9 @@ _RANGES: dict[str, _Range] = {
     "parallelism.pipeline_parallel_layers_per_stage": _Range(_AT_LEAST_ONE.test, _AT_LEAST_ONE.words, 2),
     "parallelism.pipeline_parallel_first_stage_less_layers": _NOT_NEGATIVE,
     "parallelism.pipeline_parallel_last_stage_less_layers": _NOT_NEGATIVE,
+    "parallelism.fsdp_forward_prefetch": _NOT_NEGATIVE,
+    "parallelism.fsdp_backward_prefetch": _NOT_NEGATIVE,
+    "activation_checkpoint.memory_budget": _Range(lambda x: 0 < x < 1, "in (0, 1)"),
     "parallelism.context_parallel_heads_per_pass": _Range(_NOT_NEGATIVE.test, "at least 0 (0: all)"),
     "checkpoint.interval": _AT_LEAST_ONE,
     "checkpoint.keep_latest_k": _Range(_NOT_NEGATIVE.test, "at least 0 (0: keep all)"),
@@ -296,7 +301,7 @@ def _check_pipeline(config: JobConfig, shape: TransformerArgs) -> None:
             f"parallelism.fsdp_reshard_after_forward = 'always' would free the parameters that the second half of a "
             f"split backward needs, and {plan.schedule} splits it; use 'default', or the schedule 'Interleaved1F1B'"
         )
-    activations, compiled = config.activation_checkpoint, config.compile.enable
+    activations, compiled = config.activation_checkpoint, _compiles_model(config)
     if plan.splits_backward and (activations.mode, activations.every) == ("selective", None) and not compiled:
         raise ConfigError(
             f"activation_checkpoint.selective_ac_option = 'op' keeps what it kept for one backward, and "
@@ -314,6 +319,55 @@ def _check_activation_checkpoint(config: JobConfig, n_layers: int) -> None:
             f"activation_checkpoint.selective_ac_option = {option!r} must be 'op', or for every n-th layer a number "
             f"from 1 to {n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
         )
+
+    activations, compiled = config.activation_checkpoint, _compiles_model(config)
+    if activations.mode == "memory_budget" and not compiled:
+        raise ConfigError(
+            "activation_checkpoint.mode = 'memory_budget' leaves the choice to the compiler; set compile.enable with "
+            "'model' in compile.components, or use the mode 'selective'"
+        )
+    if (
+        activations.mode != "memory_budget"
+        and activations.memory_budget != JobConfig().activation_checkpoint.memory_budget
+    ):
+        raise ConfigError(
+            f"activation_checkpoint.memory_budget = {activations.memory_budget} has no effect with "
+            f"activation_checkpoint.mode = {activations.mode!r}; leave it out, or use the mode 'memory_budget'"
+        )
+
+
+def _compiles_model(config: JobConfig) -> bool:
+    return config.compile.enable and "model" in config.compile.components
+
+
+def _check_compile(config: JobConfig) -> None:
+    settings = config.compile
+    if not settings.enable and settings.components != JobConfig().compile.components:
+        raise ConfigError(
+            f"compile.components = {list(settings.components)} has no effect without compile.enable; switch it on, or "
+            f"leave them out"
+        )
+    if not settings.components:
+        raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
+    parallelism = config.parallelism
+    if parallelism.enable_async_tensor_parallel:
+        key = "parallelism.enable_async_tensor_parallel = true"
+        if parallelism.tensor_parallel_degree == 1:
+            raise ConfigError(f"{key} has no effect with parallelism.tensor_parallel_degree = 1; leave it out")
+        if not (_compiles_model(config) and settings.backend == "inductor"):
+            raise ConfigError(
+                f"{key} is the compiler's work; set compile.enable with 'model' in compile.components and "
+                f"compile.backend = 'inductor', or leave it out"
+            )
+
+
+def _check_prefetch(config: JobConfig, degrees: Degrees) -> None:
+    for key in ("fsdp_forward_prefetch", "fsdp_backward_prefetch"):
+        if (value := getattr(config.parallelism, key)) and degrees.dp_shard * degrees.cp == 1:
+            raise ConfigError(
+                f"parallelism.{key} = {value} has no effect where parameters are not sharded "
+                f"(data_parallel_shard_degree x context_parallel_degree = 1); leave it out"
+            )
 
 
 def _nearest_multiples(number: int, factor: int) -> str:

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import (
 
 from trainer.config.schema import ActivationCheckpoint
 
+CONTEXT_PARALLEL_ATTENTION = "trainer::context_parallel_attention"
+
 # By name, because some exist on some builds only and context parallelism registers its own when it is used. What is
 # kept is an operator's whole output: for attention also the log-sum-exp, so that no key or value travels again.
 KEPT_OPERATORS = frozenset(
@@ -31,7 +33,7 @@ KEPT_OPERATORS = frozenset(
         "aten::_scaled_dot_product_fused_attention_overrideable",
         "flex_attention",
         "torch_attn::_varlen_attn",
-        "trainer::context_parallel_attention",
+        CONTEXT_PARALLEL_ATTENTION,
         # the sum of tensor parallelism's partial results
         "_c10d_functional::reduce_scatter_tensor",
     }
@@ -46,9 +48,14 @@ def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationC
     """
     if config.mode == "none":
         return
-    every = 1 if config.mode == "full" else config.every
-    forward = _forward_keeping_operators if every is None else _forward_keeping_inputs
-    for block in blocks[(every or 1) - 1 :: every or 1]:
+    every, forward = 1, _forward_keeping_inputs
+    if config.mode == "memory_budget":
+        forward = _forward_within_budget
+    elif config.mode == "selective" and config.every is None:
+        forward = _forward_keeping_operators
+    elif config.mode == "selective":
+        every = config.every
+    for block in blocks[every - 1 :: every]:
         block.forward = types.MethodType(forward, block)
 
 
@@ -70,6 +77,31 @@ def _forward_keeping_operators(self: nn.Module, *args: Any, **kwargs: Any) -> An
         context_fn=_contexts_keeping_operators,
         **kwargs,
     )
+
+
+def _forward_within_budget(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        type(self).forward,
+        self,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=_contexts_keeping_exchanges,
+        **kwargs,
+    )
+
+
+def _contexts_keeping_exchanges() -> tuple[Any, Any]:
+    """The compiler chooses within its budget, but for attention over several ranks.
+
+    Ranks with shards of different lengths might choose differently, and one would wait for an exchange of the other.
+    """
+    return create_selective_checkpoint_contexts(_keep_exchanges)
+
+
+def _keep_exchanges(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op.name().split(".")[0] == CONTEXT_PARALLEL_ATTENTION
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_SAVE
 
 
 def _contexts_keeping_operators() -> tuple[Any, Any]:

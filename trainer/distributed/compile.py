@@ -1,13 +1,18 @@
-"""torch.compile of decoder blocks, one graph each; all blocks of one shape share one compiled code."""
+"""torch.compile of decoder blocks, one graph each; all blocks of one shape share one compiled code. And of the loss."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Compile
+from trainer.config.schema import Compile, JobConfig
+
+F = TypeVar("F", bound=Callable)
 
 
 def apply_compile(blocks: Sequence[nn.Module], config: Compile, *, embedding: nn.Module | None = None) -> None:
@@ -16,17 +21,88 @@ def apply_compile(blocks: Sequence[nn.Module], config: Compile, *, embedding: nn
     Call it after tensor parallelism and activation checkpointing, which become part of the graph, and before
     `fully_shard`, whose gathering stays outside. embedding: what feeds the first block, if it is tensor-parallel.
     """
-    if not config.enable:
+    if not (config.enable and "model" in config.components):
         return
     # It asks to look for in-place operators in checkpointed blocks, on every rank; there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    for block in blocks:
+        block.forward = _compiled(block.forward, config)
+    if embedding is not None:
+        embedding.register_forward_hook(_wait_inside_autograd)
+
+
+def compiled_loss(loss: F, config: Compile) -> F:
+    """`loss`, compiled if the configuration says so."""
+    return _compiled(loss, config) if config.enable and "loss" in config.components else loss
+
+
+def _compiled(function: F, config: Compile) -> F:
     options = {}
     if config.backend == "inductor" and torch.are_deterministic_algorithms_enabled():
         options = {"options": {"deterministic": True}}  # kernels are not chosen by their time
-    for block in blocks:
-        block.forward = torch.compile(block.forward, backend=config.backend, fullgraph=True, **options)
-    if embedding is not None:
-        embedding.register_forward_hook(_wait_inside_autograd)
+    return torch.compile(function, backend=config.backend, fullgraph=True, **options)
+
+
+@contextmanager
+def compiler_settings(config: JobConfig, *, splits_backward: bool) -> Iterator[None]:
+    """Around forward and backward: what is compiled inside is compiled for this run.
+
+    splits_backward: a pipeline runs each backward twice, once for inputs and once for weights.
+    """
+    settings = {}
+    if splits_backward:
+        settings["donated_buffer"] = False  # else the first run overwrites what the second needs
+    if config.activation_checkpoint.mode == "memory_budget":
+        settings["activation_memory_budget"] = config.activation_checkpoint.memory_budget
+        # Process groups are arguments of graphs with tensor parallelism; they hold no tensors.
+        if hasattr(torch._functorch.config, unsized := "unsafe_treat_script_objects_as_zero_size"):
+            settings[unsized] = True
+    with ExitStack() as stack:
+        if config.compile.enable and settings:
+            stack.enter_context(torch._functorch.config.patch(settings))
+        if config.parallelism.enable_async_tensor_parallel:
+            stack.enter_context(torch._inductor.config.patch(_micro_pipeline_tp=True))
+        yield
+
+
+def check_symmetric_memory(device: torch.device) -> None:
+    """Look for what asynchronous tensor parallelism needs of this machine.
+
+    Raises:
+        ConfigError: this rank's GPU cannot reach its neighbours' memory, or there is none.
+    """
+    key = "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory"
+    if device.type != "cuda":
+        raise ConfigError(f"{key}, and this runs on the {device.type.upper()}; leave it out here")
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    unreachable = [i for i in others if not torch.cuda.can_device_access_peer(device.index, i)]
+    if unreachable:
+        raise ConfigError(f"{key}, and GPU {device.index} cannot reach {unreachable}; leave it out on this machine")
+
+
+def share_memory(mesh: DeviceMesh) -> None:
+    """Let the ranks of a 1-D mesh read and write each other's memory: asynchronous tensor parallelism works by it."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
+class CompilationCounter:
+    """Graphs that were compiled since it was last asked: after the first steps there should be none."""
+
+    def __init__(self) -> None:
+        self._before = self._graphs()
+
+    def new(self) -> int:
+        """Graphs compiled since the last call."""
+        before, self._before = self._before, self._graphs()
+        return self._before - before
+
+    @staticmethod
+    def _graphs() -> int:
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
 
 
 def _wait_inside_autograd(_module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:

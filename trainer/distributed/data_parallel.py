@@ -26,6 +26,9 @@ class DataParallelOptions:
     reshard_last: bool = False
     """Also free the last unit after the forward, although the backward wants it at once."""
     cpu_offload: bool = False
+    forward_prefetch: int = 0
+    """Units gathered ahead of the one that runs; 0: one, by FSDP's own means."""
+    backward_prefetch: int = 0
 
     @classmethod
     def from_config(cls, config: JobConfig, device_type: str) -> "DataParallelOptions":
@@ -44,6 +47,8 @@ class DataParallelOptions:
             reshard_after_forward=how == "always" or (how == "default" and not pipelined),
             reshard_last=how == "always",
             cpu_offload=config.training.enable_cpu_offload,
+            forward_prefetch=config.parallelism.fsdp_forward_prefetch,
+            backward_prefetch=config.parallelism.fsdp_backward_prefetch,
         )
 
 
@@ -72,9 +77,19 @@ def apply_data_parallel(
     if last is not None:
         fully_shard(last, reshard_after_forward=options.reshard_last, **settings)
     fully_shard(model, **settings)
+    _prefetch([*units, *([] if last is None else [last])], options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
+
+
+def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions) -> None:
+    """Name for each unit those that are gathered while it runs."""
+    for i, unit in enumerate(units):
+        if options.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + options.forward_prefetch]))
+        if options.backward_prefetch:
+            unit.set_modules_to_backward_prefetch(list(units[max(i - options.backward_prefetch, 0) : i][::-1]))
 
 
 def sum_gradients(module: FSDPModule) -> None:

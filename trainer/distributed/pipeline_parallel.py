@@ -6,7 +6,6 @@ forward of its own to find them. Gradients are sums, as everywhere: nothing is d
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -68,8 +67,7 @@ class Pipeline:
         given = {name: x for name, x in per_row.items() if x is not None}
         arguments = (tokens,) if self.has_first else ()
         try:
-            with self._compiled_twice():
-                self._schedule.step(*arguments, target=labels if self.has_last else None, return_outputs=False, **given)
+            self._schedule.step(*arguments, target=labels if self.has_last else None, return_outputs=False, **given)
         except RuntimeError as error:
             # Around what a stage has raised it puts one that only lists the stage's arguments.
             raise (error.__cause__ or error) from None
@@ -115,9 +113,3 @@ class Pipeline:
 
     def _micro_batch_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self._loss(self.parts[-1], hidden, labels)
-
-    def _compiled_twice(self) -> AbstractContextManager[None]:
-        """Where the backward is split, compiled code runs it twice, and must not overwrite what it was given."""
-        if not self.plan.splits_backward:
-            return nullcontext()
-        return torch._functorch.config.patch(donated_buffer=False)
