@@ -45,6 +45,7 @@ from trainer.distributed.context_parallel.kernels import choose_kernel
 from trainer.distributed.context_parallel.options import BatchPlan
 from trainer.distributed.data_parallel import DataParallelOptions, reduce_across_replicas
 from trainer.distributed.exchange import all_gather, all_reduce
+from trainer.distributed.float8 import check_float8_machine, precompute_scales
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.pipeline_stages import PipelinePlan, pipeline_plan
@@ -166,6 +167,7 @@ class Trainer:
 
     def _prepare_machine(self) -> None:
         check_compiler(self.config.compile)
+        check_float8_machine(self.config, self.device)
         if self.config.parallelism.enable_async_tensor_parallel:
             check_symmetric_memory(self.device)
         check_memory_snapshot(self.config.profiling, self.device)
@@ -258,6 +260,8 @@ class Trainer:
         valid = all_reduce(sum(count_valid(batch["labels"]) for batch in batches), self.dims["dp"])
 
         self.optimizer.zero_grad()
+        for part in self.parts:
+            precompute_scales(part, self.config.float8)
         rows = [
             self.forward_backward(batch, valid.clamp(min=1), last=i == len(batches) - 1)
             for i, batch in enumerate(batches)

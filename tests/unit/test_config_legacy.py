@@ -40,6 +40,8 @@ CASES = [
     ("training.warmup_steps", 5, "lr_scheduler.warmup_steps", 5),
     ("training.compile", True, "compile.enable", True),
     ("checkpoint.enable_checkpoint", True, "checkpoint.enable", True),
+    ("float8.enable_float8_linear", True, "float8.enable", True),
+    ("training.fp8_linear", "dynamic", "float8.enable", True),
     ("optimizer.fused", True, "optimizer.implementation", "fused"),
     ("optimizer.fused", False, "optimizer.implementation", "foreach"),
 ]
@@ -83,6 +85,12 @@ def test_an_older_spelling_equals_todays(old, value, key, new, tmp_path):
 def test_a_rotation_that_is_gone_is_refused():
     with pytest.raises(ConfigError, match=r"'addtoall' has no counterpart.*'ring'"):
         parse_command_line(["--experimental.context_parallel_rotate_method", "addtoall"])
+
+
+def test_a_float8_scaling_that_is_gone_is_refused():
+    with pytest.raises(ConfigError, match=r"'delayed' has no counterpart.*float8.enable"):
+        parse_command_line(["--training.fp8_linear", "delayed"])
+    assert not parse_command_line(["--training.fp8_linear="]).config.float8.enable
 
 
 def test_a_setting_without_effect_is_said_to_be_ignored():

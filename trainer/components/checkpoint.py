@@ -40,6 +40,7 @@ from trainer.config.schema import JobConfig
 from trainer.data.loader import load_stream_states, stream_states
 from trainer.distributed.agreement import agreed
 from trainer.distributed.exchange import all_gather, all_reduce
+from trainer.distributed.float8 import without_float8_cast
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.models.llama3.args import TransformerArgs
 
@@ -61,7 +62,7 @@ def tensors_of(parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> 
     for part in parts:
         for name, tensor in part.state_dict(keep_vars=True).items():
             named.setdefault(tensor, name)
-    tensors = {f"model.{name}": tensor.detach() for tensor, name in named.items()}
+    tensors = {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for entry, value in optimizer.state[parameter].items():

@@ -45,6 +45,9 @@ OLDER: dict[str, Spelling] = {
     "training.compile": Spelling(bool, "compile.enable"),
     "checkpoint.enable_checkpoint": Spelling(bool, "checkpoint.enable"),
     "optimizer.fused": Spelling(bool, "optimizer.implementation", lambda on: "fused" if on else "foreach"),
+    "float8.enable_float8_linear": Spelling(bool, "float8.enable"),
+    "float8.force_recompute_fp8_weight_in_bwd": Spelling(bool, None),
+    "training.fp8_linear": Spelling(str, "float8.enable", lambda how: _fp8_linear(how)),
     "job.use_for_integration_test": Spelling(bool, None),
 }
 
@@ -66,6 +69,13 @@ def _schedule(name: str) -> str:
     if (plain := name.lower().replace("_", "")) in names:
         return names[plain]
     raise ConfigError(f"experimental.pipeline_parallel_schedule = {name!r} is no schedule{did_you_mean(name, today)}")
+
+
+def _fp8_linear(how: str) -> bool:
+    """How scales were found: from the tensor itself ("dynamic"), or not at all ("")."""
+    if how in ("dynamic", ""):
+        return how == "dynamic"
+    raise ConfigError(f"training.fp8_linear = {how!r} has no counterpart today; use float8.enable (once 'dynamic')")
 
 
 def rewrite(values: Mapping[str, object], where: str) -> tuple[dict[str, object], list[str]]:

@@ -350,6 +350,29 @@ class Compile:
 
 
 @dataclass(frozen=True)
+class Float8:
+    """Matrix products in float8, through torchao (an optional extra)."""
+
+    enable: bool = False
+    """Multiply in float8 in the linear modules; on GPUs of compute capability 8.9 or more, or emulated."""
+
+    recipe_name: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """One scale for a tensor (fastest), or one for each row and column (closer to high precision)."""
+
+    enable_fsdp_float8_all_gather: bool = False
+    """FSDP casts its shards and gathers weights in float8: less traffic; tensorwise only."""
+
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """For this all-gather, find the scales of all weights by one reduction a step instead of one a weight."""
+
+    filter_fqns: tuple[str, ...] = ("output",)
+    """Modules whose name contains one of these stay in high precision, such as "output", "layers.0." or "wk"."""
+
+    emulate: bool = False
+    """Float8's rounding without its kernels: slow, on any machine."""
+
+
+@dataclass(frozen=True)
 class Comm:
     """Process groups."""
 
@@ -384,4 +407,5 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
     comm: Comm = field(default_factory=Comm)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainer.config.degrees import Degrees, resolve_degrees
 from trainer.config.errors import ConfigError
+from trainer.config.float8 import check_float8
 from trainer.config.schema import JobConfig
 from trainer.models.llama3.args import TransformerArgs
 from trainer.models.registry import model_args
@@ -52,6 +53,7 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
     check_shape(shape, config.model.flavor, degrees)
     _check_pipeline(config, shape)
     degrees = _check_attention(config, shape, degrees)
+    check_float8(config, shape, degrees)
     _check_activation_checkpoint(config, shape.n_layers)
     _check_compile(config)
     _check_prefetch(config, degrees)

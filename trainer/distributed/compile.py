@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Compile, JobConfig
+from trainer.distributed.float8 import needs_rounding_between
 
 F = TypeVar("F", bound=Callable)
 
@@ -62,6 +63,8 @@ def compiler_settings(config: JobConfig, *, splits_backward: bool) -> Iterator[N
             stack.enter_context(torch._functorch.config.patch(settings))
         if config.parallelism.enable_async_tensor_parallel:
             stack.enter_context(torch._inductor.config.patch(_micro_pipeline_tp=True))
+        if config.compile.enable and needs_rounding_between(config.float8):
+            stack.enter_context(torch._inductor.config.patch(emulate_precision_casts=True))
         yield
 
 

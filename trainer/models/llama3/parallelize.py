@@ -15,13 +15,15 @@ from trainer.distributed.compile import apply_compile
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.configure import uses_planned_attention
 from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
+from trainer.distributed.float8 import apply_float8
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import LocalParameter, apply_tensor_parallel, logits_layout
 from trainer.models.llama3.model import Transformer
 
 
 def parallelize(model: Transformer, dims: ParallelDims, config: JobConfig) -> None:
-    """Cut matrices over tp, checkpoint and compile blocks, then shard and replicate over the data-parallel meshes."""
+    """Set float8 products, cut matrices over tp, checkpoint and compile blocks, then shard and replicate parameters."""
+    apply_float8(model, config.float8)
     if dims.size("tp") > 1:
         _tensor_parallel(model, dims, config)
     blocks = list(model.layers.values())

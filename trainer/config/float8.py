@@ -1,0 +1,123 @@
+"""Rules of the table [float8]: what torchao's float8 products cannot do is refused before a rank is started."""
+
+from operator import attrgetter
+
+from trainer.config.degrees import Degrees
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Float8, JobConfig
+from trainer.models.llama3.args import TransformerArgs
+
+# What float8 kernels want every side of a matrix to be a multiple of.
+_MULTIPLE = 16
+
+
+def linear_shapes(args: TransformerArgs, tp: int) -> dict[str, tuple[int, int]]:
+    """Rows (outputs) and columns (inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
+    heads, kv_heads = args.n_heads * args.head_dim // tp, args.n_kv_heads * args.head_dim // tp
+    hidden = args.ffn_hidden_dim // tp
+    of_a_layer = {
+        "attention.wq": (heads, args.dim),
+        "attention.wk": (kv_heads, args.dim),
+        "attention.wv": (kv_heads, args.dim),
+        "attention.wo": (args.dim, heads),
+        "feed_forward.w1": (hidden, args.dim),
+        "feed_forward.w2": (args.dim, hidden),
+        "feed_forward.w3": (hidden, args.dim),
+    }
+    shapes = {f"layers.{i}.{name}": shape for i in range(args.n_layers) for name, shape in of_a_layer.items()}
+    return shapes | {"output": (args.vocab_size // tp, args.dim)}
+
+
+def check_float8(config: JobConfig, args: TransformerArgs, degrees: Degrees) -> None:
+    """Check the table against the rest of the configuration and the model's matrices.
+
+    Raises:
+        ConfigError: a setting without effect, or one that cannot work.
+    """
+    settings = config.float8
+    if not settings.enable:
+        _check_off(config)
+        return
+    if config.training.dtype == "float64":
+        raise ConfigError(
+            "float8.enable = true computes in float32 or less, and training.dtype = 'float64' asks for more; use "
+            "'float32' or 'bfloat16', or leave float8.enable out"
+        )
+    if config.parallelism.enable_async_tensor_parallel:
+        raise ConfigError(
+            "float8.enable = true and parallelism.enable_async_tensor_parallel = true have not been made to work "
+            "together: what overlaps are products in high precision; leave one of them out"
+        )
+    shapes = linear_shapes(args, degrees.tp)
+    for part in settings.filter_fqns:
+        if not part or not any(part in name for name in shapes):
+            raise ConfigError(
+                f"float8.filter_fqns = {list(settings.filter_fqns)}: {part!r} must be a part of some linear module's "
+                f"name, such as 'output', 'attention.wk' or 'layers.{args.n_layers - 1}.'"
+            )
+    chosen = {name: shape for name, shape in shapes.items() if not any(part in name for part in settings.filter_fqns)}
+    if not chosen:
+        raise ConfigError(
+            f"float8.filter_fqns = {list(settings.filter_fqns)} leaves no module to float8; leave some out, or "
+            f"float8.enable"
+        )
+    for name, shape in chosen.items():
+        for side, size in zip(("rows", "columns"), shape, strict=True):
+            if size % _MULTIPLE:
+                per_rank = f" on each of {degrees.tp} tensor-parallel ranks" if degrees.tp > 1 else ""
+                raise ConfigError(
+                    f"float8.enable = true needs matrices whose sides are multiples of {_MULTIPLE}, and {name} has "
+                    f"{size} {side}{per_rank}; add {name.split('.')[-1]!r} to float8.filter_fqns = "
+                    f"{list(settings.filter_fqns)}" + (", or use fewer of these ranks" if degrees.tp > 1 else "")
+                )
+    _check_all_gather(config, args, degrees, chosen)
+
+
+def _check_off(config: JobConfig) -> None:
+    for name in vars(Float8()):
+        key = f"float8.{name}"
+        value = attrgetter(key)(config)
+        if value != attrgetter(key)(JobConfig()):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(
+                f"{key} = {shown!r} has no effect without float8.enable; switch that on, or leave this out"
+            )
+
+
+def _check_all_gather(
+    config: JobConfig, args: TransformerArgs, degrees: Degrees, chosen: dict[str, tuple[int, int]]
+) -> None:
+    settings = config.float8
+    gather, precompute = "float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp"
+    if not settings.enable_fsdp_float8_all_gather:
+        if settings.precompute_float8_dynamic_scale_for_fsdp:
+            raise ConfigError(f"{precompute} = true has no effect without {gather}; switch that on, or leave this out")
+        return
+    if settings.recipe_name != "tensorwise":
+        raise ConfigError(
+            f"{gather} = true needs one scale for each weight, and float8.recipe_name = "
+            f"{settings.recipe_name!r} has one a row; use 'tensorwise', or leave {gather} out"
+        )
+    shards = degrees.dp_shard * degrees.cp
+    if shards == 1:
+        raise ConfigError(
+            f"{gather} = true has no effect where no weight is cut: parallelism.data_parallel_shard_degree = 1 and "
+            f"parallelism.context_parallel_degree = 1; leave it out, or use more shards"
+        )
+    for name, (rows, _) in chosen.items():
+        if rows % shards:
+            raise ConfigError(
+                f"{gather} = true needs shards of equal size, and the {rows} rows of {name} are cut for "
+                f"parallelism.data_parallel_shard_degree x parallelism.context_parallel_degree = {shards}; add "
+                f"{name.split('.')[-1]!r} to float8.filter_fqns = {list(settings.filter_fqns)}, or use another degree"
+            )
+    if args.tie_embeddings and "output" in chosen:
+        raise ConfigError(
+            f"{gather} = true would gather the embedding in float8, too, as model.flavor = {config.model.flavor!r} has "
+            f"one matrix for both; add 'output' to float8.filter_fqns = {list(settings.filter_fqns)}"
+        )
+    if settings.precompute_float8_dynamic_scale_for_fsdp and config.training.enable_cpu_offload:
+        raise ConfigError(
+            f"{precompute} = true has no effect with training.enable_cpu_offload = true, which copies weights to the "
+            f"GPU without the scales found for them; use one of the two"
+        )
