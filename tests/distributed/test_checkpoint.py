@@ -87,7 +87,7 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
-CHAIN = ("fsdp2", "tp2", "hsdp2x2", "one")
+CHAIN = ("fsdp2", "tp2", "pp2", "hsdp2x2", "one")
 VARIANTS = {
     "plain": [],
     "tied embeddings": ["--model.flavor=tiny_tied"],
@@ -107,6 +107,8 @@ def test_every_layout_loads_exactly_what_another_saved(pool: WorkerPool, tmp_pat
     """Weights, both moments and the step of every parameter, learning rate, position of every data stream."""
     layouts = CHAIN if variant in ("plain", "tied embeddings") else (*CHAIN, "fsdp2+tp2", "ddp4", "cp2", "fsdp2")
     saved: dict | None = None
+    if variant in ("tied embeddings", "accumulation"):  # a pipeline refuses the one, and needs two rows for the other
+        layouts = tuple(layout for layout in layouts if layout != "pp2")
     for done, layout in enumerate(layouts):
         world_size, arguments = LAYOUTS.get(layout, (1, []))
         results = pool.run(world_size, load_step_save, str(tmp_path), [*VARIANTS[variant], *arguments], 1)
@@ -115,7 +117,8 @@ def test_every_layout_loads_exactly_what_another_saved(pool: WorkerPool, tmp_pat
         if saved is not None:
             assert got.keys() == saved.keys()
             assert [name for name in saved if not same(saved[name], got[name])] == []
-        assert {name.removeprefix("model.") for name in got if name.startswith("model.")} == results[0]["names"]
+        names = set().union(*(result["names"] for result in results))
+        assert {name.removeprefix("model.") for name in got if name.startswith("model.")} == names
         saved = merged(results, "after")
     moments = [value for name, value in saved.items() if name.endswith("exp_avg")]
     assert moments

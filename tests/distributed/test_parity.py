@@ -46,25 +46,31 @@ LAYOUTS = {
     "ddp2+cp2+tp2": (8, degrees(dp_replicate=2, cp=2, tp=2)),
     "fsdp2+cp4": (8, degrees(dp_shard=2, cp=4)),
     "cp4+tp2": (8, degrees(cp=4, tp=2)),
+    "pp2": (2, degrees(pp=2)),
+    "ddp2+pp2": (4, degrees(dp_replicate=2, pp=2)),
+    "fsdp2+pp2": (4, degrees(dp_shard=2, pp=2)),
+    "cp2+pp2": (4, degrees(cp=2, pp=2)),
+    "tp2+pp2": (4, degrees(tp=2, pp=2)),
+    "fsdp2+cp2+pp2": (8, degrees(dp_shard=2, cp=2, pp=2)),
+    "fsdp2+tp2+pp2": (8, degrees(dp_shard=2, tp=2, pp=2)),
+    "cp2+tp2+pp2": (8, degrees(cp=2, tp=2, pp=2)),
 }
-# What every commit runs in both precisions; the rest runs in float64 there, and in full in `make test-all`.
-QUICK_FLOAT32 = {"fsdp2", "tp2", "hsdp2x2", "cp2"}
-SLOW = {"fsdp8", "hsdp2x4", "tp8", "fsdp2+tp4", "ddp4", "cp8", "ddp2+cp2+tp2", "fsdp2+cp4", "cp4+tp2"}
-# These run in float32 on real text, by name, in tests/integration.
-SLOW |= {"tp4", "ddp2+tp2", "ddp2+cp2", "hsdp2x2+cp2"}
-
-VARIANTS = {
-    "layernorm": ["--model.norm_type=layernorm"],
-    "np_layernorm": ["--model.norm_type=np_layernorm"],
-    "tied embeddings": ["--model.flavor=tiny_tied"],
-    "rope scaling": ["--model.rope_scaling=8", "--model.rope_theta=10000"],
-    "loss over whole logits": ["--parallelism.disable_loss_parallel"],
-    "never reshard": ["--parallelism.fsdp_reshard_after_forward=never"],
-    "always reshard": ["--parallelism.fsdp_reshard_after_forward=always"],
-    "cpu offload": ["--training.enable_cpu_offload"],
-    "adam for-loop": ["--optimizer.name=Adam", "--optimizer.implementation=for-loop"],
-    "adamw fused": ["--optimizer.implementation=fused"],
+# What every commit runs in float32; in float64 the layouts of the support matrix run there.
+QUICK_FLOAT32 = {"fsdp2", "tp2", "hsdp2x2", "cp2", "pp2"}
+ONLY_HERE = {
+    "fsdp4",
+    "ddp4",
+    "tp4",
+    "fsdp2+tp4",
+    "fsdp8",
+    "hsdp2x4",
+    "tp8",
+    "cp8",
+    "ddp2+cp2+tp2",
+    "fsdp2+cp4",
+    "cp4+tp2",
 }
+QUICK_FLOAT64 = {"fsdp4"}
 
 
 @lru_cache
@@ -76,13 +82,12 @@ def reference(pool: WorkerPool, *arguments: str) -> Record:
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        pytest.param(
-            layout,
-            dtype,
-            marks=[pytest.mark.slow] if layout in SLOW or (dtype == "float32" and layout not in QUICK_FLOAT32) else [],
+        pytest.param(layout, dtype, marks=[] if layout in quick else [pytest.mark.slow])
+        for dtype, layouts, quick in (
+            ("float32", set(LAYOUTS), QUICK_FLOAT32),
+            ("float64", ONLY_HERE, QUICK_FLOAT64),
         )
-        for layout in LAYOUTS
-        for dtype in TOLERANCE
+        for layout in sorted(layouts)
     ],
 )
 def test_layout_equals_single_process(pool: WorkerPool, layout: str, dtype: str) -> None:
@@ -90,26 +95,6 @@ def test_layout_equals_single_process(pool: WorkerPool, layout: str, dtype: str)
     precision = f"--training.dtype={dtype}"
     got = pool.run(world_size, run_layout, [precision, *arguments])
     assert_parity(got[0], reference(pool, precision), TOLERANCE[dtype])
-
-
-# What tensor parallelism has a part in runs with it at every commit; the rest needs two ranks to show.
-WITH_TP = {"layernorm", "np_layernorm", "tied embeddings", "loss over whole logits"}
-
-
-@pytest.mark.parametrize(
-    ("variant", "layout"),
-    [
-        pytest.param(variant, layout, marks=[] if layout == quick else [pytest.mark.slow])
-        for variant in VARIANTS
-        for quick in ["fsdp2+tp2" if variant in WITH_TP else "fsdp2"]
-        for layout in ("fsdp2", "fsdp2+tp2", "hsdp2x2", "hsdp2x2+tp2", "cp2+tp2")
-    ],
-)
-def test_variant_equals_single_process(pool: WorkerPool, variant: str, layout: str) -> None:
-    world_size, arguments = LAYOUTS[layout]
-    settings = ["--training.dtype=float64", *VARIANTS[variant]]
-    got = pool.run(world_size, run_layout, [*settings, *arguments])
-    assert_parity(got[0], reference(pool, *settings), 1e-10)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -23,6 +23,7 @@ SETTINGS = [
 ]
 # One case generates code, which takes long; for the others tracing and partitioning are what depends on the layout.
 TRACED = ["--compile.enable", "--compile.backend=aot_eager"]
+LOOPED = "--parallelism.pipeline_parallel_schedule"
 LAYOUTS = {
     "default": (2, []),
     "ddp": (2, degrees(dp_replicate=2)),
@@ -38,6 +39,17 @@ LAYOUTS = {
     "tp+cp": (4, [*degrees(cp=2, tp=2), "--training.local_batch_size=8"]),
     "hsdp+cp": (8, degrees(dp_replicate=2, dp_shard=2, cp=2)),
     "fsdp+tp+cp": (8, degrees(dp_shard=2, cp=2, tp=2)),
+    "pp_1f1b": (2, degrees(pp=2)),
+    "pp_gpipe": (2, [*degrees(pp=2), f"{LOOPED}=GPipe"]),
+    "pp_dp_1f1b": (4, [*degrees(pp=2, dp_shard=2), "--training.local_batch_size=4"]),
+    "pp_dp_gpipe": (4, [*degrees(pp=2, dp_shard=2), "--training.local_batch_size=2", f"{LOOPED}=GPipe"]),
+    "pp_tp": (4, degrees(pp=2, tp=2)),
+    "pp_dp_tp": (8, [*degrees(pp=2, dp_shard=2, tp=2), "--training.local_batch_size=4"]),
+    "3d_compile": (8, [*degrees(pp=2, dp_shard=2, tp=2), "--training.local_batch_size=4", *TRACED]),
+    "pp_looped_1f1b": (2, [*degrees(pp=2), f"{LOOPED}=Interleaved1F1B"]),
+    "pp_looped_zero_bubble": (2, [*degrees(pp=2), f"{LOOPED}=InterleavedZeroBubble"]),
+    "pp+cp": (4, degrees(pp=2, cp=2)),
+    "pp+cp+tp": (8, degrees(pp=2, cp=2, tp=2)),
     "cp_all_gather": (2, [*degrees(cp=2), "--parallelism.context_parallel_method=all_gather"]),
     "cp_all_to_all": (4, [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=all_to_all"]),
 }

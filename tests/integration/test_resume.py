@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _world
 
 import train
 from tests.distributed.pool import WorkerPool
@@ -82,7 +83,7 @@ QUICK = {("one", "disabled"), ("fsdp2", "disabled"), ("cp2", "disabled"), ("tp2"
     ("layout", "mode"),
     [
         pytest.param(layout, mode, marks=[] if (layout, mode) in QUICK else [pytest.mark.slow])
-        for layout in ("one", "fsdp2", "hsdp2x2", "tp2", "cp2", "fsdp2+tp2", "fsdp2+cp2")
+        for layout in ("one", "fsdp2", "hsdp2x2", "tp2", "cp2", "fsdp2+tp2", "fsdp2+cp2", "pp2", "fsdp2+tp2+pp2")
         for mode in ("disabled", "async")
     ],
 )
@@ -135,7 +136,7 @@ def test_negative_control(pool: WorkerPool, tmp_path: Path, uninterrupted, what:
 def test_a_run_goes_on_with_other_degrees(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
     run(pool, tmp_path / "first", "fsdp2", *SAVING)
     forget(tmp_path / "first", 4, 6)
-    for layout in ("tp2", "hsdp2x2", "one", "cp2"):
+    for layout in ("tp2", "hsdp2x2", "one", "cp2", "pp2"):
         shutil.copytree(tmp_path / "first", tmp_path / layout)
         got = run(pool, tmp_path / layout, layout, *SAVING)
         for mine, theirs in zip(got, uninterrupted("fsdp2"), strict=True):
@@ -221,15 +222,18 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
 
 
 def timeouts_case(folder: str, arguments: list[str]) -> list[timedelta]:
-    """Time-outs of the world and of the checkpoint's group, each time after they were set."""
+    """The longest time-out during the first step; those of the world and of the checkpoint's group after it."""
     seen = []
 
     def timeout(group) -> timedelta:
         return group._get_backend(torch.device("cpu")).options._timeout
 
-    def observed(seconds: float, *, but_for) -> None:
+    def observed(seconds: float, *, but_for=None) -> None:
+        if but_for is not None:
+            seen.append(max(timeout(group) for group in _world.pg_map if group is not but_for))
         set_timeout(seconds, but_for=but_for)
-        seen.extend([timeout(torch.distributed.group.WORLD), timeout(but_for)])
+        if but_for is not None:
+            seen.extend([timeout(torch.distributed.group.WORLD), timeout(but_for)])
 
     with mock.patch("trainer.trainer.set_timeout", observed):
         assert run_main(folder, arguments) == 0
@@ -238,8 +242,9 @@ def timeouts_case(folder: str, arguments: list[str]) -> list[timedelta]:
 
 def test_time_outs_are_lowered_in_resumed_runs_too_but_not_that_of_saving(pool: WorkerPool, tmp_path: Path) -> None:
     for _ in range(2):
-        arguments = [*layout_of("fsdp2")[1], *SAVING, "--comm.train_timeout_seconds=33"]
-        for lowered, saving in pool.run(2, timeouts_case, str(tmp_path), arguments):
+        arguments = [*layout_of("hsdp2x2")[1], *SAVING, "--comm.train_timeout_seconds=33"]
+        for first, lowered, saving in pool.run(4, timeouts_case, str(tmp_path), arguments):
+            assert first == timedelta(seconds=300)  # also of groups of some ranks
             assert lowered == timedelta(seconds=33)
             assert saving >= timedelta(minutes=30)
         forget(tmp_path, 4, 6)

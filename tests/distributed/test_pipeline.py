@@ -1,0 +1,184 @@
+"""Laws of pipelines beside parity: what runs how often, what each rank holds, and how what cannot run is said."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed import harness
+from tests.distributed.harness import Record, RecordingTrainer, assert_parity, run_layout
+from tests.distributed.pool import RankFailedError, WorkerPool
+from tests.distributed.test_parity import LAYOUTS, reference
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.config.validate import validate
+from trainer.distributed import pipeline_parallel
+from trainer.distributed.process_group import Process, process_group
+from trainer.models.llama3 import model as llama3_model
+from trainer.models.llama3 import spec as llama3
+
+PRECISION = "--training.dtype=float64"
+PP2 = LAYOUTS["pp2"][1]
+CP2_PP2 = LAYOUTS["cp2+pp2"][1]
+FOUR_ROWS = ["--training.local_batch_size=4", "--parallelism.pipeline_parallel_microbatches=2"]
+FOUR_STAGES = ["--parallelism.pipeline_parallel_module_fqns", "tok_embeddings", "layers.0", "layers.1", "norm,output"]
+
+
+@contextmanager
+def trainer_of(arguments: list[str]) -> Iterator[RecordingTrainer]:
+    process = Process.from_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse_command_line([*harness.BASE, f"--job.dump_folder={folder}", *arguments]).config
+        with process_group(process, config.comm):
+            trainer = RecordingTrainer(config, validate(config, process.world_size), process.device, record=Record())
+            yield trainer
+            trainer.metrics.close()
+
+
+def counted_case(arguments: list[str]) -> tuple[Counter[str], list[str]]:
+    """Forwards of each module in the first step, and the names of this rank's parameters."""
+    forwards: Counter[str] = Counter()
+    with trainer_of(arguments) as trainer:
+        for part in trainer.parts:
+            for name, module in part.named_modules():
+                if isinstance(module, llama3_model.InnerAttention | nn.Embedding):
+                    module.register_forward_hook(lambda *_, name=name: forwards.update([name]))
+        trainer.train_step(1)
+        names = [name for part in trainer.parts for name, _ in part.named_parameters()]
+    return forwards, names
+
+
+def test_the_first_step_runs_no_forward_of_its_own(pool: WorkerPool) -> None:
+    """16 rows in micro-batches of one: 16 calls of each attention, once on one of the ranks."""
+    (first, names_first), (last, names_last) = pool.run(2, counted_case, [PRECISION, *PP2])
+    assert first == {"tok_embeddings": 16, "layers.0.attention.inner_attention": 16}
+    assert last == {"layers.1.attention.inner_attention": 16}
+    assert not set(names_first) & set(names_last)
+    assert {"norm.weight", "output.weight"} < set(names_last)
+
+
+def test_stages_without_attention_are_fine_under_context_parallelism(pool: WorkerPool) -> None:
+    schedule = ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B", *FOUR_STAGES]
+    got = pool.run(4, run_layout, [PRECISION, *CP2_PP2, *schedule])
+    assert_parity(got[0], reference(pool, PRECISION), 1e-10)
+    two_stages = ["--parallelism.pipeline_parallel_split_points", "norm"]  # the second rank has no attention at all
+    got = pool.run(4, run_layout, [PRECISION, *CP2_PP2, *two_stages])
+    assert_parity(got[0], reference(pool, PRECISION), 1e-10)
+
+
+def test_each_rank_holds_its_stages_only(pool: WorkerPool) -> None:
+    got = pool.run(2, run_layout, [PRECISION, *PP2])
+    held = [record.local_elements for record in got]
+    assert sum(held) == sum(weight.numel() for weight in got[0].weights.values())
+    assert min(held) > 0.4 * sum(held)
+
+
+# ---- negative controls
+
+
+def scaled_case(arguments: list[str]) -> Record:
+    """Gradients divided by the number of micro-batches, as the schedules do by default."""
+    real = pipeline_parallel.torch_schedules.Schedule1F1B.__init__
+
+    def scaled(self: object, *args: object, **settings: object) -> None:
+        real(self, *args, **settings | {"scale_grads": True})
+
+    with mock.patch.object(pipeline_parallel.torch_schedules.Schedule1F1B, "__init__", scaled):
+        return run_layout(arguments)
+
+
+def one_table_case(arguments: list[str]) -> Record:
+    """Only the first stage's rotary table is cut."""
+    spec = llama3.SPEC
+    only_first = mock.MagicMock(side_effect=lambda part: spec.cp_buffers(part) if part.tok_embeddings else [])
+    with mock.patch.object(llama3, "SPEC", harness.replace(spec, cp_buffers=only_first)):
+        return run_layout(arguments)
+
+
+@pytest.mark.parametrize(("case", "layout"), [(scaled_case, "pp2"), (one_table_case, "cp2+pp2")])
+def test_negative_control(pool: WorkerPool, case, layout: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    broken = pool.run(world_size, case, [PRECISION, *arguments])[0]
+    with pytest.raises(AssertionError, match="gradient of"):
+        assert_parity(broken, reference(pool, PRECISION), 1e-3)
+
+
+# ---- a schedule of one's own, and other shapes
+
+
+def test_a_schedule_from_a_file_trains_alike(pool: WorkerPool, tmp_path: Path) -> None:
+    """Two micro-batches, the second stage splits its backward."""
+    (tmp_path / "schedule.csv").write_text("0F0,0F1,,0B0,0B1\n,1F0,1F1,1I0,1I1,1W0,1W1\n")
+    own = f"--parallelism.pipeline_parallel_schedule_csv={tmp_path}/schedule.csv"
+    got = pool.run(4, run_layout, [PRECISION, *LAYOUTS["fsdp2+pp2"][1], own])
+    assert_parity(got[0], reference(pool, PRECISION), 1e-10)
+
+
+def refused_case(arguments: list[str]) -> str:
+    try:
+        with trainer_of(arguments):
+            return ""
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_schedule_that_waits_for_itself_is_refused_by_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    """The first stage wants the gradient of micro-batch 1 before it has sent it on."""
+    (tmp_path / "schedule.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n")
+    own = f"--parallelism.pipeline_parallel_schedule_csv={tmp_path}/schedule.csv"
+    for message in pool.run(2, refused_case, [*PP2, own]):
+        assert "cannot run (Malformed compute schedule" in message
+        assert "order the computations" in message
+
+
+def other_rows_case(arguments: list[str]) -> list[float]:
+    """The same step, its rows in one pass and in two of half the rows; gradient norms."""
+    norms = []
+    with trainer_of(arguments) as trainer:
+        for rows in (4, 2, 4):
+            trainer.optimizer.zero_grad()
+            batch = next(trainer._micro_batches())
+            valid = torch.tensor(10)
+            for start in range(0, 4, rows):
+                part = {name: x[start : start + rows].clone() for name, x in batch.items()}
+                trainer.forward_backward(part, valid, last=start + rows == 4)
+            norms.append(trainer.clip(1, 1.0))
+    return norms
+
+
+def test_a_batch_of_other_rows_gets_a_schedule_of_its_shape(pool: WorkerPool) -> None:
+    (norms, _) = pool.run(2, other_rows_case, [PRECISION, *PP2, *FOUR_ROWS])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    assert norms[0] == norms[2] > 0
+
+
+# ---- errors
+
+
+class BrokenLayerError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_what_a_stage_raises_arrives_as_it_is(pool: WorkerPool, schedule: str) -> None:
+    """Not wrapped into an error that lists the stage's arguments."""
+    more = FOUR_STAGES if schedule != "1F1B" else []
+    choice = f"--parallelism.pipeline_parallel_schedule={schedule}"
+    with pytest.raises(RankFailedError) as error:
+        pool.run(2, raising_case, [*PP2, choice, *more])
+    assert "BrokenLayerError: layer 1 is broken" in str(error.value)
+    assert "failed to run forward" not in str(error.value).splitlines()[-1]
+
+
+def raising_case(arguments: list[str]) -> None:
+    with trainer_of([*arguments, "--comm.init_timeout_seconds=20"]) as trainer:
+        for part in trainer.parts:
+            if "1" in part.layers:
+                part.layers["1"].register_forward_pre_hook(mock.Mock(side_effect=BrokenLayerError("layer 1 is broken")))
+        trainer.train_step(1)
