@@ -87,8 +87,8 @@ def check_float8_machine(config: JobConfig, device: torch.device) -> None:
         _torchao()
     except ImportError as error:
         raise ConfigError(
-            f"float8.enable = true needs torchao ({error}); pip install 'long-context-trainer[float8]' installs it; "
-            f"or leave float8.enable out"
+            f"float8.enable = true needs torchao ({error}); install it with pip install '.[float8]' in the folder of "
+            f"this program or with pip install torchao, or leave float8.enable out"
         ) from None
     needed = ".".join(map(str, _CAPABILITY))
     if not settings.emulate and (device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY):
