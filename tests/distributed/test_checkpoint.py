@@ -68,7 +68,7 @@ def load_step_save(folder: str, arguments: list[str], steps: int) -> dict:
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor | int | float]:
     state: dict = {name: whole(x) for name, x in tensors_of(trainer.parts, trainer.optimizer).items()}
     state |= {f"stream {s}": entry for s, entry in stream_states(trainer.loader).items()}
-    return state | {"lr": trainer.lr_scheduler.get_last_lr(), "group lr": trainer.optimizer.param_groups[0]["lr"]}
+    return state | {"lr": trainer.lr_scheduler.get_last_lr()[0], "group lr": trainer.optimizer.param_groups[0]["lr"]}
 
 
 def merged(results: list[dict], when: str) -> dict:

@@ -53,6 +53,8 @@ LAYOUTS = {
     "cp_all_gather": (2, [*degrees(cp=2), "--parallelism.context_parallel_method=all_gather"]),
     "cp_all_to_all": (4, [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=all_to_all"]),
 }
+# Eight ranks, or like another one: their parity is tested in tests/distributed at every commit.
+SLOW = {"hsdp+tp", "hsdp+cp", "pp_gpipe", "pp_dp_gpipe", "pp_tp", "3d_compile", "pp_looped_1f1b", "pp+cp+tp"}
 DOCUMENTS = ["--training.attention_mask=document", "--model.sliding_window=48", "--model.sliding_window_every=2"]
 
 
@@ -70,7 +72,9 @@ def one_rank(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list
     return pool.run(1, run_main, str(tmp_path_factory.mktemp("one_rank")), [])[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+)
 def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tmp_path: Path, name: str) -> None:
     world_size, arguments = LAYOUTS[name]
     got = pool.run(world_size, run_main, str(tmp_path), [f"--training.steps={COMPARED}", *arguments])[0]
