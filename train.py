@@ -1,8 +1,10 @@
 """Train a model: `train.py --job.config_file FILE [--table.key value ...]`, alone or under a launcher.
 
-Exit codes: 0 done; 1 the run failed; 2 a setting or an input is wrong (one sentence on stderr says which).
+Exit codes: 0 done; 1 the run failed; 2 a setting or an input is wrong (one sentence on stderr says which); 3 another
+rank failed. SIGUSR1 shows on stderr what every thread of this process is doing.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -18,7 +20,7 @@ from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import JobConfig
 from trainer.config.validate import validate
 
-PEER_FAILURE_GRACE_SECONDS = 5
+_GRACE_SECONDS = 5
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +50,8 @@ def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int
     from trainer.components.checkpoint import CheckpointError
     from trainer.components.console import logger, set_up_logging
     from trainer.components.out_of_memory import out_of_memory_explained
-    from trainer.distributed.process_group import Process, is_peer_failure, process_group
+    from trainer.distributed.process_group import LOST_PEERS, Process, is_peer_failure, process_group
+    from trainer.distributed.reports import Reports
     from trainer.trainer import Trainer, TrainingError
 
     process = Process.from_environment()
@@ -56,10 +59,11 @@ def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int
     for note in (config.job.description, *notes):
         if note:
             logger.info(note)
+    reports = Reports(process, config.comm)
     try:
         records = Path(config.job.dump_folder) / config.comm.save_traces_folder
         with (
-            process_group(process, config.comm, records),
+            process_group(process, config.comm, records, reports.store),
             _one_voice(process.rank),
             out_of_memory_explained(config, degrees, process.device),
         ):
@@ -76,11 +80,15 @@ def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int
     except Exception as error:
         if not is_peer_failure(error):
             print(f"rank {process.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            reports.failed(error)
             return 1
-        print(f"rank {process.rank} lost its peers: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        # The launcher names the rank that ends first as the cause: let that be the one that has it.
-        time.sleep(PEER_FAILURE_GRACE_SECONDS)
-        return 1
+        started = time.monotonic()
+        line = reports.lost(error)
+        if line is not None:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        # A launcher ends all ranks when the first one has ended: let that be the one that has the cause.
+        time.sleep(max(started + _GRACE_SECONDS - time.monotonic(), 0))
+        return LOST_PEERS
     return 0
 
 
@@ -100,11 +108,16 @@ def _one_voice(rank: int) -> Iterator[None]:
 
 def command_line() -> int:
     """`main` for a shell: a reader that has seen enough (`--help | head`) and Ctrl-C end it without a trace."""
+    faulthandler.register(signal.SIGUSR1)
     try:
         try:
-            return main()
+            code = main()
         finally:
             sys.stdout.flush()
+        if code not in (0, 2):
+            sys.stderr.flush()
+            os._exit(code)  # threads that save, and NCCL, could wait for ever for what a peer will not do
+        return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes there
         return 0

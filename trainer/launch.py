@@ -2,7 +2,8 @@
 
 `torchrun train.py ...` does the same job; this one returns the failing rank's own exit code and says in one line which
 rank failed, where torchrun returns 1 and prints a trace of its own. SIGTERM and SIGINT are passed on to the ranks,
-which finish their step, save, and end in good order; a second one ends them at once.
+which finish their step, save, and end in good order; a second one ends them at once. When a rank has failed, the others
+have a few seconds; one that hangs shows its stack, if it can, and is killed.
 """
 
 import argparse
@@ -11,16 +12,25 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from trainer.distributed.process_group import LOST_PEERS
+
 _TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+# For what the other ranks still do when one has failed: notice, hear each other's reports, say who it was.
+_GRACE_SECONDS = 10.0
+# When the first to end has lost its peers, it has waited for the others already.
+_GRACE_AFTER_LOST_PEERS_SECONDS = 2.0
+_STACK_SECONDS = 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # our one line says it
-    with _passed_on() as received:
+    with _passed_on() as received, _stragglers_killed():
         return _run(config, train_arguments, received)
 
 
@@ -56,11 +66,17 @@ def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) 
     try:
         elastic_launch(config, sys.executable)("-u", str(_TRAIN), *train_arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure, hung = _cause(error)
         ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
         if ended_by in received:
             print(f"error: stopped by {signal.Signals(ended_by).name} at once", file=sys.stderr)
             return 128 + ended_by
+        if hung:
+            print(f"error: rank {rank} hung, and was killed when its peers had given it up", file=sys.stderr)
+            return 1
+        if failure.exitcode == LOST_PEERS:
+            print("error: the ranks of this node lost their peers; the cause is on another node", file=sys.stderr)
+            return 1
         how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
         if failure.exitcode != 2:  # a wrong setting has been named already
             print(f"error: rank {rank} failed first ({how}); the other ranks were stopped", file=sys.stderr)
@@ -71,6 +87,54 @@ def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) 
     if received:
         print(f"stopped by {signal.Signals(received[0]).name}: all ranks ended in good order", file=sys.stderr)
     return 0
+
+
+def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure, bool]:
+    """The rank that has the cause, how it ended, and whether it hung: then it was we who ended it."""
+    rank, first = error.get_first_failure()
+    if first.exitcode != LOST_PEERS:
+        return rank, first, False
+    others = {rank: failure for rank, failure in error.failures.items() if failure.exitcode != LOST_PEERS}
+    ended_by_us = (-signal.SIGTERM, -signal.SIGKILL)
+    for rank, failure in sorted(others.items(), key=lambda item: item[1].exitcode in ended_by_us):
+        return rank, failure, failure.exitcode in ended_by_us
+    return rank, first, False
+
+
+@contextmanager
+def _stragglers_killed() -> Iterator[None]:
+    """Inside, when one rank has failed, those that still run some seconds later are killed.
+
+    The agent would wait for half a minute; a rank that hangs, or is stopped, does not answer its SIGTERM.
+    """
+    timers: list[threading.Timer] = []
+
+    def look(_: int, __: FrameType | None) -> None:
+        with suppress(ChildProcessError):
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # left for the agent to collect
+            if ended is None or ended.si_status == 0 or timers:
+                return
+            lost = ended.si_code == os.CLD_EXITED and ended.si_status == LOST_PEERS
+            seconds = _GRACE_AFTER_LOST_PEERS_SECONDS if lost else _GRACE_SECONDS
+            timers.append(threading.Timer(seconds, _kill_ranks, kwargs={"show_stacks": lost}))
+            timers[0].daemon = True
+            timers[0].start()
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        for timer in timers:
+            timer.cancel()
+
+
+def _kill_ranks(*, show_stacks: bool) -> None:
+    for number in (*([signal.SIGUSR1] if show_stacks else []), signal.SIGKILL):
+        for rank in _rank_processes():
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
+        time.sleep(_STACK_SECONDS)
 
 
 @contextmanager

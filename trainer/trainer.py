@@ -75,6 +75,7 @@ class Trainer:
         self.config = config
         self.device = device
         self.dims = ParallelDims(degrees, device.type)
+        set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's own, half an hour
         self.stop = Stop(config, speaks=self.dims.rank("world") == 0)
         args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
         self.attention, self.attention_reason = attention_options(config, args)

@@ -42,6 +42,7 @@ from trainer.distributed.agreement import agreed
 from trainer.distributed.exchange import all_gather, all_reduce
 from trainer.distributed.float8 import without_float8_cast
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.process_group import is_peer_failure, set_group_timeout
 from trainer.models.llama3.args import TransformerArgs
 
 # Of the collectives of saving and loading: one rank's disk may be much slower than another's.
@@ -94,7 +95,11 @@ class Checkpointer:
         self._last_step = 0
         self._pending: Future | None = None
         # Its own group: saving in the background must not meet the collectives of the step.
-        self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.settings.enable else None
+        self.group = None
+        if self.settings.enable:
+            # A rank that hangs before this point is not given half an hour.
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds))
+            set_group_timeout(self.group, _TIMEOUT)
 
     # ---- loading
 
@@ -203,7 +208,7 @@ class Checkpointer:
             raise self._not_written(self._last_step, error) from None
 
     def _not_written(self, step: int, error: CheckpointException) -> CheckpointError:
-        reason = str(_cause(error)).strip().split("\n")[0]
+        reason = f"rank {min(error.failures)}: " + str(_cause(error)).strip().split("\n")[0]
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.folder} ({reason}); make room, or name "
             f"another job.dump_folder, and run the same command again"
@@ -225,9 +230,13 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._pending is not None and isinstance(error, Exception):
+            if is_peer_failure(error):  # nobody is left to finish it with
+                return
+            logger.error(f"{kind.__name__}: {error}; the checkpoint of step {self._last_step} is finished first")
         try:
             self.wait()
-        except CheckpointError as also:
+        except Exception as also:
             if kind is None:
                 raise
             logger.error(str(also))  # what the run ends with is on its way already

@@ -16,6 +16,9 @@ from trainer.config.schema import Comm
 
 logger = logging.getLogger("trainer")
 
+LOST_PEERS = 3
+"""Exit code of a rank that ended because another one failed: the launcher looks for the cause elsewhere."""
+
 
 @dataclass(frozen=True)
 class Process:
@@ -39,9 +42,10 @@ _VARIABLES = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
 
 
 @contextmanager
-def process_group(process: Process, comm: Comm, records: Path | None = None):
+def process_group(process: Process, comm: Comm, records: Path | None = None, store: dist.Store | None = None):
     """Process group of the whole job (gloo for CPU tensors, NCCL for CUDA tensors), destroyed on the way out.
 
+    store: where its ranks meet (by default the one that the launcher's variables name).
     When a collective fails, the flight recorder's last collectives of this rank are written below the folder `records`
     (by default a temporary one) as rank_R, and the path is logged; NCCL's watchdog writes there at a time-out too.
     """
@@ -49,12 +53,13 @@ def process_group(process: Process, comm: Comm, records: Path | None = None):
     _set_up_flight_recorder(comm.trace_buf_size, records if device.type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.HashStore() if process.world_size == 1 else None  # alone: no port is taken
+    if process.world_size == 1:
+        store = dist.HashStore()  # alone: no port is taken
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=process.rank,
         world_size=process.world_size,
-        store=store,
+        store=store and dist.PrefixStore("process_group", store),
         timeout=timedelta(seconds=comm.init_timeout_seconds),
     )
     try:
@@ -88,21 +93,28 @@ def _forget_meshes() -> None:
 
 def is_peer_failure(error: Exception) -> bool:
     """Whether a collective failed because another rank is gone or late: the cause is elsewhere."""
-    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError) or (
         isinstance(error, RuntimeError) and "gloo/" in str(error)
     )
 
 
 def set_timeout(seconds: float, *, but_for: dist.ProcessGroup | None = None) -> None:
     """Lower (or raise) the time-out of every process group (but one): the first steps are slower than all others."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout, _world  # no public name as of torch 2.13
+    from torch.distributed.distributed_c10d import _world  # no public name as of torch 2.13
 
     # CUDA work still in flight would be judged by the new time-out.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in list(_world.pg_map):
         if group is not but_for:
-            _set_pg_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(group, timedelta(seconds=seconds))
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the time-out of one process group."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout  # no public name as of torch 2.13
+
+    _set_pg_timeout(timeout, group)
 
 
 def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:

@@ -1,0 +1,104 @@
+"""A real job with one rank that fails: `FAULT="rank kind place file" python faulty_train.py [launcher's arguments]`.
+
+It calls the launcher's main, which starts this file again in the place of train.py; there the fault is planted around
+one method, and train.py's own main runs. Step 3 has the faults of a step, the checkpoint of step 4 that of saving.
+The file is made when the rank fails.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trainer import launch
+
+STEP_OF_FAULT = 3
+CHECKPOINT_OF_FAULT = 4
+SAVING_TIMEOUT_SECONDS = 5
+
+
+def fail(kind: str) -> None:
+    """What happens to this rank: die, stop (as a whole), hang (threads live), raise."""
+    Path(os.environ["FAULT"].split(maxsplit=3)[3]).touch()
+    if kind == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "hang":
+        while True:
+            time.sleep(3600)
+    raise RuntimeError("planted fault")
+
+
+def before(owner: Any, name: str, fault: Callable[..., None]) -> None:
+    """From now on `owner.name` calls `fault` with its arguments first."""
+    wrapped = getattr(owner, name)
+
+    def with_fault(*args: Any, **kwargs: Any) -> Any:
+        fault(*args, **kwargs)
+        return wrapped(*args, **kwargs)
+
+    setattr(owner, name, with_fault)
+
+
+def plant(kind: str, place: str) -> None:
+    """Let this rank fail at `place`: start, model, forward, backward, optimizer or checkpoint."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from trainer.components.checkpoint_files import Writer
+    from trainer.models.llama3.model import TransformerBlock
+    from trainer.trainer import Trainer
+
+    if place == "start":
+        before(torch.distributed, "init_process_group", lambda *_, **__: fail(kind))
+        return
+    if place == "model":
+        before(Trainer, "build_data", lambda *_: fail(kind))
+        return
+    steps = []
+    before(Trainer, "train_step", lambda _, step: steps.append(step))
+
+    def at_step(*_: Any, **__: Any) -> None:
+        if steps[-1] == STEP_OF_FAULT:
+            fail(kind)
+
+    def in_backward(_: TransformerBlock, x: torch.Tensor, *__: Any, **___: Any) -> None:
+        if x.requires_grad:
+            x.register_hook(at_step)
+
+    def in_checkpoint(writer: Writer, *_: Any) -> None:
+        if f"step-{CHECKPOINT_OF_FAULT}" in str(writer.path):
+            fail(kind)
+
+    if place == "forward":
+        before(TransformerBlock, "forward", at_step)
+    elif place == "backward":
+        before(TransformerBlock, "forward", in_backward)
+    elif place == "optimizer":
+        register_optimizer_step_pre_hook(at_step)
+    else:
+        assert place == "checkpoint", place
+        before(Writer, "write_data", in_checkpoint)
+
+
+def rank_main(rank: str, kind: str, place: str, _: str) -> int:
+    """train.py, with the fault if this is the rank that has it."""
+    import train
+    from trainer.components import checkpoint
+
+    checkpoint._TIMEOUT = timedelta(seconds=SAVING_TIMEOUT_SECONDS)  # half an hour else
+    if os.environ["RANK"] == rank:
+        plant(kind, place)
+    return train.command_line()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        sys.exit(rank_main(*os.environ["FAULT"].split(maxsplit=3)))
+    launch._TRAIN = Path(__file__).resolve()
+    sys.exit(launch.main())
