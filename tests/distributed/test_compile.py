@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -9,14 +10,19 @@ import pytest
 import torch
 
 import train
+from tests.distributed import harness
 from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
+from trainer.components.console import logger
+from trainer.config.loader import parse_command_line
 from trainer.distributed import compile as compiling
+from trainer.distributed import exchange
 
 PRECISION = "--training.dtype=float64"
 OP = ["--activation_checkpoint.mode=selective"]
 FULL = ["--activation_checkpoint.mode=full"]
+LOSS = 1  # graph of its own
 # What inductor makes differs by layout, and takes it many seconds; what is traced does not.
 CASES = [
     ("one", "eager", FULL),
@@ -62,7 +68,7 @@ def test_every_gradient_is_that_of_one_eager_process(
     results = pool.run(world_size, compiled_case, settings)
     assert_parity(results[0][0], reference(pool, PRECISION), 1e-10)
     for _, counts in results:  # over all layers and steps
-        assert counts["stats"]["unique_graphs"] == 1
+        assert counts["stats"]["unique_graphs"] == 1 + LOSS
         assert not counts.get("graph_break")
         assert not counts.get("recompiles")
 
@@ -89,7 +95,7 @@ def test_plans_that_change_every_step_are_not_compiled_again(
     mask = [s for s in settings if "mask" in s or "window" in s]
     assert_parity(results[0][0], reference(pool, PRECISION, *mask), 1e-10)
     for _, counts in results:
-        assert counts["stats"]["unique_graphs"] == graphs
+        assert counts["stats"]["unique_graphs"] == graphs + LOSS
         assert not counts.get("graph_break")
 
 
@@ -101,6 +107,80 @@ def test_without_the_wait_the_gradient_of_the_embedding_is_lost(pool: WorkerPool
     assert not broken.gradients[0]["tok_embeddings.weight"].any()
     with pytest.raises(AssertionError, match="step 1 gradient of tok_embeddings"):
         assert_parity(broken, reference(pool, PRECISION), 1e-3)
+
+
+BUDGET = ["--activation_checkpoint.mode=memory_budget", "--compile.enable", "--compile.backend=aot_eager"]
+
+
+def kept_case(arguments: list[str]) -> tuple[int, Counter[str]]:
+    """Bytes kept for the backward in one step, without parameters, and the collectives of our own."""
+    torch._dynamo.reset()
+    kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other takes its place
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    exchange.calls.clear()
+    with mock.patch.object(harness, "STEPS", 1), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        run_layout([PRECISION, *arguments])
+    return sum(storage.nbytes() for storage in kept.values()), Counter(exchange.calls)
+
+
+def test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again(pool: WorkerPool) -> None:
+    cp2 = LAYOUTS["cp2"][1]
+    everything, calls = pool.run(2, kept_case, ["--compile.enable", "--compile.backend=aot_eager", *cp2])[0]
+    some, calls_some = pool.run(2, kept_case, [*BUDGET, *cp2, "--activation_checkpoint.memory_budget=0.7"])[0]
+    little, calls_little = pool.run(2, kept_case, [*BUDGET, *cp2, "--activation_checkpoint.memory_budget=0.1"])[0]
+    assert little < some < everything
+    assert calls == calls_some == calls_little
+
+
+def recompiled_case(folder: str, new: int) -> list[str]:
+    """Warnings of a run of four steps whose compiler finds `new` graphs after each."""
+    messages: list[str] = []
+    arguments = ["--compile.enable", "--compile.backend=eager", "--training.steps=4", f"--job.dump_folder={folder}"]
+    counted = mock.patch.object(compiling.CompilationCounter, "new", return_value=new)
+    with counted, mock.patch.object(logger, "warning", messages.append):
+        assert train.main([*harness.BASE, *arguments, "--training.dataset=python_stdlib"]) == 0
+    return messages
+
+
+def test_graphs_that_are_compiled_after_the_first_steps_are_told(pool: WorkerPool, tmp_path: Path) -> None:
+    messages = pool.run(1, recompiled_case, str(tmp_path / "new"), 2)[0]
+    assert [message.split(" were")[0] for message in messages] == ["step 3: 2 graph(s)", "step 4: 2 graph(s)"]
+    assert pool.run(1, recompiled_case, str(tmp_path / "none"), 0)[0] == []
+
+
+def counter_case() -> list[int]:
+    counter, seen = compiling.CompilationCounter(), []
+    double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    for rows in (2, 2, 3):
+        double(torch.ones(rows))
+        seen.append(counter.new())
+    return seen
+
+
+def test_graphs_are_counted(pool: WorkerPool) -> None:
+    assert pool.run(1, counter_case)[0] == [1, 0, 1]
+
+
+def settings_case() -> tuple[bool, bool, float]:
+    """What the compiler is told inside, and that it is as before outside."""
+    import torch._inductor.config
+
+    words = ["--compile.enable", "--parallelism.enable_async_tensor_parallel", *BUDGET]
+    config = parse_command_line(words).config
+    with compiling.compiler_settings(config, splits_backward=True):
+        functorch = torch._functorch.config
+        seen = torch._inductor.config._micro_pipeline_tp, functorch.donated_buffer, functorch.activation_memory_budget
+    assert not torch._inductor.config._micro_pipeline_tp
+    return seen
+
+
+def test_the_compiler_is_told_of_overlap_split_backwards_and_budgets(pool: WorkerPool) -> None:
+    assert pool.run(1, settings_case)[0] == (True, False, 0.5)
 
 
 def no_compiler_case(folder: str) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 import re
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -46,6 +47,42 @@ def test_bfloat16_computes_and_float32_keeps(pool: WorkerPool, tmp_path, layout:
     assert seen[0]["freqs_cis"] == torch.float32
     assert seen[0]["storage"] == {torch.float32}
     assert seen[0]["gradients"] == {torch.float32}
+
+
+def gathered_case(folder: str, arguments: list[str]) -> list[str]:
+    """The order in which layers are gathered and run in one forward and backward."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    process, config, degrees = build(folder, *arguments, "--training.global_batch_size=-1")
+    order: list[str] = []
+    real = FSDPParamGroup.unshard
+
+    def unshard(group: FSDPParamGroup, *args: object, **kwargs: object) -> object:
+        if "layers" in (group._module_fqn or "") and not group.is_unsharded and group._all_gather_result is None:
+            order.append(f"gather {group._module_fqn[-1]}")
+        return real(group, *args, **kwargs)
+
+    with process_group(process, config.comm):
+        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        for name, layer in trainer.parts[0].layers.items():
+            layer.attention_norm.register_forward_pre_hook(lambda *_, name=name: order.append(f"run {name}"))
+            layer.feed_forward.register_full_backward_pre_hook(lambda *_, name=name: order.append(f"back {name}"))
+        with mock.patch.object(FSDPParamGroup, "unshard", unshard):
+            trainer.train_step(1)
+        trainer.metrics.close()
+    return order
+
+
+def test_prefetching_gathers_layers_ahead(pool: WorkerPool, tmp_path) -> None:
+    layout = ["--model.flavor=tiny4", *LAYOUTS["fsdp2"][1]]
+    ahead = ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"]
+    plain = pool.run(2, gathered_case, str(tmp_path), layout)[0]
+    early = pool.run(2, gathered_case, str(tmp_path), [*layout, *ahead])[0]
+    forward = [event for event in plain if "back" not in event][:8]
+    assert forward == [f"{what} {layer}" for layer in range(4) for what in ("gather", "run")]
+    assert early.index("gather 2") < early.index("run 0") < early.index("gather 3") < early.index("run 1")
+    backward = early[early.index("run 3") + 1 :]
+    assert backward.index("gather 1") < backward.index("back 3") < backward.index("gather 0") < backward.index("back 2")
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2+tp2"])

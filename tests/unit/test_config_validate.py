@@ -285,6 +285,27 @@ RULES = [
     (["--job.dump_folder", "one.txt/deep/down"], 1, ["job.dump_folder = 'one.txt/deep/down'", "one.txt is a file"]),
     (["--job.dump_folder", "broken"], 1, ["job.dump_folder = 'broken'", "broken link"]),
     (["--job.dump_folder", ""], 1, ["job.dump_folder = ''", "./outputs"]),
+    (["--activation_checkpoint.mode=memory_budget"], 1, ["mode = 'memory_budget'", "compile.enable", "'selective'"]),
+    (
+        ["--activation_checkpoint.mode=memory_budget", "--compile.enable", "--compile.components", "loss"],
+        1,
+        ["mode = 'memory_budget'", "'model' in compile.components"],
+    ),
+    (["--activation_checkpoint.memory_budget=0.3"], 1, ["memory_budget = 0.3 has no effect", "mode = 'none'"]),
+    (["--compile.components", "model"], 1, ["components = ['model'] has no effect", "compile.enable"]),
+    (["--parallelism.fsdp_forward_prefetch=2"], 1, ["fsdp_forward_prefetch = 2 has no effect", "leave it out"]),
+    (
+        ["--parallelism.fsdp_backward_prefetch=1", "--parallelism.data_parallel_replicate_degree=2"],
+        2,
+        ["fsdp_backward_prefetch = 1 has no effect"],
+    ),
+    (["--parallelism.enable_async_tensor_parallel"], 1, ["enable_async_tensor_parallel", "degree = 1; leave it out"]),
+    (["--parallelism.enable_async_tensor_parallel", TP, "2"], 2, ["enable_async_tensor_parallel", "compile.enable"]),
+    (
+        ["--parallelism.enable_async_tensor_parallel", TP, "2", "--compile.enable", "--compile.backend=aot_eager"],
+        2,
+        ["enable_async_tensor_parallel", "compile.backend = 'inductor'"],
+    ),
 ]
 
 
