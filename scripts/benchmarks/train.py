@@ -1,0 +1,299 @@
+"""The trainer against a bare PyTorch loop of the same model: time, tokens per second, MFU, memory; feature by feature.
+
+    python scripts/benchmarks/train.py --json result.json
+    python scripts/benchmarks/train.py --device cuda --flavor 8B --layers 4 --seq-len 8192 --features compile,float8 \\
+        --optimizer.implementation fused
+
+One process, one device, no launcher. Settings of the trainer may follow; they hold for both loops.
+
+The bare loop: the same weights, forward, `F.cross_entropy`, backward, `clip_grad_norm_`, the same optimizer, on tensors
+that are on the device beforehand; it never waits for the device and reports nothing. Where the trainer stores weights
+in float32 and computes in bfloat16, so does it: each step copies them to a model in bfloat16, and its gradients back.
+
+The trainer: `Trainer.train()` as `train.py` at the root runs it; data, metrics, log lines and garbage collection at
+their defaults included. Its loop gives way to the bare one every `--steps` steps. The ratio of a row is the median over
+the rounds of (time of the trainer's steps) / (mean time of the bare steps before and after them).
+
+Memory is measured apart, each loop in a process of its own: the peak of two steps after the warm-up above what the
+process had before it built anything. On a GPU it is what PyTorch allocates, on a CPU what is resident.
+"""
+
+import argparse
+import itertools
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+import torch
+
+from scripts.benchmarks.train_loops import WARMUP, Bare, Block, Rounds, Row, Work, free, memory_of, train, with_layers
+from trainer.components.metrics import peak_flops
+from trainer.components.out_of_memory import is_out_of_memory
+from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import JobConfig
+from trainer.config.validate import validate
+from trainer.distributed.compile import check_compiler
+from trainer.distributed.context_parallel.configure import uses_planned_attention
+from trainer.distributed.context_parallel.kernels import choose_kernel
+from trainer.distributed.context_parallel.lowering import CAPABILITIES
+from trainer.distributed.float8 import check_float8_machine
+from trainer.models.registry import model_spec
+
+_OPTIONS = {
+    "compile": ["--compile.enable"],
+    "selective": ["--activation_checkpoint.mode=selective"],
+    "full": ["--activation_checkpoint.mode=full"],
+    "memory_budget": ["--activation_checkpoint.mode=memory_budget", "--compile.enable"],
+    "float8": ["--float8.enable", "--compile.enable"],
+}
+FEATURES = [*_OPTIONS, *(f"kernel={name}" for name in CAPABILITIES)]
+_COLUMNS = ("ratio", "cpu_ratio", "ms_per_step", "tokens_per_second", "tflops", "mfu", "memory_gib")
+
+
+# ---- rows
+
+
+def rows(work: Work, variants: Mapping[str, JobConfig], *, memory: bool) -> Iterator[Row]:
+    """The bare loop, then every variant of the trainer against it."""
+    contenders: dict[str, JobConfig | None] = {"bare": None, **variants}
+    # First, while nothing is built here.
+    memories = {name: memory_of(work, config) if memory else {} for name, config in contenders.items()}
+    bare = Bare(work)
+    first_loss = bare.step().item()
+    for _ in range(WARMUP - 1):
+        bare.step()
+    alone = Rounds(work, bare)
+    for _ in range(work.rounds):
+        alone.run_bare()
+    yield {"variant": "bare", "first_loss": first_loss, **speed(work, alone.bare_blocks), **memories["bare"]}
+    for name, config in variants.items():
+        yield {"variant": name, **against(work, bare, config), **memories[name]}
+        free(work.device)
+
+
+def against(work: Work, bare: Bare, config: JobConfig) -> Row:
+    """The trainer of this configuration and the bare loop in turn.
+
+    first_loss: of all variants the same, to rounding: they do the same work.
+    """
+    rounds = Rounds(work, bare)
+    try:
+        steps = train(config, work.device, rounds.total, rounds.pace)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"error": "out of memory beside the bare loop"}
+    if len(rounds.blocks) < work.rounds:
+        raise KeyboardInterrupt  # the trainer ends by itself when it is told to stop
+    return {
+        "first_loss": steps[0]["loss"],
+        **compared(rounds.bare_blocks, rounds.blocks),
+        **speed(work, rounds.blocks),
+        "bare_ms_per_step": speed(work, rounds.bare_blocks)["ms_per_step"],
+    }
+
+
+def compared(bare: Sequence[Block], blocks: Sequence[Block]) -> Row:
+    """Ratios of each block to the mean of the bare ones before and after it: what drifts evenly cancels.
+
+    cpu_ratio: of the CPU time of all threads, which other work on the machine disturbs least.
+    """
+
+    def ratios(of: Callable[[Block], float]) -> list[float]:
+        around = [(of(before) + of(after)) / 2 for before, after in itertools.pairwise(bare)]
+        return [of(block) / mean for block, mean in zip(blocks, around, strict=True)]
+
+    found = ratios(lambda block: block.seconds)
+    return {
+        "ratio": round(statistics.median(found), 4),
+        "ratio_range": [round(min(found), 4), round(max(found), 4)],
+        "ratio_of_fastest": round(min(b.seconds for b in blocks) / min(b.seconds for b in bare), 4),
+        "cpu_ratio": round(statistics.median(ratios(lambda block: block.cpu)), 4),
+    }
+
+
+def speed(work: Work, blocks: Sequence[Block]) -> Row:
+    """Of the median block. TFLOP/s and MFU count full attention, mfu_causal what a causal mask leaves of it."""
+    seconds = statistics.median(block.seconds for block in blocks) / work.steps
+    per_token = model_spec(work.config.model.name).flops_per_token(work.shape(), work.config.training.seq_len)
+    full, causal = (flops * work.tokens / seconds for flops in per_token)
+    peak = peak_flops(work.device, work.compute_dtype)
+    return {
+        "ms_per_step": round(1e3 * seconds, 2),
+        "tokens_per_second": round(work.tokens / seconds, 1),
+        "tflops": round(full / 1e12, 4),
+        "mfu": None if peak is None else round(full / peak, 4),
+        "mfu_causal": None if peak is None else round(causal / peak, 4),
+    }
+
+
+# ---- command line
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; see --help\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    about = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = about.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--flavor", default="debugmodel", help="of llama3 (default: debugmodel)")
+    add("--layers", type=int, help="in place of the flavor's")
+    add("--seq-len", type=int, default=2048, help="tokens of a row (default: 2048)")
+    add("--rows", type=int, default=1, help="of a step (default: 1)")
+    add("--steps", type=int, default=5, help="of a block (default: 5)")
+    add("--rounds", type=int, default=10, help="blocks of each loop (default: 10)")
+    add("--features", metavar="A,B+C", help=f"default: all that the device can do, one by one: {', '.join(FEATURES)}")
+    add("--no-memory", action="store_true", help="time only")
+    add("--json", type=Path, metavar="FILE", help="write the result there, as an object")
+    return about
+
+
+def settled(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Work, dict[str, JobConfig]]:
+    """What is measured, and the variants: the trainer as it is, then feature by feature.
+
+    Raises:
+        ConfigError: values that nothing can be measured with, or a feature that is none or that cannot run here.
+    """
+    for name in ("layers", "seq_len", "rows", "steps", "rounds"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {args.json}: its folder does not exist")
+    base = [
+        f"--model.flavor={args.flavor if args.layers is None else with_layers(args.flavor, args.layers)}",
+        f"--training.seq_len={args.seq_len}",
+        f"--training.local_batch_size={args.rows}",
+        "--lr_scheduler.warmup_steps=0",  # one learning rate, as in the bare loop
+        "--lr_scheduler.decay_ratio=0.0",
+        *overrides,
+    ]
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    work = Work(parse_command_line(base).config, device, args.steps, args.rounds)
+    check_common(work.config)
+    variants = {"trainer": work.config}
+    # By default not the reference kernel, which is slow.
+    wanted = FEATURES[:-1] if args.features is None else [name for name in args.features.split(",") if name]
+    for name in wanted:
+        try:
+            config = parse_command_line([*base, *_options(name, work.config)]).config
+            check(config, work)
+        except ConfigError as error:
+            if args.features is not None:
+                raise ConfigError(f"--features {name}: {error}") from None
+        else:
+            variants[name] = config
+    return work, variants
+
+
+def _options(feature: str, config: JobConfig) -> list[str]:
+    """The trainer's options for a feature, or for several joined by +."""
+    options = []
+    for part in feature.split("+"):
+        if part not in FEATURES:
+            raise ConfigError(f"{part!r} is none{did_you_mean(part, FEATURES)}")
+        if part in _OPTIONS:
+            options += _OPTIONS[part]
+        else:  # attention has a kernel of our choice where there is a window; one as long as the row hides nothing
+            options += [f"--parallelism.context_parallel_kernel={part.partition('=')[2]}"]
+            options += [f"--model.sliding_window={config.training.seq_len}"]
+    return options
+
+
+def check_common(config: JobConfig) -> None:
+    """The bare loop can do what the settings of both say.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    validate(config, 1)
+    training, features = config.training, "it is the trainer's alone; name it in --features, or leave it out"
+    lacks = "the bare loop has none; leave it out"
+    for key, differs, what in (
+        ("training.global_batch_size", training.global_batch_size not in (-1, training.local_batch_size), lacks),
+        ("a mask, a sliding window or sinks", uses_planned_attention(config), lacks),
+        ("training.enable_cpu_offload", training.enable_cpu_offload, lacks),
+        ("checkpoint.enable", config.checkpoint.enable, lacks),
+        ("compile.enable", config.compile.enable, features),
+        ("float8.enable", config.float8.enable, features),
+        ("activation_checkpoint.mode", config.activation_checkpoint.mode != "none", features),
+    ):
+        if differs:
+            raise ConfigError(f"{key}: {what}")
+
+
+def check(config: JobConfig, work: Work) -> None:
+    """This machine can run it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    validate(config, 1)
+    check_compiler(config.compile)
+    check_float8_machine(config, work.device)
+    if uses_planned_attention(config):
+        kernel, head_dim = config.parallelism.context_parallel_kernel, work.shape().head_dim
+        choose_kernel(work.device.type, work.compute_dtype, head_dim, kernel, bands=True)
+
+
+def described(work: Work, argv: Sequence[str]) -> Row:
+    """What the rows were measured on."""
+    shape, training = work.shape(), work.config.training
+    return {
+        "command": shlex.join(["python", "scripts/benchmarks/train.py", *argv]),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "flavor": work.config.model.flavor,
+        "layers": shape.n_layers,
+        "vocab_size": shape.vocab_size,
+        "parameters": shape.n_params(),
+        "seq_len": training.seq_len,
+        "rows": training.local_batch_size,
+        "dtype": training.dtype,
+        "compute_dtype": str(work.compute_dtype).removeprefix("torch."),
+        "steps": work.steps,
+        "rounds": work.rounds,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args, overrides = parser().parse_known_args(argv)
+    try:
+        work, variants = settled(args, overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    widths = {column: max(len(column), 9) for column in _COLUMNS}
+    print(" " * 18, *(f"{column:>{width}}" for column, width in widths.items()), " ratio from .. to", flush=True)
+    found: list[Row] = []
+    result = described(work, argv) | {"results": found}
+    try:
+        for row in rows(work, variants, memory=not args.no_memory):
+            found.append(row)
+            cells = {column: "-" if row.get(column) is None else row[column] for column in _COLUMNS}
+            end = row.get("error", " .. ".join(map(str, row.get("ratio_range", []))))
+            print(f"{row['variant']:>18}", *(f"{cells[column]:>{widths[column]}}" for column in _COLUMNS), f" {end}")
+            sys.stdout.flush()
+            if args.json is not None:  # after every row, so that an interrupted run leaves what it has
+                args.json.write_text(json.dumps(result, indent=2) + "\n")
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

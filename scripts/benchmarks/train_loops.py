@@ -1,0 +1,315 @@
+"""The two loops that `train.py` compares, the rounds in which they alternate, and what each takes of memory."""
+
+import copy
+import ctypes
+import gc
+import itertools
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.components.console import set_up_logging
+from trainer.components.optimizer import build_optimizer
+from trainer.components.out_of_memory import is_out_of_memory
+from trainer.config.schema import JobConfig, Model
+from trainer.config.validate import validate
+from trainer.data.datasets import open_source
+from trainer.data.loader import build_loader
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.data_parallel import DataParallelOptions
+from trainer.distributed.process_group import Process, process_group
+from trainer.models.initialization import initialize
+from trainer.models.llama3.args import FLAVORS, TransformerArgs
+from trainer.models.registry import model_args, model_spec
+from trainer.trainer import Trainer
+
+WARMUP = 3
+"""Steps before the first block: the compiler's are among them."""
+_BATCHES = 32
+"""Prepared for the bare loop, which goes round them."""
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured: the configuration that both loops share, the device, and blocks of so many steps."""
+
+    config: JobConfig
+    device: torch.device
+    steps: int
+    rounds: int
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return DataParallelOptions.from_config(self.config, self.device.type).param_dtype
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.config.training.local_batch_size * self.config.training.seq_len
+
+    def shape(self) -> TransformerArgs:
+        vocab_size = Tokenizer(self.config.model.tokenizer_file).vocab_size
+        return model_args(self.config.model, vocab_size=vocab_size, max_seq_len=self.config.training.seq_len)
+
+
+def with_layers(flavor: str, layers: int) -> str:
+    """Let the registry of this process know the flavor with so many layers; its name there, such as `8B:4`.
+
+    Raises:
+        ConfigError: no such flavor.
+    """
+    model_args(Model(flavor=flavor), vocab_size=1, max_seq_len=1)
+    name = f"{flavor}:{layers}"
+    FLAVORS[name] = replace(FLAVORS[flavor], n_layers=layers)
+    return name
+
+
+# ---- the loops
+
+
+class Bare:
+    """The loop that one would write without a trainer."""
+
+    def __init__(self, work: Work) -> None:
+        config = work.config
+        storage = getattr(torch, config.training.dtype)
+        with torch.device("meta"):
+            self.model = model_spec(config.model.name).build(work.shape()).to(storage)
+        initialize(self.model, seed=config.training.seed, device=work.device)
+        self.working = self.model if work.compute_dtype == storage else _cast(self.model, work.compute_dtype)
+        self.optimizer = build_optimizer([self.model], config.optimizer)  # plain torch.optim
+        self.max_norm = config.training.max_norm
+        self.batches = itertools.cycle(list(_batches(work)))
+
+    def step(self) -> torch.Tensor:
+        """One optimizer step; its loss, on the device."""
+        tokens, labels = next(self.batches)
+        self.optimizer.zero_grad()
+        if self.working is not self.model:
+            torch._foreach_copy_(*([p.detach() for p in model.parameters()] for model in (self.working, self.model)))
+        logits = self.working.output(self.working(tokens))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        if self.working is not self.model:
+            for kept, computed in zip(self.model.parameters(), self.working.parameters(), strict=True):
+                kept.grad, computed.grad = computed.grad.to(kept.dtype), None
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+        return loss.detach()
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy with parameters in `dtype`; rotary tables stay, as they do under FSDP."""
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return other
+
+
+def _batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The first (tokens, labels) that the trainer reads."""
+    training = work.config.training
+    loader = build_loader(
+        open_source(training.dataset, training.dataset_path),
+        Tokenizer(work.config.model.tokenizer_file),
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+        data_streams=training.data_streams,
+        seed=training.seed,
+        dp_rank=0,
+        dp_degree=1,
+    )
+    for batch in itertools.islice(loader, _BATCHES):
+        yield batch["tokens"].to(work.device), batch["labels"].to(work.device)
+
+
+class _PacedTrainer(Trainer):
+    """The trainer, whose loop calls `pace(step)` before each step and so gives way to others."""
+
+    pace: Callable[[int], None]
+
+    def train_step(self, step: int) -> None:
+        self.pace(step)
+        super().train_step(step)
+
+
+def train(config: JobConfig, device: torch.device, steps: int, pace: Callable[[int], None]) -> list[Row]:
+    """Train as `train.py` does, in a folder that is thrown away, log lines to a file; the lines of `metrics.jsonl`."""
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
+        config = replace(
+            config, job=replace(config.job, dump_folder=folder), training=replace(config.training, steps=steps)
+        )
+        try:
+            with redirect_stdout(log), process_group(Process(0, 0, 1), config.comm):
+                set_up_logging(0, color=False)
+                trainer = _PacedTrainer(config, validate(config, 1), device)
+                trainer.pace = pace
+                trainer.train()
+                del trainer
+        finally:
+            if dist.is_initialized():  # an error on a GPU leaves the group, for the process to end
+                dist.destroy_process_group()
+            torch._dynamo.reset()
+        return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def free(device: torch.device) -> None:
+    """Give back what is no longer used."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ---- time
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some steps: seconds, and CPU seconds of all threads."""
+
+    seconds: float
+    cpu: float
+
+
+class Clock:
+    """Times blocks of steps, each until the device has done it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self) -> None:
+        self._wait()
+        self._start = Block(time.perf_counter(), time.process_time())
+
+    def read(self) -> Block:
+        self._wait()
+        return Block(time.perf_counter() - self._start.seconds, time.process_time() - self._start.cpu)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Rounds:
+    """Paces a trainer: after the warm-up, blocks of steps, with as many bare steps before, between and after them."""
+
+    def __init__(self, work: Work, bare: Bare) -> None:
+        self.work, self.bare = work, bare
+        self.bare_blocks: list[Block] = []
+        self.blocks: list[Block] = []
+        self._clock = Clock(work.device)
+
+    @property
+    def total(self) -> int:
+        """Steps of the trainer; the last one only ends the block before it."""
+        return WARMUP + self.work.rounds * self.work.steps + 1
+
+    def pace(self, step: int) -> None:
+        done = step - 1 - WARMUP
+        if done < 0 or done % self.work.steps:
+            return
+        if done:
+            self.blocks.append(self._clock.read())
+        self.run_bare()
+        self._clock.start()
+
+    def run_bare(self) -> None:
+        self._clock.start()
+        for _ in range(self.work.steps):
+            self.bare.step()
+        self.bare_blocks.append(self._clock.read())
+
+
+# ---- memory
+
+
+class PeakMemory:
+    """Peak from `reset` to `read`, above what there was when this was made.
+
+    On a GPU what PyTorch allocates; on a CPU what is resident, on Linux only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._before = 0 if device.type == "cuda" else _resident("VmRSS")
+
+    def reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif self._before is not None:
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+
+    def read(self) -> float | None:
+        """GiB; None where it is not known."""
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _resident("VmHWM")
+        return None if peak is None or self._before is None else round((peak - self._before) / 2**30, 4)
+
+
+def _resident(field: str) -> int | None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    return next(int(line.split()[1]) * 2**10 for line in status.read_text().splitlines() if line.startswith(field))
+
+
+def memory_of(work: Work, config: JobConfig | None) -> Row:
+    """memory_gib, of two steps after the warm-up, in a process of its own; config: None for the bare loop."""
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_measure_memory, args=(theirs, torch.get_num_threads(), work, config), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        ok, answer = ours.recv()
+    except EOFError:  # killed, as machines do that are out of memory
+        return {"memory_error": "the process died"}
+    finally:
+        process.join()
+    if not ok:
+        raise RuntimeError(answer)
+    return answer
+
+
+def _measure_memory(connection: Connection, threads: int, work: Work, config: JobConfig | None) -> None:
+    try:
+        torch.set_num_threads(threads)
+        if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+            libc.mallopt(_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the system, and so is seen to be free
+        flavor, _, layers = work.config.model.flavor.partition(":")
+        if layers:
+            with_layers(flavor, int(layers))
+        memory, found = PeakMemory(work.device), {}
+
+        def pace(step: int) -> None:
+            if step == WARMUP + 1:
+                gc.collect()
+                memory.reset()
+            elif step == WARMUP + 3:
+                found["memory_gib"] = memory.read()
+
+        if config is not None:
+            train(config, work.device, WARMUP + 3, pace)
+        else:
+            bare = Bare(work)
+            for step in range(1, WARMUP + 4):
+                pace(step)
+                bare.step()
+        connection.send((True, found))
+    except Exception as error:
+        out = is_out_of_memory(error)
+        connection.send((out, {"memory_error": "out of memory"} if out else traceback.format_exc()))
