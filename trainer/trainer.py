@@ -31,14 +31,7 @@ from trainer.data.datasets import open_source
 from trainer.data.loader import batch_hash, build_loader
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agreement import agreed
-from trainer.distributed.compile import (
-    CompilationCounter,
-    check_compiler,
-    check_symmetric_memory,
-    compiled_loss,
-    compiler_settings,
-    share_memory,
-)
+from trainer.distributed.compile import Recompilations, check_compiler, compiled_loss, compiler_settings
 from trainer.distributed.context_parallel.configure import attention_options, uses_planned_attention
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.kernels import choose_kernel
@@ -53,9 +46,6 @@ from trainer.distributed.process_group import set_timeout
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.models.initialization import initialize
 from trainer.models.registry import model_args, model_spec
-
-# Steps in which the compiler may still meet something new.
-COMPILING_STEPS = 2
 
 # tokens, labels (already shifted), positions, document_ids: each (B, S) int64; with packed documents plan: BatchPlan
 Batch = dict[str, Any]
@@ -133,8 +123,6 @@ class Trainer:
     def build_parts(self, shape: Any, plan: PipelinePlan | None) -> list[nn.Module]:
         """The parts of the model that this rank runs, parallelised, with their initial weights."""
         config, stages = self.config, [None]
-        if config.parallelism.enable_async_tensor_parallel:
-            share_memory(self.dims["tp"])
         if plan is not None:
             stages = [plan.stages[number] for number in plan.stages_of(self.dims.rank("pp"))]
         parts = []
@@ -167,10 +155,8 @@ class Trainer:
         agreed(self._prepare_machine, self.dims["world"])
 
     def _prepare_machine(self) -> None:
-        check_compiler(self.config.compile)
+        check_compiler(self.config, self.device)
         check_float8_machine(self.config, self.device)
-        if self.config.parallelism.enable_async_tensor_parallel:
-            check_symmetric_memory(self.device)
         check_memory_snapshot(self.config.profiling, self.device)
         self.compute_dtype = DataParallelOptions.from_config(self.config, self.device.type).param_dtype
         if uses_planned_attention(self.config):
@@ -230,15 +216,12 @@ class Trainer:
                 profiling(self.config, self.dims.rank("world"), self.device) as profiler,
             ):
                 self.metrics.restart_clock(self.start_step)
-                compilations = CompilationCounter() if self.config.compile.enable else None
+                compilations = Recompilations(self.config.compile, self.start_step + 1)
                 for step in range(self.start_step + 1, training.steps + 1):
                     self.train_step(step)
                     garbage.step(step)
                     profiler.step(step)
-                    if compilations and (new := compilations.new()) and step > self.start_step + COMPILING_STEPS:
-                        logger.warning(
-                            f"step {step}: {new} graph(s) were compiled again; TORCH_LOGS=recompiles says why"
-                        )
+                    compilations.step(step)
                     if step == self.start_step + 1:
                         set_timeout(self.config.comm.train_timeout_seconds, but_for=self.checkpoint.group)
                     reason = self.stop.agreed(self.dims["world"])

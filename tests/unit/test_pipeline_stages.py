@@ -172,7 +172,7 @@ REFUSED = [
             *[f"{PP}degree=2", f"{PP}schedule=ZBVZeroBubble"],
             "--activation_checkpoint.mode=selective",
         ],
-        ["selective_ac_option = 'op'", "ZBVZeroBubble", "'full'"],
+        ["activation_checkpoint.mode = 'selective'", "ZBVZeroBubble", "'none'", "compile.enable"],
     ),
     (
         [

@@ -303,12 +303,12 @@ def _check_pipeline(config: JobConfig, shape: TransformerArgs) -> None:
             f"parallelism.fsdp_reshard_after_forward = 'always' would free the parameters that the second half of a "
             f"split backward needs, and {plan.schedule} splits it; use 'default', or the schedule 'Interleaved1F1B'"
         )
-    activations, compiled = config.activation_checkpoint, _compiles_model(config)
-    if plan.splits_backward and (activations.mode, activations.every) == ("selective", None) and not compiled:
+    mode = config.activation_checkpoint.mode
+    if plan.splits_backward and mode != "none" and not _compiles_model(config):
         raise ConfigError(
-            f"activation_checkpoint.selective_ac_option = 'op' keeps what it kept for one backward, and "
-            f"{plan.schedule} splits it in two; use activation_checkpoint.mode = 'full' or 'none', compile.enable, or "
-            f"the schedule 'Interleaved1F1B'"
+            f"activation_checkpoint.mode = {mode!r} would compute a layer again for each group of its weights, about "
+            f"ten times, as {plan.schedule} splits the backward; use 'none', compile.enable, or the schedule "
+            f"'Interleaved1F1B'"
         )
 
 

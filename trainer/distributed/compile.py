@@ -13,6 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import Compile, JobConfig
 from trainer.distributed.float8 import needs_rounding_between
 
+logger = logging.getLogger("trainer")
 F = TypeVar("F", bound=Callable)
 
 
@@ -68,12 +69,7 @@ def compiler_settings(config: JobConfig, *, splits_backward: bool) -> Iterator[N
         yield
 
 
-def check_symmetric_memory(device: torch.device) -> None:
-    """Look for what asynchronous tensor parallelism needs of this machine.
-
-    Raises:
-        ConfigError: this rank's GPU cannot reach its neighbours' memory, or there is none.
-    """
+def _check_symmetric_memory(device: torch.device) -> None:
     key = "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory"
     if device.type != "cuda":
         raise ConfigError(f"{key}, and this runs on the {device.type.upper()}; leave it out here")
@@ -90,22 +86,32 @@ def share_memory(mesh: DeviceMesh) -> None:
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-class CompilationCounter:
-    """Graphs that were compiled since it was last asked: after the first steps there should be none."""
+class Recompilations:
+    """Counts the graphs that are compiled, and tells of those after the first steps: there should be none.
 
-    def __init__(self) -> None:
-        self._before = self._graphs()
+    first_step: of this run, after which the compiler may still meet something new once.
+    """
 
-    def new(self) -> int:
-        """Graphs compiled since the last call."""
-        before, self._before = self._before, self._graphs()
-        return self._before - before
+    def __init__(self, config: Compile, first_step: int) -> None:
+        self._enabled = config.enable
+        self._expected_until = first_step + 1
+        self._graphs = 0
 
-    @staticmethod
-    def _graphs() -> int:
-        from torch._dynamo.utils import counters
+    def step(self, step: int) -> None:
+        """To be called after each step."""
+        if not self._enabled:
+            return
+        before, self._graphs = self._graphs, compiled_graphs()
+        if self._graphs > before and step > self._expected_until:
+            new = self._graphs - before
+            logger.warning(f"step {step}: {new} graph(s) were compiled again; TORCH_LOGS=recompiles says why")
 
-        return counters["stats"]["unique_graphs"]
+
+def compiled_graphs() -> int:
+    """Graphs that this process has compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 def _wait_inside_autograd(_module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
@@ -117,13 +123,15 @@ def _wait_inside_autograd(_module: nn.Module, _args: object, output: torch.Tenso
     return output * 1
 
 
-def check_compiler(config: Compile) -> None:
-    """Look for what the backend needs on this machine, before anything is built.
+def check_compiler(config: JobConfig, device: torch.device) -> None:
+    """Look for what compilation needs on this machine, before anything is built.
 
     Raises:
-        ConfigError: there is no C++ compiler.
+        ConfigError: there is no C++ compiler; for asynchronous tensor parallelism, no memory that GPUs share.
     """
-    if not config.enable or config.backend != "inductor":
+    if config.parallelism.enable_async_tensor_parallel:
+        _check_symmetric_memory(device)
+    if not config.compile.enable or config.compile.backend != "inductor":
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler

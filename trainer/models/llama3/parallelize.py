@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.config.schema import JobConfig
 from trainer.distributed.activation_checkpoint import apply_activation_checkpoint
-from trainer.distributed.compile import apply_compile
+from trainer.distributed.compile import apply_compile, share_memory
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.configure import uses_planned_attention
 from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
@@ -42,6 +42,8 @@ def parallelize(model: Transformer, dims: ParallelDims, config: JobConfig) -> No
 
 
 def _tensor_parallel(model: Transformer, dims: ParallelDims, config: JobConfig) -> None:
+    if config.parallelism.enable_async_tensor_parallel:
+        share_memory(dims["tp"])
     logits = logits_layout(disable_loss_parallel=config.parallelism.disable_loss_parallel)
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
