@@ -241,7 +241,7 @@ def check(config: JobConfig, work: Work) -> None:
         ConfigError: it cannot.
     """
     validate(config, 1)
-    check_compiler(config.compile)
+    check_compiler(config, work.device)
     check_float8_machine(config, work.device)
     if uses_planned_attention(config):
         kernel, head_dim = config.parallelism.context_parallel_kernel, work.shape().head_dim
