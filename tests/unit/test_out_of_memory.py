@@ -18,6 +18,15 @@ RUNS = [
     (8, ["--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=2"]),
     (2, ["--parallelism.tensor_parallel_degree=2", "--parallelism.disable_loss_parallel", "--training.seq_len=6"]),
     (1, ["--training.mixed_precision_param=float32", "--training.global_batch_size=16"]),
+    (2, ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=4"]),
+    (
+        4,
+        [
+            *["--parallelism.pipeline_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"],
+            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+        ],
+    ),
+    (2, ["--activation_checkpoint.mode=memory_budget", "--compile.enable", "--parallelism.fsdp_forward_prefetch=2"]),
 ]
 
 

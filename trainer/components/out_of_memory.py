@@ -7,6 +7,7 @@ import torch
 
 from trainer.config.degrees import Degrees
 from trainer.config.schema import JobConfig
+from trainer.distributed.pipeline_stages import SCHEDULES
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -31,11 +32,16 @@ def memory_savers(config: JobConfig, degrees: Degrees, device_type: str) -> list
     """Settings that are not at their limit yet, as `key = value: what it does`, those that cost least first."""
     training, parallelism, activations = config.training, config.parallelism, config.activation_checkpoint
     shards, replicas = degrees.dp_shard, degrees.dp_replicate
+    # Such a schedule refuses to compute layers again, unless they are compiled.
+    schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
+    splits_backward = degrees.pp > 1 and schedule.splits_backward and not config.compile.enable
     savers = []
     if training.mixed_precision_param == "float32" and training.dtype == "float32" and device_type == "cuda":
         savers.append('training.mixed_precision_param = "auto": activations in bfloat16')
-    if training.local_batch_size > 1:
+    if degrees.pp == 1 and training.local_batch_size > 1:
         savers.append(_smaller_micro_batches(config, degrees))
+    if degrees.pp > 1 and parallelism.pipeline_parallel_microbatch_size > 1:
+        savers.append("parallelism.pipeline_parallel_microbatch_size = 1: fewer rows at a time, the same step")
     if parallelism.fsdp_reshard_after_forward == "never":
         savers.append('parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time')
     if degrees.tp > 1 and parallelism.disable_loss_parallel:
@@ -45,9 +51,9 @@ def memory_savers(config: JobConfig, degrees: Degrees, device_type: str) -> list
             f"parallelism.data_parallel_shard_degree = {shards * replicas} with "
             f"parallelism.data_parallel_replicate_degree = 1: one copy of the parameters instead of {replicas}"
         )
-    if activations.mode == "none":
+    if activations.mode == "none" and not splits_backward:
         savers.append('activation_checkpoint.mode = "selective": keep only what is dear to compute')
-    if activations.mode != "full":
+    if activations.mode != "full" and not splits_backward:
         savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more work')
     if not training.enable_cpu_offload and device_type == "cuda":
         savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
