@@ -101,9 +101,7 @@ class Bare:
         self.optimizer.zero_grad()
         if self.working is not self.model:
             torch._foreach_copy_(*([p.detach() for p in model.parameters()] for model in (self.working, self.model)))
-        logits = self.working.output(self.working(tokens))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = self._loss(tokens, labels)
         loss.backward()
         if self.working is not self.model:
             for kept, computed in zip(self.model.parameters(), self.working.parameters(), strict=True):
@@ -111,6 +109,11 @@ class Bare:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
         return loss.detach()
+
+    def _loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The logits, kept by no name, are freed as soon as the loss has them."""
+        logits = self.working.output(self.working(tokens)).flatten(0, 1)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten())
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
