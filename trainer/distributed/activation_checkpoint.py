@@ -64,31 +64,20 @@ def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationC
 
 
 def _forward_keeping_inputs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(type(self).forward, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return _checkpointed(self, args, kwargs)
 
 
 def _forward_keeping_operators(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(
-        type(self).forward,
-        self,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=_contexts_keeping_operators,
-        **kwargs,
-    )
+    return _checkpointed(self, args, kwargs, context_fn=_contexts_keeping_operators)
 
 
 def _forward_within_budget(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(
-        type(self).forward,
-        self,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=_contexts_keeping_exchanges,
-        **kwargs,
-    )
+    return _checkpointed(self, args, kwargs, context_fn=_contexts_keeping_exchanges)
+
+
+def _checkpointed(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
+    options |= {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(type(block).forward, block, *args, **options, **kwargs)
 
 
 def _contexts_keeping_exchanges() -> tuple[Any, Any]:
