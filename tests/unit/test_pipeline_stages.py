@@ -114,7 +114,12 @@ BAD_FILES = {
     CSV.replace("1B1", "0B1"): ["stage 0 on ranks 0 and 1"],
     CSV.replace(",1B1", ""): ["does F for micro-batch 1 of stage 1"],
     CSV.replace("0F1,0B0,0B1", "0B0,0B1,0F1"): ["does BF for micro-batch 1"],
-    CSV + "\n": None,
+    CSV.replace("1F0,1B0,1F1,1B1", "1F1,1F0,1B1,1B0"): ["the last stage, 1", "[1, 0]", "in the order 0, 1"],
+    CSV.replace("0F0,0F1,0B0,0B1", "0F1,0F0,0B1,0B0"): None,
+    CSV + "\n": ["has 3 lines"],
+    "": ["has 0 lines"],
+    "\n,,\n": ["no stage for rank 0"],
+    CSV.replace("1F", "2F").replace("1B", "2B"): ["does nothing for micro-batch 0 of stage 1"],
     CSV.replace("0B1\n", "0B1,0F2,0B2\n"): ["has micro-batch 2", "local_batch_size = 2"],
 }
 

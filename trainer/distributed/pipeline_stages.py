@@ -231,7 +231,7 @@ def _plan_of_csv(config: JobConfig, modules: Sequence[str], micro_batches: int) 
         raise ConfigError(f"{key} takes the place of {_KEY}schedule; leave one of them out")
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
-            rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
+            rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{key} cannot be read ({reason}); name a file with one line per pipeline rank") from None
@@ -239,6 +239,7 @@ def _plan_of_csv(config: JobConfig, modules: Sequence[str], micro_batches: int) 
         raise ConfigError(f"{key} has {len(rows)} lines, and {_KEY}degree = {degree}; give one line per rank")
     done: dict[tuple[int, int], str] = {}
     ranks: dict[int, int] = {}
+    forwards: dict[int, list[int]] = {}
     for rank, row in enumerate(rows):
         for cell in filter(None, row):
             match = _ACTION.fullmatch(cell)
@@ -251,7 +252,11 @@ def _plan_of_csv(config: JobConfig, modules: Sequence[str], micro_batches: int) 
             if ranks.setdefault(stage, rank) != rank:
                 raise ConfigError(f"{key} runs stage {stage} on ranks {ranks[stage]} and {rank}; give it one rank")
             done[stage, micro_batch] = done.get((stage, micro_batch), "") + action
-    stages = max(ranks, default=-1) + 1
+            if action == "F":
+                forwards.setdefault(stage, []).append(micro_batch)
+        if rank not in ranks.values():
+            raise ConfigError(f"{key} has no stage for rank {rank}; give every rank one at least")
+    stages = max(ranks) + 1
     for stage in range(stages):
         for micro_batch in range(micro_batches):
             actions = done.pop((stage, micro_batch), "nothing")
@@ -265,6 +270,11 @@ def _plan_of_csv(config: JobConfig, modules: Sequence[str], micro_batches: int) 
         raise ConfigError(
             f"{key} has micro-batch {micro_batch}, and training.local_batch_size = {config.training.local_batch_size} "
             f"makes only {micro_batches}; use as many as the file has"
+        )
+    if (order := forwards[stages - 1]) != sorted(order):  # a loss is found by its place among them
+        raise ConfigError(
+            f"{key} runs the forwards of the last stage, {stages - 1}, for the micro-batches {order}; run them in the "
+            f"order 0, 1, ..., as backwards and other stages need not"
         )
     split = any("I" in cell for row in rows for cell in row)
     made = _stages(config, modules, stages)
