@@ -84,7 +84,7 @@ class Trainer:
         self.parts = self.build_parts(shape, plan)
         """The whole model, or the pipeline stages of this rank."""
         self.pipeline = plan and self.build_pipeline(plan, shape.dim)
-        self.token_losses = compiled_loss(token_losses, config.compile)
+        self.token_losses = compiled_loss(token_losses, config)
         self.optimizer = build_optimizer(self.parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(

@@ -110,7 +110,7 @@ def main() -> None:
     for name, config in MODES.items():
         with torch.device("meta"):
             model = spec.build(shape)
-        apply_activation_checkpoint(list(model.layers.values()), config)
+        apply_activation_checkpoint(model.layers, config)
         initialize(model, seed=0, device=torch.device("cpu"))
         result = measure(model, tokens)
         without = without or result

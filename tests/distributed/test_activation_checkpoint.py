@@ -126,7 +126,7 @@ def test_names_of_parameters_stay(pool: WorkerPool) -> None:
 def kept_and_computed(config: ActivationCheckpoint, n_layers: int = LAYERS) -> dict[str, int]:
     with torch.device("meta"):
         model = Transformer(replace(harness.TINY, n_layers=n_layers))
-    apply_activation_checkpoint(list(model.layers.values()), config)
+    apply_activation_checkpoint(model.layers, config)
     initialize(model, seed=0, device=torch.device("cpu"))
     return measure(model, torch.zeros(2, 64, dtype=torch.int64))
 
@@ -146,9 +146,9 @@ def test_memory_falls_and_work_grows_in_the_order_of_the_modes() -> None:
 
 def test_every_nth_layer_counts_from_the_nth() -> None:
     with torch.device("meta"):
-        blocks = [torch.nn.Linear(1, 1) for _ in range(7)]
-    apply_activation_checkpoint(blocks, ActivationCheckpoint("selective", "3"))
-    assert [i for i, block in enumerate(blocks, 1) if "forward" in vars(block)] == [3, 6]
+        layers = torch.nn.ModuleDict({str(i): torch.nn.Linear(1, 1) for i in (1, 2, 3, 4, 5, 6)})  # of a later stage
+    apply_activation_checkpoint(layers, ActivationCheckpoint("selective", "3"))
+    assert [name for name, layer in layers.items() if "forward" in vars(layer)] == ["2", "5"]
 
 
 def test_full_keeps_one_tensor_a_layer() -> None:

@@ -167,21 +167,22 @@ def test_graphs_are_counted(pool: WorkerPool) -> None:
     assert pool.run(1, counter_case)[0] == [1, 1, 2]
 
 
-def settings_case() -> tuple[bool, bool, float]:
-    """What the compiler is told inside, and that it is as before outside."""
-    import torch._inductor.config
-
-    words = ["--compile.enable", "--parallelism.enable_async_tensor_parallel", *BUDGET]
-    config = parse_command_line(words).config
+def settings_case() -> tuple[dict[str, bool], bool, float]:
+    """What the compiler is told with each function, and in the context of a step."""
+    words = ["--compile.enable", "--parallelism.enable_async_tensor_parallel", *BUDGET, "--compile.backend=inductor"]
+    config = parse_command_line([*words, "--float8.enable", "--float8.recipe_name=rowwise"]).config
+    with mock.patch.object(torch, "compile") as compile_:
+        compiling.compiled_loss(max, config)
+    functorch = torch._functorch.config
     with compiling.compiler_settings(config, splits_backward=True):
-        functorch = torch._functorch.config
-        seen = torch._inductor.config._micro_pipeline_tp, functorch.donated_buffer, functorch.activation_memory_budget
-    assert not torch._inductor.config._micro_pipeline_tp
-    return seen
+        seen = functorch.donated_buffer, functorch.activation_memory_budget
+    assert functorch.activation_memory_budget == 1.0
+    return compile_.call_args.kwargs["options"], *seen
 
 
 def test_the_compiler_is_told_of_overlap_split_backwards_and_budgets(pool: WorkerPool) -> None:
-    assert pool.run(1, settings_case)[0] == (True, False, 0.5)
+    options = {"_micro_pipeline_tp": True, "emulate_precision_casts": True}
+    assert pool.run(1, settings_case)[0] == (options, False, 0.5)
 
 
 def no_compiler_case(folder: str) -> tuple[int, str]:

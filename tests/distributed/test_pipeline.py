@@ -72,6 +72,21 @@ def test_stages_without_attention_are_fine_under_context_parallelism(pool: Worke
     assert_parity(got[0], reference(pool, PRECISION), 1e-10)
 
 
+def test_a_stage_may_end_with_the_norm_under_tensor_parallelism(pool: WorkerPool) -> None:
+    got = pool.run(
+        4, run_layout, [PRECISION, *LAYOUTS["tp2+pp2"][1], "--parallelism.pipeline_parallel_split_points", "output"]
+    )
+    assert_parity(got[0], reference(pool, PRECISION), 1e-10)
+
+
+def test_every_nth_layer_is_recomputed_by_its_number(pool: WorkerPool) -> None:
+    """Of two stages of a layer each, the second."""
+    every_2nd = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
+    (first, _), (last, _) = pool.run(2, counted_case, [PRECISION, *PP2, *every_2nd])
+    assert first["layers.0.attention.inner_attention"] == 16
+    assert last["layers.1.attention.inner_attention"] == 32
+
+
 def test_each_rank_holds_its_stages_only(pool: WorkerPool) -> None:
     got = pool.run(2, run_layout, [PRECISION, *PP2])
     held = [record.local_elements for record in got]

@@ -18,6 +18,7 @@ CASES = [
     ("experimental.context_parallel_rotate_method", "allgather", "parallelism.context_parallel_method", "all_gather"),
     ("training.enable_loss_parallel", False, "parallelism.disable_loss_parallel", True),
     ("training.enable_loss_parallel", True, "parallelism.disable_loss_parallel", False),
+    ("experimental.enable_async_tensor_parallel", True, "parallelism.enable_async_tensor_parallel", True),
     ("experimental.pipeline_parallel_degree", 2, "parallelism.pipeline_parallel_degree", 2),
     ("experimental.pipeline_parallel_schedule", "gpipe", "parallelism.pipeline_parallel_schedule", "GPipe"),
     (

@@ -291,6 +291,16 @@ RULES = [
         1,
         ["mode = 'memory_budget'", "'model' in compile.components"],
     ),
+    (
+        ["--activation_checkpoint.mode=memory_budget", "--compile.enable", "--compile.backend=eager"],
+        1,
+        ["mode = 'memory_budget'", "other than 'eager'"],
+    ),
+    (
+        ["--parallelism.fsdp_backward_prefetch=1", "--parallelism.fsdp_reshard_after_forward=never"],
+        2,
+        ["fsdp_backward_prefetch = 1 has no effect", "'never'", "'always'"],
+    ),
     (["--activation_checkpoint.memory_budget=0.3"], 1, ["memory_budget = 0.3 has no effect", "mode = 'none'"]),
     (["--compile.components", "model"], 1, ["components = ['model'] has no effect", "compile.enable"]),
     (["--parallelism.fsdp_forward_prefetch=2"], 1, ["fsdp_forward_prefetch = 2 has no effect", "leave it out"]),

@@ -119,6 +119,7 @@ BAD_FILES = {
     CSV + "\n": ["has 3 lines"],
     "": ["has 0 lines"],
     "\n,,\n": ["no stage for rank 0"],
+    CSV.replace("0F0", "0F" + "9" * 5000): ["99'", "write stage"],
     CSV.replace("1F", "2F").replace("1B", "2B"): ["does nothing for micro-batch 0 of stage 1"],
     CSV.replace("0B1\n", "0B1,0F2,0B2\n"): ["has micro-batch 2", "local_batch_size = 2"],
 }
@@ -147,7 +148,7 @@ REFUSED = [
     ([f"{PP}degree=4", "--training.local_batch_size=3"], ["at least as many", "makes 3", "local_batch_size of 4"]),
     (
         [f"{PP}degree=2", f"{PP}schedule=DualPipeV", "--training.local_batch_size=3"],
-        ["its 4 stages", "local_batch_size of 4", "GPipe"],
+        ["its 4 stages", "local_batch_size of 4", "LoopedBFS"],
     ),
     (
         [f"{PP}degree=2", f"{PP}schedule=InterleavedZeroBubble", "--training.local_batch_size=5"],
@@ -162,6 +163,19 @@ REFUSED = [
     ([f"{PP}degree=2", f"{PP}split_points", "tok_embeddings"], ["after the first one"]),
     ([f"{PP}degree=2", f"{PP}split_points", "layers.1", f"{PP}layers_per_stage=2"], ["both say", "keep one"]),
     ([f"{PP}degree=2", f"{PP}module_fqns", "tok_embeddings,layers.0", "layers.2,norm"], ["layers.2 where layers.1"]),
+    (
+        [f"{PP}degree=2", f"{PP}module_fqns", ",".join(MODULES[:3]), ",".join((*MODULES[3:], "output"))],
+        ["output where the end belongs"],
+    ),
+    (
+        [f"{PP}degree=2", f"{PP}split_points", "layers.1", f"{PP}first_stage_less_layers=2"],
+        ["no effect", "leave it out"],
+    ),
+    (
+        [f"{PP}degree=4", f"{PP}microbatches=2", "--training.local_batch_size=16"],
+        ["makes 2 of 8", "microbatches = 4 with", "GPipe"],
+    ),
+    ([f"{PP}degree=64", "--model.flavor=1B", "--training.local_batch_size=64"], ["one matrix"]),
     ([f"{PP}degree=2", f"{PP}module_fqns", "tok_embedding", "layers.2"], ["did you mean 'tok_embeddings'"]),
     ([f"{PP}degree=2", f"{PP}schedule_csv=nowhere.csv"], ["'nowhere.csv'", "cannot be read", "No such file"]),
     ([f"{PP}degree=2", "--model.flavor=1B"], ["one matrix", "'1B'"]),

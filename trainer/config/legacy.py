@@ -26,6 +26,7 @@ OLDER: dict[str, Spelling] = {
     "experimental.context_parallel_rotate_method": Spelling(
         str, "parallelism.context_parallel_method", lambda how: _rotation(how)
     ),
+    "experimental.enable_async_tensor_parallel": Spelling(bool, "parallelism.enable_async_tensor_parallel"),
     "experimental.pipeline_parallel_degree": Spelling(int, "parallelism.pipeline_parallel_degree"),
     "experimental.pipeline_parallel_schedule": Spelling(
         str, "parallelism.pipeline_parallel_schedule", lambda name: _schedule(name)

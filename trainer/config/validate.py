@@ -284,31 +284,34 @@ def check_shape(args: TransformerArgs, flavor: str, degrees: Degrees) -> None:
 def _check_pipeline(config: JobConfig, shape: TransformerArgs) -> None:
     from trainer.distributed.pipeline_stages import pipeline_plan
 
+    degree = config.parallelism.pipeline_parallel_degree
+    if degree > 1 and shape.tie_embeddings:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {degree} puts embedding and output on different stages, and "
+            f"model.flavor = {config.model.flavor!r} has one matrix for both; use 1, with context, tensor or data "
+            f"parallelism in its place"
+        )
     plan = pipeline_plan(config, shape.module_names())
     if plan is None:
         return
-    key = f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}"
-    if shape.tie_embeddings:
-        raise ConfigError(
-            f"{key} puts embedding and output on different stages, and model.flavor = {config.model.flavor!r} has one "
-            f"matrix for both; use 1, with context, tensor or data parallelism in its place"
-        )
     if ("norm",) in plan.stages and shape.norm_type == "np_layernorm":
         raise ConfigError(
-            "parallelism.pipeline_parallel_module_fqns has a stage of 'norm' alone, which has no parameters with "
-            "model.norm_type = 'np_layernorm'; put it together with the output"
+            "a pipeline stage of 'norm' alone has no parameters with model.norm_type = 'np_layernorm'; put it together "
+            "with the output"
         )
-    if plan.splits_backward and config.parallelism.fsdp_reshard_after_forward == "always":
+    if not plan.splits_backward:
+        return
+    whole = "a file without I and W" if plan.csv else "the schedule 'Interleaved1F1B'"
+    if config.parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             f"parallelism.fsdp_reshard_after_forward = 'always' would free the parameters that the second half of a "
-            f"split backward needs, and {plan.schedule} splits it; use 'default', or the schedule 'Interleaved1F1B'"
+            f"split backward needs, and {plan.schedule} splits it; use 'default', or {whole}"
         )
     mode = config.activation_checkpoint.mode
-    if plan.splits_backward and mode != "none" and not _compiles_model(config):
+    if mode != "none" and not _divides_by_compiler(config):
         raise ConfigError(
             f"activation_checkpoint.mode = {mode!r} would compute a layer again for each group of its weights, about "
-            f"ten times, as {plan.schedule} splits the backward; use 'none', compile.enable, or the schedule "
-            f"'Interleaved1F1B'"
+            f"ten times, as {plan.schedule} splits the backward; use 'none', compile.enable, or {whole}"
         )
 
 
@@ -322,11 +325,11 @@ def _check_activation_checkpoint(config: JobConfig, n_layers: int) -> None:
             f"from 1 to {n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
         )
 
-    activations, compiled = config.activation_checkpoint, _compiles_model(config)
-    if activations.mode == "memory_budget" and not compiled:
+    activations = config.activation_checkpoint
+    if activations.mode == "memory_budget" and not _divides_by_compiler(config):
         raise ConfigError(
             "activation_checkpoint.mode = 'memory_budget' leaves the choice to the compiler; set compile.enable with "
-            "'model' in compile.components, or use the mode 'selective'"
+            "'model' in compile.components and a backend other than 'eager', or use the mode 'selective'"
         )
     if (
         activations.mode != "memory_budget"
@@ -340,6 +343,11 @@ def _check_activation_checkpoint(config: JobConfig, n_layers: int) -> None:
 
 def _compiles_model(config: JobConfig) -> bool:
     return config.compile.enable and "model" in config.compile.components
+
+
+def _divides_by_compiler(config: JobConfig) -> bool:
+    """Whether the compiler says what of a layer the backward computes again."""
+    return _compiles_model(config) and config.compile.backend != "eager"
 
 
 def _check_compile(config: JobConfig) -> None:
@@ -370,6 +378,13 @@ def _check_prefetch(config: JobConfig, degrees: Degrees) -> None:
                 f"parallelism.{key} = {value} has no effect where parameters are not sharded "
                 f"(data_parallel_shard_degree x context_parallel_degree = 1); leave it out"
             )
+    parallelism, how = config.parallelism, config.parallelism.fsdp_reshard_after_forward
+    if parallelism.fsdp_backward_prefetch and (how == "never" or (how == "default" and degrees.pp > 1)):
+        raise ConfigError(
+            f"parallelism.fsdp_backward_prefetch = {parallelism.fsdp_backward_prefetch} has no effect where the "
+            f"backward finds all parameters gathered (fsdp_reshard_after_forward = {how!r}"
+            f"{' with a pipeline' if how == 'default' else ''}); leave it out, or use 'always'"
+        )
 
 
 def _nearest_multiples(number: int, factor: int) -> str:

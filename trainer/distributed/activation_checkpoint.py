@@ -6,7 +6,6 @@ module is added: the names of parameters, from which weights are drawn and by wh
 
 import types
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -41,8 +40,10 @@ KEPT_OPERATORS = frozenset(
 MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
 
 
-def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationCheckpoint) -> None:
-    """Checkpoint all of `blocks` or every n-th, whole or operator by operator, as `config` says; in place.
+def apply_activation_checkpoint(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None:
+    """Checkpoint all layers or every n-th, whole or operator by operator, as `config` says; in place.
+
+    layers: by number, so that a pipeline's stages have those that the whole model has.
 
     Call it after tensor parallelism and before `torch.compile` and `fully_shard`.
     """
@@ -55,8 +56,9 @@ def apply_activation_checkpoint(blocks: Sequence[nn.Module], config: ActivationC
         forward = _forward_keeping_operators
     elif config.mode == "selective":
         every = config.every
-    for block in blocks[every - 1 :: every]:
-        block.forward = types.MethodType(forward, block)
+    for number, layer in layers.items():
+        if (int(number) + 1) % every == 0:
+            layer.forward = types.MethodType(forward, layer)
 
 
 # Functions of the block, not closures over it: torch.compile then makes one graph for all blocks. The arguments go

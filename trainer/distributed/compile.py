@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -17,13 +17,13 @@ logger = logging.getLogger("trainer")
 F = TypeVar("F", bound=Callable)
 
 
-def apply_compile(blocks: Sequence[nn.Module], config: Compile, *, embedding: nn.Module | None = None) -> None:
+def apply_compile(blocks: Sequence[nn.Module], config: JobConfig, *, embedding: nn.Module | None = None) -> None:
     """Compile the forward of each block as one graph, in place; modules and names stay as they are.
 
     Call it after tensor parallelism and activation checkpointing, which become part of the graph, and before
     `fully_shard`, whose gathering stays outside. embedding: what feeds the first block, if it is tensor-parallel.
     """
-    if not (config.enable and "model" in config.components):
+    if not (config.compile.enable and "model" in config.compile.components):
         return
     # It asks to look for in-place operators in checkpointed blocks, on every rank; there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
@@ -33,23 +33,30 @@ def apply_compile(blocks: Sequence[nn.Module], config: Compile, *, embedding: nn
         embedding.register_forward_hook(_wait_inside_autograd)
 
 
-def compiled_loss(loss: F, config: Compile) -> F:
+def compiled_loss(loss: F, config: JobConfig) -> F:
     """`loss`, compiled if the configuration says so."""
-    return _compiled(loss, config) if config.enable and "loss" in config.components else loss
+    return _compiled(loss, config) if config.compile.enable and "loss" in config.compile.components else loss
 
 
-def _compiled(function: F, config: Compile) -> F:
+def _compiled(function: F, config: JobConfig) -> F:
     options = {}
-    if config.backend == "inductor" and torch.are_deterministic_algorithms_enabled():
-        options = {"options": {"deterministic": True}}  # kernels are not chosen by their time
-    return torch.compile(function, backend=config.backend, fullgraph=True, **options)
+    if torch.are_deterministic_algorithms_enabled():
+        options["deterministic"] = True  # kernels are not chosen by their time
+    if config.parallelism.enable_async_tensor_parallel:
+        options["_micro_pipeline_tp"] = True
+    if needs_rounding_between(config.float8):
+        options["emulate_precision_casts"] = True
+    if config.compile.backend != "inductor":
+        options = {}
+    return torch.compile(function, backend=config.compile.backend, fullgraph=True, options=options or None)
 
 
 @contextmanager
 def compiler_settings(config: JobConfig, *, splits_backward: bool) -> Iterator[None]:
-    """Around forward and backward: what is compiled inside is compiled for this run.
+    """Around forward and backward: how the graphs that are compiled inside are divided between the two.
 
-    splits_backward: a pipeline runs each backward twice, once for inputs and once for weights.
+    Inductor's own settings are options of each function: it may compile a backward on another thread, which does not
+    see a context. splits_backward: a pipeline runs each backward twice, once for inputs and once for weights.
     """
     settings = {}
     if splits_backward:
@@ -59,13 +66,7 @@ def compiler_settings(config: JobConfig, *, splits_backward: bool) -> Iterator[N
         # Process groups are arguments of graphs with tensor parallelism; they hold no tensors.
         if hasattr(torch._functorch.config, unsized := "unsafe_treat_script_objects_as_zero_size"):
             settings[unsized] = True
-    with ExitStack() as stack:
-        if config.compile.enable and settings:
-            stack.enter_context(torch._functorch.config.patch(settings))
-        if config.parallelism.enable_async_tensor_parallel:
-            stack.enter_context(torch._inductor.config.patch(_micro_pipeline_tp=True))
-        if config.compile.enable and needs_rounding_between(config.float8):
-            stack.enter_context(torch._inductor.config.patch(emulate_precision_casts=True))
+    with torch._functorch.config.patch(settings) if config.compile.enable and settings else nullcontext():
         yield
 
 

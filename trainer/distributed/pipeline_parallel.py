@@ -73,6 +73,8 @@ class Pipeline:
             raise (error.__cause__ or error) from None
         finally:
             self._loss = None
+            for stage in self._stages:
+                stage.clear_runtime_states()  # else gradients of what was received live on to the next step
 
     def _prepare(self, shape: tuple[int, int]) -> None:
         rows, length = shape
@@ -80,7 +82,7 @@ class Pipeline:
             rows // self.plan.micro_batches, length // self._tp, self._dim, dtype=self._dtype, device="meta"
         ).requires_grad_()
         tokens = torch.empty(rows // self.plan.micro_batches, length, dtype=torch.int64, device="meta")
-        stages = [
+        self._stages = [
             PipelineStage(
                 part,
                 number,
@@ -92,7 +94,7 @@ class Pipeline:
             )
             for number, part in zip(self._numbers, self.parts, strict=True)
         ]
-        self._schedule, self._shape = self._build(stages), shape
+        self._schedule, self._shape = self._build(self._stages), shape
 
     def _build(self, stages: list[PipelineStage]) -> object:
         settings = {"loss_fn": self._micro_batch_loss, "scale_grads": False}

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
@@ -84,7 +84,13 @@ def pipeline_plan(config: JobConfig, modules: Sequence[str]) -> PipelinePlan | N
     per_rank, rest = divmod(len(stages), degree)
     if rest or per_rank != (schedule.stages_per_rank or per_rank):
         wanted = f"{schedule.stages_per_rank} per rank" if schedule.stages_per_rank else "a multiple of the ranks"
-        fitting = [other for other, s in SCHEDULES.items() if not rest and s.stages_per_rank in (None, per_rank)]
+        fitting = [
+            other
+            for other, s in SCHEDULES.items()
+            if not rest
+            and s.stages_per_rank in (None, per_rank)
+            and not (s.fills_stages and micro_batches < len(stages))
+        ]
         raise ConfigError(
             f"{_KEY}schedule = {name!r} on {_KEY}degree = {degree} takes {wanted}, and {_source(parallelism)} makes "
             f"{len(stages)} stages; use {(schedule.stages_per_rank or 2) * degree} stages"
@@ -122,14 +128,17 @@ def _check_micro_batches(config: JobConfig, schedule: Schedule, micro_batches: i
     if schedule.fills_stages and micro_batches < stages:
         rule, needed = f"at least as many micro-batches as its {stages} stages", stages
     elif schedule.rounds and micro_batches % max(1, micro_batches // degree):
-        rule, needed = f"a multiple of {degree} micro-batches, or fewer than {2 * degree}", degree
+        rule, needed = f"equal rounds of at least {degree} micro-batches, as a multiple of {degree} makes", degree
     if needed:
-        size = config.training.local_batch_size // micro_batches
-        rows = math.ceil(micro_batches / needed) * needed * size
+        rows, number = config.training.local_batch_size, parallelism.pipeline_parallel_microbatches
+        enough = math.ceil(micro_batches / needed) * needed
+        works = f"a local_batch_size of {enough * (rows // micro_batches)}"
+        if number is not None:
+            works = f"{_KEY}microbatches = {enough} with a local_batch_size that it divides"
         raise ConfigError(
             f"{_KEY}schedule = {parallelism.pipeline_parallel_schedule!r} takes {rule}, and training.local_batch_size "
-            f"= {config.training.local_batch_size} makes {micro_batches} of {size} row(s); use a local_batch_size of "
-            f"{rows}, or the schedule 'GPipe'"
+            f"= {rows} makes {micro_batches} of {rows // micro_batches} row(s); use {works}, or the schedule "
+            f"{'GPipe' if stages == degree else 'LoopedBFS'!r}"
         )
 
 
@@ -141,6 +150,13 @@ def _stages(config: JobConfig, modules: Sequence[str], default: int) -> tuple[tu
     parallelism = config.parallelism
     ways = ("module_fqns", "split_points", "layers_per_stage")
     given = [way for way in ways if getattr(parallelism, f"pipeline_parallel_{way}")]
+    for key in ("first_stage_less_layers", "last_stage_less_layers"):
+        name = f"pipeline_parallel_{key}"
+        if given and given != ["layers_per_stage"] and getattr(parallelism, name) != getattr(Parallelism, name):
+            raise ConfigError(
+                f"{_KEY}{key} = {getattr(parallelism, name)} has no effect with {_KEY}{given[0]}, which says where "
+                f"stages begin; leave it out"
+            )
     if len(given) > 1:
         raise ConfigError(f"{_KEY}{given[0]} and {_KEY}{given[1]} both say where stages begin; keep one")
     if parallelism.pipeline_parallel_module_fqns:
@@ -157,7 +173,8 @@ def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, .
         if name not in modules:
             raise ConfigError(f"{_KEY}module_fqns names {name!r}, which the model lacks{did_you_mean(name, modules)}")
     if names != list(modules):
-        wrong, right = next(((a, b) for a, b in zip(names, modules, strict=False) if a != b), ("the end", modules[-1]))
+        pairs = zip_longest(names, modules, fillvalue="the end")
+        wrong, right = next((a, b) for a, b in pairs if a != b)
         raise ConfigError(
             f"{_KEY}module_fqns must name every module once, in the order of the forward, and has {wrong} where "
             f"{right} belongs; the modules are {modules[0]}, {modules[1]} to {modules[-3]}, {', '.join(modules[-2:])}"
@@ -188,7 +205,7 @@ def _dealt(parallelism: Parallelism, modules: Sequence[str], flavor: str, number
     before = parallelism.pipeline_parallel_first_stage_less_layers
     after = parallelism.pipeline_parallel_last_stage_less_layers
     if per_stage := parallelism.pipeline_parallel_layers_per_stage:
-        number = math.ceil((len(layers) + before + after) / per_stage)
+        number = -(-(len(layers) + before + after) // per_stage)
     if number > len(layers):
         raise ConfigError(
             f"{_KEY}degree = {parallelism.pipeline_parallel_degree} with {_KEY}schedule = "
@@ -220,7 +237,7 @@ def _source(parallelism: Parallelism) -> str:
 # ---- a schedule of one's own
 
 
-_ACTION = re.compile(r"(\d+)(F|B|I|W)(\d+)")
+_ACTION = re.compile(r"([0-9]{1,6})(F|B|I|W)([0-9]{1,6})")
 
 
 def _plan_of_csv(config: JobConfig, modules: Sequence[str], micro_batches: int) -> PipelinePlan:
@@ -232,7 +249,7 @@ def _plan_of_csv(config: JobConfig, modules: Sequence[str], micro_batches: int) 
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{key} cannot be read ({reason}); name a file with one line per pipeline rank") from None
     if len(rows) != degree:

@@ -52,7 +52,8 @@ class Reports:
         told = self._tell_and_hear(_LOST, self.patience_seconds)
         mine, place = self.process.rank, _place(error)
         if not told:
-            return f"rank {mine} lost its peers {place}, and the store of the job too: {str(error).splitlines()[0]}"
+            reason = str(error).partition("\n")[0]
+            return f"rank {mine} lost its peers {place}, and the store of the job too: {reason}"
         if mine != min(rank for rank, how in told.items() if how == _LOST):
             return None
         causes = [f"rank {rank} {how}" for rank, how in told.items() if how != _LOST]

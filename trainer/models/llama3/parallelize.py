@@ -32,8 +32,8 @@ def parallelize(model: Transformer, dims: ParallelDims, config: JobConfig) -> No
             window = block.attention.inner_attention.sliding_window
             style = ContextParallelAttention(sliding_window=window)
             parallelize_module(block, dims["cp"], {"attention.inner_attention": style})
-    apply_activation_checkpoint(blocks, config.activation_checkpoint)
-    apply_compile(blocks, config.compile, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
+    apply_activation_checkpoint(model.layers, config.activation_checkpoint)
+    apply_compile(blocks, config, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
     # A tied matrix is used at both ends of the forward: it stays gathered, with the root's own parameters.
     tied = model.args.tie_embeddings
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
@@ -47,7 +47,7 @@ def _tensor_parallel(model: Transformer, dims: ParallelDims, config: JobConfig) 
     logits = logits_layout(disable_loss_parallel=config.parallelism.disable_loss_parallel)
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
+        "norm": SequenceParallel(use_local_output=True),  # a stage of a pipeline may end here
         "output": ColwiseParallel(
             input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()
         ),
