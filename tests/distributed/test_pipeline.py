@@ -144,8 +144,8 @@ def refused_case(arguments: list[str]) -> str:
 
 
 def test_a_schedule_that_waits_for_itself_is_refused_by_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    """The first stage wants the gradient of micro-batch 1 before it has sent it on."""
-    (tmp_path / "schedule.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n")
+    """The second stage wants micro-batch 1 before it sends the gradient that the first one waits for."""
+    (tmp_path / "schedule.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     own = f"--parallelism.pipeline_parallel_schedule_csv={tmp_path}/schedule.csv"
     for message in pool.run(2, refused_case, [*PP2, own]):
         assert "cannot run (Malformed compute schedule" in message
