@@ -11,6 +11,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where distributed tests run: gloo or NCCL"
     )
+    parser.addoption("--record-support", action="store_true", help="make docs/support_matrix.md of what is tested now")
 
 
 _POOL = pytest.StashKey[WorkerPool]()

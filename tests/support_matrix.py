@@ -1,0 +1,278 @@
+"""What works with what: the cells of docs/support_matrix.md, the record of those that ran, and the page made of it.
+
+A cell is a layout of ranks and a feature. `tests/distributed/test_support_matrix.py` runs them; the record keeps for
+each what came out and a digest of its arguments, so that a cell that changed counts as not tested.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.degrees import Degrees
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.config.validate import validate
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+RECORD = DOCS / "measurements" / "support_matrix.json"
+PAGE = DOCS / "support_matrix.md"
+COMMAND = "pytest tests/distributed/test_support_matrix.py --record-support"
+
+_DIMENSIONS = {
+    "ddp": "data_parallel_replicate",
+    "fsdp": "data_parallel_shard",
+    "cp": "context_parallel",
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+}
+# By number of ranks; a number behind a dimension is its degree.
+LAYOUTS = (
+    ("ddp2", "fsdp2", "cp2", "tp2", "pp2"),
+    (
+        *("ddp2+fsdp2", "ddp2+cp2", "ddp2+tp2", "ddp2+pp2", "fsdp2+cp2", "fsdp2+tp2", "fsdp2+pp2"),
+        *("cp2+tp2", "cp2+pp2", "tp2+pp2", "cp4"),
+    ),
+    ("ddp2+fsdp2+cp2", "ddp2+fsdp2+tp2", "fsdp2+cp2+tp2", "fsdp2+cp2+pp2", "fsdp2+tp2+pp2", "cp2+tp2+pp2"),
+)
+# Of the harness's model of two layers: four stages, for schedules with two a rank.
+_FOUR_STAGES = ("--parallelism.pipeline_parallel_module_fqns", "tok_embeddings", "layers.0", "layers.1", "norm,output")
+_COMPILE = ("--compile.enable", "--compile.backend=aot_eager")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Arguments on top of a layout's; needs: dimensions that must be there, one of several where a tuple names them."""
+
+    arguments: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    of_model: bool = False
+    """The single process has it too."""
+    degree: int = 2
+    """Least degree of what it needs."""
+    dtype: str = "float64"
+    tolerance: float = 1e-10
+
+
+def _method(name: str, *more: str, degree: int = 2) -> Feature:
+    return Feature((f"--parallelism.context_parallel_method={name}", *more), ("cp",), degree=degree)
+
+
+def _schedule(name: str, *more: str) -> Feature:
+    return Feature((f"--parallelism.pipeline_parallel_schedule={name}", *more), ("pp",))
+
+
+FEATURES: dict[str, Feature] = {
+    "as it is": Feature(),
+    "without gradient accumulation": Feature(("--training.global_batch_size=-1",), of_model=True),
+    "packed documents": Feature(("--training.attention_mask=document",), of_model=True),
+    "documents dealt by cost": Feature(
+        ("--training.attention_mask=document", "--parallelism.context_parallel_load_balancer=balanced"), ("cp",)
+    ),
+    "sliding window in every 2nd layer": Feature(
+        ("--model.sliding_window=5", "--model.sliding_window_every=2"), of_model=True
+    ),
+    "attention sinks": Feature(("--model.attention_sinks",), of_model=True),
+    "uneven shards": Feature(("--training.seq_len=14", "--training.attention_mask=document"), ("cp",)),
+    "CP all_gather": _method("all_gather"),
+    "CP all_to_all": _method("all_to_all"),
+    "CP hybrid": _method("hybrid", "--parallelism.context_parallel_hybrid_degrees", "2", "2", degree=4),
+    "CP contiguous": Feature(("--parallelism.context_parallel_load_balancer=contiguous",), ("cp",)),
+    "CP consistency checks": Feature(("--comm.check_consistency",), ("cp",)),
+    "PP GPipe": _schedule("GPipe"),
+    "PP Interleaved1F1B": _schedule("Interleaved1F1B", *_FOUR_STAGES),
+    "PP LoopedBFS": _schedule("LoopedBFS", *_FOUR_STAGES),
+    "PP InterleavedZeroBubble": _schedule("InterleavedZeroBubble", *_FOUR_STAGES),
+    "PP ZBVZeroBubble": _schedule("ZBVZeroBubble", *_FOUR_STAGES),
+    "PP DualPipeV": _schedule("DualPipeV", *_FOUR_STAGES, "--training.local_batch_size=4"),
+    "PP zero bubble, compiled": _schedule("InterleavedZeroBubble", *_FOUR_STAGES, *_COMPILE),
+    "recompute layers": Feature(("--activation_checkpoint.mode=full",)),
+    "recompute every 2nd layer": Feature(
+        ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
+    ),
+    "recompute operators": Feature(("--activation_checkpoint.mode=selective",)),
+    "recompute within a budget": Feature(("--activation_checkpoint.mode=memory_budget", *_COMPILE)),
+    "recompute operators, zero bubble": _schedule(
+        "InterleavedZeroBubble", *_FOUR_STAGES, "--activation_checkpoint.mode=selective"
+    ),
+    "compile": Feature(_COMPILE),
+    "asynchronous TP": Feature(
+        ("--parallelism.enable_async_tensor_parallel", "--compile.enable"),
+        ("tp",),
+    ),
+    "loss over whole logits": Feature(("--parallelism.disable_loss_parallel",), ("tp",)),
+    "FSDP never reshards": Feature(("--parallelism.fsdp_reshard_after_forward=never",), ("fsdp",)),
+    "FSDP always reshards": Feature(("--parallelism.fsdp_reshard_after_forward=always",), ("fsdp",)),
+    "FSDP prefetches 2 layers": Feature(
+        ("--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"), ("fsdp",)
+    ),
+    "float8, rowwise (emulated)": Feature(
+        ("--float8.enable", "--float8.recipe_name=rowwise", "--float8.emulate"),
+        of_model=True,
+        dtype="float32",
+        tolerance=1e-2,
+    ),
+    "CPU offload": Feature(("--training.enable_cpu_offload",)),
+    "tied embeddings": Feature(("--model.flavor=tiny_tied",), of_model=True),
+    "layernorm": Feature(("--model.norm_type=layernorm",), of_model=True),
+    "layernorm without parameters": Feature(("--model.norm_type=np_layernorm",), of_model=True),
+    "scaled RoPE": Feature(("--model.rope_scaling=8", "--model.rope_theta=10000"), of_model=True),
+    "fused AdamW": Feature(("--optimizer.implementation=fused",)),
+    "Adam, parameter by parameter": Feature(
+        ("--optimizer.name=Adam", "--optimizer.implementation=for-loop"), of_model=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One feature on one layout."""
+
+    layout: str
+    feature: str
+
+    @property
+    def applies(self) -> bool:
+        """Whether the layout has what the feature is about."""
+        feature, degrees = FEATURES[self.feature], layout_degrees(self.layout)
+        return all(degrees.get(dimension, 1) >= feature.degree for dimension in feature.needs)
+
+    @property
+    def world_size(self) -> int:
+        product = 1
+        for degree in layout_degrees(self.layout).values():
+            product *= degree
+        return product
+
+    @property
+    def arguments(self) -> list[str]:
+        degrees = layout_degrees(self.layout)
+        layout = [f"--parallelism.{key}_degree={degrees.get(name, 1)}" for name, key in _DIMENSIONS.items()]
+        feature = FEATURES[self.feature]
+        return [f"--training.dtype={feature.dtype}", *layout, *feature.arguments]
+
+    @property
+    def reference_arguments(self) -> list[str]:
+        """Of the single process: what changes the model or its data, not how the work is shared."""
+        feature = FEATURES[self.feature]
+        shared = [
+            a for a in feature.arguments if feature.of_model or a.startswith(("--training.seq", "--training.att"))
+        ]
+        if "--training.global_batch_size=-1" in shared:  # the rows that all data-parallel ranks have together
+            degrees = layout_degrees(self.layout)
+            shared.append(f"--training.local_batch_size={2 * degrees.get('ddp', 1) * degrees.get('fsdp', 1)}")
+        return [f"--training.dtype={feature.dtype}", *shared]
+
+    @property
+    def digest(self) -> str:
+        """Changes with the arguments."""
+        text = json.dumps([self.arguments, self.reference_arguments])
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+    def check(self, arguments: list[str]) -> Degrees:
+        """The program's own check of the settings.
+
+        Raises:
+            ConfigError: they are refused.
+        """
+        return validate(parse_command_line(arguments).config, self.world_size)
+
+
+def layout_degrees(layout: str) -> dict[str, int]:
+    """`fsdp2+tp2` -> {"fsdp": 2, "tp": 2}."""
+    return {part[:-1]: int(part[-1]) for part in layout.split("+")}
+
+
+def cells() -> list[Cell]:
+    """All that apply."""
+    every = [Cell(layout, feature) for group in LAYOUTS for layout in group for feature in FEATURES]
+    return [cell for cell in every if cell.applies]
+
+
+class Record:
+    """What came out of each cell, as of its last run: `tested`, or `refused: message`."""
+
+    def __init__(self, path: Path = RECORD) -> None:
+        self.path = path
+        self._entries: dict[str, dict[str, list[str]]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def outcome(self, cell: Cell) -> str | None:
+        """None: it has not run with these arguments."""
+        outcome, digest = self._entries.get(cell.layout, {}).get(cell.feature, ("", ""))
+        return outcome if digest == cell.digest else None
+
+    def note(self, cell: Cell, outcome: str | None) -> None:
+        """Remember what came out; None: neither of the two."""
+        entries = self._entries.setdefault(cell.layout, {})
+        entries.pop(cell.feature, None)
+        if outcome is not None:
+            entries[cell.feature] = [outcome, cell.digest]
+
+    def save(self) -> None:
+        """Write the record, without what is no cell any more."""
+        kept = {(cell.layout, cell.feature) for cell in cells()}
+        entries = {
+            layout: {feature: entry for feature, entry in sorted(features.items()) if (layout, feature) in kept}
+            for layout, features in sorted(self._entries.items())
+        }
+        lines = [
+            f'"{layout}": {{\n' + ",\n".join(f"  {json.dumps(f)}: {json.dumps(e)}" for f, e in features.items()) + "\n}"
+            for layout, features in entries.items()
+        ]
+        self.path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def page(record: Record) -> str:
+    """docs/support_matrix.md."""
+    refusals: dict[str, int] = {}
+    tables = []
+    for group in LAYOUTS:
+        rows = [f"| | {' | '.join(group)} |", f"|---|{'---|' * len(group)}"]
+        for feature in FEATURES:
+            row = [_shown(Cell(layout, feature), record, refusals) for layout in group]
+            if any(cell != "" for cell in row):
+                rows.append(f"| {feature} | {' | '.join(row)} |")
+        tables.append("\n".join(rows))
+    notes = "\n".join(f"{number}. {message}" for message, number in refusals.items())
+    ranks = ("Two ranks", "Four ranks, two dimensions", "Eight ranks, three dimensions")
+    body = "\n\n".join(f"## {title}\n\n{table}" for title, table in zip(ranks, tables, strict=True))
+    return _PAGE.format(command=COMMAND, body=body, notes=notes)
+
+
+def _shown(cell: Cell, record: Record, refusals: dict[str, int]) -> str:
+    if not cell.applies:
+        return ""
+    outcome = record.outcome(cell)
+    if outcome is None:
+        return "untested"
+    if outcome == "tested":
+        return "✓"
+    return f"refused ({refusals.setdefault(outcome.removeprefix('refused: '), len(refusals) + 1)})"
+
+
+_PAGE = """# What works with what
+
+Generated by `{command}`; a test fails when it is not what the tests say.
+
+A layout's name has its dimensions with their degrees: ddp (replicas), fsdp (shards), cp (context), tp (tensor) and pp
+(pipeline parallelism). ✓: trained for three steps, and losses, gradient norm, the gradient of every parameter and the
+weights are those of a single process, to 1e-10 in float64 (with float8 to 1e-2 in float32). Refused: the program says
+the sentence below, by its number, before it trains. Empty: the layout has nothing that the feature is about. Where
+nothing else is said pipelines run the schedule 1F1B, context parallelism the ring, and gradients are accumulated over
+several micro-batches.
+
+{body}
+
+## Refused
+
+{notes}
+"""
+
+
+def refusal(arguments: list[str], cell: Cell) -> str | None:
+    """The sentence with which the settings are refused, if they are."""
+    try:
+        cell.check(arguments)
+    except ConfigError as error:
+        return f"refused: {error}"
+    return None
