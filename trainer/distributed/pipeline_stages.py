@@ -207,11 +207,12 @@ def _dealt(parallelism: Parallelism, modules: Sequence[str], flavor: str, number
     if per_stage := parallelism.pipeline_parallel_layers_per_stage:
         number = -(-(len(layers) + before + after) // per_stage)
     if number > len(layers):
+        several = SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank != 1
+        fewer = "a lower degree" + ", or '1F1B' with one stage a rank" * several + ", or more a stage" * bool(per_stage)
         raise ConfigError(
             f"{_KEY}degree = {parallelism.pipeline_parallel_degree} with {_KEY}schedule = "
             f"{parallelism.pipeline_parallel_schedule!r} makes {number} stages, and model.flavor = {flavor!r} has only "
-            f"{len(layers)} layers; use fewer stages (a lower degree, a schedule of one stage per rank such as '1F1B', "
-            f"more layers_per_stage), or name each stage's modules in {_KEY}module_fqns"
+            f"{len(layers)} layers; use fewer stages ({fewer}), or name each stage's modules in {_KEY}module_fqns"
         )
     weights = [1 + before * (stage == 0) + after * (stage == number - 1) for stage in range(number)]
     counts = [1] * number
