@@ -101,7 +101,7 @@ def test_context_parallel_attention_is_not_communicated_again_by_op(pool: Worker
     assert got["full"].total() > got["2"].total() > got["none"].total()
 
 
-@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("method", ["all_gather", pytest.param("all_to_all", marks=pytest.mark.slow)])
 def test_nor_do_the_other_methods(pool: WorkerPool, method: str) -> None:
     """And each mode's gradients are those of the single process, with documents that change the plan."""
     world_size, arguments = LAYOUTS["cp2"]

@@ -54,7 +54,8 @@ LAYOUTS = {
     "cp_all_to_all": (4, [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=all_to_all"]),
 }
 # Eight ranks, or like another one: their parity is tested in tests/distributed at every commit.
-SLOW = {"hsdp+tp", "hsdp+cp", "pp_gpipe", "pp_dp_gpipe", "pp_tp", "3d_compile", "pp_looped_1f1b", "pp+cp+tp"}
+SLOW = {"hsdp+tp", "hsdp+cp", "pp_gpipe", "pp_dp_gpipe", "pp_tp", "pp_dp_tp", "pp_looped_1f1b", "pp+cp+tp"}
+SLOW |= {"2d_compile", "3d_compile"}
 DOCUMENTS = ["--training.attention_mask=document", "--model.sliding_window=48", "--model.sliding_window_every=2"]
 
 
