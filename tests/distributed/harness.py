@@ -131,6 +131,18 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).cpu().clone()
 
 
+@contextmanager
+def trainer_of(arguments: list[str]) -> Iterator[RecordingTrainer]:
+    """The trainer of BASE and `arguments` on this rank, for a case that steps by itself."""
+    process = Process.from_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
+        with process_group(process, config.comm):
+            trainer = RecordingTrainer(config, validate(config, process.world_size), process.device, record=Record())
+            yield trainer
+            trainer.metrics.close()
+
+
 def run_layout(arguments: list[str], fault: str | None = None) -> Record:
     """On each rank: train STEPS steps with BASE and `arguments`; `fault` plants one of the known mistakes."""
     process = Process.from_environment()

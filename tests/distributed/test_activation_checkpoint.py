@@ -1,6 +1,5 @@
 """Laws of activation checkpointing: nothing changes but what is kept, and attention is not computed twice by "op"."""
 
-import tempfile
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,15 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.benchmarks.activation_checkpointing import Meter, measure
 from tests.distributed import harness
-from tests.distributed.harness import Record, RecordingTrainer, assert_parity, run_layout
+from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
-from trainer.config.loader import parse_command_line
 from trainer.config.schema import ActivationCheckpoint
-from trainer.config.validate import validate
 from trainer.distributed import exchange
 from trainer.distributed.activation_checkpoint import apply_activation_checkpoint
-from trainer.distributed.process_group import Process, process_group
 from trainer.models.initialization import initialize
 from trainer.models.llama3.model import Transformer
 
@@ -64,18 +60,11 @@ class Calls(TorchDispatchMode):
 
 def counted_case(arguments: list[str]) -> tuple[Counter[str], Counter[str], list[str]]:
     """One step: operators, collectives of our own, and the names of the parameters."""
-    process = Process.from_environment()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = [*harness.BASE, f"--job.dump_folder={folder}", "--training.local_batch_size=4", *arguments]
-        config = parse_command_line([*arguments, "--training.global_batch_size=-1"]).config
-        with process_group(process, config.comm):
-            degrees = validate(config, process.world_size)
-            trainer = RecordingTrainer(config, degrees, process.device, record=Record())
-            exchange.calls.clear()
-            with Calls() as calls:
-                trainer.train_step(1)
-            trainer.metrics.close()
-            names = [name for name, _ in trainer.parts[0].named_parameters()]
+    with trainer_of(["--training.local_batch_size=4", *arguments, "--training.global_batch_size=-1"]) as trainer:
+        exchange.calls.clear()
+        with Calls() as calls:
+            trainer.train_step(1)
+        names = [name for name, _ in trainer.parts[0].named_parameters()]
     return calls.counts, Counter(exchange.calls), names
 
 

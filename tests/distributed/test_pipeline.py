@@ -1,9 +1,6 @@
 """Laws of pipelines beside parity: what runs how often, what each rank holds, and how what cannot run is said."""
 
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -12,14 +9,11 @@ import torch
 from torch import nn
 
 from tests.distributed import harness
-from tests.distributed.harness import Record, RecordingTrainer, assert_parity, run_layout
+from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line
-from trainer.config.validate import validate
 from trainer.distributed import pipeline_parallel
-from trainer.distributed.process_group import Process, process_group
 from trainer.models.llama3 import model as llama3_model
 from trainer.models.llama3 import spec as llama3
 
@@ -28,17 +22,6 @@ PP2 = LAYOUTS["pp2"][1]
 CP2_PP2 = LAYOUTS["cp2+pp2"][1]
 FOUR_ROWS = ["--training.local_batch_size=4", "--parallelism.pipeline_parallel_microbatches=2"]
 FOUR_STAGES = ["--parallelism.pipeline_parallel_module_fqns", "tok_embeddings", "layers.0", "layers.1", "norm,output"]
-
-
-@contextmanager
-def trainer_of(arguments: list[str]) -> Iterator[RecordingTrainer]:
-    process = Process.from_environment()
-    with tempfile.TemporaryDirectory() as folder:
-        config = parse_command_line([*harness.BASE, f"--job.dump_folder={folder}", *arguments]).config
-        with process_group(process, config.comm):
-            trainer = RecordingTrainer(config, validate(config, process.world_size), process.device, record=Record())
-            yield trainer
-            trainer.metrics.close()
 
 
 def counted_case(arguments: list[str]) -> tuple[Counter[str], list[str]]:

@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 
 import pytest
 
 from tests.distributed.harness import BASE, TEST_FLAVORS, assert_parity, run_layout
-from tests.distributed.harness import Record as Run
 from tests.distributed.pool import RankFailedError, WorkerPool
+from tests.distributed.test_parity import reference
 from tests.support_matrix import FEATURES, PAGE, Cell, Record, cells, page, refusal
 from trainer.models.llama3.args import FLAVORS
 
@@ -61,11 +60,6 @@ QUICK = {
 assert {(layout, feature) for feature, layouts in QUICK.items() for layout in layouts} <= {
     (cell.layout, cell.feature) for cell in cells()
 }
-
-
-@lru_cache
-def reference(pool: WorkerPool, *arguments: str) -> Run:
-    return pool.run(1, run_layout, list(arguments))[0]
 
 
 @pytest.fixture(scope="module")

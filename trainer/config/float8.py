@@ -1,10 +1,9 @@
 """Rules of the table [float8]: what torchao's float8 products cannot do is refused before a rank is started."""
 
-from operator import attrgetter
-
 from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Float8, JobConfig
+from trainer.config.schema import JobConfig
+from trainer.config.unused import check_unused
 from trainer.models.llama3.args import TransformerArgs
 
 # What float8 kernels want every side of a matrix to be a multiple of.
@@ -36,7 +35,8 @@ def check_float8(config: JobConfig, args: TransformerArgs, degrees: Degrees) -> 
     """
     settings = config.float8
     if not settings.enable:
-        _check_off(config)
+        reason = "without float8.enable; switch that on, or leave this out"
+        check_unused(config, [f"float8.{name}" for name in vars(settings)], reason)
         return
     if config.training.dtype == "float64":
         raise ConfigError(
@@ -71,17 +71,6 @@ def check_float8(config: JobConfig, args: TransformerArgs, degrees: Degrees) -> 
                     f"{list(settings.filter_fqns)}" + (", or use fewer of these ranks" if degrees.tp > 1 else "")
                 )
     _check_all_gather(config, args, degrees, chosen)
-
-
-def _check_off(config: JobConfig) -> None:
-    for name in vars(Float8()):
-        key = f"float8.{name}"
-        value = attrgetter(key)(config)
-        if value != attrgetter(key)(JobConfig()):
-            shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(
-                f"{key} = {shown!r} has no effect without float8.enable; switch that on, or leave this out"
-            )
 
 
 def _check_all_gather(

@@ -14,6 +14,7 @@ from trainer.config.degrees import Degrees, resolve_degrees
 from trainer.config.errors import ConfigError
 from trainer.config.float8 import check_float8
 from trainer.config.schema import JobConfig
+from trainer.config.unused import check_unused
 from trainer.models.llama3.args import TransformerArgs
 from trainer.models.registry import model_args
 
@@ -221,17 +222,9 @@ def _check_context_parallel(config: JobConfig, degrees: Degrees) -> None:
             f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
         )
     if degrees.cp == 1:
-        defaults = JobConfig()
-        for key in (
-            *(f"parallelism.context_parallel_{name}" for name in _OF_SEVERAL_RANKS),
-            "comm.check_consistency",
-        ):
-            value = attrgetter(key)(config)
-            if value != attrgetter(key)(defaults):
-                raise ConfigError(
-                    f"{key} = {value!r} has no effect with parallelism.context_parallel_degree = 1; "
-                    f"leave it out, or set a degree of at least 2"
-                )
+        keys = (*(f"parallelism.context_parallel_{name}" for name in _OF_SEVERAL_RANKS), "comm.check_consistency")
+        reason = "with parallelism.context_parallel_degree = 1; leave it out, or set a degree of at least 2"
+        check_unused(config, keys, reason)
 
 
 def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees) -> Degrees:

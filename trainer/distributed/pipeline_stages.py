@@ -7,13 +7,14 @@ r and 2P - 1 - r), as the schedule wants.
 import csv
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig, Parallelism
+from trainer.config.unused import check_unused
 
 _KEY = "parallelism.pipeline_parallel_"
 
@@ -73,7 +74,8 @@ def pipeline_plan(config: JobConfig, modules: Sequence[str]) -> PipelinePlan | N
     """
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
-        _check_without_effect(parallelism)
+        keys = [f"parallelism.{name}" for name in vars(parallelism) if name.startswith("pipeline_parallel_")]
+        check_unused(config, keys, f"with {_KEY}degree = 1; leave it out, or set a degree of at least 2")
         return None
     micro_batches = _micro_batches(config)
     if parallelism.pipeline_parallel_schedule_csv is not None:
@@ -299,13 +301,3 @@ def _plan_of_csv(config: JobConfig, modules: Sequence[str], micro_batches: int) 
     if len(made) != stages:
         raise ConfigError(f"{key} has {stages} stages, and {_source(parallelism)} makes {len(made)}; use as many")
     return PipelinePlan(made, tuple(ranks[s] for s in range(stages)), micro_batches, "csv", path, split)
-
-
-def _check_without_effect(parallelism: Parallelism) -> None:
-    names: Mapping[str, object] = vars(parallelism)
-    for name, value in names.items():
-        if name.startswith("pipeline_parallel_") and value != getattr(Parallelism, name):
-            raise ConfigError(
-                f"parallelism.{name} = {list(value) if isinstance(value, tuple) else value!r} has no effect with "
-                f"{_KEY}degree = 1; leave it out, or set a degree of at least 2"
-            )
