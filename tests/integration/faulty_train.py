@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from trainer import launch
 
 STEP_OF_FAULT = 3
 CHECKPOINT_OF_FAULT = 4
-SAVING_TIMEOUT_SECONDS = 5
 
 
 def fail(kind: str) -> None:
@@ -89,9 +87,7 @@ def plant(kind: str, place: str) -> None:
 def rank_main(rank: str, kind: str, place: str, _: str) -> int:
     """train.py, with the fault if this is the rank that has it."""
     import train
-    from trainer.components import checkpoint
 
-    checkpoint._TIMEOUT = timedelta(seconds=SAVING_TIMEOUT_SECONDS)  # half an hour else
     if os.environ["RANK"] == rank:
         plant(kind, place)
     return train.command_line()

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.integration.faulty_train import CHECKPOINT_OF_FAULT, SAVING_TIMEOUT_SECONDS
+from tests.integration.faulty_train import CHECKPOINT_OF_FAULT
 from tests.integration.test_launch import ROOT, environment, losses
 from trainer.components.checkpoint_folder import saved_steps
 
-START_TIMEOUT_SECONDS, STEP_TIMEOUT_SECONDS = 8, 4
+START_TIMEOUT_SECONDS, STEP_TIMEOUT_SECONDS, SAVING_TIMEOUT_SECONDS = 8, 4, 5
 # What comes on top: reports of the other ranks, the launcher's patience, the end of processes on a busy machine.
 MARGIN_SECONDS = 14
 STEPS = 6
@@ -31,6 +31,7 @@ SETTINGS = [
     "--checkpoint.enable",
     "--checkpoint.interval=2",
     f"--comm.train_timeout_seconds={STEP_TIMEOUT_SECONDS}",
+    f"--comm.checkpoint_timeout_seconds={SAVING_TIMEOUT_SECONDS}",
 ]
 AT_START = ("start", "model")
 PLACES = (*AT_START, "forward", "backward", "optimizer", "checkpoint", "async checkpoint")
@@ -136,7 +137,7 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path, rank: str, kind: str, 
         assert f"; rank {1 - int(rank)} waited " in line
         name = "init" if at_start else "train"
         assert f" {limits[0]} s (comm.{name}_timeout_seconds); " in line or (
-            saving and f" {SAVING_TIMEOUT_SECONDS} s; " in line
+            saving and f" {SAVING_TIMEOUT_SECONDS} s (comm.checkpoint_timeout_seconds); " in line
         )
         assert lines[-1] == f"error: rank {rank} hung, and was killed when its peers had given it up"
         assert traces == 0, ended.err

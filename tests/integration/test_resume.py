@@ -242,11 +242,16 @@ def timeouts_case(folder: str, arguments: list[str]) -> list[timedelta]:
 
 def test_time_outs_are_lowered_in_resumed_runs_too_but_not_that_of_saving(pool: WorkerPool, tmp_path: Path) -> None:
     for _ in range(2):
-        arguments = [*layout_of("hsdp2x2")[1], *SAVING, "--comm.train_timeout_seconds=33"]
+        arguments = [
+            *layout_of("hsdp2x2")[1],
+            *SAVING,
+            "--comm.train_timeout_seconds=33",
+            "--comm.checkpoint_timeout_seconds=1234",
+        ]
         for first, lowered, saving in pool.run(4, timeouts_case, str(tmp_path), arguments):
             assert first == timedelta(seconds=300)  # also of groups of some ranks
             assert lowered == timedelta(seconds=33)
-            assert saving >= timedelta(minutes=30)
+            assert saving == timedelta(seconds=1234)
         forget(tmp_path, 4, 6)
 
 

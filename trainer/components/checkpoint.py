@@ -45,9 +45,6 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.process_group import is_peer_failure, set_group_timeout
 from trainer.models.llama3.args import TransformerArgs
 
-# Of the collectives of saving and loading: one rank's disk may be much slower than another's.
-_TIMEOUT = timedelta(minutes=30)
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; the message says why, on every rank alike."""
@@ -97,9 +94,9 @@ class Checkpointer:
         # Its own group: saving in the background must not meet the collectives of the step.
         self.group = None
         if self.settings.enable:
-            # A rank that hangs before this point is not given half an hour.
+            # A rank that hangs before this point has the time of the start, not that of a checkpoint.
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds))
-            set_group_timeout(self.group, _TIMEOUT)
+            set_group_timeout(self.group, timedelta(seconds=config.comm.checkpoint_timeout_seconds))
 
     # ---- loading
 

@@ -382,6 +382,9 @@ class Comm:
     train_timeout_seconds: int = 100
     """Seconds a collective may take from then on, above 0."""
 
+    checkpoint_timeout_seconds: int = 1800
+    """Seconds a collective of saving or loading a checkpoint may take: one rank's disk may be slow; above 0."""
+
     check_consistency: bool = False
     """Before each step compare plan and batch of all context-parallel ranks by a hash: slow, and names who differs."""
 

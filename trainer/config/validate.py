@@ -122,6 +122,7 @@ _RANGES: dict[str, _Range] = {
     "checkpoint.stop_timeout_seconds": _SECONDS,
     "comm.init_timeout_seconds": _SECONDS,
     "comm.train_timeout_seconds": _SECONDS,
+    "comm.checkpoint_timeout_seconds": _SECONDS,
     "comm.trace_buf_size": _NOT_NEGATIVE,
 }
 

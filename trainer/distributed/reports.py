@@ -70,7 +70,9 @@ class Reports:
         if found is None:
             return None
         seconds = int(found[1]) / 1000
-        names = [name for name in ("init", "train") if getattr(self.comm, f"{name}_timeout_seconds") == seconds]
+        # Of several with the same value, the likeliest: most of a run is training.
+        order = ("checkpoint", "init", "train")
+        names = [name for name in order if getattr(self.comm, f"{name}_timeout_seconds") == seconds]
         return f"{seconds:,g} s" + (f" (comm.{names[-1]}_timeout_seconds)" if names else "")
 
     def _tell_and_hear(self, how: str, patience_seconds: float) -> dict[int, str]:
