@@ -319,6 +319,7 @@ class Trainer:
             mask=plan and plan.mask,
             load_balancer=plan and plan.layout,
             options=self.attention,
+            rows=batch["tokens"].shape[0],
             check_consistency=self.config.comm.check_consistency,
         ) as cp:
             yield cp.attention_plan

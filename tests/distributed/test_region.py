@@ -18,7 +18,7 @@ from trainer.distributed import exchange as door
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.mask import documents, documents_of, full
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.context_parallel.region import (
+from trainer.distributed.context_parallel.regions import (
     Region,
     borrow,
     give_back,

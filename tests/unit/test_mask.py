@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.distributed.context_parallel.mask import (
+    Band,
     Mask,
     Relation,
     by_row,
@@ -195,3 +196,31 @@ def test_what_makes_no_mask_is_told_in_one_sentence(make: Callable[[], Mask], se
     with pytest.raises(ValueError, match=sentence) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bands",
+    [
+        [Band(0, 4, 0, 8), Band(2, 6, 0, 8)],
+        [Band(4, 8, 0, 8), Band(0, 4, 0, 8)],
+        [Band(0, 9, 0, 8)],
+        [Band(0, 8, 0, 9)],
+        [Band(-1, 4, 0, 8)],
+        [Band(4, 4, 0, 8)],
+        [Band(0, 8, 3, 3)],
+        [Band(0, 8, 0, 8, lower=1, upper=0)],
+        [Band(16, 17, 16, 17)],
+        [Band(4, 12, 0, 8)],
+        [Band(8, 12, 0, 8)],
+    ],
+)
+def test_bands_that_would_be_planned_wrong_are_refused(bands: list[Band]) -> None:
+    """Overlapping, descending, empty, and beyond the mask or the row (of two)."""
+    with pytest.raises(ValueError, match="bands ascend, share no query"):
+        Mask(8, 8, tuple(bands), rows=2)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "rows"), [(-1, 8, 1), (8, -1, 1), (8, 8, 0)])
+def test_sizes_that_cannot_be_are_refused(q_len: int, kv_len: int, rows: int) -> None:
+    with pytest.raises(ValueError, match="at least one row, and no length may be negative"):
+        Mask(q_len, kv_len, (), rows)

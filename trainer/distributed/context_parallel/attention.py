@@ -5,11 +5,14 @@ operator, so that `torch.compile(fullgraph=True)` does not break on it and selec
 its output and log-sum-exp instead of communicating again.
 """
 
-from weakref import WeakKeyDictionary
+import math
+from functools import partial
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -19,14 +22,28 @@ from trainer.distributed.context_parallel.options import ContextParallelError
 from trainer.distributed.context_parallel.ring import staged_backward, staged_forward
 from trainer.distributed.context_parallel.ulysses import exchanged_backward, exchanged_forward
 
-# Beside the modules, so that these can be copied.
-_parallelised: WeakKeyDictionary[nn.Module, dist.ProcessGroup] = WeakKeyDictionary()
+
+class _Mark:
+    """What marks a module as parallelised over a group: copied with the module, and saved without the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        _marks.add(self)
+
+    def __deepcopy__(self, _: dict) -> "_Mark":
+        return _Mark(self.group)
+
+    def __reduce__(self) -> tuple:
+        return _Mark, (None,)  # a group belongs to its process
+
+
+_marks: WeakSet[_Mark] = WeakSet()
 
 
 def parallelised_modules(mesh: DeviceMesh) -> int:
-    """How many modules of this process run their attention over `mesh`."""
+    """Return how many modules of this process run their attention over `mesh`."""
     # By group: a mesh that is sliced again is another object, and one of an earlier job may look the same.
-    return sum(group is mesh.get_group() for group in _parallelised.values())
+    return sum(mark.group is mesh.get_group() for mark in _marks)
 
 
 @torch.library.custom_op("trainer::context_parallel_attention", mutates_args=())
@@ -52,9 +69,20 @@ def context_parallel_attention(
     and the sink, or -inf without one. Gradients go through the output alone.
 
     Raises:
-        ContextParallelError: no context is open, the inputs were not cut by it, or the method cannot divide the heads.
+        ContextParallelError: no context is open, the inputs were not cut by it, the method cannot divide the heads, a
+            scale that is not above 0, or forward-mode differentiation.
         ConfigError: the kernel cannot do it.
     """
+    if not 0 < scale < math.inf:
+        raise ContextParallelError(
+            f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"
+        )
+    # No public name as of torch 2.13. An operator's body does not see the tangents of `torch.func.jvp` themselves.
+    if forward_ad._current_level >= 0:
+        raise ContextParallelError(
+            "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
+            "`torch.autograd.grad`), or compute the tangent on one process"
+        )
     live, rows = resolve(plan)
     q, k, v = map(_rows_contiguous, (q, k, v))
     run = live.execution(q, k, v, rows, is_causal=is_causal, window=window)
@@ -156,28 +184,31 @@ class ContextParallelAttention(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _refuse_dropout(module)
-        is_causal, window = self.is_causal, self.sliding_window or 0
-
-        def forward(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            *,
-            scale: float | None = None,
-            sinks: torch.Tensor | None = None,
-            plan: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            if plan is None:
-                raise ContextParallelError(
-                    "this attention is context parallel and got no plan; run the model inside `context_parallel(...)` "
-                    "and pass that context's `attention_plan` to its forward"
-                )
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
-            return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks)[0]
-
-        module.forward = forward
-        _parallelised[module] = device_mesh.get_group()
+        # A partial of a function of this module, so that the module can be pickled.
+        module.forward = partial(_forward, is_causal=self.is_causal, window=self.sliding_window or 0)
+        module._context_parallel_mark = _Mark(device_mesh.get_group())
         return module
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool,
+    window: int,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The forward of a parallelised module: attention as `context_parallel_attention`, its output alone."""
+    if plan is None:
+        raise ContextParallelError(
+            "this attention is context parallel and got no plan; run the model inside `context_parallel(...)` "
+            "and pass that context's `attention_plan` to its forward"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks)[0]
 
 
 def _refuse_dropout(module: nn.Module) -> None:

@@ -41,6 +41,7 @@ def context_parallel(
     load_balancer: str | SequenceLayout | None = None,
     method: str | None = None,
     options: ContextParallelOptions | None = None,
+    rows: int | None = None,
     check_consistency: bool = False,
     intercept_sdpa: bool = False,
 ) -> Iterator[ContextParallel]:
@@ -51,7 +52,8 @@ def context_parallel(
     of the sequence. A longer one (a rotary table) gives its first rows. buffer_seq_dims: each one's sequence dimension.
     no_restore_buffers: those that nobody needs afterwards. The same tensor given twice is cut once.
     mask: what may see what, such as packed documents, beside what each attention says of itself (causal, full, window);
-    with rows of its own, one for each sequence of the batch.
+    with rows of its own, one for each sequence of the batch. rows: sequences of the batch, as many as the mask tells
+    apart unless given; a pipeline schedule, which cuts the handle into micro-batches, needs them.
     options: how attention is spread; `method` and `load_balancer` take the place of its fields. load_balancer: also a
     layout that was made ahead.
     check_consistency: compare plan and buffers of all ranks first, by a hash.
@@ -62,9 +64,9 @@ def context_parallel(
     Attention whose module has the style `ContextParallelAttention` runs over all ranks; other attention stays local.
 
     Raises:
-        ContextParallelError: nested; a buffer that is too short, or requires gradients; a mask or a layout for another
-            length; ranks that differ; or, at the end, no attention ran although modules of this process are
-            parallelised over `mesh`.
+        ContextParallelError: nested; a buffer that is too short, requires gradients, or is an inference tensor; a mask
+            or a layout for another length, a mask for another number of sequences than `rows`; ranks that differ; or,
+            at the end, no attention ran although modules of this process are parallelised over `mesh`.
     """
     options = _options(options, method, load_balancer)
     mesh, hybrid_groups = flat_mesh(mesh, options)
@@ -77,9 +79,9 @@ def context_parallel(
     cuts = _distinct(buffers, buffer_seq_dims)
     seq_len = cuts[0][0].shape[cuts[0][1]]
     _check_buffers(cuts, seq_len)
-    rows = max((x.shape[0] for x, dim in cuts if dim == 1), default=1)
     if mask is not None:
         check_mask(mask, seq_len, seq_len, rows)
+    rows = rows or (1 if mask is None else mask.rows)
     layout = load_balancer
     if not isinstance(layout, SequenceLayout):
         layout = options.layout(seq_len, mesh.size(), mask)
@@ -162,6 +164,11 @@ def _check_buffers(cuts: list[tuple[torch.Tensor, int]], seq_len: int) -> None:
             raise ContextParallelError(
                 f"buffer {number} of context_parallel requires gradients and cannot be cut in place; cut it with an "
                 "operation that autograd sees, or detach it"
+            )
+        if x.is_inference():
+            raise ContextParallelError(
+                f"buffer {number} of context_parallel was made under `torch.inference_mode()` and cannot be cut in "
+                "place; give its clone(), made outside, or use `torch.no_grad()`"
             )
         if x.shape[dim] < seq_len:
             raise ContextParallelError(

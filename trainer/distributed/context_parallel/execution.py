@@ -148,7 +148,9 @@ def as_before(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = N
     `x` itself, given up by the caller, where it is so already and shares its memory with nothing else; else a copy.
     """
     x, result = out_of_line(x, like), torch.empty_like(like, dtype=dtype)
-    if (x.dtype, x.stride()) == (result.dtype, result.stride()) and x.untyped_storage().nbytes() == x.nbytes:
+    # Of an empty tensor 0 == 0 bytes says nothing about sharing: operators must not return two views of one storage.
+    owns_memory = x.numel() > 0 and x.untyped_storage().nbytes() == x.nbytes
+    if owns_memory and (x.dtype, x.stride()) == (result.dtype, result.stride()):
         return x
     return result.copy_(x)
 

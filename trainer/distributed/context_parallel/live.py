@@ -146,7 +146,7 @@ class LivePlan:
             )
         if self.options.method in ("all_to_all", "hybrid"):
             try:
-                check_heads(q.shape[1], self.options.head_degree(self.mesh.size()))
+                check_heads(q.shape[1], self.options.head_degree(self.mesh.size()), self.options.method)
             except ValueError as error:
                 raise ContextParallelError(str(error)) from None
 

@@ -93,6 +93,33 @@ class Mask:
     bands: tuple[Band, ...]
     rows: int = 1
 
+    def __post_init__(self) -> None:
+        """Check the bands.
+
+        Raises:
+            ValueError: negative lengths, bands that descend or share a query, that are empty, or that leave their row.
+        """
+        if min(self.q_len, self.kv_len) < 0 or self.rows < 1:
+            raise ValueError(
+                f"a mask of {self.rows} rows of {self.q_len} queries and {self.kv_len} keys cannot be: there must be "
+                "at least one row, and no length may be negative"
+            )
+        q_end = 0
+        for band in self.bands:
+            row = band.q_start // self.q_len if self.q_len else self.rows
+            if not (
+                q_end <= band.q_start < band.q_stop <= (row + 1) * self.q_len
+                and row * self.kv_len <= band.kv_start < band.kv_stop <= (row + 1) * self.kv_len
+                and row < self.rows
+                and band.lower <= band.upper
+            ):
+                raise ValueError(
+                    f"{band} cannot stand in a mask of {self.rows} row(s) of {self.q_len} queries and {self.kv_len} "
+                    f"keys, after a band that ends at query {q_end}: bands ascend, share no query, are not empty, and "
+                    "lie within one row; `&` and `by_row` combine masks"
+                )
+            q_end = band.q_stop
+
     def __and__(self, other: "Mask") -> "Mask":
         """Pairs that both masks show.
 

@@ -1,0 +1,45 @@
+"""Public names of the packages: importable by themselves, in any order, and torch-free where their modules are."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+PACKAGES = (
+    "trainer.components",
+    "trainer.config",
+    "trainer.data",
+    "trainer.distributed",
+    "trainer.distributed.context_parallel",
+    "trainer.models",
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_there_and_is_no_module(package: str) -> None:
+    """A name that a module has too would be the function or the module, depending on what was imported before."""
+    module = importlib.import_module(package)
+    modules = {info.name for info in pkgutil.iter_modules(module.__path__)}
+    assert module.__all__
+    assert not modules & set(module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        assert not isinstance(getattr(module, name), type(sys)), name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        module.nonsense  # noqa: B018
+
+
+def test_torch_free_names_do_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from trainer.config import JobConfig, parse_command_line\n"
+        "from trainer.distributed import SequenceLayout, head_tail\n"
+        "from trainer.distributed.context_parallel import ContextParallelOptions, Mask, causal, documents, make_plan\n"
+        "from trainer.models import model_args\n"
+        "assert 'torch' not in sys.modules\n"
+        "from trainer.distributed.context_parallel import context_parallel, region\n"
+        "assert callable(context_parallel) and callable(region)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
