@@ -18,6 +18,7 @@ from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import JobConfig
+from trainer.config.unused import unused_notes
 from trainer.config.validate import validate
 
 _GRACE_SECONDS = 5
@@ -39,10 +40,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if command.config.job.print_config and rank == 0:
         print(to_toml(command.config), flush=True)
+    notes = [f"note: {note}" for note in (*command.notes, *unused_notes(command.config, degrees))]
     if command.check_config:
+        for note in notes if rank == 0 else ():
+            print(note, file=sys.stderr)  # stdout is for --print-config
         return 0
 
-    return train(command.config, degrees, command.notes)
+    return train(command.config, degrees, notes)
 
 
 def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int:

@@ -9,6 +9,7 @@ import pytest
 from trainer.config.errors import ConfigError
 from trainer.config.legacy import OLDER
 from trainer.config.loader import parse_command_line, schema_keys
+from trainer.config.unused import RULES, Rule
 from trainer.config.validate import validate
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
@@ -34,6 +35,13 @@ def test_every_older_spelling_is_listed_with_todays(name: str):
 
 def test_only_keys_that_exist_are_listed():
     assert set(re.findall(r"^\| `(\w+\.\w+)` \|", TEXT, re.MULTILINE)) == set(schema_keys()) | set(OLDER)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.names.split()[0])
+def test_keys_without_effect_are_listed_with_the_reason(rule: Rule):
+    words = re.sub(r"\{0\.[^}]*\}", "...", rule.otherwise)
+    keys = ", ".join(f"`{key}`" for key in rule.keys)
+    assert f"| {keys} | {words} | {'refused' if rule.remedy else 'told'} |" in TEXT.splitlines()
 
 
 def check(argv: list[str]) -> None:

@@ -237,16 +237,6 @@ PRECOMPUTE = "--float8.precompute_float8_dynamic_scale_for_fsdp"
 TP = "--parallelism.tensor_parallel_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
 RULES = [
-    *(
-        (argv, 2, [f"float8.{name} = {value} has no effect without float8.enable"])
-        for argv, name, value in (
-            (["--float8.recipe_name", "rowwise"], "recipe_name", "'rowwise'"),
-            ([GATHER], "enable_fsdp_float8_all_gather", "True"),
-            ([PRECOMPUTE], "precompute_float8_dynamic_scale_for_fsdp", "True"),
-            (["--float8.filter_fqns", "wk"], "filter_fqns", "['wk']"),
-            (["--float8.emulate"], "emulate", "True"),
-        )
-    ),
     ([ON, "--training.dtype", "float64"], 1, ["training.dtype = 'float64'", "'float32' or 'bfloat16'"]),
     (
         [ON, TP, "2", "--compile.enable", "--parallelism.enable_async_tensor_parallel"],
@@ -254,19 +244,11 @@ RULES = [
         ["parallelism.enable_async_tensor_parallel = true", "leave one of them out"],
     ),
     ([ON, GATHER, "--float8.recipe_name", "rowwise"], 2, ["recipe_name = 'rowwise'", "use 'tensorwise'"]),
-    ([ON, PRECOMPUTE], 2, ["precompute_float8_dynamic_scale_for_fsdp = true has no effect without", "all_gather"]),
-    ([ON, GATHER], 1, ["all_gather = true has no effect", "data_parallel_shard_degree = 1", "more shards"]),
-    (
-        [ON, GATHER, SHARD, "1", "--parallelism.data_parallel_replicate_degree", "2"],
-        2,
-        ["all_gather = true has no effect", "data_parallel_shard_degree = 1"],
-    ),
     (
         [ON, GATHER, SHARD, "3", "--training.data_streams", "3"],
         3,
         ["the 256 rows of layers.0.attention.wq", "= 3", "add 'wq'"],
     ),
-    ([ON, GATHER, PRECOMPUTE, "--training.enable_cpu_offload"], 2, ["no effect", "training.enable_cpu_offload"]),
     (
         [ON, GATHER, "--model.flavor", "1B", "--float8.filter_fqns", "wk"],
         2,

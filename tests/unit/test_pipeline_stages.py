@@ -138,8 +138,6 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str):
 
 
 REFUSED = [
-    ([f"{PP}schedule=GPipe"], ["schedule = 'GPipe' has no effect", "degree of at least 2"]),
-    ([f"{PP}split_points", "layers.1"], ["split_points = ['layers.1'] has no effect"]),
     ([f"{PP}degree=8", "--training.local_batch_size=16"], ["makes 8 stages", "only 4 layers", "fewer stages"]),
     ([f"{PP}degree=4", f"{PP}schedule=DualPipeV"], ["makes 8 stages", "only 4 layers"]),
     ([f"{PP}degree=2", f"{PP}microbatch_size=3"], ["microbatch_size = 3", "local_batch_size = 8", "1, 2, 4, 8"]),
@@ -166,10 +164,6 @@ REFUSED = [
     (
         [f"{PP}degree=2", f"{PP}module_fqns", ",".join(MODULES[:3]), ",".join((*MODULES[3:], "output"))],
         ["output where the end belongs"],
-    ),
-    (
-        [f"{PP}degree=2", f"{PP}split_points", "layers.1", f"{PP}first_stage_less_layers=2"],
-        ["no effect", "leave it out"],
     ),
     (
         [f"{PP}degree=4", f"{PP}microbatches=2", "--training.local_batch_size=16"],

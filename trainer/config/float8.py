@@ -3,7 +3,6 @@
 from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.config.unused import check_unused
 from trainer.models.llama3.args import TransformerArgs
 
 # What float8 kernels want every side of a matrix to be a multiple of.
@@ -31,19 +30,17 @@ def check_float8(config: JobConfig, args: TransformerArgs, degrees: Degrees) -> 
     """Check the table against the rest of the configuration and the model's matrices.
 
     Raises:
-        ConfigError: a setting without effect, or one that cannot work.
+        ConfigError: a setting that cannot work.
     """
     settings = config.float8
     if not settings.enable:
-        reason = "without float8.enable; switch that on, or leave this out"
-        check_unused(config, [f"float8.{name}" for name in vars(settings)], reason)
         return
     if config.training.dtype == "float64":
         raise ConfigError(
             "float8.enable = true computes in float32 or less, and training.dtype = 'float64' asks for more; use "
             "'float32' or 'bfloat16', or leave float8.enable out"
         )
-    if config.parallelism.enable_async_tensor_parallel:
+    if config.parallelism.enable_async_tensor_parallel and degrees.tp > 1:
         raise ConfigError(
             "float8.enable = true and parallelism.enable_async_tensor_parallel = true have not been made to work "
             "together: what overlaps are products in high precision; leave one of them out"
@@ -76,22 +73,14 @@ def check_float8(config: JobConfig, args: TransformerArgs, degrees: Degrees) -> 
 def _check_all_gather(
     config: JobConfig, args: TransformerArgs, degrees: Degrees, chosen: dict[str, tuple[int, int]]
 ) -> None:
-    settings = config.float8
-    gather, precompute = "float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp"
-    if not settings.enable_fsdp_float8_all_gather:
-        if settings.precompute_float8_dynamic_scale_for_fsdp:
-            raise ConfigError(f"{precompute} = true has no effect without {gather}; switch that on, or leave this out")
+    settings, gather = config.float8, "float8.enable_fsdp_float8_all_gather"
+    shards = degrees.dp_shard * degrees.cp
+    if not settings.enable_fsdp_float8_all_gather or shards == 1:
         return
     if settings.recipe_name != "tensorwise":
         raise ConfigError(
             f"{gather} = true needs one scale for each weight, and float8.recipe_name = "
             f"{settings.recipe_name!r} has one a row; use 'tensorwise', or leave {gather} out"
-        )
-    shards = degrees.dp_shard * degrees.cp
-    if shards == 1:
-        raise ConfigError(
-            f"{gather} = true has no effect where no weight is cut: parallelism.data_parallel_shard_degree = 1 and "
-            f"parallelism.context_parallel_degree = 1; leave it out, or use more shards"
         )
     for name, (rows, _) in chosen.items():
         if rows % shards:
@@ -104,9 +93,4 @@ def _check_all_gather(
         raise ConfigError(
             f"{gather} = true would gather the embedding in float8, too, as model.flavor = {config.model.flavor!r} has "
             f"one matrix for both; add 'output' to float8.filter_fqns = {list(settings.filter_fqns)}"
-        )
-    if settings.precompute_float8_dynamic_scale_for_fsdp and config.training.enable_cpu_offload:
-        raise ConfigError(
-            f"{precompute} = true has no effect with training.enable_cpu_offload = true, which copies weights to the "
-            f"GPU without the scales found for them; use one of the two"
         )

@@ -31,7 +31,6 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
 
     _check_numbers(config)
     _check_schedule(config)
-    _check_precision(config)
     _check_profiling(config)
     _check_dump_folder(config.job.dump_folder)
     parallelism = config.parallelism
@@ -43,8 +42,8 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
         pp=parallelism.pipeline_parallel_degree,
         world_size=world_size,
     )
+    check_unused(config, degrees)
     _check_batch(config, degrees)
-    _check_context_parallel(config, degrees)
     # The model's name first: with a wrong one, the tokenizer is not what the user has to look at.
     model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
     if config.model.tokenizer_path == "":
@@ -57,7 +56,6 @@ def validate(config: JobConfig, world_size: int) -> Degrees:
     check_float8(config, shape, degrees)
     _check_activation_checkpoint(config, shape.n_layers)
     _check_compile(config)
-    _check_prefetch(config, degrees)
     check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
     _check_checkpoint(config, shape)
     return degrees
@@ -161,15 +159,6 @@ def _check_schedule(config: JobConfig) -> None:
         )
 
 
-def _check_precision(config: JobConfig) -> None:
-    training = config.training
-    if training.dtype == "float64" and training.mixed_precision_reduce != "float32":
-        raise ConfigError(
-            f"training.mixed_precision_reduce = {training.mixed_precision_reduce!r} has no effect with "
-            f"training.dtype = 'float64', whose gradients are reduced in float64; leave it out"
-        )
-
-
 def _check_profiling(config: JobConfig) -> None:
     profiling, steps = config.profiling, config.training.steps
     cycle = profiling.profiler_warmup + profiling.profiler_active
@@ -210,44 +199,26 @@ def _check_batch(config: JobConfig, degrees: Degrees) -> None:
             f"training.seq_len = {training.seq_len} must be a multiple of parallelism.tensor_parallel_degree = "
             f"{degrees.tp}; use {_nearest_multiples(training.seq_len, degrees.tp)}"
         )
-
-
-_OF_SEVERAL_RANKS = ("method", "load_balancer", "heads_per_pass", "hybrid_degrees")
-
-
-def _check_context_parallel(config: JobConfig, degrees: Degrees) -> None:
-    if config.training.seq_len < degrees.cp * degrees.tp:
+    if training.seq_len < degrees.cp * degrees.tp:
         per_rank = f" x parallelism.tensor_parallel_degree = {degrees.tp}" if degrees.tp > 1 else ""
         raise ConfigError(
-            f"training.seq_len = {config.training.seq_len} gives some of parallelism.context_parallel_degree = "
+            f"training.seq_len = {training.seq_len} gives some of parallelism.context_parallel_degree = "
             f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
         )
-    if degrees.cp == 1:
-        keys = (*(f"parallelism.context_parallel_{name}" for name in _OF_SEVERAL_RANKS), "comm.check_consistency")
-        reason = "with parallelism.context_parallel_degree = 1; leave it out, or set a degree of at least 2"
-        check_unused(config, keys, reason)
 
 
 def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees) -> Degrees:
     """Method, heads and kernel of attention that runs by a plan; the degrees with those of the method."""
-    from trainer.distributed.context_parallel.configure import attention_options, uses_planned_attention
+    from trainer.distributed.context_parallel.configure import attention_options
     from trainer.distributed.context_parallel.lowering import able_kernels
 
-    model, parallelism = config.model, config.parallelism
-    if model.sliding_window_every > 1 and model.sliding_window is None:
-        raise ConfigError(
-            f"model.sliding_window_every = {model.sliding_window_every} has no effect without model.sliding_window; "
-            f"leave it out, or set a window, such as 4096"
-        )
-    if parallelism.context_parallel_kernel != "auto" and not uses_planned_attention(config):
-        raise ConfigError(
-            f"parallelism.context_parallel_kernel = {parallelism.context_parallel_kernel!r} has no effect on plain "
-            f"causal attention; leave it out, or set parallelism.context_parallel_degree of at least 2, "
-            f"model.sliding_window, model.attention_sinks or training.attention_mask = 'document'"
-        )
     # Device and data type are known to the ranks only.
     able_kernels(
-        parallelism.context_parallel_kernel, None, None, shape.head_dim, bands=model.sliding_window is not None
+        config.parallelism.context_parallel_kernel,
+        None,
+        None,
+        shape.head_dim,
+        bands=config.model.sliding_window is not None,
     )
     options, _ = attention_options(config, shape)
     return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if options.method == "hybrid" else 1)
@@ -325,14 +296,6 @@ def _check_activation_checkpoint(config: JobConfig, n_layers: int) -> None:
             "activation_checkpoint.mode = 'memory_budget' leaves the choice to the compiler; set compile.enable with "
             "'model' in compile.components and a backend other than 'eager', or use the mode 'selective'"
         )
-    if (
-        activations.mode != "memory_budget"
-        and activations.memory_budget != JobConfig().activation_checkpoint.memory_budget
-    ):
-        raise ConfigError(
-            f"activation_checkpoint.memory_budget = {activations.memory_budget} has no effect with "
-            f"activation_checkpoint.mode = {activations.mode!r}; leave it out, or use the mode 'memory_budget'"
-        )
 
 
 def _compiles_model(config: JobConfig) -> bool:
@@ -346,38 +309,13 @@ def _divides_by_compiler(config: JobConfig) -> bool:
 
 def _check_compile(config: JobConfig) -> None:
     settings = config.compile
-    if not settings.enable and settings.components != JobConfig().compile.components:
-        raise ConfigError(
-            f"compile.components = {list(settings.components)} has no effect without compile.enable; switch it on, or "
-            f"leave them out"
-        )
     if not settings.components:
         raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
-    parallelism = config.parallelism
-    if parallelism.enable_async_tensor_parallel:
-        key = "parallelism.enable_async_tensor_parallel = true"
-        if parallelism.tensor_parallel_degree == 1:
-            raise ConfigError(f"{key} has no effect with parallelism.tensor_parallel_degree = 1; leave it out")
-        if not (_compiles_model(config) and settings.backend == "inductor"):
-            raise ConfigError(
-                f"{key} is the compiler's work; set compile.enable with 'model' in compile.components and "
-                f"compile.backend = 'inductor', or leave it out"
-            )
-
-
-def _check_prefetch(config: JobConfig, degrees: Degrees) -> None:
-    for key in ("fsdp_forward_prefetch", "fsdp_backward_prefetch"):
-        if (value := getattr(config.parallelism, key)) and degrees.dp_shard * degrees.cp == 1:
-            raise ConfigError(
-                f"parallelism.{key} = {value} has no effect where parameters are not sharded "
-                f"(data_parallel_shard_degree x context_parallel_degree = 1); leave it out"
-            )
-    parallelism, how = config.parallelism, config.parallelism.fsdp_reshard_after_forward
-    if parallelism.fsdp_backward_prefetch and (how == "never" or (how == "default" and degrees.pp > 1)):
+    overlaps = config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1
+    if overlaps and not (_compiles_model(config) and settings.backend == "inductor"):
         raise ConfigError(
-            f"parallelism.fsdp_backward_prefetch = {parallelism.fsdp_backward_prefetch} has no effect where the "
-            f"backward finds all parameters gathered (fsdp_reshard_after_forward = {how!r}"
-            f"{' with a pipeline' if how == 'default' else ''}); leave it out, or use 'always'"
+            "parallelism.enable_async_tensor_parallel = true is the compiler's work; set compile.enable with 'model' "
+            "in compile.components and compile.backend = 'inductor', or leave it out"
         )
 
 
@@ -399,11 +337,6 @@ def _check_checkpoint(config: JobConfig, shape: TransformerArgs) -> None:
     if settings.load_step != -1 and settings.load_step < 1:
         raise ConfigError(f"checkpoint.load_step = {settings.load_step} must be a saved step, or -1 for the latest")
     if not settings.enable:
-        if settings.load_step != -1:
-            raise ConfigError(
-                f"checkpoint.load_step = {settings.load_step} has no effect without checkpoint.enable; switch it on, "
-                f"or leave the step out"
-            )
         return
     if not settings.folder:
         raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")

@@ -21,18 +21,18 @@ from trainer.config.schema import Float8, JobConfig
 _CAPABILITY = (8, 9)
 
 
-def apply_float8(model: nn.Module, config: Float8) -> None:
+def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> None:
     """Let the linear modules of `model` multiply in float8, in place; the names of parameters stay.
 
     model: on meta, whole or a stage of it, before tensor parallelism. Modules whose name contains one of
-    `filter_fqns` stay as they are.
+    `filter_fqns` stay as they are. sharded: whether FSDP gathers weights, which it can do in float8.
     """
     if not config.enable:
         return
     torchao = _torchao()
     recipe = replace(
         torchao.Float8LinearConfig.from_recipe_name(config.recipe_name),
-        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather and sharded,
         emulate=config.emulate,
         # The gradient of a weight sums over tokens, of which a rank may have any number: kernels want multiples of 16.
         pad_inner_dim=True,

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig, Parallelism
-from trainer.config.unused import check_unused
 
 _KEY = "parallelism.pipeline_parallel_"
 
@@ -70,12 +69,10 @@ def pipeline_plan(config: JobConfig, modules: Sequence[str]) -> PipelinePlan | N
     modules: names of the model's modules in the order of the forward, the layers as `layers.0`, `layers.1`, ...
 
     Raises:
-        ConfigError: stages, schedule and micro-batches that do not fit, or a key without effect.
+        ConfigError: stages, schedule and micro-batches that do not fit.
     """
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
-        keys = [f"parallelism.{name}" for name in vars(parallelism) if name.startswith("pipeline_parallel_")]
-        check_unused(config, keys, f"with {_KEY}degree = 1; leave it out, or set a degree of at least 2")
         return None
     micro_batches = _micro_batches(config)
     if parallelism.pipeline_parallel_schedule_csv is not None:
@@ -152,13 +149,6 @@ def _stages(config: JobConfig, modules: Sequence[str], default: int) -> tuple[tu
     parallelism = config.parallelism
     ways = ("module_fqns", "split_points", "layers_per_stage")
     given = [way for way in ways if getattr(parallelism, f"pipeline_parallel_{way}")]
-    for key in ("first_stage_less_layers", "last_stage_less_layers"):
-        name = f"pipeline_parallel_{key}"
-        if given and given != ["layers_per_stage"] and getattr(parallelism, name) != getattr(Parallelism, name):
-            raise ConfigError(
-                f"{_KEY}{key} = {getattr(parallelism, name)} has no effect with {_KEY}{given[0]}, which says where "
-                f"stages begin; leave it out"
-            )
     if len(given) > 1:
         raise ConfigError(f"{_KEY}{given[0]} and {_KEY}{given[1]} both say where stages begin; keep one")
     if parallelism.pipeline_parallel_module_fqns:

@@ -23,22 +23,25 @@ def attention_options(config: JobConfig, shape: TransformerArgs) -> tuple[Contex
     """Options of the run, and why its method was chosen (empty where the configuration names one).
 
     Raises:
-        ConfigError: a method that cannot divide the heads, degrees that do not fit, or a key without effect.
+        ConfigError: a method that cannot divide the heads, or degrees that do not fit.
     """
     parallelism = config.parallelism
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     heads, kv_heads = shape.n_heads // tp, shape.n_kv_heads // tp
     method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
-    _check_hybrid(method, hybrid, degree)
+    if degree == 1:
+        return ContextParallelOptions(kernel=parallelism.context_parallel_kernel, multiple_of=tp), ""
+    if method == "hybrid":
+        _check_hybrid(hybrid, degree)
     options = ContextParallelOptions(
         method="ring" if method == "auto" else method,
         load_balancer=parallelism.context_parallel_load_balancer,
         kernel=parallelism.context_parallel_kernel,
-        hybrid_degrees=hybrid or None,
+        hybrid_degrees=hybrid if method == "hybrid" else None,
         multiple_of=tp,
     )
     reason = ""
-    if method == "auto" and degree > 1:
+    if method == "auto":
         seq_len = config.training.seq_len
         windows = {shape.window_of_layer(layer) for layer in range(shape.n_layers)}
         masks = (causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str))
@@ -56,34 +59,24 @@ def attention_options(config: JobConfig, shape: TransformerArgs) -> tuple[Contex
             "context_parallel_method = 'auto' leaves it open; name the method ('all_gather', 'all_to_all', 'hybrid'), "
             "or leave the heads out"
         )
-    _check_passes(passes, options.method, HeadShare.passes(heads, kv_heads, head_degree)[0].per_rank)
+    if passes:
+        _check_passes(passes, options.method, HeadShare.passes(heads, kv_heads, head_degree)[0].per_rank)
     return replace(options, heads_per_pass=passes), reason
 
 
-def _check_hybrid(method: str, degrees: tuple[int, ...], degree: int) -> None:
-    if method == "hybrid":
-        if len(degrees) != 2 or min(degrees) < 2 or degrees[0] * degrees[1] != degree:
-            fitting = [[d, degree // d] for d in range(2, degree) if degree % d == 0]
-            raise ConfigError(
-                f"parallelism.context_parallel_hybrid_degrees = {list(degrees)} must be degrees [all_to_all, ring], "
-                f"each at least 2, whose product is parallelism.context_parallel_degree = {degree}; "
-                + (f"that is one of {', '.join(map(str, fitting))}" if fitting else "use another method or degree")
-            )
-    elif degrees:
+def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:
+    if len(degrees) != 2 or min(degrees) < 2 or degrees[0] * degrees[1] != degree:
+        fitting = [[d, degree // d] for d in range(2, degree) if degree % d == 0]
         raise ConfigError(
-            f"parallelism.context_parallel_hybrid_degrees = {list(degrees)} has no effect with "
-            f"context_parallel_method = {method!r}; leave it out, or use 'hybrid'"
+            f"parallelism.context_parallel_hybrid_degrees = {list(degrees)} must be degrees [all_to_all, ring], "
+            f"each at least 2, whose product is parallelism.context_parallel_degree = {degree}; "
+            + (f"that is one of {', '.join(map(str, fitting))}" if fitting else "use another method or degree")
         )
 
 
 def _check_passes(number: int, method: str, kv_heads: int) -> None:
-    if number and (method == "ring" or number >= kv_heads):
+    if number >= kv_heads:
         raise ConfigError(
-            f"parallelism.context_parallel_heads_per_pass = {number} has no effect: with "
-            f"context_parallel_method = {method!r} "
-            + (
-                "all heads go round together; use 'all_gather' or 'all_to_all', or leave it out"
-                if method == "ring"
-                else f"a rank works on {kv_heads} key/value heads; use fewer than that, or leave it out"
-            )
+            f"parallelism.context_parallel_heads_per_pass = {number} must be less than the {kv_heads} key/value heads "
+            f"that a rank works on with context_parallel_method = {method!r}; use fewer, or leave it out"
         )

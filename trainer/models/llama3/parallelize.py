@@ -23,7 +23,7 @@ from trainer.models.llama3.model import Transformer
 
 def parallelize(model: Transformer, dims: ParallelDims, config: JobConfig) -> None:
     """Set float8 products, cut matrices over tp, checkpoint and compile blocks, then shard and replicate parameters."""
-    apply_float8(model, config.float8)
+    apply_float8(model, config.float8, sharded=dims.size("dp_shard_cp") > 1)
     if dims.size("tp") > 1:
         _tensor_parallel(model, dims, config)
     blocks = list(model.layers.values())
