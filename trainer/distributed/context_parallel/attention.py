@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from trainer.distributed.context_parallel.autocast import add_autocast_rule
 from trainer.distributed.context_parallel.execution import Execution
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.options import ContextParallelError
@@ -161,6 +162,8 @@ def _differentiate(ctx, dout: torch.Tensor, _dlse: torch.Tensor):
 
 
 context_parallel_attention.register_autograd(_differentiate, setup_context=_save)
+add_autocast_rule("context_parallel_attention", casts=3)
+add_autocast_rule("context_parallel_attention_backward", casts=0)
 
 
 class ContextParallelAttention(ParallelStyle):
