@@ -5,8 +5,9 @@ import json
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.config.legacy import OLDER, rewrite
+from trainer.config.legacy import rewrite
 from trainer.config.loader import parse_command_line, schema_keys
+from trainer.config.torchtitan import ABSENT, OLDER
 
 # older spelling, value -> today's key, value
 CASES = [
@@ -37,6 +38,43 @@ CASES = [
         "parallelism.pipeline_parallel_split_points",
         ("layers.1", "layers.2"),
     ),
+    ("experimental.pipeline_parallel_schedule", "1f1b", "parallelism.pipeline_parallel_schedule", "1F1B"),
+    ("parallelism.context_parallel_rotate_method", "alltoall", "parallelism.context_parallel_method", "ring"),
+    (
+        "parallelism.module_fqns_per_model_part",
+        [["tok_embeddings", "layers.0"], ["norm", "output"]],
+        "parallelism.pipeline_parallel_module_fqns",
+        ("tok_embeddings,layers.0", "norm,output"),
+    ),
+    ("job.print_args", True, "job.print_config", True),
+    ("metrics.disable_color_printing", True, "metrics.enable_color_printing", False),
+    ("model.hf_assets_path", "./assets/hf", "model.tokenizer_path", "./assets/hf"),
+    ("model.converters", ["quantize.linear.float8"], "float8.enable", True),
+    ("lr_scheduler.lr_min", 0.1, "lr_scheduler.min_lr_factor", 0.1),
+    ("scheduler.lr_min", 0.1, "lr_scheduler.min_lr_factor", 0.1),
+    ("scheduler.warmup_steps", 7, "lr_scheduler.warmup_steps", 7),
+    ("scheduler.decay_ratio", 0.5, "lr_scheduler.decay_ratio", 0.5),
+    ("scheduler.decay_type", "cosine", "lr_scheduler.decay_type", "cosine"),
+    ("training.data_parallel_degree", 4, "parallelism.data_parallel_shard_degree", 4),
+    ("training.fsdp_reshard_after_forward", "never", "parallelism.fsdp_reshard_after_forward", "never"),
+    ("training.disable_loss_parallel", True, "parallelism.disable_loss_parallel", True),
+    ("quantize.linear.float8.recipe_name", "rowwise", "float8.recipe_name", "rowwise"),
+    ("quantize.linear.float8.emulate", True, "float8.emulate", True),
+    ("quantize.linear.float8.filter_fqns", ["wk"], "float8.filter_fqns", ("wk",)),
+    (
+        "quantize.linear.float8.enable_fsdp_float8_all_gather",
+        True,
+        "float8.enable_fsdp_float8_all_gather",
+        True,
+    ),
+    (
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        True,
+        "float8.precompute_float8_dynamic_scale_for_fsdp",
+        True,
+    ),
+    ("debug.seed", 42, "training.seed", 42),
+    ("debug.deterministic", True, "training.deterministic", True),
     ("training.batch_size", 3, "training.local_batch_size", 3),
     ("training.warmup_steps", 5, "lr_scheduler.warmup_steps", 5),
     ("training.compile", True, "compile.enable", True),
@@ -49,12 +87,14 @@ CASES = [
 
 
 def as_toml(key: str, value: object) -> str:
-    table, _, name = key.partition(".")
+    table, _, name = key.rpartition(".")
     return f"[{table}]\n{name} = {json.dumps(value)}\n"
 
 
 def as_options(key: str, value: object) -> list[list[str]]:
-    table, _, name = key.partition(".")
+    table, _, name = key.rpartition(".")
+    if isinstance(value, list) and isinstance(value[0], list):
+        return []  # for files only
     if value is True:
         return [[f"--{key}"], [f"--{table}.{name.replace('_', '-')}"]]
     if value is False:
@@ -64,9 +104,10 @@ def as_options(key: str, value: object) -> list[list[str]]:
 
 
 def test_the_cases_cover_the_table():
-    assert {old for old, *_ in CASES} == {old for old, spelling in OLDER.items() if spelling.key}
-    assert {spelling.key for spelling in OLDER.values() if spelling.key} <= set(schema_keys())
+    assert {old for old, *_ in CASES} == set(OLDER)
+    assert {spelling.key for spelling in OLDER.values()} <= set(schema_keys())
     assert not set(OLDER) & set(schema_keys())
+    assert not set(ABSENT) & (set(OLDER) | set(schema_keys()))
 
 
 @pytest.mark.parametrize(("old", "value", "key", "new"), CASES)
@@ -115,7 +156,7 @@ def test_two_spellings_with_different_values_in_one_source_are_refused(tmp_path)
 
 
 def test_two_spellings_with_one_value_are_fine():
-    assert rewrite({"training.batch_size": 4, "training.local_batch_size": 4}, "here")[0] == {
+    assert rewrite({"training.batch_size": 4, "training.local_batch_size": 4}, "here").values == {
         "training.local_batch_size": 4
     }
 
@@ -142,5 +183,5 @@ def test_the_type_of_an_older_spelling_is_checked(argv, part):
 
 def test_rewriting_changes_nothing_else_and_not_its_input():
     values = {"training.batch_size": 4, "training.steps": 3}
-    assert rewrite(values, "here")[0] == {"training.steps": 3, "training.local_batch_size": 4}
+    assert rewrite(values, "here").values == {"training.steps": 3, "training.local_batch_size": 4}
     assert values == {"training.batch_size": 4, "training.steps": 3}

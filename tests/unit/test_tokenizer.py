@@ -192,7 +192,10 @@ def test_a_malformed_file_is_refused_in_one_sentence(tmp_path, case, use):
 
 
 @pytest.mark.parametrize("use", [vocab_size_of, Tokenizer])
-@pytest.mark.parametrize(("name", "message"), [("nothing", "does not exist"), (".", "is a folder, not a file")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nothing", "does not exist"), (".", "is a folder without original/tokenizer.model and tokenizer.model; get")],
+)
 def test_a_missing_file_is_refused_in_one_sentence(tmp_path, name, message, use):
     with pytest.raises(ConfigError) as error:
         use(str(tmp_path / name))

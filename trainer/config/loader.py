@@ -6,6 +6,7 @@ are merged. tyro renders the help from the same dataclasses.
 
 import difflib
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any, get_type_hints
 import tomli_w
 
 from trainer.config.errors import ConfigError, did_you_mean
-from trainer.config.legacy import OLDER, rewrite
+from trainer.config.legacy import Settings, check_absent, rewrite, todays_value
 from trainer.config.schema import JobConfig
+from trainer.config.torchtitan import ABSENT, OLDER
 from trainer.config.values import from_toml, from_words, shown
 
 if sys.version_info >= (3, 11):
@@ -37,7 +39,7 @@ The command line goes over the TOML file, the file over the defaults. A switch i
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What a command line asks for; `notes` are lines for the log, one per older spelling that was used."""
+    """What a command line asks for; `notes` are lines for the log, about older words and what is ignored."""
 
     config: JobConfig
     check_config: bool
@@ -62,18 +64,20 @@ def parse_command_line(argv: list[str]) -> CommandLine:
     Raises:
         ConfigError: an unknown table or key, a value of the wrong type, a file that is missing or no TOML.
     """
-    given = _read_options(argv)
+    given, value_notes = _read_options(argv)
     check_config, print_config = given.pop("check_config", False), given.pop("print_config", False)
     world_size = given.pop("world_size", None)
     if world_size is not None and world_size < 1:
         raise ConfigError(f"--world-size {world_size} must be the number of ranks, at least 1, such as 8")
     if world_size is not None and not check_config:
         raise ConfigError(f"--world-size {world_size} only has a meaning together with --check-config; add it")
-    overrides, notes = rewrite(given, _COMMAND_LINE)
-    config_file = overrides.get("job.config_file")
-    from_file, file_notes = ({}, []) if config_file is None else _read_file(Path(config_file), chain=())
-    config = _build(from_file | overrides)
-    return CommandLine(config, check_config, print_config, world_size, (*file_notes, *notes))
+    settings = Settings(notes=tuple(value_notes)).over(rewrite(given, _COMMAND_LINE))
+    config_file = settings.values.get("job.config_file")
+    if config_file is not None:
+        settings = settings.over(_read_file(Path(config_file), chain=()))
+    config = _build(settings.values)
+    notes = (*settings.notes, *check_absent(settings.absent, config))
+    return CommandLine(config, check_config, print_config, world_size, notes)
 
 
 def to_toml(config: JobConfig) -> str:
@@ -98,8 +102,9 @@ def schema_keys() -> dict[str, _Key]:
 
 @lru_cache(maxsize=1)
 def _accepted_keys() -> dict[str, _Key]:
-    older = {name: _Key(spelling.kind, None) for name, spelling in OLDER.items()}
-    return older | schema_keys()
+    today = schema_keys()
+    older = {name: _Key(today[old.key].kind if old.kind is None else old.kind, None) for name, old in OLDER.items()}
+    return older | {name: _Key(key.kind, None) for name, key in ABSENT.items()} | today
 
 
 def _build(values: dict[str, object]) -> JobConfig:
@@ -114,23 +119,27 @@ def _build(values: dict[str, object]) -> JobConfig:
 # ---- command line
 
 
-def _read_options(argv: list[str]) -> dict[str, Any]:
-    """Options -> typed values under their full names; of an option given twice the last counts."""
+def _read_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Options -> typed values under their full names, and notes; of an option given twice the last counts."""
     options = _split(argv)
     if any(token in ("-h", "--help") for token, _ in options):
         _print_help()
     keys = _ACTIONS | _accepted_keys()
     given: dict[str, Any] = {}
+    notes: list[str] = []
     for token, words in options:
         name, negated = _option_name(token, words)
         key = keys[name]
         if not negated:
+            if len(words) == 1:
+                word, renamed = todays_value(name, words[0], _COMMAND_LINE)
+                words, notes = [str(word)], [*notes, *renamed]
             given[name] = from_words(_label(name), words, key.kind, key.default)
         elif words:
             raise ConfigError(f"{token} takes no value, and was given {' '.join(words)!r}; write {token} alone")
         else:
             given[name] = False
-    return given
+    return given, notes
 
 
 def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
@@ -182,23 +191,17 @@ def _print_help() -> None:
 # ---- TOML files
 
 
-def _read_file(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a file over those of its bases, and the notes of all; `chain` are the files that led here."""
+def _read_file(path: Path, chain: tuple[Path, ...]) -> Settings:
+    """Settings of a file over those of its bases; `chain` are the files that led here."""
     if path.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(str(file) for file in (*chain, path))
         raise ConfigError(f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base")
     content = _load_toml(path, chain)
     base = content.pop("base", None)
-    values: dict[str, Any] = {}
-    notes: list[str] = []
-    if base is not None:
-        if not isinstance(base, str):
-            raise ConfigError(
-                f'base = {shown(base)} (in {path}) must be one file name, such as base = "llama3_8b.toml"'
-            )
-        values, notes = _read_file(path.parent / base, (*chain, path))
-    own, own_notes = rewrite(_typed(content, f"in {path}"), f"in {path}")
-    return values | own, notes + own_notes
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f'base = {shown(base)} (in {path}) must be one file name, such as base = "llama3_8b.toml"')
+    below = Settings() if base is None else _read_file(path.parent / base, (*chain, path))
+    return _typed(content, f"in {path}").over(below)
 
 
 def _load_toml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -222,24 +225,24 @@ def _load_toml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{asked} cannot be read ({reason}); give a readable .toml file") from None
 
 
-def _typed(content: dict[str, Any], where: str) -> dict[str, object]:
-    """A parsed file as "table.key" -> typed value."""
+def _typed(content: dict[str, Any], where: str) -> Settings:
+    """A parsed file, its values checked."""
     accepted = _accepted_keys()
     tables = [table.name for table in fields(JobConfig)]
     values: dict[str, object] = {}
+    notes: list[str] = []
     for table, settings in content.items():
-        has_older_keys = any(name.startswith(f"{table}.") for name in OLDER)
-        if table not in tables and isinstance(settings, dict) and not has_older_keys:
+        known = any(name.startswith(f"{table}.") for name in accepted)
+        if not known and isinstance(settings, dict):
             name = table if table.isprintable() else repr(table)
             raise ConfigError(f"[{name}] ({where}) is not a known table{did_you_mean(table, tables)}")
-        if table not in tables and not has_older_keys:
+        if not known:
             raise _unknown(table, f"{table} = {shown(settings)}", where)
         if not isinstance(settings, dict):
             raise ConfigError(
                 f"{table} = {shown(settings)} ({where}) must be a table; write [{table}] and keys below it"
             )
-        for key, value in settings.items():
-            name = f"{table}.{key}"
+        for name, value in _flat(table, settings):
             if name == "job.config_file":
                 raise ConfigError(
                     f"{name} = {shown(value)} ({where}) is for the command line only; a file inherits another one "
@@ -247,8 +250,21 @@ def _typed(content: dict[str, Any], where: str) -> dict[str, object]:
                 )
             if name not in accepted:
                 raise _unknown(name, f"{name} = {shown(value)}", where)
-            values[name] = from_toml(name, value, accepted[name].kind, accepted[name].default, where)
-    return values
+            value, renamed = todays_value(name, value, where)
+            notes += renamed
+            if value is not None:
+                values[name] = from_toml(name, value, accepted[name].kind, accepted[name].default, where)
+    return Settings(notes=tuple(notes)).over(rewrite(values, where))
+
+
+def _flat(table: str, settings: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Keys below a table, those of tables within it too where there are such, as "table.within.key"."""
+    for key, value in settings.items():
+        name = f"{table}.{key}"
+        if isinstance(value, dict) and any(known.startswith(f"{name}.") for known in _accepted_keys()):
+            yield from _flat(name, value)
+        else:
+            yield name, value
 
 
 def _unknown(name: str, given: str, where: str) -> ConfigError:

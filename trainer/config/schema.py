@@ -87,7 +87,7 @@ class Model:
     """Normalisation before each block; np_layernorm has no parameters."""
 
     tokenizer_path: str | None = None
-    """BPE file in tiktoken's format; None: the small one that is shipped with the program."""
+    """BPE file in tiktoken's format (tokenizer.model), or its folder; None: the small one of the program."""
 
     rope_theta: float | None = None
     """Base of the rotary frequencies, above 0; None: the flavor's."""

@@ -92,6 +92,12 @@ def check_count(name: str, path: str | None, documents: int, data_streams: int) 
 
 def _checked_name(name: str, path: str | None) -> str | None:
     if name not in DATASETS:
+        if name.startswith("c4"):
+            raise ConfigError(
+                f"training.dataset = {name!r} would be downloaded, and nothing is downloaded here; save its"
+                " documents as JSON lines and use training.dataset = 'jsonl' with training.dataset_path, or use"
+                " 'python_stdlib'"
+            )
         raise ConfigError(f"training.dataset = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
     ending = DATASETS[name]
     if ending is None and path:

@@ -1,14 +1,17 @@
 """Llama 3's tokenizer over tiktoken, for any rank file: byte-level BPE ranks, and 256 special tokens after them.
 
-A rank file has one token a line, `base64-of-its-bytes rank`, as Meta publishes it (`original/tokenizer.model`).
+A rank file has one token a line, `base64-of-its-bytes rank`, as Meta publishes it (`original/tokenizer.model`); a path
+may also name the folder that holds it.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -45,6 +48,8 @@ MAX_RUN = 25_000
 _BLANKS = (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
 _IS_BLANK = np.zeros(0x3002, dtype=bool)  # by code point; the last entry stands for all that are higher
 _IS_BLANK[list(_BLANKS)] = True
+
+_IN_A_FOLDER = ("original/tokenizer.model", "tokenizer.model")
 
 
 class Tokenizer:
@@ -144,11 +149,17 @@ def _read_ranks(path: str) -> dict[bytes, int]:
         " or leave model.tokenizer_path out for the shipped one"
     )
     try:
-        with open(path, "rb") as file:
+        with open(_rank_file(path), "rb") as file:
             lines = file.read().splitlines()
+    except IsADirectoryError:
+        other = Path(path, "tokenizer.json").exists()
+        raise ConfigError(
+            f"model.tokenizer_path = {path!r} is a folder without {' and '.join(_IN_A_FOLDER)}"
+            + (" (its tokenizer.json has another format, which is not read here)" if other else "")
+            + hint
+        ) from None
     except OSError as error:
-        reason = "is a folder, not a file" if isinstance(error, IsADirectoryError) else _reason(error)
-        raise ConfigError(f"model.tokenizer_path = {path!r} {reason}{hint}") from None
+        raise ConfigError(f"model.tokenizer_path = {path!r} {_reason(error)}{hint}") from None
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):
         if not line:
@@ -167,6 +178,12 @@ def _read_ranks(path: str) -> dict[bytes, int]:
     if missing:
         raise ConfigError(f"model.tokenizer_path = {path!r} lacks {missing} of the 256 single-byte tokens{hint}")
     return ranks
+
+
+def _rank_file(path: str) -> str:
+    """Return the file itself, or the first one that a folder has, as published or as downloaded by hand."""
+    files = (os.path.join(path, name) for name in _IN_A_FOLDER)
+    return next((file for file in files if os.path.isfile(file)), path) if os.path.isdir(path) else path
 
 
 def _reason(error: OSError) -> str:

@@ -1,0 +1,295 @@
+"""torchtitan's own Llama files, of October 2024, January 2025 and February 2026, are read; docs/torchtitan.md is true.
+
+`torchtitan_configs/` has the tables, keys and values of these files.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from trainer.config.errors import ConfigError
+from trainer.config.loader import CommandLine, parse_command_line, schema_keys, tomllib
+from trainer.config.schema import JobConfig
+from trainer.config.torchtitan import ABSENT, OLDER, OLDER_VALUES, Absent
+from trainer.config.unused import unused_notes
+from trainer.config.validate import validate
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "tests/unit/torchtitan_configs").glob("*.toml"))
+PAGE = (ROOT / "docs" / "torchtitan.md").read_text()
+# What the files name is not on this disk, or would be downloaded.
+OWN_DATA = ["--training.dataset", "python_stdlib", "--model.tokenizer_path", "None"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one size asks for, the same in all three years."""
+
+    ranks: int
+    flavor: str
+    lr: float
+    steps: int
+    warmup_steps: int
+    seq_len: int
+    batch: int
+    tp: int
+    recompute: tuple[str, str]
+    interval: tuple[int, int, int] = (500, 500, 500)
+    compiled: bool = False
+
+
+SIZES = {
+    "debug_model": Wanted(8, "debugmodel", 8e-4, 10, 2, 2048, 8, 1, ("selective", "2"), (5, 10, 10)),
+    "llama3_8b": Wanted(64, "8B", 3e-4, 1000, 200, 8192, 1, 1, ("selective", "op")),
+    "llama3_70b": Wanted(64, "70B", 1.5e-4, 1000, 200, 8192, 8, 8, ("full", "op")),
+    "llama3_405b": Wanted(128, "405B", 8e-5, 3000, 600, 8192, 2, 8, ("full", "op"), compiled=True),
+}
+YEARS = ("2024_10", "2025_01", "2026_02")
+
+
+def read(path: Path, *arguments: str) -> CommandLine:
+    return parse_command_line(["--job.config_file", str(path), *arguments])
+
+
+def refused(config: JobConfig, ranks: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        validate(config, ranks)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_there_are_twelve_files():
+    assert [path.stem for path in FILES] == sorted(f"{year}_{size}" for year in YEARS for size in SIZES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_means_here_what_it_means_there(path: Path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    year, wanted = path.stem[:7], SIZES[path.stem[8:]]
+    config = read(path).config
+    assert (config.model.name, config.model.flavor, config.model.norm_type) == ("llama3", wanted.flavor, "rmsnorm")
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.eps) == ("AdamW", wanted.lr, 1e-8)
+    assert (config.lr_scheduler.warmup_steps, config.training.steps) == (wanted.warmup_steps, wanted.steps)
+    assert config.lr_scheduler.decay_ratio == (0.8 if path.stem == "2026_02_debug_model" else None)
+    assert (config.training.seq_len, config.training.local_batch_size) == (wanted.seq_len, wanted.batch)
+    assert (config.training.max_norm, config.training.global_batch_size) == (1.0, -1)
+    assert (config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option) == wanted.recompute
+    assert (config.compile.enable, config.compile.components) == (wanted.compiled, ("model", "loss"))
+    on = wanted.compiled
+    assert (config.float8.enable, config.float8.enable_fsdp_float8_all_gather) == (on, on)
+    assert (config.float8.precompute_float8_dynamic_scale_for_fsdp, config.float8.filter_fqns) == (on, ("output",))
+    assert config.parallelism.enable_async_tensor_parallel == on
+    checkpoint = config.checkpoint
+    interval = wanted.interval[YEARS.index(year)]
+    assert (checkpoint.enable, checkpoint.folder, checkpoint.interval) == (False, "checkpoint", interval)
+    assert config.metrics.enable_color_printing
+    assert config.profiling.enable_profiling == (wanted.flavor != "debugmodel")
+
+    # Asynchronous tensor parallelism and float8 together are the one thing that has to be left out.
+    arguments = [*OWN_DATA, *(["--parallelism.no-enable_async_tensor_parallel"] if wanted.compiled else [])]
+    command = read(path, *arguments)
+    degrees = validate(command.config, wanted.ranks)
+    assert (degrees.dp_replicate, degrees.dp_shard) == (1, wanted.ranks // wanted.tp)
+    assert (degrees.tp, degrees.cp, degrees.pp) == (wanted.tp, 1, 1)
+    unused = unused_notes(command.config, degrees)
+    in_vain = ["profiling.profile_freq", "checkpoint.interval"] if wanted.flavor == "debugmodel" else []
+    if path.stem == "2026_02_debug_model":
+        in_vain.insert(1, "parallelism.pipeline_parallel_schedule")
+    assert [note.partition(" = ")[0] for note in unused] == in_vain
+    for note in (*command.notes, *unused):
+        assert "\n" not in note
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_word_that_changes_is_in_a_note(path: Path):
+    command = read(path)
+    given = list(flat(tomllib.loads(path.read_text())))
+    moved = [key for key in given if key in OLDER]
+    assert len([note for note in command.notes if "is an older spelling" in note]) == len(moved)
+    for key in moved:
+        assert any(note.startswith(f"{key} = ") and OLDER[key].key in note for note in command.notes)
+    ignored = [note for note in command.notes if note.startswith("ignored (in ")]
+    assert len(ignored) == 1  # one line for all of them
+    for key in given:
+        assert (f"{key} = " in ignored[0]) == (key in ABSENT)
+    assert set(given) <= set(OLDER) | set(ABSENT) | set(schema_keys())
+
+
+def flat(tables: dict, prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in tables.items():
+        keys += flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+    return keys
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_missing_is_told_before_anything_starts(path: Path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = SIZES[path.stem[8:]]
+    config = read(path, "--parallelism.no-enable_async_tensor_parallel").config
+    assert re.search(r"model.tokenizer_path = '\./.* does not exist; get Llama 3's with", refused(config, wanted.ranks))
+    config = read(path, "--parallelism.no-enable_async_tensor_parallel", "--model.tokenizer_path", "None").config
+    message = refused(config, wanted.ranks)
+    assert re.match(r"training.dataset = 'c4(_test)?' would be downloaded.*'jsonl'.*'python_stdlib'$", message)
+
+
+@pytest.mark.parametrize("year", YEARS)
+def test_float8_beside_asynchronous_tensor_parallelism_is_refused(year: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = refused(read(ROOT / f"tests/unit/torchtitan_configs/{year}_llama3_405b.toml", *OWN_DATA).config, 128)
+    assert "float8.enable = true and parallelism.enable_async_tensor_parallel = true" in message
+    assert "leave one of them out" in message
+
+
+# ---- settings without counterpart
+
+
+@pytest.mark.parametrize("key", ABSENT)
+def test_a_setting_that_asks_for_nothing_is_ignored_with_a_note(key: str):
+    known = ABSENT[key]
+    value = words_that_ask(known) if known.off is None else list(map(str, as_words(known.off[0])))
+    command = parse_command_line(option(key, known, value))
+    assert command.config == JobConfig()
+    (note,) = command.notes
+    assert note.startswith("ignored (on the command line)")
+    assert f"{key} = " in note
+
+
+@pytest.mark.parametrize("key", [key for key, known in ABSENT.items() if known.off is not None])
+def test_a_setting_that_asks_for_something_is_refused_with_what_to_do_instead(key: str):
+    known = ABSENT[key]
+    argv = option(key, known, words_that_ask(known))
+    if known.needs:
+        (note,) = parse_command_line(argv).notes
+        assert f"{key} = " in note
+        argv.append(f"--{known.needs}")
+    with pytest.raises(ConfigError) as error:
+        parse_command_line(argv)
+    message = str(error.value)
+    assert message.startswith(f"{key} = ")
+    assert message.endswith(f"has no counterpart here; {known.instead}")
+    assert known.instead
+    assert "\n" not in message
+
+
+def as_words(value: object) -> list[object]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def words_that_ask(known: Absent) -> list[str]:
+    """A value that is none of those that ask for nothing."""
+    if known.kind is bool:
+        return ["false" if known.off and known.off[0] else "true"]
+    return ["7"] if known.kind in (int, float) else ["something"]
+
+
+def option(key: str, known: Absent, words: list[str]) -> list[str]:
+    return [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words]
+
+
+def test_the_command_line_goes_over_a_file_for_them_too(tmp_path):
+    (tmp_path / "run.toml").write_text("[metrics]\nenable_wandb = true\n")
+    with pytest.raises(ConfigError, match=r"enable_wandb = true \(in .*run.toml\) .*; use metrics.enable_tensorboard"):
+        read(tmp_path / "run.toml")
+    assert (
+        read(tmp_path / "run.toml", "--metrics.no-enable_wandb").config
+        == read(tmp_path / "run.toml", "--metrics.enable_wandb=false").config
+    )
+
+
+def test_what_a_base_asks_for_is_judged_with_what_the_file_says(tmp_path):
+    (tmp_path / "base.toml").write_text('[checkpoint]\nlast_save_model_only = true\nexport_dtype = "bfloat16"\n')
+    (tmp_path / "run.toml").write_text('base = "base.toml"\n[checkpoint]\nexport_dtype = "float32"\n')
+    assert len(read(tmp_path / "run.toml").notes) == 2
+    with pytest.raises(ConfigError, match=r"last_save_model_only = true .*base.toml\)"):
+        read(tmp_path / "run.toml", "--checkpoint.enable")
+    read(tmp_path / "run.toml", "--checkpoint.enable", "--checkpoint.no-last_save_model_only")
+
+
+# ---- values and folders
+
+
+def test_older_values(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        '[model]\nnorm_type = "fused_rmsnorm"\n[parallelism]\npipeline_parallel_schedule_csv = ""\n'
+    )
+    command = read(tmp_path / "run.toml", "--checkpoint.async_mode", "async_with_pinned_mem")
+    assert (command.config.model.norm_type, command.config.checkpoint.async_mode) == ("rmsnorm", "async")
+    assert command.config.parallelism.pipeline_parallel_schedule_csv is None
+    assert len(command.notes) == 3
+    for key, value in (("norm_type", "'rmsnorm'"), ("schedule_csv", "None"), ("async_mode", "'async'")):
+        assert any(key in note and note.endswith(value) for note in command.notes)
+
+
+def test_only_linear_modules_in_float8_are_converted():
+    for name in ("float8", "quantize.linear.float8"):
+        assert parse_command_line(["--model.converters", name]).config.float8.enable
+    with pytest.raises(ConfigError, match=r"'mx' has no counterpart here; use 'float8'"):
+        parse_command_line(["--model.converters", "float8", "mx"])
+
+
+@pytest.mark.parametrize("name", ["original/tokenizer.model", "tokenizer.model"])
+def test_a_folder_of_assets_gives_its_tokenizer(name: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = (ROOT / "trainer/assets/python_4k.tiktoken").read_bytes()
+    for folder, content in (("none", None), ("other", b"not of tiktoken"), ("good", shipped)):
+        config = parse_command_line(["--model.hf_assets_path", f"{tmp_path}/{folder}"]).config
+        assert config.model.tokenizer_path == f"{tmp_path}/{folder}"  # looked at when it is checked, not before
+        file = tmp_path / folder / name
+        file.parent.mkdir(parents=True)
+        (tmp_path / folder / "tokenizer.json").write_text("{}")
+        if content is not None:
+            file.write_bytes(content)
+        if content is shipped:
+            validate(config, 1)
+        else:
+            part = (
+                "its tokenizer.json has another format" if content is None else "is no tokenizer of tiktoken's format"
+            )
+            assert part in refused(config, 1)
+
+
+# ---- docs/torchtitan.md
+
+
+def row(key: str) -> str:
+    """What the page says of a key."""
+    if key in OLDER:
+        words = f", {OLDER[key].words}" if OLDER[key].words else ""
+        return f"| `{key}` | `{OLDER[key].key}`{words} |"
+    known = ABSENT[key]
+    if known.off is None:
+        return f"| `{key}` | ignored |"
+    quiet = " or ".join(f"`{spelled(value)}`" for value in known.off)
+    needs = f" or without `{known.needs}`" if known.needs else ""
+    return f"| `{key}` | ignored with {quiet}{needs}, else refused: {known.instead} |"
+
+
+def spelled(value: object) -> str:
+    if isinstance(value, tuple):
+        return str(list(value)).replace("'", '"')
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def test_the_page_has_every_key_and_what_becomes_of_it():
+    table = PAGE.partition("## What becomes of each key")[2]
+    rows = [line for line in table.splitlines() if re.match(r"\| `[a-z_0-9.]+\.[a-z_0-9.]+` \|", line)]
+    for key in (*OLDER, *ABSENT):
+        assert row(key) in rows
+    values = [
+        f"| `{key}` | `{spelled(old)}` is {'the default' if new is None else f'`{spelled(new)}`'} |"
+        for key, names in OLDER_VALUES.items()
+        for old, new in names.items()
+    ]
+    assert len(rows) == len(OLDER) + len(ABSENT) + len(values)
+    for line in values:
+        assert line in rows
+
+
+def test_the_page_names_defaults_that_are_ours():
+    for key, default in re.findall(r"^\| `([a-z_.0-9]+)` \| [^|]* \| `([^`]*)` \|$", PAGE, re.MULTILINE):
+        value = schema_keys()[key].default
+        assert default == spelled(value), key
+    assert len(re.findall(r"^\| `([a-z_.0-9]+)` \| [^|]* \| `([^`]*)` \|$", PAGE, re.MULTILINE)) > 5
