@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trainer.config.degrees import Degrees
@@ -20,6 +20,7 @@ from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import JobConfig
 from trainer.config.unused import unused_notes
 from trainer.config.validate import validate
+from trainer.runtime import end_with, folder_held, holder_of, launcher_of
 
 _GRACE_SECONDS = 5
 
@@ -44,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     if command.check_config:
         for note in notes if rank == 0 else ():
             print(note, file=sys.stderr)  # stdout is for --print-config
+        if taken := holder_of(Path(command.config.job.dump_folder)):
+            print(f"error: {taken}", file=sys.stderr, flush=True)
+            return 2
         return 0
 
     return train(command.config, degrees, notes)
@@ -54,6 +58,7 @@ def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int
     from trainer.components.checkpoint import CheckpointError
     from trainer.components.console import logger, set_up_logging
     from trainer.components.out_of_memory import out_of_memory_explained
+    from trainer.distributed.agreement import agreed
     from trainer.distributed.process_group import LOST_PEERS, Process, is_peer_failure, process_group
     from trainer.distributed.reports import Reports
     from trainer.trainer import Trainer, TrainingError
@@ -69,8 +74,11 @@ def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int
         with (
             process_group(process, config.comm, records, reports.store),
             _one_voice(process.rank),
+            ExitStack() as held,
             out_of_memory_explained(config, degrees, process.device),
         ):
+            folder = folder_held(Path(config.job.dump_folder), logger.warning)
+            agreed(lambda: held.enter_context(folder) if process.rank == 0 else None)
             Trainer(config, degrees, process.device).train()
     except SharedConfigError:
         return 2
@@ -112,10 +120,13 @@ def _one_voice(rank: int) -> Iterator[None]:
 
 def command_line() -> int:
     """`main` for a shell: a reader that has seen enough (`--help | head`) and Ctrl-C end it without a trace."""
+    launcher, arguments = launcher_of(sys.argv[1:], os.environ)
+    if launcher is not None:
+        end_with(launcher)
     faulthandler.register(signal.SIGUSR1)
     try:
         try:
-            code = main()
+            code = main(arguments)
         finally:
             sys.stdout.flush()
         if code not in (0, 2):

@@ -3,7 +3,8 @@
 `torchrun train.py ...` does the same job; this one returns the failing rank's own exit code and says in one line which
 rank failed, where torchrun returns 1 and prints a trace of its own. SIGTERM and SIGINT are passed on to the ranks,
 which finish their step, save, and end in good order; a second one ends them at once. When a rank has failed, the others
-have a few seconds; one that hangs shows its stack, if it can, and is killed.
+have a few seconds; one that hangs shows its stack, if it can, and is killed. When the launcher itself is killed, its
+ranks end at once (`runtime/launcher_watch.py`).
 """
 
 import argparse
@@ -64,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) -> int:
     """The job's exit code, and its one line on stderr if it did not simply end; `received` are signals passed on."""
     try:
-        elastic_launch(config, sys.executable)("-u", str(_TRAIN), *train_arguments)
+        launched_by = ("--launched-by", str(os.getpid()))
+        elastic_launch(config, sys.executable)("-u", str(_TRAIN), *launched_by, *train_arguments)
     except ChildFailedError as error:
         rank, failure, hung = _cause(error)
         ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128

@@ -24,7 +24,6 @@ from trainer.components.optimizer import build_optimizer
 from trainer.components.profiling import check_memory_snapshot, profiling, region
 from trainer.components.stop import Stop
 from trainer.config.degrees import Degrees
-from trainer.config.errors import ConfigError
 from trainer.config.loader import to_toml
 from trainer.config.schema import JobConfig
 from trainer.data.datasets import open_source
@@ -46,6 +45,7 @@ from trainer.distributed.process_group import set_timeout
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.models.initialization import initialize
 from trainer.models.registry import model_args, model_spec
+from trainer.runtime import writing_to
 
 # tokens, labels (already shifted), positions, document_ids: each (B, S) int64; with packed documents plan: BatchPlan
 Batch = dict[str, Any]
@@ -167,14 +167,8 @@ class Trainer:
         if self.dims.rank("world") != 0:
             return
         folder = Path(self.config.job.dump_folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        with writing_to(folder):
             (folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"job.dump_folder = {str(folder)!r} cannot be written ({error.strerror}: {error.filename}); "
-                f"name a folder that can, such as './outputs'"
-            ) from None
 
     def build_data(self) -> tuple[Iterator[Batch], int]:
         """Endless micro-batches of this rank's share of the data, and the size of the vocabulary."""

@@ -14,6 +14,7 @@ PACKAGES = (
     "trainer.distributed",
     "trainer.distributed.context_parallel",
     "trainer.models",
+    "trainer.runtime",
 )
 
 

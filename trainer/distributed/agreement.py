@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.errors import ConfigError, SharedConfigError
@@ -25,8 +26,8 @@ def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def agreed(function: Callable[[], T], mesh: DeviceMesh) -> T:
-    """Call `function` on every rank of a 1-D mesh and return this rank's result. A collective.
+def agreed(function: Callable[[], T], mesh: DeviceMesh | None = None) -> T:
+    """Call `function` on every rank of a 1-D mesh, or of the job, and return this rank's result. A collective.
 
     Raises:
         SharedConfigError: on every rank, with the message of the lowest one whose call raised a ConfigError.
@@ -36,10 +37,11 @@ def agreed(function: Callable[[], T], mesh: DeviceMesh) -> T:
         result = function()
     except ConfigError as error:
         message = str(error) or "unknown"
-    failed = torch.tensor(int(bool(message)), dtype=torch.int32, device=mesh.device_type)
-    if all_reduce(failed, mesh, "max").item():
+    over, device = (mesh, mesh.device_type) if mesh is not None else (dist.group.WORLD, "cpu")
+    failed = torch.tensor(int(bool(message)), dtype=torch.int32, device=device)
+    if all_reduce(failed, over, "max").item():
         text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        texts = all_gather(torch.tensor(list(text), dtype=torch.uint8, device=mesh.device_type), mesh)
+        texts = all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device), over)
         for row in texts.cpu():
             message = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
             if message:

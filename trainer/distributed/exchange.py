@@ -35,11 +35,11 @@ def all_reduce(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = 
     return x
 
 
-def all_gather(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The `x` of every rank of a 1-D mesh: (size, *x.shape), in the mesh's order."""
-    gathered = x.new_empty(mesh.size(), *x.shape)
+def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Tensor:
+    """The `x` of every rank of a 1-D mesh or a group: (size, *x.shape), in its order."""
+    gathered = x.new_empty(over.size(), *x.shape)
     calls["all_gather"] += 1
-    _all_gather(gathered.view(-1), x.reshape(-1), group=mesh.get_group())
+    _all_gather(gathered.view(-1), x.reshape(-1), group=over.get_group() if isinstance(over, DeviceMesh) else over)
     return gathered
 
 
