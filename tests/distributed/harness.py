@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer.components.grad_norm import settle_gradients
 from trainer.config.loader import parse_command_line
 from trainer.config.validate import validate
 from trainer.data.packing import IGNORE_INDEX
@@ -59,6 +58,9 @@ class Record:
     """What a run did, whole tensors in the reference's shapes; lists have one entry a step."""
 
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """Those that the optimizer gets: settled and clipped."""
+    limits: list[float] = field(default_factory=list)
+    """What clipping promises their common norm to be."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     metrics: list[dict] = field(default_factory=list)
     local_elements: int = 0
@@ -98,9 +100,10 @@ class RecordingTrainer(Trainer):
             yield plan
 
     def clip(self, step: int, loss: float) -> float:
-        settle_gradients(p for part in self.parts for p in part.parameters())
-        self.record.gradients.append(self.of_all_stages(lambda p: p.grad))
-        return super().clip(step, loss)
+        norm = super().clip(step, loss)
+        self.record.gradients.append(self.of_all_stages(settled_gradient))
+        self.record.limits.append(min(norm, self.config.training.max_norm))
+        return norm
 
     def of_all_stages(self, value: Callable[[nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
         """A tensor for every parameter of the model, by name; a collective."""
@@ -123,6 +126,14 @@ def make_row(i: int, seq_len: int, *, no_labels: bool = False) -> dict[str, torc
         "positions": places - (places * starts).cummax(0).values,
         "document_ids": starts.cumsum(0) - 1,
     }
+
+
+def settled_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient, which must lie as its parameter does: a partial sum would be whole in `full_tensor` alone."""
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor):
+        assert gradient.placements == parameter.placements, (gradient.placements, parameter.placements)
+    return gradient
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -216,6 +227,9 @@ def assert_parity(got: Record, wanted: Record, tolerance: float) -> None:
         assert mine.keys() == theirs.keys()
         for name, grad in theirs.items():
             compare(f"step {step} gradient of {name}", mine[name], grad)
+        # Clipping is part of both runs: what it promises is checked by itself.
+        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in mine.values()))
+        compare(f"step {step} norm after clipping", norm, got.limits[step - 1])
     assert got.weights.keys() == wanted.weights.keys()
     for name, weight in wanted.weights.items():
         compare(f"weight {name}", got.weights[name], weight)

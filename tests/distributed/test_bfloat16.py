@@ -1,0 +1,61 @@
+"""Gradients in bfloat16 on several ranks: as near to float32 as those of one bfloat16 process, up to a factor of 2."""
+
+import pytest
+import torch
+
+from tests.distributed.harness import STEPS, Record, run_layout
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_parity import LAYOUTS, reference
+
+BFLOAT16 = "--training.mixed_precision_param=bfloat16"
+MODELS = {
+    "plain": [],
+    "documents": ["--training.attention_mask=document"],
+    "window": ["--model.sliding_window=5"],
+}
+QUICK = {
+    ("fsdp2", "plain"),
+    ("tp2", "plain"),
+    ("cp2", "window"),
+    ("cp2", "documents"),
+    ("pp2", "plain"),
+    ("fsdp2+cp2", "documents"),
+}
+CASES = [
+    (layout, model)
+    for layout in ("fsdp2", "ddp2", "tp2", "cp2", "pp2", "fsdp2+tp2", "fsdp2+cp2", "cp4", "cp2+tp2", "cp2+pp2")
+    for model in MODELS
+]
+
+
+def error(record: Record, exact: Record) -> float:
+    """Relative error of the first step's gradients, all parameters as one vector: later steps start elsewhere."""
+    mine, theirs = record.gradients[0], exact.gradients[0]
+    assert mine.keys() == theirs.keys()
+    squares = [
+        ((mine[name].double() - grad.double()).square().sum(), grad.double().square().sum())
+        for name, grad in theirs.items()
+    ]
+    difference, size = (torch.stack(column).sum().sqrt().item() for column in zip(*squares, strict=True))
+    return difference / size
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
+)
+def test_bfloat16_gradients_are_as_exact_as_on_one_rank(pool: WorkerPool, layout: str, model: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    exact, alone = reference(pool, *MODELS[model]), reference(pool, BFLOAT16, *MODELS[model])
+    got = pool.run(world_size, run_layout, [BFLOAT16, *MODELS[model], *arguments])[0]
+    assert 1e-4 < error(alone, exact) < 0.05  # it is bfloat16, and it is near
+    assert error(got, exact) <= 2 * error(alone, exact), (error(got, exact), error(alone, exact))
+    worst = {name: relative(got, exact, name) / relative(alone, exact, name) for name in exact.gradients[0]}
+    assert max(worst.values()) < 2, worst
+    assert len(got.metrics) == STEPS
+    assert got.metrics[0]["loss"] == pytest.approx(exact.metrics[0]["loss"], rel=1e-3)
+
+
+def relative(record: Record, exact: Record, name: str) -> float:
+    mine, theirs = record.gradients[0][name].double(), exact.gradients[0][name].double()
+    return ((mine - theirs).norm() / theirs.norm()).item()
