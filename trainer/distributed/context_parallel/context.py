@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.agreement import content_hash
@@ -43,7 +44,8 @@ def context_parallel(
     options: ContextParallelOptions | None = None,
     rows: int | None = None,
     check_consistency: bool = False,
-    intercept_sdpa: bool = False,
+    intercept_sdpa: bool | nn.Module = False,
+    allow_modules: Collection[type | str] = (),
 ) -> Iterator[ContextParallel]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; whole again afterwards.
 
@@ -59,7 +61,9 @@ def context_parallel(
     check_consistency: compare plan and buffers of all ranks first, by a hash.
 
     intercept_sdpa: calls of F.scaled_dot_product_attention run over all ranks too, in models that know nothing of this
-    one (`intercept.py`: what is refused).
+    one. The model itself in place of True is judged at once, otherwise at its first call. allow_modules: parts of it
+    that are right although they would be refused: classes, their names, dotted names of modules, or kinds of layers
+    (docs/transformers.md: what is refused, and how to check a model).
 
     Attention whose module has the style `ContextParallelAttention` runs over all ranks; other attention stays local.
 
@@ -102,7 +106,7 @@ def context_parallel(
             whole.append((x, x.detach()))
             x.set_(x.index_select(dim, indices.to(x.device)))
         handle = handle_of(number, rows)
-        with _intercepting(handle, live) if intercept_sdpa else nullcontext():
+        with _intercepting(handle, live, intercept_sdpa, allow_modules):
             yield ContextParallel(handle, layout, live)
         check_attention_ran(live, mesh)
     finally:
@@ -119,10 +123,18 @@ def _options(
     return replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
 
 
-def _intercepting(handle: torch.Tensor, live: LivePlan) -> AbstractContextManager[None]:
-    from trainer.distributed.context_parallel.intercept import intercepting  # it imports the compiler
+def _intercepting(
+    handle: torch.Tensor, live: LivePlan, model: bool | nn.Module, allow_modules: Collection[type | str]
+) -> AbstractContextManager[None]:
+    if model is False:
+        if allow_modules:
+            raise ContextParallelError(
+                "allow_modules of context_parallel has no effect without interception; give intercept_sdpa=True too"
+            )
+        return nullcontext()
+    from trainer.integrations.interception import intercepting  # it imports the compiler
 
-    return intercepting(handle, live)
+    return intercepting(handle, live, None if model is True else model, allow_modules)
 
 
 def flat_mesh(

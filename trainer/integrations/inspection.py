@@ -1,0 +1,199 @@
+"""What a model is made of: whether anything but attention mixes its tokens, and whether its positions can be given.
+
+The rules read modules and configurations, not names of models. They import no library of models: a module with a
+`config` and a `main_input_name` counts as a model of transformers.
+"""
+
+import inspect
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
+
+# Parameters of layers that scan the sequence: state-space models, gated delta nets, RWKV, RG-LRU.
+_SCAN_PARAMETERS = frozenset(
+    {"A_log", "dt_bias", "time_decay", "time_first", "time_mix_key", "recurrent_param", "recurrent_gate_weight"}
+)
+# Where a configuration lists the kinds of its layers, and the kinds that are attention or mix no tokens.
+_KINDS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern", "mixer_types")
+_ATTENTION_KINDS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "full", "sliding", "global", "local"}
+)
+_TOKENWISE_KINDS = frozenset({"moe", "mlp", "dense", "sparse"})
+# Attention implementations of transformers that do not call F.scaled_dot_product_attention.
+_CLOSED_IMPLEMENTATIONS = ("eager", "flex_attention", "flash_attention")
+_MIXING = {
+    nn.RNNBase: "a recurrent network",
+    nn.RNNCellBase: "a recurrent network",
+    batchnorm._BatchNorm: "a norm over tokens",
+    instancenorm._InstanceNorm: "a norm over tokens",
+    pooling._AvgPoolNd: "a pooling layer",
+    pooling._MaxPoolNd: "a pooling layer",
+    pooling._AdaptiveAvgPoolNd: "a pooling layer",
+    pooling._AdaptiveMaxPoolNd: "a pooling layer",
+    padding._ConstantPadNd: "a shift of tokens",
+}
+
+
+class Allowed:
+    """Modules that a user checked by hand: classes, names of classes, dotted names in the model, or kinds of layers."""
+
+    def __init__(self, entries: Collection[type | str]) -> None:
+        self._entries = tuple(entries)
+        self._used: set[type | str] = set()
+
+    def has(self, module: nn.Module, name: str) -> bool:
+        """Return whether a module of this dotted name is allowed."""
+        names = {name, *(cls.__name__ for cls in type(module).__mro__)}
+        found = [x for x in self._entries if (isinstance(module, x) if isinstance(x, type) else x in names)]
+        self._used.update(found)
+        return bool(found)
+
+    def has_kind(self, kind: str) -> bool:
+        """Return whether a kind of layers is allowed."""
+        if kind in self._entries:
+            self._used.add(kind)
+        return kind in self._entries
+
+    @property
+    def unused(self) -> list[str]:
+        """Return entries that named nothing so far."""
+        return [x.__name__ if isinstance(x, type) else x for x in self._entries if x not in self._used]
+
+
+def is_model(module: nn.Module) -> bool:
+    """Return whether a module is a model of transformers, not one of its layers."""
+    return hasattr(module, "config") and hasattr(module, "main_input_name")
+
+
+def reads_text(model: nn.Module) -> bool:
+    """Return whether a model of transformers reads tokens, rather than images or sound."""
+    return model.main_input_name in ("input_ids", "inputs_embeds", "decoder_input_ids")
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether the model's forward has a parameter `position_ids`."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def parts(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (dotted name, module) of a model, without what is allowed and without inner models of images or sound.
+
+    An inner model is left out because a model of text and images runs on text alone; `ModelWatch` refuses its call.
+    """
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or allowed.has(module, name):
+            return
+        seen.add(module)
+        if module is not root and is_model(module) and not reads_text(module):
+            return
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}" if name else child_name, child)
+
+    return walk("", root)
+
+
+def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed) -> str | None:
+    """Return why a model cannot be context parallel over sequences of seq_len tokens, or None.
+
+    It depends on modules and configurations alone, so that every rank comes to the same result.
+    """
+    found = list(parts(root, allowed))
+    models = [(name, module) for name, module in found if is_model(module)]
+    for _, module in models:
+        refusal = _refusal_of_configuration(module, seq_len, allowed)
+        if refusal:
+            return refusal
+    for name, module in found:
+        refusal = _refusal_of_module(name or "the model", module, seq_len)
+        if refusal:
+            return refusal
+    if models and not any(takes_positions(module) for _, module in models if reads_text(module)):
+        return (
+            f"the forward of {_class_name(models[0][1])} takes no `position_ids`, so that every rank would count "
+            f"positions from 0; use a model that takes them, or, {_ALLOW}"
+        )
+    return None
+
+
+_ALLOW = "if it is right for a part of a sequence, name it in `context_parallel(allow_modules=[...])`"
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _refusal_of_module(name: str, module: nn.Module, seq_len: int) -> str | None:
+    what = _what_mixes(module)
+    if what:
+        return (
+            f"{name} ({_class_name(module)}) is {what}, which mixes tokens outside of attention, and a rank has only "
+            f"some of them; use a model in which attention alone mixes tokens, or, {_ALLOW}"
+        )
+    scale = getattr(module, "floor_scale", None)
+    is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+    if is_tuned and scale and seq_len >= scale:
+        return (
+            f"{name} ({_class_name(module)}) scales attention by positions that it counts from 0 on every rank; use "
+            f"sequences of fewer than {int(scale)} tokens (`floor_scale`), or `attn_temperature_tuning=False`"
+        )
+    return None
+
+
+def _what_mixes(module: nn.Module) -> str | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "compiled by torch.jit, whose attention cannot be seen,"
+    if isinstance(module, conv._ConvNd):
+        is_patchwise = len(module.kernel_size) > 1 and module.kernel_size == module.stride
+        return None if max(module.kernel_size) == 1 or is_patchwise else f"a convolution of {module.kernel_size} tokens"
+    for cls, what in _MIXING.items():
+        if isinstance(module, cls):
+            return what
+    scans = _SCAN_PARAMETERS.intersection(name for name, _ in module.named_parameters(recurse=False))
+    return f"a scan over the sequence (parameter {min(scans)!r})" if scans else None
+
+
+def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) -> str | None:
+    config, name = model.config, _class_name(model)
+    if getattr(config, "is_encoder_decoder", False):
+        return (
+            f"{name} is an encoder-decoder, whose two sequences cannot both be cut by one context; use a decoder-only "
+            "model, or `region` for a part of your own"
+        )
+    implementation = getattr(config, "_attn_implementation", None) or ""
+    if implementation.startswith(_CLOSED_IMPLEMENTATIONS):
+        return (
+            f"{name} has attn_implementation={implementation!r}, which does not call F.scaled_dot_product_attention; "
+            'use "sdpa", or `register_transformers_attention()` and model.set_attn_implementation("context_parallel")'
+        )
+    for kind in layer_kinds(config):
+        if kind not in _ATTENTION_KINDS | _TOKENWISE_KINDS and not allowed.has_kind(kind):
+            return (
+                f"{name} has layers of kind {kind!r}, which is no attention that can be context parallel; use a model "
+                f"without, or, {_ALLOW}"
+            )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and chunk < seq_len and "chunked_attention" in layer_kinds(config):
+        return (
+            f"attention in chunks of {chunk} for {seq_len} tokens cannot be context parallel; use sequences of at "
+            f"most {chunk} tokens"
+        )
+    return None
+
+
+def layer_kinds(config: object) -> list[str]:
+    """Return the kind of each layer, as the configuration lists them; empty where it lists none."""
+    for key in _KINDS:
+        kinds = getattr(config, key, None)
+        if kinds and all(isinstance(kind, str) for kind in kinds):
+            return list(kinds)
+    return []
+
+
+def is_tokenwise(kinds: list[str], layer: int, layers: int) -> bool:
+    """Return whether the configuration says that a layer of so many attends to nothing."""
+    return len(kinds) == layers and kinds[layer] in _TOKENWISE_KINDS
