@@ -60,8 +60,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """On one rank: relative errors of the loss and of every parameter's gradient, and how much attention ran."""
+    """On one rank: relative errors of logits, loss and every gradient, and how much attention ran."""
 
+    logits: float
     loss: float
     gradients: dict[str, float]
     attention_calls: int
@@ -69,7 +70,7 @@ class Outcome:
 
     @property
     def worst(self) -> float:
-        return max(self.loss, *self.gradients.values())
+        return max(self.logits, self.loss, *self.gradients.values())
 
 
 def build(case: Case) -> nn.Module:
@@ -119,9 +120,12 @@ def batch_of(case: Case) -> dict[str, torch.Tensor]:
     }
 
 
-def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], count: torch.Tensor, **inputs: Any) -> torch.Tensor:
+def logits_of(model: nn.Module, batch: dict[str, torch.Tensor], **inputs: Any) -> torch.Tensor:
+    return model(input_ids=batch["tokens"], use_cache=False, **inputs).logits
+
+
+def loss_of(logits: torch.Tensor, batch: dict[str, torch.Tensor], count: torch.Tensor) -> torch.Tensor:
     """This rank's share of the mean over all valid labels."""
-    logits = model(input_ids=batch["tokens"], use_cache=False, **inputs).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / count
 
 
@@ -137,15 +141,15 @@ def ranks() -> Iterator[DeviceMesh]:
 
 
 def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
-    model = build(case).to(mesh.device_type)
+    reference, model = (build(case).to(mesh.device_type) for _ in range(2))  # a rotary table may remember a run
     batch = {name: x.to(mesh.device_type) for name, x in batch_of(case).items()}
     count = (batch["labels"] != IGNORE_INDEX).sum()
     # Packed rows as transformers knows them: by positions that start again, and no mask given.
     mask = {} if case.document_lengths else {"attention_mask": batch["ones"]}
-    wanted_loss = loss_of(model, batch, count, position_ids=batch["positions"], **mask)
+    wanted_logits = logits_of(reference, batch, position_ids=batch["positions"], **mask)
+    wanted_loss = loss_of(wanted_logits, batch, count)
     wanted_loss.backward()
-    wanted = gradients_of(model)
-    model.zero_grad()
+    wanted = gradients_of(reference)
     if case.route == "registered":
         register_transformers_attention()
         model.set_attn_implementation("context_parallel")
@@ -159,17 +163,20 @@ def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
         mesh,
         buffers=list(batch.values()),
         buffer_seq_dims=[1] * len(batch),
-        mask=documents(case.document_lengths) if case.document_lengths and case.mistake is None else None,
+        mask=documents(case.document_lengths) if case.document_lengths and case.mistake != "no document mask" else None,
         method=case.method,
         load_balancer=case.load_balancer,
         intercept_sdpa=case.mistake != "no interception",
     ) as cp:
-        loss = sharded_loss(case, model, batch, count)
+        logits = sharded_logits(case, model, batch, count)
+        loss = loss_of(logits, batch, count)
         loss.backward()
     gradients = gradients_of(model)
     for x in (loss := loss.detach(), *gradients.values()):
         dist.all_reduce(x, group=mesh.get_group())
+    mine = torch.from_numpy(cp.layout.indices(mesh.get_local_rank())).to(mesh.device_type)
     return Outcome(
+        relative(logits, wanted_logits[:, mine]),
         relative(loss, wanted_loss),
         {name: relative(gradient, wanted[name]) for name, gradient in gradients.items()},
         cp.attention_calls,
@@ -177,10 +184,12 @@ def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
     )
 
 
-def sharded_loss(case: Case, model: nn.Module, batch: dict[str, torch.Tensor], count: torch.Tensor) -> torch.Tensor:
+def sharded_logits(case: Case, model: nn.Module, batch: dict[str, torch.Tensor], count: torch.Tensor) -> torch.Tensor:
     inputs = {"position_ids": batch["positions"], "attention_mask": batch["ones"]}
     if case.mistake == "permuted positions":
         inputs["position_ids"] = batch["positions"].flip(1)
+    elif case.mistake == "local positions":
+        inputs["position_ids"] = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
     elif case.mistake == "no positions":
         del inputs["position_ids"]
     elif case.mistake == "no attention mask":
@@ -188,8 +197,8 @@ def sharded_loss(case: Case, model: nn.Module, batch: dict[str, torch.Tensor], c
     elif case.mistake == "padding":
         inputs["attention_mask"] = batch["ones"].index_fill(1, batch["ones"].new_zeros(1), 0)
     elif case.mistake == "shift after the cut":
-        return model(input_ids=batch["tokens"], labels=batch["tokens"], num_items_in_batch=count, **inputs).loss
-    return loss_of(model, batch, count, **inputs)
+        inputs |= {"labels": batch["tokens"], "num_items_in_batch": count}
+    return logits_of(model, batch, **inputs)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -350,7 +359,8 @@ def fsdp_case(reentrant: bool | None) -> tuple[float, int]:
         wanted, model = (build(case).to(mesh.device_type) for _ in range(2))
         batch = {name: x.to(mesh.device_type) for name, x in batch_of(case).items()}
         count = (batch["labels"] != IGNORE_INDEX).sum()
-        loss_of(wanted, batch, count, position_ids=batch["positions"], attention_mask=batch["ones"]).backward()
+        inputs = {"position_ids": batch["positions"], "attention_mask": batch["ones"]}
+        loss_of(logits_of(wanted, batch, **inputs), batch, count).backward()
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=mesh)
             part.set_gradient_divide_factor(1.0)
@@ -358,7 +368,7 @@ def fsdp_case(reentrant: bool | None) -> tuple[float, int]:
         with context_parallel(
             mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch), intercept_sdpa=True
         ) as cp:
-            sharded_loss(case, model, batch, count).backward()
+            loss_of(sharded_logits(case, model, batch, count), batch, count).backward()
         pairs = zip(model.parameters(), wanted.parameters(), strict=True)
         return max(relative(a.grad.full_tensor(), b.grad) for a, b in pairs), cp.attention_calls
 

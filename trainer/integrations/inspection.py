@@ -109,8 +109,8 @@ def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed) -> str | N
         if refusal:
             return refusal
     for name, module in found:
-        refusal = _refusal_of_module(name or "the model", module, seq_len)
-        if refusal:
+        refusal = refusal_of_module(name or "the model", module, seq_len)
+        if refusal and not mixes_if_called(module):
             return refusal
     if models and not any(takes_positions(module) for _, module in models if reads_text(module)):
         return (
@@ -127,7 +127,8 @@ def _class_name(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _refusal_of_module(name: str, module: nn.Module, seq_len: int) -> str | None:
+def refusal_of_module(name: str, module: nn.Module, seq_len: int) -> str | None:
+    """Return why a module of this dotted name, by itself, cannot be context parallel, or None."""
     what = _what_mixes(module)
     if what:
         return (
@@ -142,6 +143,15 @@ def _refusal_of_module(name: str, module: nn.Module, seq_len: int) -> str | None
             f"sequences of fewer than {int(scale)} tokens (`floor_scale`), or `attn_temperature_tuning=False`"
         )
     return None
+
+
+def mixes_if_called(module: nn.Module) -> bool:
+    """Return whether a module mixes the positions of images, which a model that is given text alone does not call."""
+    return _of_images(module) and _what_mixes(module) is not None
+
+
+def _of_images(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("2d", "3d"))
 
 
 def _what_mixes(module: nn.Module) -> str | None:

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,16 @@ from trainer.distributed.context_parallel.intercept import Call, outside_of_grap
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.options import ContextParallelError
 from trainer.integrations.coverage import Coverage
-from trainer.integrations.inspection import Allowed, is_model, parts, reads_text, refusal_of_model, takes_positions
+from trainer.integrations.inspection import (
+    Allowed,
+    is_model,
+    mixes_if_called,
+    parts,
+    reads_text,
+    refusal_of_model,
+    refusal_of_module,
+    takes_positions,
+)
 from trainer.integrations.positions import Positions
 from trainer.integrations.rotary import GlobalLength, depends_on_length
 from trainer.integrations.transformers import refusal_of_window, told_by_transformers
@@ -119,11 +129,18 @@ class ModelWatch:
             raise ContextParallelError(refusal)
         self.has_news = True
         found = dict(parts(root, self._allowed))
-        for module in found.values():
+        for name, module in found.items():
             self._hook(module, root)
+            if mixes_if_called(module):
+                refusal = refusal_of_module(name, module, self._live.layout.seq_len)
+                self._handles.append(module.register_forward_pre_hook(partial(_refuse, refusal)))
         for module in root.modules():
             if module is not root and is_model(module) and not reads_text(module):
-                self._handles.append(module.register_forward_pre_hook(_refuse_other_inputs))
+                refusal = (
+                    f"{type(module).__name__} reads {module.main_input_name!r}, not the sequence that was cut; call "
+                    "it outside of the context, and give the model `inputs_embeds`, cut as a buffer"
+                )
+                self._handles.append(module.register_forward_pre_hook(partial(_refuse, refusal)))
         self._handles += self._coverage.hook(found)
         self._handles.append(root.register_forward_pre_hook(self._before_root))
         self._handles.append(root.register_forward_hook(self._after_root, with_kwargs=True))
@@ -196,8 +213,5 @@ def _skips_text(given: dict[str, Any]) -> bool:
 
 
 @outside_of_graphs
-def _refuse_other_inputs(model: nn.Module, args: tuple) -> None:
-    raise ContextParallelError(
-        f"{type(model).__name__} reads {model.main_input_name!r}, which are not the sequence that was cut; call it "
-        "outside of the context, and give the model `inputs_embeds`, cut as a buffer"
-    )
+def _refuse(refusal: str, module: nn.Module, args: tuple) -> None:
+    raise ContextParallelError(refusal)
