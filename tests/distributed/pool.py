@@ -57,7 +57,7 @@ class WorkerPool:
             if torch.cuda.device_count() < world_size:
                 pytest.skip(f"needs {world_size} GPUs, {torch.cuda.device_count()} visible")
         self._grow(world_size)
-        variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+        variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
             _send(connection, (variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, function, args))
         try:
@@ -112,7 +112,7 @@ def _send(connection: Connection, message: object) -> None:
     connection.send_bytes(pickle.dumps(message))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return listener.getsockname()[1]

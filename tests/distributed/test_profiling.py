@@ -78,7 +78,11 @@ def run_out_of_memory_after_three_steps(config: JobConfig) -> None:
 def test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_goes_on(tmp_path: Path) -> None:
     """With the allocator's recorder replaced, so that it runs without a GPU."""
     config = parse_command_line(
-        [f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot", "--profiling.profile_freq=2"]
+        [
+            f"--job.dump_folder={tmp_path}",
+            *("--profiling.enable_memory_snapshot", "--profiling.profile_freq=2"),
+            "--profiling.save_memory_snapshot_folder=shots",
+        ]
     ).config
     with (
         mock.patch("torch.cuda.memory._record_memory_history") as record,
@@ -88,9 +92,9 @@ def test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_goes_
             run_out_of_memory_after_three_steps(config)
         assert record.call_args_list[0].kwargs["max_entries"] > 0
         assert record.call_args_list[-1].kwargs == {"enabled": None}
-    assert sorted(path.parent.name for path in tmp_path.rglob("rank1_snapshot.pickle")) == [
-        "iteration_2",
-        "iteration_3_exit",
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pickle")) == [
+        "shots/iteration_2/rank1_snapshot.pickle",
+        "shots/iteration_3_exit/rank1_snapshot.pickle",
     ]
 
 

@@ -46,6 +46,13 @@ def test_the_degrees_of_the_configuration_are_resolved():
     assert degrees == Degrees(dp_replicate=2, dp_shard=2, cp=1, tp=2, pp=1, world_size=8)
 
 
+def test_the_degrees_of_a_hybrid_are_resolved():
+    hybrid = ["--parallelism.context_parallel_degree=8", "--parallelism.context_parallel_method=hybrid"]
+    for a2a, ring in ((2, 4), (4, 2)):
+        words = ["--parallelism.context_parallel_hybrid_degrees", str(a2a), str(ring)]
+        assert check(*hybrid, *words, world_size=8).cp_a2a == a2a
+
+
 def test_nothing_is_written_by_a_check(tmp_path):
     check("--job.dump_folder", "deep/folder")
     assert not list(tmp_path.iterdir())

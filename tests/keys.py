@@ -1,0 +1,399 @@
+"""How the effect of each key of the configuration is seen: one entry a key.
+
+An entry is the name of a test that shows it, or `Seen`: two runs of the program that differ in the key, and what must
+differ in the observations. `tests/distributed/test_keys.py` runs them and looks for keys that are missing here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Observed:
+    """What one run of the program did on one rank."""
+
+    code: int = 0
+    out: str = ""
+    files: list[str] = field(default_factory=list)
+    """Below the dump folder."""
+    losses: list[float] = field(default_factory=list)
+    """Of the logged steps, as `lrs` and `logged`."""
+    lrs: list[float] = field(default_factory=list)
+    logged: list[int] = field(default_factory=list)
+    parameters: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Name -> elements on this rank, data type."""
+    initial: float = 0.0
+    """Sum of the absolute values of the weights, before the first step; `final` after the last."""
+    final: float = 0.0
+    clipped: float = 0.0
+    """Norm of the gradient that the optimizer got in the first step."""
+    optimizer: tuple[bool, bool] = (False, False)
+    """Whether it works by lists of parameters, and whether it is fused."""
+    inputs: list[list[list[int]]] = field(default_factory=list)
+    """Tokens that the embedding was given in the first step, each time."""
+    compute: str = ""
+    """Data type of the activations."""
+    order: list[str] = field(default_factory=list)
+    """First step: `F` a layer's forward, `B` its backward, `gather`, `reduce float32` (FSDP's collectives)."""
+    policies: list[str] = field(default_factory=list)
+    """Kinds of offload policy that FSDP was given."""
+    logits: str = ""
+    calls: dict[str, int] = field(default_factory=dict)
+    """Collectives of our own in the first step."""
+    collected: int = 0
+    """Runs of the garbage collector after the first one."""
+    deterministic: bool = False
+    profiled: list[str] = field(default_factory=list)
+    """What the profiler did in each step."""
+    compiled: list[str] = field(default_factory=list)
+    """`function backend` of each call of torch.compile."""
+    float8: int = 0
+    """Modules that multiply in float8."""
+    timeouts: list[float] = field(default_factory=list)
+    """Seconds: of the job's group in the first step, of a checkpoint's group, of the job's group at the end."""
+    watching: bool = False
+    remembered: str = ""
+    """Collectives that the flight recorder was told to remember."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Observations of runs with the arguments `off` and `on`, on `ranks` ranks, of which `differs` must hold.
+
+    fail: what the program is made to meet in its first step.
+    """
+
+    on: str
+    differs: Callable[[Observed, Observed], bool]
+    off: str = ""
+    ranks: int = 1
+    fail: str = ""
+
+
+def _more(attribute: str, part: str) -> Callable[[Observed, Observed], bool]:
+    """`part` is in a text, or in an item of a list, of the second run only."""
+
+    def differs(off: Observed, on: Observed) -> bool:
+        return part not in str(getattr(off, attribute)) and part in str(getattr(on, attribute))
+
+    return differs
+
+
+def _other(attribute: str) -> Callable[[Observed, Observed], bool]:
+    return lambda off, on: getattr(off, attribute) != getattr(on, attribute)
+
+
+def _becomes(attribute: str, off_value: Any, on_value: Any) -> Callable[[Observed, Observed], bool]:
+    return lambda off, on: (getattr(off, attribute), getattr(on, attribute)) == (off_value, on_value)
+
+
+def _layers(observed: Observed) -> set[str]:
+    return {name.split(".")[1] for name in observed.parameters if name.startswith("layers.")}
+
+
+def _elements(observed: Observed) -> int:
+    return sum(number for number, _ in observed.parameters.values())
+
+
+def _gathers_of_the_backward(observed: Observed) -> int:
+    return observed.order[observed.order.index("B") - 1 :].count("gather") if "B" in observed.order else -1
+
+
+_CP2, _TP2 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
+_PP = "--parallelism.pipeline_parallel_"
+_PP2 = f"--model.flavor=tiny4 --training.local_batch_size=4 {_PP}degree=2"
+_SAVE = "--checkpoint.enable"
+_TRACE = "--profiling.enable_profiling --profiling.profile_freq=3 --profiling.profiler_warmup=2"
+_FLOAT8 = "--float8.enable --float8.emulate"
+_COMPILE = "--compile.enable --compile.backend=eager"
+_DECAY = "--lr_scheduler.warmup_steps=0"
+
+EFFECTS: dict[str, str | Seen] = {
+    # ---- job
+    "job.config_file": "tests/unit/test_config_loader.py::test_command_line_over_file_over_base_over_defaults",
+    "job.dump_folder": Seen("", lambda _, on: {"config.toml", "metrics.jsonl"} <= set(on.files)),
+    "job.description": Seen("--job.description=what-it-is-for", _more("out", "what-it-is-for")),
+    "job.print_config": Seen("--job.print_config", _more("out", "[optimizer]\n")),
+    "job.max_minutes": Seen("--job.max_minutes=1e-6", _becomes("logged", [1, 2, 3], [1])),
+    # ---- profiling
+    "profiling.enable_profiling": Seen(_TRACE, _more("files", "profile_trace/iteration_3/rank0_trace.json")),
+    "profiling.save_traces_folder": Seen(
+        f"{_TRACE} --profiling.save_traces_folder=t", _more("files", "'t/iteration_3/rank0"), _TRACE
+    ),
+    "profiling.profile_freq": Seen(
+        f"{_TRACE} --profiling.profiler_warmup=0 --profiling.profile_freq=2", _more("files", "iteration_2/"), _TRACE
+    ),
+    "profiling.profiler_active": Seen(
+        f"{_TRACE} --profiling.profiler_warmup=1 --profiling.profiler_active=2",
+        _becomes("profiled", ["WARMUP", "WARMUP", "RECORD_AND_SAVE"], ["WARMUP", "RECORD", "RECORD_AND_SAVE"]),
+        _TRACE,
+    ),
+    "profiling.profiler_warmup": Seen(
+        f"{_TRACE} --profiling.profiler_warmup=1",
+        _becomes("profiled", ["WARMUP", "WARMUP", "RECORD_AND_SAVE"], ["NONE", "WARMUP", "RECORD_AND_SAVE"]),
+        _TRACE,
+    ),
+    "profiling.enable_memory_snapshot": "tests/distributed/test_profiling.py::test_memory_snapshots_need_a_gpu",
+    "profiling.save_memory_snapshot_folder": (
+        "tests/distributed/test_profiling.py"
+        "::test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_goes_on"
+    ),
+    # ---- metrics
+    "metrics.log_freq": Seen("--metrics.log_freq=3", _becomes("logged", [1, 2, 3], [1, 3])),
+    "metrics.enable_tensorboard": Seen("--metrics.enable_tensorboard", _more("files", "'tb/")),
+    "metrics.save_tb_folder": Seen(
+        "--metrics.enable_tensorboard --metrics.save_tb_folder=x", _more("files", "'x/"), "--metrics.enable_tensorboard"
+    ),
+    "metrics.enable_color_printing": Seen("", _more("out", "\x1b[33m"), "--metrics.no-enable_color_printing"),
+    # ---- model
+    "model.name": "tests/unit/test_config_validate.py::test_what_cannot_work_is_refused_in_one_sentence",
+    "model.flavor": Seen("--model.flavor=tiny4", lambda off, on: len(_layers(on)) == 2 * len(_layers(off))),
+    "model.norm_type": Seen(
+        "--model.norm_type=np_layernorm", lambda off, on: "norm.weight" in {*off.parameters} - {*on.parameters}
+    ),
+    "model.tokenizer_path": Seen(
+        "--model.tokenizer_path={data}/tokenizer.model", lambda off, on: _elements(on) < _elements(off)
+    ),
+    "model.rope_theta": Seen("--model.rope_theta=100", _other("losses")),
+    "model.rope_scaling": Seen("--model.rope_scaling=8", _other("final")),
+    "model.sliding_window": Seen("--model.sliding_window=3", _other("losses")),
+    "model.sliding_window_every": Seen(
+        "--model.sliding_window=3 --model.sliding_window_every=2", _other("losses"), "--model.sliding_window=3"
+    ),
+    "model.attention_sinks": Seen("--model.attention_sinks", _more("parameters", "attention.sinks.weight")),
+    # ---- optimizer
+    "optimizer.name": Seen("--optimizer.name=Adam", _other("final")),
+    "optimizer.lr": Seen("--optimizer.lr=2e-3", lambda off, on: on.lrs == [2 * lr for lr in off.lrs]),
+    "optimizer.beta1": Seen("--optimizer.beta1=0.5", _other("final")),
+    "optimizer.beta2": Seen("--optimizer.beta2=0.5", _other("final")),
+    "optimizer.eps": Seen("--optimizer.eps=1e-2", _other("final")),
+    "optimizer.weight_decay": Seen("--optimizer.weight_decay=10", lambda off, on: on.final < off.final),
+    "optimizer.implementation": Seen(
+        "--optimizer.implementation=fused", _becomes("optimizer", (True, False), (False, True))
+    ),
+    # ---- lr_scheduler
+    "lr_scheduler.warmup_steps": Seen("--lr_scheduler.warmup_steps=3", lambda off, on: on.lrs[0] < off.lrs[0]),
+    "lr_scheduler.total_steps": Seen(
+        f"{_DECAY} --lr_scheduler.total_steps=30", lambda off, on: on.lrs[2] > 0.9e-3 > off.lrs[2], _DECAY
+    ),
+    "lr_scheduler.decay_ratio": Seen(
+        f"{_DECAY} --lr_scheduler.decay_ratio=0", lambda off, on: on.lrs[2] == 1e-3 > off.lrs[2], _DECAY
+    ),
+    "lr_scheduler.decay_type": Seen(
+        f"{_DECAY} --lr_scheduler.decay_type=cosine", lambda off, on: on.lrs[1] > off.lrs[1], _DECAY
+    ),
+    "lr_scheduler.min_lr_factor": Seen(
+        f"{_DECAY} --lr_scheduler.min_lr_factor=0.5", lambda off, on: on.lrs[2] > 0.6e-3 > off.lrs[2], _DECAY
+    ),
+    # ---- training
+    "training.dataset": Seen(
+        "--training.dataset=jsonl --training.dataset_path={data}/lines.jsonl",
+        _other("inputs"),
+        "--training.dataset=text --training.dataset_path={data}/lines",
+    ),
+    "training.dataset_path": Seen("--training.dataset_path={data}/lines", _other("inputs")),
+    "training.local_batch_size": Seen(
+        "--training.local_batch_size=4", lambda off, on: (len(off.inputs[0]), len(on.inputs[0])) == (2, 4)
+    ),
+    "training.global_batch_size": Seen(
+        "--training.global_batch_size=6", lambda off, on: (len(off.inputs), len(on.inputs)) == (1, 3)
+    ),
+    "training.seq_len": Seen(
+        "--training.seq_len=24", lambda off, on: (len(off.inputs[0][0]), len(on.inputs[0][0])) == (16, 24)
+    ),
+    "training.attention_mask": Seen(
+        "--training.attention_mask=document --training.dataset_path={data}/lines",
+        _other("losses"),
+        "--training.dataset_path={data}/lines",
+    ),
+    "training.max_norm": Seen(
+        "--training.max_norm=0.25", lambda off, on: abs(on.clipped - 0.25) < 1e-3 < off.clipped - 0.25
+    ),
+    "training.steps": Seen("--training.steps=4", _becomes("logged", [1, 2, 3], [1, 2, 3, 4])),
+    "training.dtype": Seen("--training.dtype=bfloat16", _more("parameters", "bfloat16")),
+    "training.mixed_precision_param": Seen(
+        "--training.mixed_precision_param=bfloat16", _becomes("compute", "float32", "bfloat16")
+    ),
+    "training.mixed_precision_reduce": Seen(
+        "--training.mixed_precision_reduce=bfloat16",
+        lambda off, on: {"reduce float32"} == _reductions(off) and {"reduce bfloat16"} == _reductions(on),
+        ranks=2,
+    ),
+    "training.enable_cpu_offload": Seen(
+        "--training.enable_cpu_offload", lambda off, on: not off.policies and set(on.policies) == {"CPUOffloadPolicy"}
+    ),
+    "training.gc_freq": Seen("--training.gc_freq=1", _becomes("collected", 0, 3)),
+    "training.seed": Seen("--training.seed=1", _other("initial")),
+    "training.deterministic": Seen("--training.deterministic", _becomes("deterministic", False, True)),
+    "training.data_streams": Seen("--training.data_streams=4", _other("losses")),
+    # ---- parallelism: who has what
+    "parallelism.data_parallel_replicate_degree": Seen(
+        "--parallelism.data_parallel_replicate_degree=2", lambda off, on: _elements(on) == 2 * _elements(off), ranks=2
+    ),
+    "parallelism.data_parallel_shard_degree": Seen(
+        "--parallelism.data_parallel_shard_degree=2 --parallelism.data_parallel_replicate_degree=1",
+        lambda off, on: 2 * _elements(on) == _elements(off),
+        "--parallelism.data_parallel_shard_degree=1 --parallelism.data_parallel_replicate_degree=2",
+        ranks=2,
+    ),
+    "parallelism.tensor_parallel_degree": Seen(
+        _TP2, lambda off, on: on.parameters["norm.weight"][0] == 2 * off.parameters["norm.weight"][0], ranks=2
+    ),
+    "parallelism.context_parallel_degree": Seen(
+        _CP2, lambda off, on: (len(off.inputs[0][0]), len(on.inputs[0][0])) == (16, 8), ranks=2
+    ),
+    "parallelism.pipeline_parallel_degree": Seen(
+        f"{_PP}degree=2", lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, {"0"}), ranks=2
+    ),
+    # ---- parallelism: context parallel
+    "parallelism.context_parallel_method": Seen(
+        f"{_CP2} --parallelism.context_parallel_method=all_to_all", _other("calls"), _CP2, ranks=2
+    ),
+    "parallelism.context_parallel_hybrid_degrees": (
+        "tests/unit/test_config_validate.py::test_the_degrees_of_a_hybrid_are_resolved"
+    ),
+    "parallelism.context_parallel_load_balancer": Seen(
+        f"{_CP2} --parallelism.context_parallel_load_balancer=contiguous", _other("inputs"), _CP2, ranks=2
+    ),
+    "parallelism.context_parallel_heads_per_pass": Seen(
+        f"{_CP2} --parallelism.context_parallel_method=all_gather --parallelism.context_parallel_heads_per_pass=2",
+        lambda off, on: sum(on.calls.values()) > sum(off.calls.values()),
+        f"{_CP2} --parallelism.context_parallel_method=all_gather",
+        ranks=2,
+    ),
+    "parallelism.context_parallel_kernel": Seen(
+        "--training.attention_mask=document --parallelism.context_parallel_kernel=math",
+        _other("final"),
+        "--training.attention_mask=document",
+    ),
+    # ---- parallelism: pipelines
+    f"{_PP[2:]}schedule": Seen(f"{_PP2} {_PP}schedule=GPipe", _other("order"), _PP2, ranks=2),
+    f"{_PP[2:]}schedule_csv": Seen(f"{_PP2} {_PP}schedule_csv={{data}}/gpipe.csv", _other("order"), _PP2, ranks=2),
+    f"{_PP[2:]}microbatch_size": Seen(
+        f"{_PP2} {_PP}microbatch_size=2", lambda off, on: (len(off.inputs), len(on.inputs)) == (4, 2), _PP2, ranks=2
+    ),
+    f"{_PP[2:]}microbatches": Seen(
+        f"{_PP2} {_PP}microbatches=2", lambda off, on: (len(off.inputs), len(on.inputs)) == (4, 2), _PP2, ranks=2
+    ),
+    f"{_PP[2:]}layers_per_stage": Seen(
+        f"{_PP2} {_PP}schedule=LoopedBFS {_PP}layers_per_stage=3",
+        lambda off, on: (_layers(off), _layers(on)) == ({"0", "2"}, {"0", "1"}),
+        f"{_PP2} {_PP}schedule=LoopedBFS",
+        ranks=2,
+    ),
+    f"{_PP[2:]}module_fqns": Seen(
+        f"{_PP2} {_PP}module_fqns tok_embeddings layers.0,layers.1,layers.2,layers.3,norm,output",
+        lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, set()),
+        _PP2,
+        ranks=2,
+    ),
+    f"{_PP[2:]}split_points": Seen(
+        f"{_PP2} {_PP}split_points layers.3",
+        lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, {"0", "1", "2"}),
+        _PP2,
+        ranks=2,
+    ),
+    f"{_PP[2:]}first_stage_less_layers": Seen(
+        f"{_PP2} {_PP}first_stage_less_layers=3",
+        lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, {"0"}),
+        _PP2,
+        ranks=2,
+    ),
+    f"{_PP[2:]}last_stage_less_layers": Seen(
+        f"{_PP2} {_PP}last_stage_less_layers=3",
+        lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, {"0", "1", "2"}),
+        _PP2,
+        ranks=2,
+    ),
+    # ---- parallelism: FSDP and TP
+    "parallelism.fsdp_reshard_after_forward": Seen(
+        "--parallelism.fsdp_reshard_after_forward=never",
+        lambda off, on: _gathers_of_the_backward(off) >= 2 and _gathers_of_the_backward(on) == 0,
+        ranks=2,
+    ),
+    "parallelism.fsdp_forward_prefetch": "tests/distributed/test_loop.py::test_prefetching_gathers_layers_ahead",
+    "parallelism.fsdp_backward_prefetch": "tests/distributed/test_loop.py::test_prefetching_gathers_layers_ahead",
+    "parallelism.enable_async_tensor_parallel": (
+        "tests/distributed/test_compile.py::test_the_compiler_is_told_of_overlap_split_backwards_and_budgets"
+    ),
+    "parallelism.disable_loss_parallel": Seen(
+        f"{_TP2} --parallelism.disable_loss_parallel",
+        _becomes("logits", "a shard of 2176", "4352"),
+        _TP2,
+        ranks=2,
+    ),
+    # ---- checkpoint
+    "checkpoint.enable": Seen(_SAVE, _more("files", "checkpoint/step-3/")),
+    "checkpoint.folder": Seen(f"{_SAVE} --checkpoint.folder=c", _more("files", "'c/step-3/"), _SAVE),
+    "checkpoint.interval": Seen(f"{_SAVE} --checkpoint.interval=2", _more("files", "checkpoint/step-2/"), _SAVE),
+    "checkpoint.keep_latest_k": Seen(
+        f"{_SAVE} --checkpoint.interval=1 --checkpoint.keep_latest_k=2",
+        lambda off, on: (
+            "/step-1/" in str(off.files) and "/step-1/" not in str(on.files) and "/step-2/" in str(on.files)
+        ),
+        f"{_SAVE} --checkpoint.interval=1",
+    ),
+    "checkpoint.load_step": "tests/integration/test_resume.py::test_load_step_goes_back",
+    "checkpoint.async_mode": Seen(
+        f"{_SAVE} --checkpoint.interval=1 --checkpoint.async_mode=async",
+        _more("out", "step 1 is copied for its checkpoint"),
+        f"{_SAVE} --checkpoint.interval=1",
+    ),
+    "checkpoint.stop_timeout_seconds": "tests/unit/test_stop.py::test_the_timeout_and_a_second_signal_end_at_once",
+    # ---- activation_checkpoint
+    "activation_checkpoint.mode": Seen(
+        "--activation_checkpoint.mode=full", lambda off, on: (off.order.count("F"), on.order.count("F")) == (2, 4)
+    ),
+    "activation_checkpoint.selective_ac_option": Seen(
+        "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=2",
+        lambda off, on: (off.order.count("F"), on.order.count("F")) == (4, 3),
+        "--activation_checkpoint.mode=selective",
+    ),
+    "activation_checkpoint.memory_budget": (
+        "tests/distributed/test_compile.py::test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again"
+    ),
+    # ---- compile
+    "compile.enable": Seen(_COMPILE, _becomes("compiled", [], ["forward eager"] * 2 + ["token_losses eager"])),
+    "compile.components": Seen(
+        f"{_COMPILE} --compile.components model", _more("compiled", "['forward eager', 'forward eager']"), _COMPILE
+    ),
+    "compile.backend": Seen("--compile.enable --compile.backend=aot_eager", _more("compiled", "aot_eager"), _COMPILE),
+    # ---- float8
+    "float8.enable": Seen(_FLOAT8, _becomes("float8", 0, 14)),
+    "float8.recipe_name": Seen(f"{_FLOAT8} --float8.recipe_name=rowwise", _other("losses"), _FLOAT8),
+    "float8.enable_fsdp_float8_all_gather": (
+        "tests/distributed/test_float8.py::test_shards_travel_in_float8_and_scales_in_one_reduction"
+    ),
+    "float8.precompute_float8_dynamic_scale_for_fsdp": (
+        "tests/distributed/test_float8.py::test_shards_travel_in_float8_and_scales_in_one_reduction"
+    ),
+    "float8.filter_fqns": Seen(f"{_FLOAT8} --float8.filter_fqns output wk", _becomes("float8", 14, 12), _FLOAT8),
+    "float8.emulate": Seen(_FLOAT8, _becomes("code", 2, 0), "--float8.enable"),
+    # ---- comm
+    "comm.init_timeout_seconds": Seen(
+        "--comm.init_timeout_seconds=77", lambda off, on: (off.timeouts[0], on.timeouts[0]) == (300, 77)
+    ),
+    "comm.train_timeout_seconds": Seen(
+        "--comm.train_timeout_seconds=88", lambda off, on: (off.timeouts[-1], on.timeouts[-1]) == (100, 88)
+    ),
+    "comm.checkpoint_timeout_seconds": Seen(
+        f"{_SAVE} --comm.checkpoint_timeout_seconds=99",
+        lambda off, on: (off.timeouts[1], on.timeouts[1]) == (1800, 99),
+        _SAVE,
+    ),
+    "comm.check_consistency": Seen(
+        f"{_CP2} --comm.check_consistency",
+        lambda off, on: sum(on.calls.values()) > sum(off.calls.values()),
+        _CP2,
+        ranks=2,
+    ),
+    "comm.trace_buf_size": Seen("--comm.trace_buf_size=123", _becomes("remembered", "20000", "123")),
+    "comm.save_traces_folder": Seen(
+        "--comm.save_traces_folder=f", _more("files", "'f/rank_0'"), fail="a peer that is gone"
+    ),
+}
+
+
+def _reductions(observed: Observed) -> set[str]:
+    return {event for event in observed.order if event.startswith("reduce")}
