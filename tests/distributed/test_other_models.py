@@ -56,6 +56,8 @@ class Case:
     document_lengths: tuple[int, ...] | None = None
     mistake: str | None = None
     reference: str = "sdpa"
+    reference_by_document: bool = False
+    """Of packed rows, run the documents one by one."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,7 @@ def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
     reference, model = (build(case).to(mesh.device_type) for _ in range(2))  # a rotary table may remember a run
     batch = {name: x.to(mesh.device_type) for name, x in batch_of(case).items()}
     count = (batch["labels"] != IGNORE_INDEX).sum()
-    # Packed rows as transformers knows them: by positions that start again, and no mask given.
-    mask = {} if case.document_lengths else {"attention_mask": batch["ones"]}
-    wanted_logits = logits_of(reference, batch, position_ids=batch["positions"], **mask)
+    wanted_logits = reference_logits(case, reference, batch)
     wanted_loss = loss_of(wanted_logits, batch, count)
     wanted_loss.backward()
     wanted = gradients_of(reference)
@@ -184,6 +184,17 @@ def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
     )
 
 
+def reference_logits(case: Case, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if case.reference_by_document:
+        split = (x.split(case.document_lengths, 1) for x in batch.values())
+        parts = [dict(zip(batch, x, strict=True)) for x in zip(*split, strict=True)]
+        logits = [logits_of(model, x, position_ids=x["positions"], attention_mask=x["ones"]) for x in parts]
+        return torch.cat(logits, 1)
+    # Packed rows as transformers knows them: by positions that start again, and no mask given.
+    mask = {} if case.document_lengths else {"attention_mask": batch["ones"]}
+    return logits_of(model, batch, position_ids=batch["positions"], **mask)
+
+
 def sharded_logits(case: Case, model: nn.Module, batch: dict[str, torch.Tensor], count: torch.Tensor) -> torch.Tensor:
     inputs = {"position_ids": batch["positions"], "attention_mask": batch["ones"]}
     if case.mistake == "permuted positions":
@@ -217,11 +228,11 @@ def cases_on_ranks(cases: list[Case]) -> list[Outcome | str]:
     return outcomes
 
 
-def assert_equal_to_one_process(pool: WorkerPool, cases: list[Case]) -> None:
+def assert_equal_to_one_process(pool: WorkerPool, cases: list[Case], tolerance: float = TOLERANCE) -> None:
     for outcomes in pool.run(RANKS, cases_on_ranks, cases):
         for case, outcome in zip(cases, outcomes, strict=True):
             assert isinstance(outcome, Outcome), (case, outcome)
-            assert outcome.worst < TOLERANCE, (case, outcome)
+            assert outcome.worst < tolerance, (case, outcome)
             assert len(outcome.gradients) > 10
             passes = 1 if case.reentrant is None else 2
             assert outcome.attention_calls == outcome.calls_of_modules == LAYERS * passes, (case, outcome)

@@ -32,9 +32,9 @@ class Positions:
         x = positions.detach().reshape(-1, positions.shape[-1]).to("cpu", torch.int64)
         is_global = bool(_agree(x, self._global).all())
         is_by_document = bool(torch.stack([_agree(x, places) for places in self._by_document]).any(0).all())
-        counted = _agree(x, torch.arange(x.shape[1])).all() and not torch.equal(x, self._global.expand_as(x))
-        if is_global or is_by_document or counted:
-            self.flags |= _RESTARTED * bool(counted) | _NOT_GLOBAL * (not is_global)
+        restarted = not is_global and bool(_agree(x, torch.arange(x.shape[1])).all())
+        if is_global or is_by_document or restarted:
+            self.flags |= _RESTARTED * restarted | _NOT_GLOBAL * (not is_global)
             self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)
 
     @staticmethod

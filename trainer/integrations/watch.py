@@ -13,6 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -185,9 +186,20 @@ class ModelWatch:
     def _after_root(self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         if is_model(root):
             _check_inputs(root, args, kwargs)  # a model that is found by its call has no hook before that call
+            _check_logits(root, getattr(result, "logits", None), self._live)
         refusal = self._coverage.end(root)
         if refusal:
             raise ContextParallelError(refusal)
+
+
+def _check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
+    """Raise where a model has logits of other things than tokens, such as of the last token of a rank's part."""
+    length = live.layout.length(live.mesh.get_local_rank())
+    if isinstance(logits, torch.Tensor) and (logits.ndim < 3 or logits.shape[-2] != length):
+        raise ContextParallelError(
+            f"{type(model).__name__} has logits of shape {tuple(logits.shape)}, not one row for each token of a rank's "
+            "part; use a model with a head for every token, such as one for causal or masked language modelling"
+        )
 
 
 @outside_of_graphs

@@ -1,0 +1,338 @@
+"""Models of transformers that go wrong when they are run on a part of a sequence: each is equal to one process, or
+refused on every rank."""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_other_models import (
+    RANKS,
+    SEQ_LEN,
+    TOLERANCE,
+    Attention,
+    Case,
+    assert_equal_to_one_process,
+    batch_of,
+    build,
+    data,
+    gradients_of,
+    logits_of,
+    loss_of,
+    ranks,
+    refusals,
+    relative,
+    run_case,
+)
+from trainer.data.packing import IGNORE_INDEX
+from trainer.distributed.context_parallel.attention import ContextParallelAttention
+from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.mask import documents
+from trainer.distributed.context_parallel.options import ContextParallelError
+from trainer.integrations import watch
+
+IN_FLOAT32 = 1e-6  # where a model adds up in float32 whatever its weights are
+LENGTHS = (8, 3, 10)
+ROPE = {"rope_theta": 1e4}
+DYNAMIC = {"max_position_embeddings": 8, "rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 12, "long_factor": [3.0] * 4}
+LONGROPE = {"max_position_embeddings": 64, "rope_parameters": ROPE | LONG | {"short_factor": [1.0] * 4}}
+GPT_OSS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6, "head_dim": 8}
+GEMMA = {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
+LLAMA4 = {"num_local_experts": 1, "attention_chunk_size": 64, "intermediate_size_mlp": 48, "head_dim": 8}
+
+
+def test_packed_documents_with_sinks_and_mixed_windows(pool: WorkerPool) -> None:
+    """GPT-OSS and Gemma 3: documents x windows x sinks, each layer another; logits and every gradient."""
+    packed = Case("", route="registered", document_lengths=LENGTHS, reference_by_document=True)
+    for model, changes, reference, tolerance in (
+        ("GptOss", GPT_OSS, "eager", TOLERANCE),
+        ("Gemma3Text", GEMMA, "sdpa", IN_FLOAT32),
+    ):
+        case = replace(packed, model=model, changes=changes | ALTERNATING, reference=reference)
+        pairs = (("ring", "head_tail"), ("all_to_all", "balanced"))
+        assert_equal_to_one_process(
+            pool, [replace(case, method=method, load_balancer=balancer) for method, balancer in pairs], tolerance
+        )
+
+
+LENGTH_CASES = [
+    Case("Llama", load_balancer=balancer, changes=changes, document_lengths=lengths)
+    for changes in (DYNAMIC, LONGROPE)
+    for balancer, lengths in (("head_tail", None), ("contiguous", None), ("contiguous", LENGTHS))
+]
+
+
+def test_rotary_tables_know_the_largest_position_of_all_ranks(pool: WorkerPool) -> None:
+    assert_equal_to_one_process(pool, [*LENGTH_CASES, replace(LENGTH_CASES[0], reentrant=False)])
+
+
+def own_length_case() -> list[float]:
+    with ranks() as mesh, mock.patch.object(watch, "depends_on_length", return_value=False):
+        return [run_case(case, mesh).worst for case in (LENGTH_CASES[1], LENGTH_CASES[4])]
+
+
+def test_rotary_tables_of_a_part_are_wrong(pool: WorkerPool) -> None:
+    """Control: each rank with the largest position of its own part."""
+    for errors in pool.run(RANKS, own_length_case):
+        assert min(errors) > 1e-2
+
+
+def test_positions_that_a_model_makes_up_are_refused(pool: WorkerPool) -> None:
+    """With documents too, whose positions begin anew, and in models whose attention is not told of positions."""
+    small = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": True}
+    gpt = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
+    opt = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    forgotten = Case("Llama", load_balancer="contiguous", mistake="no positions")
+    cases = [
+        *(replace(forgotten, model=m, document_lengths=LENGTHS) for m in ("Llama", "Qwen3", "GPTNeoX")),
+        replace(forgotten, model="OPT", changes=opt, document_lengths=LENGTHS),
+        *(replace(forgotten, model=m, changes=small) for m in ("Bert", "Roberta", "Electra")),
+        replace(forgotten, model="GPTBigCode", changes=gpt),
+    ]
+    for messages in refusals(pool, *cases):
+        for message in messages:
+            assert "got no `position_ids`, and would count positions from 0" in message
+    # The same positions, given by the caller: they are seen where they arrive.
+    local = [replace(case, mistake="local positions") for case in cases]
+    for messages in refusals(pool, *local, replace(local[0], route="registered"), replace(local[4], reference="sdpa")):
+        for message in messages:
+            assert "counts positions from 0 on rank(s) [1] of the group" in message
+
+
+def test_llama_4_scales_attention_by_its_own_count(pool: WorkerPool) -> None:
+    """It counts from 0; the scale is one below `floor_scale` tokens."""
+    changes = LLAMA4 | {"no_rope_layers": [0, 0]}
+    case = Case("Llama4Text", changes=changes | {"floor_scale": 8})
+    for message in refusals(pool, case)[0]:
+        assert "counts from 0 on every rank; use sequences of fewer than 8 tokens" in message
+    assert_equal_to_one_process(pool, [replace(case, changes=changes | {"floor_scale": SEQ_LEN + 1})], IN_FLOAT32)
+
+
+class Shift(nn.Module):
+    """Mixes tokens without attention, by nothing that its modules or parameters show."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.cumsum(1)
+
+
+class PlainAttention(Attention):
+    """Attention by its definition."""
+
+    def forward(self, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+        q, k, v = self.qkv(x).split(8, dim=-1)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+class Kernel(Attention):
+    """Attention by an operator."""
+
+    def __init__(self, operator: Callable) -> None:
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (6, 4)).transpose(1, 2).split(2, dim=1)
+        return self.operator(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module, positions: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(layers)
+        self.table = nn.Embedding(positions, 8, dtype=torch.float64) if positions else None
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        if self.table is not None:
+            x = x + self.table(torch.arange(x.shape[1]) if positions is None else positions)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def run(mesh: DeviceMesh, model: nn.Module, **settings: Any) -> torch.Tensor | str:
+    """The model's output of this rank's rows, or its refusal."""
+    x, positions = data(), torch.arange(13).expand(2, -1).clone()
+    extra = {"positions": positions} if settings.pop("give_positions", False) else {}
+    try:
+        with context_parallel(
+            mesh, buffers=[x, positions], buffer_seq_dims=[1, 1], **({"intercept_sdpa": True} | settings)
+        ):
+            return model(x, **extra)
+    except ContextParallelError as error:
+        return str(error)
+
+
+def _scripted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def escapes_case() -> list[str]:
+    aten = torch.ops.aten
+    kernel = Kernel(aten._scaled_dot_product_flash_attention_for_cpu)
+    with ranks() as mesh:
+        in_thread = Stack(Attention(), Attention())
+        call = in_thread.layers[1].forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(call, x).result()
+
+        in_thread.layers[1].forward = forward
+        models = {
+            "plain": Stack(Attention(), PlainAttention()),
+            "shift": Stack(Attention(), Shift()),
+            "kernel": Stack(Attention(), kernel),
+            "jit function": Stack(Attention(), Kernel(torch.jit.script(_scripted))),
+            "jit module": Stack(Attention(), torch.jit.trace(Attention(), data())),
+            "thread": in_thread,
+        }
+        messages = [run(mesh, model) for model in models.values()]
+        messages.append(run(mesh, models["shift"], allow_modules=[Shift, "Shifted"]))
+        messages.append(run(mesh, Stack(Attention()), intercept_sdpa=False, allow_modules=["Shift"]))
+        messages.append(run(mesh, models["jit module"], intercept_sdpa=models["jit module"]))
+        # Controls: the same checks let these pass.
+        assert isinstance(run(mesh, models["shift"], allow_modules=["Shift"]), torch.Tensor)
+        assert isinstance(run(mesh, models["plain"], allow_modules=["layers.1"]), torch.Tensor)
+        assert not torch.nn.modules.module._global_forward_pre_hooks
+        assert not any(m._forward_hooks or m._forward_pre_hooks for model in models.values() for m in model.modules())
+        return messages
+
+
+ESCAPES = [
+    "layers.1 ran and no context-parallel attention in it",
+    "layers [1] of layers ran no context-parallel attention",
+    "_scaled_dot_product_flash_attention_for_cpu attends inside of one call",
+    "layers [1] of layers ran no context-parallel attention",
+    "compiled by torch.jit",
+    "layers.1 ran and no context-parallel attention in it",
+    "names ['Shifted'], and the model has no such module",
+    "has no effect without interception",
+    "compiled by torch.jit",
+]
+
+
+def test_attention_that_escapes_is_noticed(pool: WorkerPool) -> None:
+    for messages in pool.run(RANKS, escapes_case):
+        assert len(messages) == len(ESCAPES)
+        for message, words in zip(messages, ESCAPES, strict=True):
+            assert isinstance(message, str), words
+            assert words in message
+            assert len(message.splitlines()) == 1
+
+
+def tables_case() -> list[str | float]:
+    """A model of nobody's library: attention by aten, a table of positions. Errors, or refusals."""
+    aten, results = torch.ops.aten.scaled_dot_product_attention, []
+    with ranks() as mesh:
+        model = Stack(Kernel(aten), Kernel(aten.default), positions=13)
+        for settings in (
+            {"give_positions": True},
+            {"give_positions": True, "load_balancer": "contiguous"},
+            {},
+            {"load_balancer": "contiguous"},
+            {"load_balancer": "contiguous", "mask": documents((5, 8))},
+        ):
+            out = run(mesh, model, **settings)
+            if isinstance(out, torch.Tensor):
+                with context_parallel(mesh, buffers=[data()], buffer_seq_dims=[1], **settings_of(settings)) as cp:
+                    mine = torch.from_numpy(cp.layout.indices(mesh.get_local_rank()))
+                out = relative(out, model(data())[:, mine])
+            results.append(out)
+    return results
+
+
+def settings_of(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in settings.items() if name == "load_balancer"}
+
+
+def test_tables_of_positions_of_any_model(pool: WorkerPool) -> None:
+    for *errors, permuted, cut, packed in pool.run(RANKS, tables_case):
+        assert max(errors) < 1e-12
+        assert "counts positions from 0 on rank(s) [0, 1] of the group" in permuted
+        assert all("counts positions from 0 on rank(s) [1] of the group" in message for message in (cut, packed))
+
+
+def autocast_case(dtype: torch.dtype) -> list[float]:
+    """Errors of all gradients against float64: of one process under autocast, and of two ranks."""
+    with ranks() as mesh:
+        case = Case("Llama")
+        exact, one, model = build(case), build(case).float(), build(case).float()
+        batch = batch_of(case)
+        count = (batch["labels"] != IGNORE_INDEX).sum()
+        for each, context in ((exact, nullcontext()), (one, torch.autocast("cpu", dtype))):
+            with context:
+                logits = logits_of(each, batch, position_ids=batch["positions"], attention_mask=batch["ones"])
+            assert logits.dtype == (torch.float64 if each is exact else dtype)
+            loss_of(logits.to(torch.promote_types(logits.dtype, torch.float32)), batch, count).backward()
+        with context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * 4, intercept_sdpa=True):
+            with torch.autocast("cpu", dtype):
+                logits = logits_of(model, batch, position_ids=batch["positions"], attention_mask=batch["ones"])
+            assert logits.dtype == dtype
+            loss_of(logits.float(), batch, count).backward()
+        for p in model.parameters():
+            assert p.grad.dtype == torch.float32
+            dist.all_reduce(p.grad, group=mesh.get_group())
+        gradients = [gradients_of(m).values() for m in (exact, one, model)]
+        wanted, *found = (torch.cat([x.double().flatten() for x in g]) for g in gradients)
+        return [relative(x, wanted) for x in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_as_exact_as_on_one_process(pool: WorkerPool, dtype: torch.dtype) -> None:
+    for one, sharded in pool.run(RANKS, autocast_case, dtype):
+        assert 1e-4 < one < 0.1
+        assert sharded < 1.5 * one
+
+
+def autocast_of_style_case() -> None:
+    """Bit for bit as F.scaled_dot_product_attention under autocast, on one rank; float64 stays."""
+    with ranks() as mesh:
+        module = nn.Module()
+        ContextParallelAttention()._apply(module, mesh)
+        for types in ((torch.float32, torch.bfloat16, torch.float32), (torch.float64,) * 3, (torch.float16,) * 3):
+            inputs = [data().reshape(2, 2, 13, 4).to(dtype).requires_grad_() for dtype in types]
+            copies = [x.detach().clone().requires_grad_() for x in inputs]
+            with context_parallel(mesh, buffers=[torch.zeros(13)], buffer_seq_dims=[0]) as cp:
+                with torch.autocast("cpu", torch.bfloat16):
+                    out = module(*inputs, plan=cp.attention_plan)
+                    wanted = F.scaled_dot_product_attention(*copies, is_causal=True)
+                out.double().pow(2).sum().backward()
+                wanted.double().pow(2).sum().backward()
+            assert out.dtype == wanted.dtype
+            for a, b in zip((out, *(x.grad for x in inputs)), (wanted, *(x.grad for x in copies)), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_autocast_of_the_operator_is_that_of_plain_attention(pool: WorkerPool) -> None:
+    pool.run(1, autocast_of_style_case)
+
+
+def guide_case() -> float:
+    """The blocks of docs/transformers.md, as one program."""
+    guide = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    with ranks():
+        names: dict[str, Any] = {}
+        exec(compile("\n".join(blocks), "docs/transformers.md", "exec"), names)
+        return names["worst"]
+
+
+def test_the_guide_runs(pool: WorkerPool) -> None:
+    for worst in pool.run(RANKS, guide_case):
+        assert 0 < worst < 1e-5
