@@ -122,6 +122,26 @@ def test_llama_4_scales_attention_by_its_own_count(pool: WorkerPool) -> None:
     assert_equal_to_one_process(pool, [replace(case, changes=changes | {"floor_scale": SEQ_LEN + 1})], IN_FLOAT32)
 
 
+def classifier_case() -> str:
+    from transformers import LlamaForSequenceClassification
+
+    with ranks() as mesh:
+        case = Case("Llama")
+        model = LlamaForSequenceClassification(build(case).config).double()
+        batch = batch_of(case)
+        with (
+            pytest.raises(ContextParallelError) as error,
+            context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * 4, intercept_sdpa=True),
+        ):
+            logits_of(model, batch, position_ids=batch["positions"], attention_mask=batch["ones"])
+        return str(error.value)
+
+
+def test_a_head_for_the_whole_sequence_is_refused(pool: WorkerPool) -> None:
+    for message in pool.run(RANKS, classifier_case):
+        assert "has logits of shape (2, 2), not one row for each token" in message
+
+
 class Shift(nn.Module):
     """Mixes tokens without attention, by nothing that its modules or parameters show."""
 
