@@ -146,7 +146,19 @@ class Shift(nn.Module):
     """Mixes tokens without attention, by nothing that its modules or parameters show."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + x.cumsum(1)
+        return x + torch.stack(x.unbind(1)[::-1], 1)
+
+
+class Padded(Attention):
+    """Attention that sees the token before too, as MobileBert's embeddings."""
+
+    def forward(self, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+        return super().forward(x + F.pad(x[:, :-1], (0, 0, 1, 0)), **settings)
+
+
+class Summed(Attention):
+    def forward(self, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+        return super().forward(x.cumsum(dim=1), **settings)
 
 
 class PlainAttention(Attention):
@@ -216,6 +228,8 @@ def escapes_case() -> list[str]:
         models = {
             "plain": Stack(Attention(), PlainAttention()),
             "shift": Stack(Attention(), Shift()),
+            "pad": Stack(Padded(), Attention()),
+            "cumsum": Stack(Attention(), Summed()),
             "kernel": Stack(Attention(), kernel),
             "jit function": Stack(Attention(), Kernel(torch.jit.script(_scripted))),
             "jit module": Stack(Attention(), torch.jit.trace(Attention(), data())),
@@ -227,6 +241,7 @@ def escapes_case() -> list[str]:
         messages.append(run(mesh, models["jit module"], intercept_sdpa=models["jit module"]))
         # Controls: the same checks let these pass.
         assert isinstance(run(mesh, models["shift"], allow_modules=["Shift"]), torch.Tensor)
+        assert isinstance(run(mesh, models["pad"], allow_modules=[Padded]), torch.Tensor)
         assert isinstance(run(mesh, models["plain"], allow_modules=["layers.1"]), torch.Tensor)
         assert not torch.nn.modules.module._global_forward_pre_hooks
         assert not any(m._forward_hooks or m._forward_pre_hooks for model in models.values() for m in model.modules())
@@ -236,6 +251,8 @@ def escapes_case() -> list[str]:
 ESCAPES = [
     "layers.1 ran and no context-parallel attention in it",
     "layers [1] of layers ran no context-parallel attention",
+    "calls pad along the",
+    "calls cumsum along the",
     "_scaled_dot_product_flash_attention_for_cpu attends inside of one call",
     "layers [1] of layers ran no context-parallel attention",
     "compiled by torch.jit",

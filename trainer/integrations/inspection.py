@@ -6,6 +6,7 @@ The rules read modules and configurations, not names of models. They import no l
 
 import inspect
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -193,6 +194,22 @@ def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) 
             f"most {chunk} tokens"
         )
     return None
+
+
+def moves_tokens(name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any], length: int) -> bool:
+    """Return whether a call of F.pad, roll or cumsum works along tokens, so many of a rank.
+
+    x: (B, tokens, ...) or (..., tokens, D), before the call; shifted: after it.
+    """
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 3:
+        return False
+    if name == "pad":
+        pad = kwargs.get("pad", args[0] if args else ())
+        dims = [x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
+    else:
+        given = kwargs.get("dim", kwargs.get("dims", args[-1] if args else ()))
+        dims = [dim % x.ndim for dim in (given if isinstance(given, tuple | list) else [given])]
+    return any(dim in (1, x.ndim - 2) and length in (x.shape[dim], shifted.shape[dim]) for dim in dims)
 
 
 def layer_kinds(config: object) -> list[str]:

@@ -26,6 +26,7 @@ from trainer.integrations.inspection import (
     Allowed,
     is_model,
     mixes_if_called,
+    moves_tokens,
     parts,
     reads_text,
     refusal_of_model,
@@ -64,6 +65,8 @@ class ModelWatch:
         self._known: set[nn.Module] = set()
         self._handles: list[RemovableHandle] = []
         self._reads_tokens = False
+        self._in_allowed = 0
+        self._shift: str | None = None
         self._thread = threading.get_ident()
 
     def __enter__(self) -> "ModelWatch":
@@ -96,11 +99,24 @@ class ModelWatch:
         if self.has_news and not self._reads_tokens:
             self._positions.see(indices)
 
+    def on_shift(self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Look at a call of F.pad, torch.roll or torch.cumsum, which mixes tokens where it works along them.
+
+        Its refusal waits for the next attention call, at which ranks may still compare, or the end of the forward.
+        """
+        length = self._live.layout.length(self._live.mesh.get_local_rank())
+        if self._in_allowed == 0 and moves_tokens(name, x, shifted, args, kwargs, length):
+            self._shift = self._shift or (
+                f"the model calls {name} along the {length} tokens of this rank, which mixes tokens outside of "
+                "attention; use a model in which attention alone mixes tokens, or, if it is right for a part of a sequence, name "
+                "the module that calls it in `context_parallel(allow_modules=[...])`"
+            )
+
     def on_attention(self, call: Call) -> str | None:
         """Return why an attention call cannot be honoured, from what is the same on every rank, or None."""
         if self.has_news:
             self._positions.see(call.told.get("position_ids"))
-        return refusal_of_window(call, self._live.layout.seq_len)
+        return self._shift or refusal_of_window(call, self._live.layout.seq_len)
 
     def refusal_of_ranks(self, flags: list[int]) -> str | None:
         """Return why positions are wrong, from the flags of every rank, or None. The ranks have compared."""
@@ -142,6 +158,10 @@ class ModelWatch:
                     "it outside of the context, and give the model `inputs_embeds`, cut as a buffer"
                 )
                 self._handles.append(module.register_forward_pre_hook(partial(_refuse, refusal)))
+        for name, module in root.named_modules():
+            if self._allowed.has(module, name):
+                self._handles.append(module.register_forward_pre_hook(self._before_allowed))
+                self._handles.append(module.register_forward_hook(self._after_allowed))
         self._handles += self._coverage.hook(found)
         self._handles.append(root.register_forward_pre_hook(self._before_root))
         self._handles.append(root.register_forward_hook(self._after_root, with_kwargs=True))
@@ -179,6 +199,14 @@ class ModelWatch:
         self._reads_tokens = False
 
     @outside_of_graphs
+    def _before_allowed(self, *_: object) -> None:
+        self._in_allowed += 1
+
+    @outside_of_graphs
+    def _after_allowed(self, *_: object) -> None:
+        self._in_allowed -= 1
+
+    @outside_of_graphs
     def _before_root(self, root: nn.Module, args: tuple) -> None:
         self._coverage.begin(root)
 
@@ -187,7 +215,7 @@ class ModelWatch:
         if is_model(root):
             _check_inputs(root, args, kwargs)  # a model that is found by its call has no hook before that call
             _check_logits(root, getattr(result, "logits", None), self._live)
-        refusal = self._coverage.end(root)
+        refusal = self._coverage.end(root) or self._shift
         if refusal:
             raise ContextParallelError(refusal)
 

@@ -38,6 +38,8 @@ _ATTENTION_CALLS = frozenset({F.scaled_dot_product_attention, _ATEN, _ATEN.defau
 _CLOSED_CALLS = frozenset(
     {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
 )
+# They move rows along a dimension, which may be that of tokens.
+_SHIFTS = frozenset({F.pad, torch.roll, torch.Tensor.roll, torch.cumsum, torch.Tensor.cumsum})
 # Operators of one kernel, which models call past F.scaled_dot_product_attention.
 _KERNELS = re.compile("scaled_dot_product|flash_att|efficient_attention|cudnn_attention|varlen_att|flex_attention")
 
@@ -76,6 +78,8 @@ class Watch(Protocol):
     def told(self, caller: FrameType | None) -> dict[str, Any]: ...
 
     def on_embedding(self, indices: object) -> None: ...
+
+    def on_shift(self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None: ...
 
     def on_attention(self, call: Call) -> str | None: ...
 
@@ -127,6 +131,10 @@ class Interception(TorchFunctionMode):
             return True
         if func is F.embedding:
             self._watch.on_embedding(args[0])
+        if func in _SHIFTS:
+            shifted = func(*args, **kwargs)
+            self._watch.on_shift(func.__name__, args[0], shifted, args[1:], kwargs)
+            return shifted
         if func in _CLOSED_CALLS or _is_kernel(func):
             raise ContextParallelError(
                 f"{func.__name__} attends inside of one call, which `intercept_sdpa` does not reach; let the model "
