@@ -108,8 +108,8 @@ class ModelWatch:
         if self._in_allowed == 0 and moves_tokens(name, x, shifted, args, kwargs, length):
             self._shift = self._shift or (
                 f"the model calls {name} along the {length} tokens of this rank, which mixes tokens outside of "
-                "attention; use a model in which attention alone mixes tokens, or, if it is right for a part of a sequence, name "
-                "the module that calls it in `context_parallel(allow_modules=[...])`"
+                "attention; use a model in which attention alone mixes tokens, or, if it is right for a part of a "
+                "sequence, name the module that calls it in `context_parallel(allow_modules=[...])`"
             )
 
     def on_attention(self, call: Call) -> str | None:
