@@ -31,7 +31,12 @@ from trainer.data.loader import batch_hash, build_loader
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.agreement import agreed
 from trainer.distributed.compile import Recompilations, check_compiler, compiled_loss, compiler_settings
-from trainer.distributed.context_parallel.configure import attention_options, uses_planned_attention
+from trainer.distributed.context_parallel.configure import (
+    attention_options,
+    batch_chooser,
+    uses_planned_attention,
+    with_head_degree,
+)
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.kernels import choose_kernel
 from trainer.distributed.context_parallel.options import BatchPlan
@@ -64,11 +69,14 @@ class Trainer:
     def __init__(self, config: JobConfig, degrees: Degrees, device: torch.device) -> None:
         self.config = config
         self.device = device
+        args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
+        self.attention, self.attention_reason = attention_options(config, args, device.type)
+        self.methods_told: set[str] = set()
+        self.choose_method = batch_chooser(config, args, device.type)
+        degrees = with_head_degree(degrees, self.attention)  # `auto` knows the device now
         self.dims = ParallelDims(degrees, device.type)
         set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's own, half an hour
         self.stop = Stop(config, speaks=self.dims.rank("world") == 0)
-        args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
-        self.attention, self.attention_reason = attention_options(config, args)
         self._prepare_process()
 
         self.batches, vocab_size = self.build_data()
@@ -192,7 +200,8 @@ class Trainer:
         """With packed documents, what plans a batch where the batch is made."""
         if self.config.training.attention_mask != "document":
             return None
-        return partial(BatchPlan.of, degree=self.dims.size("cp"), options=self.attention)
+        settings = {"options": self.attention, "choose": self.choose_method}
+        return partial(BatchPlan.of, degree=self.dims.size("cp"), **settings)
 
     def train(self) -> None:
         """Run until `training.steps`, `job.max_minutes`, or a signal; the last step is saved.
@@ -306,13 +315,16 @@ class Trainer:
         per_token = tables if positions is None else [(positions, 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
         plan: BatchPlan | None = batch.get("plan")
+        if plan and plan.reason and plan.options.method not in self.methods_told:
+            self.methods_told.add(plan.options.method)
+            logger.info(f"attention: for the documents of this batch auto chose {plan.reason}")
         with context_parallel(
             self.dims.hybrid_mesh if self.attention.method == "hybrid" else self.dims["cp"],
             buffers=tensors,
             buffer_seq_dims=seq_dims,
             mask=plan and plan.mask,
             load_balancer=plan and plan.layout,
-            options=self.attention,
+            options=plan.options if plan else self.attention,
             rows=batch["tokens"].shape[0],
             check_consistency=self.config.comm.check_consistency,
         ) as cp:

@@ -166,6 +166,7 @@ PLANNED = {
         "2",
         "2",
     ],
+    "auto": ["--parallelism.context_parallel_method=auto"],
     "math": ["--parallelism.context_parallel_kernel=math"],
     "checked": ["--comm.check_consistency"],
 }
@@ -183,6 +184,7 @@ BALANCED = ["--parallelism.context_parallel_load_balancer=balanced"]
 # method, mask, layout: what every commit runs, so that each value of each is met with most of the others
 QUICK_PLANNED = {
     ("hybrid", "documents", "cp4"),
+    ("auto", "documents", "cp4"),
     ("all_to_all", "sinks, documents", "cp2+tp2"),
     ("checked", "sinks, documents", "fsdp2+cp2"),
     ("all_gather", "documents", "fsdp2+cp2"),

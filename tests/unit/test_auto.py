@@ -1,15 +1,18 @@
 """The choice of a method where the configuration leaves it open: by what the plan says is sent."""
 
 from dataclasses import replace
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from trainer.config.loader import parse_command_line
+from trainer.distributed.context_parallel import configure
 from trainer.distributed.context_parallel.auto import SHORT_SHARD, choose
-from trainer.distributed.context_parallel.configure import attention_options
+from trainer.distributed.context_parallel.configure import attention_options, batch_chooser
 from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
 from trainer.distributed.context_parallel.mask import Mask, causal, sliding_window
-from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.distributed.context_parallel.options import BatchPlan, ContextParallelOptions
 from trainer.distributed.context_parallel.plan import make_plan
 from trainer.models.llama3.args import FLAVORS
 
@@ -75,3 +78,63 @@ def test_the_reason_is_said_with_its_numbers() -> None:
     assert "MiB" in reason
     assert "8/4 heads over 4 ranks" in reason
     assert attention_options(parse_command_line(arguments[:1]).config, FLAVORS["debugmodel"])[1] == ""
+
+
+AUTO = [
+    "--parallelism.context_parallel_degree=8",
+    "--parallelism.context_parallel_method=auto",
+    "--training.attention_mask=document",
+    f"--training.seq_len={16 * SHORT_SHARD}",
+]
+ONE_DOCUMENT, MANY = [16 * SHORT_SHARD], [SHORT_SHARD // 4] * 64
+
+
+def planned(lengths: list[int], *more: str, device_type: str = "cuda") -> BatchPlan:
+    """The plan that the trainer makes for a batch of packed documents."""
+    config = parse_command_line([*AUTO, *more]).config
+    options, _ = attention_options(config, FLAVORS["8B"], device_type)
+    ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+    return BatchPlan.of({"document_ids": ids}, 8, options, batch_chooser(config, FLAVORS["8B"], device_type))
+
+
+def test_the_documents_of_a_batch_decide() -> None:
+    """One long document is worth an exchange of heads; short ones hardly leave their rank."""
+    long, short = planned(ONE_DOCUMENT), planned(MANY)
+    assert long.options.method == "all_to_all"
+    assert short.options.method in ("ring", "all_gather")
+    assert "MiB" in short.reason
+    for plan in (long, short):  # with this batch's mask, not with the causal one
+        mask = plan.mask & causal(plan.mask.q_len)
+        least = min(busiest(replace(plan.options, method=m), [mask], 8) for m in ("ring", "all_gather", "all_to_all"))
+        assert busiest(plan.options, [mask], 8) <= 1.1 * least
+
+
+def test_no_batch_asks_for_a_mesh_of_its_own() -> None:
+    """hybrid needs a 2-D mesh, and meshes are made before the first batch."""
+    sixteen = ["--parallelism.context_parallel_degree=16", "--model.flavor=8B"]
+    config = parse_command_line([*AUTO, *sixteen]).config
+    assert attention_options(config, replace(FLAVORS["8B"], n_heads=8, n_kv_heads=2), "cuda")[0].method != "hybrid"
+    assert batch_chooser(parse_command_line(AUTO[:2]).config, FLAVORS["8B"], "cuda") is None
+    assert batch_chooser(parse_command_line([AUTO[0], *AUTO[2:]]).config, FLAVORS["8B"], "cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device_type", "itemsize"),
+    [
+        ([], "cuda", 2),
+        ([], None, 2),
+        ([], "cpu", 4),
+        (["--training.dtype=float64"], "cuda", 8),
+        (["--training.dtype=bfloat16"], "cpu", 2),
+        (["--training.mixed_precision_param=float32"], "cuda", 4),
+        (["--training.mixed_precision_param=bfloat16"], "cpu", 2),
+    ],
+)
+def test_bytes_are_those_of_the_data_type_that_computes(
+    arguments: list[str], device_type: str | None, itemsize: int
+) -> None:
+    """Gradients of K and V are summed in float32 at least, so that the choice depends on it."""
+    chosen_for = mock.Mock(wraps=choose)
+    with mock.patch.object(configure, "choose", chosen_for):
+        attention_options(parse_command_line([*AUTO, *arguments]).config, FLAVORS["8B"], device_type)
+    assert chosen_for.call_args.args[3].itemsize == itemsize

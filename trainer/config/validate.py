@@ -6,7 +6,7 @@
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -209,7 +209,7 @@ def _check_batch(config: JobConfig, degrees: Degrees) -> None:
 
 def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees) -> Degrees:
     """Method, heads and kernel of attention that runs by a plan; the degrees with those of the method."""
-    from trainer.distributed.context_parallel.configure import attention_options
+    from trainer.distributed.context_parallel.configure import attention_options, with_head_degree
     from trainer.distributed.context_parallel.lowering import able_kernels
 
     # Device and data type are known to the ranks only.
@@ -221,7 +221,7 @@ def _check_attention(config: JobConfig, shape: TransformerArgs, degrees: Degrees
         bands=config.model.sliding_window is not None,
     )
     options, _ = attention_options(config, shape)
-    return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if options.method == "hybrid" else 1)
+    return with_head_degree(degrees, options)
 
 
 def check_shape(args: TransformerArgs, flavor: str, degrees: Degrees) -> None:

@@ -31,15 +31,22 @@ class Candidate:
 
 @lru_cache(maxsize=8)
 def choose(
-    options: ContextParallelOptions, masks: tuple[Mask, ...], degree: int, shape: AttentionShape
+    options: ContextParallelOptions,
+    masks: tuple[Mask, ...],
+    degree: int,
+    shape: AttentionShape,
+    *,
+    batch: Mask | None = None,
+    hybrids: bool = True,
 ) -> tuple[ContextParallelOptions, str]:
     """Options with the method that sends least, and the reason in words; cached.
 
-    masks: of the model's layers, each once; shape: local heads. A tenth more counts as alike. Among those the ring
-    comes first, whose messages hide behind what is computed if shards are long (if not, all-gather, which sends more in
-    fewer messages), then what starts the fewest kernels, those of `options.kernel`.
+    masks: of the model's layers, each once; shape: local heads. batch: what the documents of one batch hide beside;
+    hybrids: whether the mesh may be cut in two. A tenth more counts as alike. Among those the ring comes first, whose
+    messages hide behind what is computed if shards are long (if not, all-gather, which sends more in fewer messages),
+    then what starts the fewest kernels, those of `options.kernel`.
     """
-    candidates = sorted(_candidates(options, masks, degree, shape), key=lambda c: c.bytes_sent)
+    candidates = sorted(_candidates(options, masks, degree, shape, batch, hybrids), key=lambda c: c.bytes_sent)
     near = [c for c in candidates if c.bytes_sent <= 1.1 * candidates[0].bytes_sent]
     rows = masks[0].q_len // degree
     ring = next((c for c in near if c.options.method == "ring"), None)
@@ -61,7 +68,12 @@ def choose(
 
 
 def _candidates(
-    options: ContextParallelOptions, masks: tuple[Mask, ...], degree: int, shape: AttentionShape
+    options: ContextParallelOptions,
+    masks: tuple[Mask, ...],
+    degree: int,
+    shape: AttentionShape,
+    batch: Mask | None,
+    hybrids: bool,
 ) -> Iterator[Candidate]:
     methods: list[tuple[str, tuple[int, int] | None]] = [("ring", None), ("all_gather", None)]
     if shape.heads % degree == 0:
@@ -69,15 +81,16 @@ def _candidates(
     methods += [
         ("hybrid", (heads, degree // heads))
         for heads in range(2, degree)
-        if degree % heads == 0 and shape.heads % heads == 0
+        if hybrids and degree % heads == 0 and shape.heads % heads == 0
     ]
     # Which kernel `auto` takes depends on the device; the least able one stands for it.
     capabilities = CAPABILITIES.get(options.kernel, CAPABILITIES["cpu_flash"])
-    # What `balanced` deals is known with each batch; head and tail stands for it.
-    balancer = "head_tail" if options.load_balancer == "balanced" else options.load_balancer
+    # What `balanced` deals is known with each batch; until then head and tail stands for it.
+    balancer = "head_tail" if options.load_balancer == "balanced" and batch is None else options.load_balancer
+    masks = masks if batch is None else tuple(mask & batch for mask in masks)
     for method, hybrid in methods:
         way = replace(options, method=method, hybrid_degrees=hybrid, heads_per_pass=0, load_balancer=balancer)
-        layout = way.layout(masks[0].q_len, degree)
+        layout = way.layout(masks[0].q_len, degree, batch)
         busiest = kernels = 0
         # Ranks that differ by their place among neighbours only do the same.
         ranks = range(0, degree, way.head_degree(degree))

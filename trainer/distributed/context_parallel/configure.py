@@ -1,12 +1,14 @@
 """The configuration's words for planned attention -> `ContextParallelOptions`, checked. Torch-free."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.distributed.context_parallel.auto import choose
 from trainer.distributed.context_parallel.cost import AttentionShape, HeadShare, check_heads
-from trainer.distributed.context_parallel.mask import causal, sliding_window
+from trainer.distributed.context_parallel.mask import Mask, causal, sliding_window
 from trainer.distributed.context_parallel.options import ContextParallelOptions
 from trainer.models.llama3.args import TransformerArgs
 
@@ -19,8 +21,13 @@ def uses_planned_attention(config: JobConfig) -> bool:
     return several or masked or model.attention_sinks
 
 
-def attention_options(config: JobConfig, shape: TransformerArgs) -> tuple[ContextParallelOptions, str]:
-    """Options of the run, and why its method was chosen (empty where the configuration names one).
+def attention_options(
+    config: JobConfig, shape: TransformerArgs, device_type: str | None = None
+) -> tuple[ContextParallelOptions, str]:
+    """Return the options of the run, and why its method was chosen (empty where the configuration names one).
+
+    device_type: where the model computes, None where that is not known yet: `auto` weighs bytes of the element size.
+    With packed documents `auto` chooses for each batch (`batch_chooser`), and these options are for what has no batch.
 
     Raises:
         ConfigError: a method that cannot divide the heads, or degrees that do not fit.
@@ -42,11 +49,9 @@ def attention_options(config: JobConfig, shape: TransformerArgs) -> tuple[Contex
     )
     reason = ""
     if method == "auto":
-        seq_len = config.training.seq_len
-        windows = {shape.window_of_layer(layer) for layer in range(shape.n_layers)}
-        masks = (causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str))
-        local = AttentionShape(config.training.local_batch_size, heads, kv_heads, shape.head_dim, itemsize=2)
-        options, reason = choose(options, tuple(masks), degree, local)
+        documents = config.training.attention_mask == "document"
+        local = _local_shape(config, shape, device_type)
+        options, reason = choose(options, _layer_masks(config, shape), degree, local, hybrids=not documents)
     head_degree = options.head_degree(degree)
     try:
         check_heads(heads, head_degree, options.method)
@@ -62,6 +67,47 @@ def attention_options(config: JobConfig, shape: TransformerArgs) -> tuple[Contex
     if passes:
         _check_passes(passes, options.method, HeadShare.passes(heads, kv_heads, head_degree)[0].per_rank)
     return replace(options, heads_per_pass=passes), reason
+
+
+def with_head_degree(degrees: Degrees, options: ContextParallelOptions) -> Degrees:
+    """Return the degrees with those of a hybrid: how many of the context-parallel ranks divide the heads."""
+    return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if options.method == "hybrid" else 1)
+
+
+def batch_chooser(
+    config: JobConfig, shape: TransformerArgs, device_type: str
+) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
+    """Return what chooses the method for the documents of a batch, with its reason; None where nothing is to choose.
+
+    It never chooses `hybrid`, whose mesh is made before the first batch.
+    """
+    parallelism = config.parallelism
+    degree = parallelism.context_parallel_degree
+    documents = config.training.attention_mask == "document"
+    if parallelism.context_parallel_method != "auto" or degree == 1 or not documents:
+        return None
+    options, _ = attention_options(config, shape, device_type)
+    masks, local = _layer_masks(config, shape), _local_shape(config, shape, device_type)
+    return lambda batch: choose(options, masks, degree, local, batch=batch, hybrids=False)
+
+
+def _layer_masks(config: JobConfig, shape: TransformerArgs) -> tuple[Mask, ...]:
+    """What the model's layers hide, each kind once."""
+    seq_len = config.training.seq_len
+    windows = {shape.window_of_layer(layer) for layer in range(shape.n_layers)}
+    return tuple(causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str))
+
+
+def _local_shape(config: JobConfig, shape: TransformerArgs, device_type: str | None) -> AttentionShape:
+    """Sizes of one attention call on a rank, in the data type in which the model computes there."""
+    training, tp = config.training, config.parallelism.tensor_parallel_degree
+    compute = training.mixed_precision_param
+    if compute == "auto":
+        # As on a GPU where the device is not known yet: there the choice matters.
+        compute = training.dtype if device_type == "cpu" or training.dtype == "float64" else "bfloat16"
+    itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[compute]
+    heads, kv_heads = shape.n_heads // tp, shape.n_kv_heads // tp
+    return AttentionShape(training.local_batch_size, heads, kv_heads, shape.head_dim, itemsize)
 
 
 def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:

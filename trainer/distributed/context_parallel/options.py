@@ -1,6 +1,6 @@
 """How attention is spread over ranks: settings, and the plan of one batch. Torch-free."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -85,15 +85,28 @@ def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Ma
 class BatchPlan:
     """What context parallelism needs to know of a batch, made where the batch is made.
 
-    mask: which tokens see each other, beside what each attention says of itself; layout: who owns which.
+    mask: which tokens see each other, beside what each attention says of itself; layout: who owns which; options: how
+    its attention is spread; reason: why so, where that was chosen for this batch.
     """
 
     mask: Mask
     layout: SequenceLayout
+    options: ContextParallelOptions
+    reason: str = ""
 
     @classmethod
-    def of(cls, batch: Mapping[str, np.ndarray], degree: int, options: ContextParallelOptions) -> "BatchPlan":
-        """Of packed rows: `document_ids` (B, S) are the documents that must not see each other."""
+    def of(
+        cls,
+        batch: Mapping[str, np.ndarray],
+        degree: int,
+        options: ContextParallelOptions,
+        choose: Callable[[Mask], tuple[ContextParallelOptions, str]] | None = None,
+    ) -> "BatchPlan":
+        """Plan packed rows: `document_ids` (B, S) are the documents that must not see each other.
+
+        choose: what gives options and reason for a mask, in the place of `options`.
+        """
         ids = batch["document_ids"]
         mask = documents_of(ids)
-        return cls(mask, options.layout(ids.shape[1], degree, mask))
+        options, reason = (options, "") if choose is None else choose(mask)
+        return cls(mask, options.layout(ids.shape[1], degree, mask), options, reason)
