@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all test-gpu lint format clean
+.PHONY: train test test-all test-gpu mutants lint format clean
 
 train: $(STAMP)
 	./run_llama_train.sh
@@ -17,6 +17,9 @@ test-all: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest --device cuda tests/distributed tests/integration
+
+mutants: $(STAMP)
+	$(PY) scripts/mutants.py
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

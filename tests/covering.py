@@ -1,0 +1,79 @@
+"""Covering arrays: rows of settings in which every pair of values that can go together does, in few rows.
+
+A product of twenty settings has millions of rows; faults need one value, or two together, almost always (Kuhn, Wallace
+and Gallo, "Software fault interactions and implications for software testing", 2004).
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+Row = dict[str, str]
+Pair = tuple[tuple[str, str], tuple[str, str]]
+_TRIES = 40
+
+
+def pairs_of(row: Mapping[str, str]) -> Iterator[Pair]:
+    """Every two settings of a row."""
+    yield from combinations(sorted(row.items()), 2)
+
+
+def covering_array(axes: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool], seed: int = 0) -> list[Row]:
+    """Return rows that hold every pair of values which some allowed row holds.
+
+    axes: values of each setting; allowed: whether a row, also one that lacks settings, can be made whole. Greedy: each
+    row starts from a pair that is missing and takes for every other setting what adds most; the same in every run.
+    """
+    draw = random.Random(seed)
+    missing = {
+        pair
+        for (a, of_a), (b, of_b) in combinations(sorted(axes.items()), 2)
+        for x in of_a
+        for y in of_b
+        for pair in [((a, x), (b, y))]
+    }
+    rows: list[Row] = []
+    for start in sorted(missing):
+        if start not in missing:
+            continue
+        candidates = [row for _ in range(_TRIES) if (row := _filled(dict(start), axes, allowed, missing, draw))]
+        missing.discard(start)  # or no row can hold it
+        if candidates:
+            best = max(candidates, key=lambda row: sum(pair in missing for pair in pairs_of(row)))
+            missing.difference_update(pairs_of(best))
+            rows.append(best)
+    return _most_first(rows)
+
+
+def _most_first(rows: list[Row]) -> list[Row]:
+    """The same rows, each next one with the most pairs that none before it has."""
+    ordered: list[Row] = []
+    seen: set[Pair] = set()
+    left = list(rows)
+    while left:
+        best = max(left, key=lambda row: len(set(pairs_of(row)) - seen))
+        left.remove(best)
+        seen.update(pairs_of(best))
+        ordered.append(best)
+    return ordered
+
+
+def _filled(
+    row: Row, axes: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool], missing: set[Pair], draw: random.Random
+) -> Row | None:
+    """The row with a value for every axis, those first that cover most; None: some axis has none that is allowed."""
+    order = [axis for axis in axes if axis not in row]
+    draw.shuffle(order)
+    if not allowed(row):
+        return None
+    for axis in order:
+        values = [value for value in axes[axis] if allowed(row | {axis: value})]
+        if not values:
+            return None
+        draw.shuffle(values)
+
+        def gain(value: str, axis: str = axis) -> int:
+            return sum(tuple(sorted(((axis, value), other))) in missing for other in row.items())
+
+        row[axis] = max(values, key=gain)
+    return row

@@ -1,0 +1,158 @@
+"""Law: whatever is combined, losses, gradients, norm and weights are those of one process.
+
+Every pair of degrees and features that go together stands in some row of a covering array, on at most four ranks. What
+a feature does on each single layout, up to eight ranks, is in the support matrix (make test-all).
+"""
+
+import math
+from itertools import combinations
+
+import pytest
+
+from tests.covering import Row, covering_array, pairs_of
+from tests.distributed.harness import assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_parity import degrees, reference
+
+_STAGES = "--parallelism.pipeline_parallel_module_fqns"
+_FOUR_STAGES = [_STAGES, "tok_embeddings", "layers.0", "layers.1", "norm,output"]
+_DOCUMENTS = "--training.attention_mask=document"
+_WINDOW = ["--model.sliding_window=5", "--model.sliding_window_every=2"]
+_PP = "--parallelism.pipeline_parallel_schedule="
+_CP = "--parallelism.context_parallel_"
+
+DEGREES = {"ddp": "12", "fsdp": "12", "cp": "1234", "tp": "12", "pp": "124"}
+# What changes the model or its data, for the single process too.
+OF_MODEL: dict[str, dict[str, list[str]]] = {
+    "mask": {"causal": [], "document": [_DOCUMENTS], "window": _WINDOW, "document, window": [_DOCUMENTS, *_WINDOW]},
+    "sinks": {"no": [], "yes": ["--model.attention_sinks"]},
+    "norm": {name: [f"--model.norm_type={name}"] for name in ("rmsnorm", "layernorm", "np_layernorm")},
+    "tied": {"no": [], "yes": ["--model.flavor=tiny_tied"]},
+    "length": {"16": [], "14": ["--training.seq_len=14"]},
+    "rope": {"plain": [], "scaled": ["--model.rope_scaling=8", "--model.rope_theta=10000"]},
+    "optimizer": {
+        "foreach": [],
+        "fused": ["--optimizer.implementation=fused"],
+        "Adam": ["--optimizer.name=Adam", "--optimizer.implementation=for-loop"],
+    },
+}
+# How the work is shared and done; "-": there is nothing that this is about.
+OF_WORK: dict[str, dict[str, list[str]]] = {
+    "method": {"-": []} | {m: [f"{_CP}method={m}"] for m in ("ring", "all_gather", "all_to_all", "auto")},
+    "passes": {"-": [], "1 head": [f"{_CP}heads_per_pass=1"]},
+    "balancer": {"-": []} | {b: [f"{_CP}load_balancer={b}"] for b in ("head_tail", "contiguous", "balanced")},
+    "kernel": {"auto": [], "math": [f"{_CP}kernel=math"]},
+    "schedule": {"-": [], "1F1B": [], "GPipe": [f"{_PP}GPipe"]}
+    | {
+        name: [f"{_PP}{name}", *_FOUR_STAGES]
+        for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    },
+    "recompute": {
+        "none": [],
+        "full": ["--activation_checkpoint.mode=full"],
+        "2": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+        "op": ["--activation_checkpoint.mode=selective"],
+    },
+    "reshard": {"default": []} | {h: [f"--parallelism.fsdp_reshard_after_forward={h}"] for h in ("always", "never")},
+    "prefetch": {
+        "no": [],
+        "yes": ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
+    },
+    "offload": {"no": [], "yes": ["--training.enable_cpu_offload"]},
+    "loss": {"parallel": [], "whole": ["--parallelism.disable_loss_parallel"]},
+    "batch": {"accumulated": [], "at once": ["--training.global_batch_size=-1"]},
+}
+AXES = DEGREES | {axis: tuple(values) for axis, values in (OF_MODEL | OF_WORK).items()}
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def allowed(row: Row) -> bool:
+    """Whether the settings that a row has so far go together: the program refuses the others, or they do nothing."""
+    has = row.get
+
+    def needs(axis: str, without: str, true: bool) -> bool:
+        """An axis has a value other than `without` only where `true`."""
+        return has(axis, without) == without or true
+
+    degree = {axis: int(has(axis, "0")) for axis in DEGREES}  # 0: open
+    # What other settings ask of those that are open.
+    least = {"cp": 2 if {has("method", "-"), has("balancer", "-"), has("passes", "-")} != {"-"} else 1}
+    least |= {"pp": 2 if has("schedule", "-") != "-" else 1, "tp": 2 if has("loss") == "whole" else 1}
+    shards = max(degree["fsdp"], 1) * max(degree["cp"], 1)
+    planned = degree["cp"] != 1 or has("mask") != "causal" or has("sinks") != "no"
+    resharded = has("reshard", "always") == "always" or (has("reshard") == "default" and degree["pp"] < 2)
+    return all(
+        (
+            math.prod(d or least.get(axis, 1) for axis, d in degree.items()) <= 4,
+            0 in degree.values() or math.prod(degree.values()) > 1,
+            all(needs(axis, "-", degree["cp"] != 1) for axis in ("method", "balancer")),
+            not (degree["cp"] > 1 and "-" in (has("method"), has("balancer"))),
+            needs("passes", "-", degree["cp"] != 1 and has("method", "all_gather") in ("all_gather", "all_to_all")),
+            not (degree["cp"] == 3 and has("method") == "all_to_all"),  # of 16 heads
+            needs("kernel", "auto", planned),
+            needs("schedule", "-", degree["pp"] != 1) and not (degree["pp"] > 1 and has("schedule") == "-"),
+            degree["pp"] != 4 or has("schedule", "GPipe") in ("1F1B", "GPipe"),
+            degree["pp"] < 2 or has("tied", "no") == "no",
+            has("schedule") not in _SPLIT_BACKWARD or has("recompute", "none") == "none",
+            needs("reshard", "default", 0 in (degree["fsdp"], degree["cp"]) or shards > 1),
+            needs("prefetch", "no", resharded and (0 in (degree["fsdp"], degree["cp"]) or shards > 1)),
+            needs("loss", "parallel", degree["tp"] != 1),
+        )
+    )
+
+
+ROWS = covering_array(AXES, allowed)
+# The first rows hold most pairs: what every commit runs.
+QUICK = 30
+
+
+def world_size(row: Row) -> int:
+    return math.prod(int(row[axis]) for axis in DEGREES)
+
+
+def arguments(row: Row) -> tuple[list[str], list[str]]:
+    """Of the layout, and of the single process."""
+    model = ["--training.dtype=float64", *(a for axis in OF_MODEL for a in OF_MODEL[axis][row[axis]])]
+    rows = 2
+    if row["pp"] == "4":
+        model.append("--model.flavor=tiny4")
+    if row["pp"] == "4" or row["schedule"] == "DualPipeV":
+        rows = 4
+    d = {axis: int(row[axis]) for axis in DEGREES}
+    work = [a for axis in OF_WORK for a in OF_WORK[axis][row[axis]]]
+    mesh = degrees(dp_replicate=d["ddp"], dp_shard=d["fsdp"], cp=d["cp"], tp=d["tp"], pp=d["pp"])
+    one = [*model]
+    if row["batch"] == "at once":  # the rows that all data-parallel ranks have together
+        one += ["--training.global_batch_size=-1", f"--training.local_batch_size={rows * d['ddp'] * d['fsdp']}"]
+    return [*model, f"--training.local_batch_size={rows}", *mesh, *work], one
+
+
+def name(row: Row) -> str:
+    layout = "+".join(f"{axis}{row[axis]}" for axis in DEGREES if row[axis] != "1")
+    unusual = [row[axis] for axis in OF_MODEL | OF_WORK if row[axis] not in (next(iter(AXES[axis])), "-", "yes", "no")]
+    flags = [axis for axis in AXES if row[axis] == "yes"]
+    return f"{layout}: {', '.join([*unusual, *flags]) or 'plain'}"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=f"{i} {name(row)}", marks=[pytest.mark.slow] if i >= QUICK else [])
+        for i, row in enumerate(ROWS)
+    ],
+)
+def test_a_combination_equals_one_process(pool: WorkerPool, row: Row) -> None:
+    layout, one = arguments(row)
+    got = pool.run(world_size(row), run_layout, layout)
+    assert_parity(got[0], reference(pool, *one), 1e-10)
+
+
+def test_every_pair_that_goes_together_is_in_a_row() -> None:
+    """And the quick rows hold every value, and four of five pairs."""
+    everything, quick = ({pair for row in rows for pair in pairs_of(row)} for rows in (ROWS, ROWS[:QUICK]))
+    values = {(axis, value) for axis, of_axis in AXES.items() for value in of_axis}
+    assert {value for pair in quick for value in pair} == values
+    assert len(quick) > 0.8 * len(everything)
+    for a, b in combinations(sorted(values), 2):
+        if a[0] != b[0] and (a, b) not in everything:
+            assert not any(allowed(dict(row) | dict((a, b))) for row in ROWS), (a, b)
