@@ -6,9 +6,15 @@ each what came out and a digest of its arguments, so that a cell that changed co
 
 import hashlib
 import json
-from dataclasses import dataclass
+import platform
+import subprocess
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 
+from tests.distributed.harness import BASE, STEPS, TEST_FLAVORS, TINY, VOCAB
 from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -34,6 +40,17 @@ LAYOUTS = (
         *("cp2+tp2", "cp2+pp2", "tp2+pp2", "cp4"),
     ),
     ("ddp2+fsdp2+cp2", "ddp2+fsdp2+tp2", "fsdp2+cp2+tp2", "fsdp2+cp2+pp2", "fsdp2+tp2+pp2", "cp2+tp2+pp2"),
+)
+# What is tried on three dimensions at once; test_pairs.py has every two settings together.
+OF_TRIPLES = (
+    "as it is",
+    "packed documents",
+    "sliding window in every 2nd layer",
+    "CP all_to_all",
+    "PP InterleavedZeroBubble",
+    "recompute operators",
+    "compile",
+    "tied embeddings",
 )
 # Of the harness's model of two layers: four stages, for schedules with two a rank.
 _FOUR_STAGES = ("--parallelism.pipeline_parallel_module_fqns", "tok_embeddings", "layers.0", "layers.1", "norm,output")
@@ -135,6 +152,8 @@ class Cell:
     def applies(self) -> bool:
         """Whether the layout has what the feature is about."""
         feature, degrees = FEATURES[self.feature], layout_degrees(self.layout)
+        if len(degrees) > 2 and self.feature not in OF_TRIPLES:
+            return False
         return all(degrees.get(dimension, 1) >= feature.degree for dimension in feature.needs)
 
     @property
@@ -165,8 +184,10 @@ class Cell:
 
     @property
     def digest(self) -> str:
-        """Changes with the arguments."""
-        text = json.dumps([self.arguments, self.reference_arguments])
+        """Changes with the arguments, the tolerance, and the settings and model of the harness."""
+        tolerance = FEATURES[self.feature].tolerance
+        run = [*BASE, STEPS, VOCAB, {name: asdict(shape) for name, shape in TEST_FLAVORS.items()}]
+        text = json.dumps([self.arguments, self.reference_arguments, tolerance, run])
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     def check(self, arguments: list[str]) -> Degrees:
@@ -189,24 +210,51 @@ def cells() -> list[Cell]:
     return [cell for cell in every if cell.applies]
 
 
+def made_with() -> dict[str, str]:
+    """On what cells run here: device, versions."""
+    return {"device": "CPU, gloo", "torch": version("torch").partition("+")[0], "python": platform.python_version()}
+
+
+@lru_cache(maxsize=1)
+def commit() -> str:
+    """The commit of the code that runs, with a + where it was changed since; as of the first call."""
+    described = subprocess.run(
+        ["git", "-C", str(DOCS), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or "unknown"
+
+
 class Record:
-    """What came out of each cell, as of its last run: `tested`, or `refused: message`."""
+    """What came out of each cell, as of its last run: `tested`, or `refused: message`; and with which code.
+
+    The file: {"command", "made_with", "cells": layout -> feature -> [outcome, digest, commit]}.
+    """
 
     def __init__(self, path: Path = RECORD) -> None:
         self.path = path
-        self._entries: dict[str, dict[str, list[str]]] = json.loads(path.read_text()) if path.exists() else {}
+        content = json.loads(path.read_text()) if path.exists() else {}
+        self.made_with: dict[str, str] = content.get("made_with", made_with())
+        self._entries: dict[str, dict[str, list[str]]] = content.get("cells", {})
 
     def outcome(self, cell: Cell) -> str | None:
         """None: it has not run with these arguments."""
-        outcome, digest = self._entries.get(cell.layout, {}).get(cell.feature, ("", ""))
+        outcome, digest, _ = self._entries.get(cell.layout, {}).get(cell.feature, ("", "", ""))
         return outcome if digest == cell.digest else None
+
+    def commits(self) -> list[str]:
+        """Those at which cells ran, most cells first."""
+        count = Counter(entry[2] for features in self._entries.values() for entry in features.values())
+        return [name for name, _ in count.most_common()]
 
     def note(self, cell: Cell, outcome: str | None) -> None:
         """Remember what came out; None: neither of the two."""
         entries = self._entries.setdefault(cell.layout, {})
         entries.pop(cell.feature, None)
         if outcome is not None:
-            entries[cell.feature] = [outcome, cell.digest]
+            entries[cell.feature] = [outcome, cell.digest, commit()]
 
     def save(self) -> None:
         """Write the record, without what is no cell any more."""
@@ -219,7 +267,8 @@ class Record:
             f'"{layout}": {{\n' + ",\n".join(f"  {json.dumps(f)}: {json.dumps(e)}" for f, e in features.items()) + "\n}"
             for layout, features in entries.items()
         ]
-        self.path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        head = f'"command": {json.dumps(COMMAND)},\n"made_with": {json.dumps(made_with())}'
+        self.path.write_text(f"{{\n{head},\n" + '"cells": {\n' + ",\n".join(lines) + "\n}\n}\n")
 
 
 def page(record: Record) -> str:
@@ -236,7 +285,15 @@ def page(record: Record) -> str:
     notes = "\n".join(f"{number}. {message}" for message, number in refusals.items())
     ranks = ("Two ranks", "Four ranks, two dimensions", "Eight ranks, three dimensions")
     body = "\n\n".join(f"## {title}\n\n{table}" for title, table in zip(ranks, tables, strict=True))
-    return _PAGE.format(command=COMMAND, body=body, notes=notes)
+    return _PAGE.format(
+        command=COMMAND,
+        body=body,
+        notes=notes,
+        model=TINY,
+        vocab=VOCAB,
+        commits=", ".join(record.commits()),
+        **record.made_with,
+    )
 
 
 def _shown(cell: Cell, record: Record, refusals: dict[str, int]) -> str:
@@ -254,12 +311,16 @@ _PAGE = """# What works with what
 
 Generated by `{command}`; a test fails when it is not what the tests say.
 
+Every cell ran on a {device} (torch {torch}, Python {python}, commit {commits}), not on a GPU: it shows that the numbers
+are right, not that a kernel of a GPU is. The model is small: {model.n_layers} layers (4 for some pipelines) of width
+{model.dim}, {model.n_heads} heads, {model.n_kv_heads} key/value heads, {vocab} words, rows of 16 tokens.
+
 A layout's name has its dimensions with their degrees: ddp (replicas), fsdp (shards), cp (context), tp (tensor) and pp
 (pipeline parallelism). ✓: trained for three steps, and losses, gradient norm, the gradient of every parameter and the
-weights are those of a single process, to 1e-10 in float64 (with float8 to 1e-2 in float32). Refused: the program says
-the sentence below, by its number, before it trains. Empty: the layout has nothing that the feature is about. Where
-nothing else is said pipelines run the schedule 1F1B, context parallelism the ring, and gradients are accumulated over
-several micro-batches.
+weights match a single process, to 1e-10 in float64 (with float8 to 1e-2 in float32). Refused: the program says the
+sentence below, by its number, before it trains. Empty: the layout has nothing that the feature is about, or, with three
+dimensions, this feature was not tried. Where nothing else is said pipelines run the schedule 1F1B, context parallelism
+the ring, and gradients are accumulated over several micro-batches.
 
 {body}
 

@@ -1,16 +1,22 @@
 """What the loop promises beside parity: precision, stops, shared batches, counted collectives, time-outs."""
 
+import copy
+import itertools
+import json
 import re
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.distributed import harness
 from tests.distributed.harness import Record, RecordingTrainer, assert_parity, run_layout
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS
+from trainer.components import metrics
 from trainer.config.loader import parse_command_line
 from trainer.config.validate import validate
 from trainer.distributed import exchange
@@ -147,6 +153,71 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_before_the_update(p
         assert message.startswith("step 2: ")
         assert "those of step 1" in message
         assert weights_unchanged
+
+
+def plain_case(folder: str) -> list[dict[str, float]]:
+    """For each of two steps: how far loss, norm and gradients are from those of plain PyTorch code."""
+    process, config, degrees = build(folder, "--training.dtype=float64")
+    differences = []
+    with process_group(process, config.comm):
+        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        for step in (1, 2):
+            model = copy.deepcopy(trainer.parts[0])
+            model.zero_grad()
+            trainer.train_step(step)
+            rows = [harness.make_row(i, 16, no_labels=i < 16 and i % 2 == 1) for i in range(16 * step - 16, 16 * step)]
+            tokens, labels = (torch.stack([row[name] for row in rows]) for name in ("tokens", "labels"))
+            logits = model.output(model(tokens)).flatten(0, 1)
+            loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100)  # the mean over what has a label
+            loss.backward()
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+            scale = min(1.0, config.training.max_norm / norm)
+            got = {"loss": loss.item(), "norm": norm}
+            metrics = json.loads((Path(folder) / "metrics.jsonl").read_text().splitlines()[-1])
+            differences.append(
+                {"loss": metrics["loss"] / got["loss"] - 1, "norm": metrics["grad_norm"] / got["norm"] - 1}
+                | {
+                    name: ((trainer.record.gradients[-1][name] - p.grad * scale).norm() / p.grad.norm() / scale).item()
+                    for name, p in model.named_parameters()
+                }
+            )
+        trainer.metrics.close()
+    return differences
+
+
+def test_a_step_is_that_of_plain_code(pool: WorkerPool, tmp_path) -> None:
+    """What layouts are compared with: one process against cross entropy, a backward and clipping written out."""
+    (steps,) = pool.run(1, plain_case, str(tmp_path))
+    for differences in steps:
+        assert len(differences) > 20
+        assert max(map(abs, differences.values())) < 1e-10, differences
+
+
+def clock_case(folder: str, arguments: list[str]) -> tuple[list[dict], int]:
+    """Two steps under a clock that goes on by a second whenever it is looked at; tokens of a resumed run."""
+    process, config, degrees = build(folder, *arguments)
+    with process_group(process, config.comm):
+        with mock.patch.object(metrics, "time", mock.Mock(perf_counter=mock.Mock(side_effect=itertools.count(1.0)))):
+            trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+            for step in (1, 2):
+                trainer.train_step(step)
+        trainer.metrics.close()
+        trainer.metrics.start_step, trainer.metrics.tokens_before = 5, 1000
+        resumed = trainer.metrics.tokens_seen(7)
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], resumed
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "cp2", "tp2"])
+def test_speed_counts_each_token_of_the_job_once(pool: WorkerPool, tmp_path, layout: str) -> None:
+    """16 rows of 16 tokens in a step; the clock is looked at before and after loading, and when the step is logged."""
+    (lines, resumed), _ = pool.run(2, clock_case, str(tmp_path), LAYOUTS[layout][1])
+    assert resumed == 1000 + 2 * 256
+    for step, line in enumerate(lines, 1):
+        assert line["tokens_per_second"] == pytest.approx(256 / 3)
+        assert line["tokens_per_second_per_device"] == pytest.approx(128 / 3)
+        assert line["data_loading_fraction"] == pytest.approx(1 / 3)
+        assert line["tokens_seen"] == 256 * step
 
 
 def counted_case(folder: str, arguments: list[str]) -> dict[str, int]:

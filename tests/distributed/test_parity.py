@@ -1,6 +1,7 @@
 """Law: every layout gives the losses, the gradient of every parameter, the norm and the weights of one process."""
 
 from functools import lru_cache
+from itertools import product
 
 import pytest
 
@@ -55,8 +56,8 @@ LAYOUTS = {
     "fsdp2+tp2+pp2": (8, degrees(dp_shard=2, tp=2, pp=2)),
     "cp2+tp2+pp2": (8, degrees(cp=2, tp=2, pp=2)),
 }
-# What every commit runs in float32; in float64 the layouts of the support matrix run there.
-QUICK_FLOAT32 = {"fsdp2", "tp2", "hsdp2x2", "cp2", "pp2"}
+# What every commit runs in float32; in float64 the rows of test_pairs.py run there.
+QUICK_FLOAT32 = {"fsdp2+tp2", "cp2", "pp2"}
 ONLY_HERE = {
     "fsdp4",
     "ddp4",
@@ -70,7 +71,7 @@ ONLY_HERE = {
     "fsdp2+cp4",
     "cp4+tp2",
 }
-QUICK_FLOAT64 = {"fsdp4"}
+QUICK_FLOAT64: set[str] = set()
 
 
 @lru_cache
@@ -97,8 +98,14 @@ def test_layout_equals_single_process(pool: WorkerPool, layout: str, dtype: str)
     assert_parity(got[0], reference(pool, precision), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp2x2", "ddp2"])
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        ("hsdp2x2", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(("fsdp2", "ddp2"), (1, 4))),
+        pytest.param("hsdp2x2", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_micro_batches_do_not_change_the_step(pool: WorkerPool, layout: str, rows: int) -> None:
     """The harness accumulates micro-batches of 2 rows; 4 rows on 4 ranks are a step without accumulation."""
     world_size, arguments = LAYOUTS[layout]
@@ -109,7 +116,15 @@ def test_micro_batches_do_not_change_the_step(pool: WorkerPool, layout: str, row
 
 @pytest.mark.parametrize(
     ("layout", "share"),
-    [("fsdp2", 2), ("ddp2", 1), ("tp2", None), ("hsdp2x2", 2), ("fsdp2+tp2", None), ("cp4", 4), ("fsdp2+cp2", 4)],
+    [
+        ("tp2", None),
+        ("fsdp2+cp2", 4),
+        ("hsdp2x2", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("fsdp2", 2), ("ddp2", 1), ("fsdp2+tp2", None), ("cp4", 4))
+        ),
+    ],
 )
 def test_each_rank_holds_its_share(pool: WorkerPool, layout: str, share: int | None) -> None:
     """A mesh of the wrong shape trains alike but holds too much: FSDP given a 2-D mesh is HSDP."""
@@ -126,13 +141,13 @@ def test_each_rank_holds_its_share(pool: WorkerPool, layout: str, share: int | N
 
 
 @pytest.mark.parametrize(
-    "layout", ["cp2", "cp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2+cp2", "cp2+tp2"))]
+    "layout", ["cp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp2", "fsdp2+cp2", "cp2+tp2"))]
 )
 @pytest.mark.parametrize(
     "settings",
     [
         ["--training.seq_len=15"],
-        ["--parallelism.context_parallel_load_balancer=contiguous"],
+        pytest.param(["--parallelism.context_parallel_load_balancer=contiguous"], marks=pytest.mark.slow),
         pytest.param(
             ["--parallelism.context_parallel_load_balancer=contiguous", "--training.seq_len=14"], marks=pytest.mark.slow
         ),
@@ -180,35 +195,21 @@ MASKED = {
         "--model.sliding_window_every=2",
     ],
 }
+EIGHT_RANKS = ("hsdp2x2+cp2", "fsdp2+cp2+tp2", "cp4+tp2", "fsdp2+cp4")
 BALANCED = ["--parallelism.context_parallel_load_balancer=balanced"]
-# method, mask, layout: what every commit runs, so that each value of each is met with most of the others
-QUICK_PLANNED = {
-    ("hybrid", "documents", "cp4"),
-    ("auto", "documents", "cp4"),
-    ("all_to_all", "sinks, documents", "cp2+tp2"),
-    ("checked", "sinks, documents", "fsdp2+cp2"),
-    ("all_gather", "documents", "fsdp2+cp2"),
-    ("all_gather, 1 head at a time", "window", "cp2"),
-    ("all_to_all, 1 head at a time", "documents, window in every 2nd layer", "cp2"),
-    ("math", "documents, window in every 2nd layer", "cp4"),
-    ("checked", "documents", "cp4"),
-    ("all_to_all", "window", "hsdp2x2+cp2"),
-}
 
 
 @pytest.mark.parametrize(
     ("method", "mask", "layout"),
     [
-        pytest.param(*case, marks=[] if case in QUICK_PLANNED else [pytest.mark.slow])
-        for method in PLANNED
-        for mask in MASKED
-        for layout in ("cp2", "cp4", "fsdp2+cp2", "cp2+tp2", "hsdp2x2+cp2", "fsdp2+cp2+tp2", "cp4+tp2", "fsdp2+cp4")
-        for case in [(method, mask, layout)]
-        if method != "hybrid" or "cp4" in layout
+        pytest.param(*case, marks=pytest.mark.slow)
+        for number, (method, mask) in enumerate(product(PLANNED, MASKED))
+        for layouts in [[x for x in EIGHT_RANKS if method != "hybrid" or "cp4" in x]]
+        for case in [(method, mask, layouts[number % len(layouts)])]
     ],
 )
 def test_methods_and_masks_equal_single_process(pool: WorkerPool, method: str, mask: str, layout: str) -> None:
-    """With packed documents by cost (`balanced`), elsewhere head and tail; the single process has the mask alone."""
+    """On eight ranks, each method and mask on some layout; with packed documents by cost, elsewhere head and tail."""
     world_size, arguments = LAYOUTS[layout]
     settings = ["--training.dtype=float64", *MASKED[mask]]
     balancer = BALANCED if mask.startswith("documents") else []
@@ -217,7 +218,7 @@ def test_methods_and_masks_equal_single_process(pool: WorkerPool, method: str, m
 
 
 @pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
-@pytest.mark.parametrize("layout", ["cp4", pytest.param("fsdp2+cp2+tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) for x in ("cp4", "fsdp2+cp2+tp2")])
 def test_methods_equal_single_process_under_a_plain_causal_mask(pool: WorkerPool, method: str, layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]
     settings = ["--training.dtype=float64", "--training.seq_len=14"]
@@ -235,6 +236,33 @@ def test_documents_and_windows_change_what_is_learnt(pool: WorkerPool) -> None:
             continue
         with pytest.raises(AssertionError, match="gradient of"):
             assert_parity(masked, plain, 1e-3)
+
+
+# Degrees that no other layout has, each with documents too: uneven shards, deep pipelines, a hybrid inside one.
+DEGREES = {
+    "cp3": (3, degrees(cp=3)),
+    "cp6": (6, degrees(cp=6)),
+    "cp3+tp2": (6, degrees(cp=3, tp=2)),
+    "pp4": (4, [*degrees(pp=4), "--model.flavor=tiny4", "--training.local_batch_size=4"]),
+    "pp4+cp2": (8, [*degrees(pp=4, cp=2), "--model.flavor=tiny4", "--training.local_batch_size=4"]),
+    "ddp2+tp2": LAYOUTS["ddp2+tp2"],
+    "hybrid 2x2+pp2": (
+        8,
+        [*degrees(cp=4, pp=2), *PLANNED["hybrid"], "--training.seq_len=32"],
+    ),
+    "auto 4": (4, [*degrees(cp=4), *PLANNED["auto"]]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["causal", "documents", "documents, window in every 2nd layer"])
+@pytest.mark.parametrize("layout", DEGREES)
+def test_other_degrees_equal_single_process(pool: WorkerPool, layout: str, mask: str) -> None:
+    world_size, arguments = DEGREES[layout]
+    settings = ["--training.dtype=float64", *MASKED.get(mask, [])]
+    model = [a for a in arguments if a.startswith(("--model.flavor", "--training.seq_len"))]
+    got = pool.run(world_size, run_layout, [*settings, *arguments])[0]
+    assert_parity(got, reference(pool, *settings, *model), 1e-10)
 
 
 FAULTS = [

@@ -53,9 +53,8 @@ LAYOUTS = {
     "cp_all_gather": (2, [*degrees(cp=2), "--parallelism.context_parallel_method=all_gather"]),
     "cp_all_to_all": (4, [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=all_to_all"]),
 }
-# Eight ranks, or like another one: their parity is tested in tests/distributed at every commit.
-SLOW = {"hsdp+tp", "hsdp+cp", "pp_gpipe", "pp_dp_gpipe", "pp_tp", "pp_dp_tp", "pp_looped_1f1b", "pp+cp+tp"}
-SLOW |= {"2d_compile", "3d_compile"}
+# What every commit runs: the program itself on each kind of layout. Their parity is tested in tests/distributed.
+QUICK = {"default", "1d_compile", "2d_eager", "ddp+cp", "pp_dp_1f1b"}
 DOCUMENTS = ["--training.attention_mask=document", "--model.sliding_window=48", "--model.sliding_window_every=2"]
 
 
@@ -74,7 +73,7 @@ def one_rank(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
 )
 def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tmp_path: Path, name: str) -> None:
     world_size, arguments = LAYOUTS[name]

@@ -76,7 +76,7 @@ def uninterrupted(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-QUICK = {("one", "disabled"), ("fsdp2", "disabled"), ("cp2", "disabled"), ("tp2", "disabled"), ("fsdp2", "async")}
+QUICK = {("cp2", "disabled"), ("fsdp2", "async")}
 
 
 @pytest.mark.parametrize(

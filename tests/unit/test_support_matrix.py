@@ -1,9 +1,12 @@
 """docs/support_matrix.md is what the tests found, of the cells as they are now."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.harness import TEST_FLAVORS
 from tests.support_matrix import COMMAND, FEATURES, LAYOUTS, PAGE, Cell, Feature, Record, cells, page
 
 
@@ -15,6 +18,27 @@ def test_every_cell_has_run_as_it_is_now():
     record = Record()
     stale = [f"{cell.layout}: {cell.feature}" for cell in cells() if record.outcome(cell) is None]
     assert not stale, f"not run with these arguments; {COMMAND}"
+
+
+def test_the_record_says_what_it_ran_on():
+    """Those versions that are pinned; a cell names the commit of the code that it ran."""
+    record = Record()
+    pinned = re.search(r"^torch==(\S+)", (PAGE.parents[1] / "requirements.txt").read_text(), re.MULTILINE)[1]
+    assert record.made_with["torch"] == pinned
+    assert record.made_with["device"] == "CPU, gloo"
+    assert record.commits()
+    assert all(re.fullmatch(r"[0-9a-f]{7,40}", name) for name in record.commits()), "recorded with uncommitted changes"
+
+
+def test_tolerance_and_model_are_part_of_a_cell(monkeypatch: pytest.MonkeyPatch):
+    cell = Cell("fsdp2+tp2", "compile")
+    before = cell.digest
+    monkeypatch.setitem(FEATURES, "compile", replace(FEATURES["compile"], tolerance=1e-9))
+    assert cell.digest != before
+    monkeypatch.undo()
+    assert cell.digest == before
+    monkeypatch.setitem(TEST_FLAVORS, "tiny", replace(TEST_FLAVORS["tiny"], dim=128))
+    assert cell.digest != before
 
 
 def test_a_cell_that_changed_counts_as_untested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
