@@ -7,13 +7,12 @@ each what came out and a digest of its arguments, so that a cell that changed co
 import hashlib
 import json
 import platform
-import subprocess
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
+from scripts.provenance import commit
 from tests.distributed.harness import BASE, STEPS, TEST_FLAVORS, TINY, VOCAB
 from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError
@@ -213,18 +212,6 @@ def cells() -> list[Cell]:
 def made_with() -> dict[str, str]:
     """On what cells run here: device, versions."""
     return {"device": "CPU, gloo", "torch": version("torch").partition("+")[0], "python": platform.python_version()}
-
-
-@lru_cache(maxsize=1)
-def commit() -> str:
-    """The commit of the code that runs, with a + where it was changed since; as of the first call."""
-    described = subprocess.run(
-        ["git", "-C", str(DOCS), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or "unknown"
 
 
 class Record:

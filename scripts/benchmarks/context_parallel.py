@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scripts.benchmarks.context_parallel_tiles import DIRECTIONS, Problem, Row, problems, tile_rows
+from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
 from trainer.distributed import exchange
 from trainer.distributed.context_parallel.attention import context_parallel_attention
@@ -370,7 +371,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: as with --tiles")
     add("--tiles", action="store_true", help="every rank's tiles on one device, one rank after another, nothing sent")
     add("--kernels", nargs="+", choices=KERNELS, help="with --tiles or cuda; all that can do it")
-    add("--json", type=Path, metavar="FILE", help="write the rows there, as a list of objects")
+    add("--json", type=Path, metavar="FILE", help="write the rows there, and where they come from")
     return described
 
 
@@ -418,24 +419,26 @@ def _can(name: str, device: str, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(given)
     try:
         check(args)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     settings = {name: getattr(args, name) for name in ("batch", "heads", "kv_heads", "head_dim", "dtype", "threads")}
-    settings |= {"load_balancer": args.load_balancer, "repeats": args.repeats, "torch": torch.__version__}
-    settings["device"] = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    settings |= {"load_balancer": args.load_balancer, "repeats": args.repeats}
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     columns = [*(["kernel"] if args.tiles else []), "method", "degree", "seq_len", "ratio", "ms", "whole_ms", "tflops"]
     print(" ".join(f"{column:>11}" for column in columns), " ratio from .. to")
     found: list[Row] = []
+    result = made_with("scripts/benchmarks/context_parallel.py", given, device=device) | {"results": found}
     for row in (tile_rows if args.tiles else rank_rows)(args):
         found.append(row | settings)
         low, high = row["ratio_range"]
         print(" ".join(f"{row[column]:>11}" for column in columns), f" {low} .. {high}", flush=True)
         if args.json is not None:  # after every row, so that an interrupted run leaves what it has
-            args.json.write_text(json.dumps(found, indent=2) + "\n")
+            args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 

@@ -21,7 +21,6 @@ process had before it built anything. On a GPU it is what PyTorch allocates, on 
 import argparse
 import itertools
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 import torch
 
 from scripts.benchmarks.train_loops import WARMUP, Bare, Block, Rounds, Row, Work, free, memory_of, train, with_layers
+from scripts.provenance import made_with
 from trainer.components.metrics import peak_flops
 from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.errors import ConfigError, did_you_mean
@@ -251,10 +251,8 @@ def check(config: JobConfig, work: Work) -> None:
 def described(work: Work, argv: Sequence[str]) -> Row:
     """What the rows were measured on."""
     shape, training = work.shape(), work.config.training
-    return {
-        "command": shlex.join(["python", "scripts/benchmarks/train.py", *argv]),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else "cpu",
+    device = torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else "cpu"
+    return made_with("scripts/benchmarks/train.py", argv, device=device) | {
         "threads": torch.get_num_threads(),
         "flavor": work.config.model.flavor,
         "layers": shape.n_layers,

@@ -169,7 +169,12 @@ def test_graphs_are_counted(pool: WorkerPool) -> None:
 
 def settings_case() -> tuple[dict[str, bool], bool, float]:
     """What the compiler is told with each function, and in the context of a step."""
-    words = ["--parallelism.tensor_parallel_degree=2", "--parallelism.enable_async_tensor_parallel", *BUDGET, "--compile.backend=inductor"]
+    words = [
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.enable_async_tensor_parallel",
+        *BUDGET,
+        "--compile.backend=inductor",
+    ]
     config = parse_command_line([*words, "--float8.enable", "--float8.recipe_name=rowwise"]).config
     with mock.patch.object(torch, "compile") as compile_:
         compiling.compiled_loss(max, config)

@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.distributed.test_parity import degrees
 from tests.integration.faulty_train import CHECKPOINT_OF_FAULT
-from tests.integration.test_launch import ROOT, environment, losses
+from tests.integration.test_launch import ROOT, environment, free_port, losses
+from tests.integration.test_launcher_killed import ranks_in
 from trainer.components.checkpoint_folder import saved_steps
 
 START_TIMEOUT_SECONDS, STEP_TIMEOUT_SECONDS, SAVING_TIMEOUT_SECONDS = 8, 4, 5
@@ -22,7 +24,6 @@ START_TIMEOUT_SECONDS, STEP_TIMEOUT_SECONDS, SAVING_TIMEOUT_SECONDS = 8, 4, 5
 MARGIN_SECONDS = 14
 STEPS = 6
 SETTINGS = [
-    "--nproc-per-node=2",
     f"--job.config_file={ROOT}/train_configs/debug_model.toml",
     "--metrics.no-enable_tensorboard",
     f"--training.steps={STEPS}",
@@ -37,12 +38,10 @@ AT_START = ("start", "model")
 PLACES = (*AT_START, "forward", "backward", "optimizer", "checkpoint", "async checkpoint")
 KINDS = ("die", "stop", "hang", "raise")
 QUICK = {
-    ("1", "die", "start"),
     ("1", "die", "optimizer"),
     ("0", "stop", "checkpoint"),
     ("1", "hang", "forward"),
     ("1", "raise", "backward"),
-    ("1", "raise", "async checkpoint"),
 }
 CASES = [("1", kind, place) for place in PLACES for kind in KINDS] + [
     ("0", "raise", "model"),
@@ -62,25 +61,42 @@ class Ended(NamedTuple):
     left: list[int]
 
 
-def train(folder: Path, fault: str = "none none none", *arguments: str) -> Ended:
-    """The job to its end."""
-    mark = folder / "failed"
-    command = [sys.executable, f"{ROOT}/tests/integration/faulty_train.py", *SETTINGS, *arguments]
-    process = subprocess.Popen(
-        [*command, f"--job.dump_folder={folder}"],
-        env=environment(FAULT=f"{fault} {mark}", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+LAUNCHERS = {"launcher": [], "torchrun": ["-m", "torch.distributed.run"]}
+
+
+def start(folder: Path, fault: str, *arguments: str, ranks: int = 2, launcher: str = "launcher", **variables: str):
+    """A launcher of a job whose rank fails as `fault` says."""
+    command = [sys.executable, *LAUNCHERS[launcher], f"--nproc-per-node={ranks}"]
+    program = f"{ROOT}/tests/integration/faulty_train.py"
+    command = [*command, program] if launcher == "torchrun" else [sys.executable, program, *command[1:]]
+    return subprocess.Popen(
+        [*command, *SETTINGS, *arguments, f"--job.dump_folder={folder}"],
+        env=environment(FAULT=f"{fault} {folder / 'failed'}", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def ended(folder: Path, *processes: subprocess.Popen) -> list[Ended]:
+    """The launchers' ends, and what is left of each."""
+    mark, results = folder / "failed", []
     try:
-        out, err = process.communicate(timeout=120)
-        seconds = time.time() - mark.stat().st_mtime if mark.exists() else 0.0
-        return Ended(process.returncode, out, err, seconds, in_session(process.pid))
+        for process in processes:
+            out, err = process.communicate(timeout=180)
+            seconds = time.time() - mark.stat().st_mtime if mark.exists() else 0.0
+            left = [*in_session(process.pid), *ranks_in(folder, "faulty_train.py")]
+            results.append(Ended(process.returncode, out, err, seconds, left))
+        return results
     finally:
-        for pid in in_session(process.pid):
+        for pid in {pid for process in processes for pid in in_session(process.pid)}:
             os.kill(pid, signal.SIGKILL)
+
+
+def train(folder: Path, fault: str = "none none none", *arguments: str, ranks: int = 2) -> Ended:
+    """The job to its end."""
+    return ended(folder, start(folder, fault, *arguments, ranks=ranks))[0]
 
 
 def in_session(leader: int) -> list[int]:
@@ -105,34 +121,34 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path, rank: str, kind: str, 
     arguments = [f"--comm.init_timeout_seconds={START_TIMEOUT_SECONDS if at_start else 60}"]
     if place == "async checkpoint":
         arguments.append("--checkpoint.async_mode=async")
-    ended = train(tmp_path, f"{rank} {kind} {place.split()[-1]}", *arguments)
-    lines = ended.err.splitlines()
-    assert (tmp_path / "failed").exists(), ended
+    end = train(tmp_path, f"{rank} {kind} {place.split()[-1]}", *arguments)
+    lines = end.err.splitlines()
+    assert (tmp_path / "failed").exists(), end
 
     limits = [START_TIMEOUT_SECONDS if at_start else STEP_TIMEOUT_SECONDS, SAVING_TIMEOUT_SECONDS if saving else 0]
     waits = kind in ("stop", "hang")
-    assert ended.seconds < MARGIN_SECONDS + (max(limits) if waits else 0), ended
-    assert ended.left == [], ended
+    assert end.seconds < MARGIN_SECONDS + (max(limits) if waits else 0), end
+    assert end.left == [], end
 
-    traces = ended.err.count("Traceback (most recent call last)") + ended.out.count("Traceback")
+    traces = end.err.count("Traceback (most recent call last)") + end.out.count("Traceback")
     if kind == "die":
-        assert ended.code == 128 + signal.SIGKILL, ended
+        assert end.code == 128 + signal.SIGKILL, end
         assert lines[-1] == f"error: rank {rank} failed first (SIGKILL); the other ranks were stopped"
-        assert traces == 0, ended.err
+        assert traces == 0, end.err
     elif kind == "raise" and saving:  # found out by all ranks together
-        assert ended.code == 1, ended
+        assert end.code == 1, end
         message = f"error: the checkpoint of step {CHECKPOINT_OF_FAULT} could not be written"
         (line,) = [line for line in lines if line.startswith(message)]
         assert f"(rank {rank}: planted fault)" in line
-        assert traces == 0, ended.err
+        assert traces == 0, end.err
     elif kind == "raise":
-        assert ended.code == 1, ended
-        assert f"rank {rank} failed:\nTraceback (most recent call last)" in ended.err
-        assert "\nRuntimeError: planted fault\n" in ended.err
+        assert end.code == 1, end
+        assert f"rank {rank} failed:\nTraceback (most recent call last)" in end.err
+        assert "\nRuntimeError: planted fault\n" in end.err
         assert lines[-1] == f"error: rank {rank} failed first (exit code 1); the other ranks were stopped"
-        assert traces == 1, ended.err
+        assert traces == 1, end.err
     else:
-        assert ended.code == 1, ended
+        assert end.code == 1, end
         (line,) = [line for line in lines if line.startswith(f"error: rank {rank} did not answer within ")]
         assert f"; rank {1 - int(rank)} waited " in line
         name = "init" if at_start else "train"
@@ -140,9 +156,9 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path, rank: str, kind: str, 
             saving and f" {SAVING_TIMEOUT_SECONDS} s (comm.checkpoint_timeout_seconds); " in line
         )
         assert lines[-1] == f"error: rank {rank} hung, and was killed when its peers had given it up"
-        assert traces == 0, ended.err
-        shown = "faulty_train.py" in ended.err
-        assert shown == (kind == "hang" and not at_start), ended.err  # the stack of the rank that hangs
+        assert traces == 0, end.err
+        shown = "faulty_train.py" in end.err
+        assert shown == (kind == "hang" and not at_start), end.err  # the stack of the rank that hangs
 
 
 @pytest.mark.parametrize("kind", ["raise", pytest.param("die", marks=pytest.mark.slow)])
@@ -157,3 +173,87 @@ def test_after_a_failed_checkpoint_a_run_goes_on_from_the_last_good_one(tmp_path
     assert "going on after step 2 from" in again.out
     assert saved_steps(tmp_path / "failed" / "checkpoint") == [2, 4, 6]
     assert losses(tmp_path / "failed") == losses(tmp_path / "whole")
+
+
+FOUR_RANKS = {
+    "tp2+cp2": degrees(cp=2, tp=2),
+    "pp2+cp2": degrees(pp=2, cp=2),
+    "pp2+tp2": degrees(pp=2, tp=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "kind", "place"),
+    [
+        ("pp2+cp2", "3", "hang", "forward"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("pp2+cp2", "0", "die", "backward"),
+                ("tp2+cp2", "2", "hang", "backward"),
+                ("tp2+cp2", "1", "stop", "optimizer"),
+                ("pp2+tp2", "3", "raise", "forward"),
+                ("pp2+tp2", "1", "die", "optimizer"),
+            )
+        ),
+    ],
+)
+def test_a_rank_of_a_sequence_a_matrix_or_a_pipeline_fails(
+    tmp_path: Path, layout: str, rank: str, kind: str, place: str
+) -> None:
+    """Its peers wait in sends, receives and collectives of several groups; still it is the one that is named."""
+    rows = ["--training.local_batch_size=2", "--comm.init_timeout_seconds=60"]
+    end = train(tmp_path, f"{rank} {kind} {place}", *FOUR_RANKS[layout], *rows, ranks=4)
+    assert (tmp_path / "failed").exists(), end
+    waits = kind in ("stop", "hang")
+    assert end.seconds < MARGIN_SECONDS + STEP_TIMEOUT_SECONDS * waits, end
+    assert end.left == []
+    assert end.code == (128 + signal.SIGKILL if kind == "die" else 1), end
+    named = {"die": f"rank {rank} failed first (SIGKILL)", "raise": f"rank {rank} failed first (exit code 1)"}
+    assert named.get(kind, f"rank {rank} did not answer within {STEP_TIMEOUT_SECONDS} s") in end.err, end
+
+
+# What torchrun gives ranks to end by themselves, before it kills them.
+TORCHRUN_GRACE_SECONDS = 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "place"), [("die", "optimizer"), ("raise", "backward"), ("hang", "forward")])
+def test_a_rank_fails_under_torchrun(tmp_path: Path, kind: str, place: str) -> None:
+    """Its exit code and its trace are torchrun's own; the ranks say who failed, and none is left."""
+    process = start(tmp_path, f"1 {kind} {place}", "--comm.init_timeout_seconds=60", launcher="torchrun")
+    (end,) = ended(tmp_path, process)
+    assert end.code == 1, end
+    assert end.seconds < MARGIN_SECONDS + (STEP_TIMEOUT_SECONDS + TORCHRUN_GRACE_SECONDS if kind == "hang" else 0), end
+    assert end.left == []
+    words = {
+        "die": "rank 1 went away without a word",
+        "raise": "rank 1 failed:",
+        "hang": "rank 1 did not answer within",
+    }
+    assert words[kind] in end.err, end
+
+
+@pytest.mark.slow
+def test_two_nodes_train_fail_and_go_on(tmp_path: Path) -> None:
+    """Two launchers that meet at one address; a rank of the second node dies, and both end; together they go on."""
+    whole = train(tmp_path / "whole")
+    assert (whole.code, whole.left) == (0, [])
+
+    def both(fault: str) -> list[Ended]:
+        variables = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        arguments = ["--comm.init_timeout_seconds=60"]
+        nodes = [start(tmp_path / "nodes", fault, *arguments, ranks=1, **variables) for _ in range(2)]
+        return ended(tmp_path / "nodes", *nodes)
+
+    (tmp_path / "nodes").mkdir()
+    failed = both("1 die optimizer")
+    assert all(end.code != 0 for end in failed), failed
+    assert any("went away without a word" in end.err or "SIGKILL" in end.err for end in failed), failed
+    assert [end.left for end in failed] == [[], []]
+    assert saved_steps(tmp_path / "nodes" / "checkpoint") == [2]
+    (tmp_path / "nodes" / "failed").unlink()
+    again = both("none none none")
+    assert [end.code for end in again] == [0, 0], again
+    assert any("going on after step 2 from" in end.out for end in again)
+    assert losses(tmp_path / "nodes") == losses(tmp_path / "whole")

@@ -39,6 +39,12 @@ def launch(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Po
     )
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -81,9 +87,7 @@ def test_torchrun_by_hand(tmp_path: Path) -> None:
 
 def test_two_nodes(tmp_path: Path) -> None:
     """Two launchers that meet at MASTER_ADDR:MASTER_PORT are one job of two ranks."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     nodes = [
         launch(*QUICK, f"--job.dump_folder={tmp_path}", NGPU="1", NNODES="2", MASTER_ADDR="localhost", MASTER_PORT=port)
         for _ in range(2)

@@ -31,15 +31,15 @@ def start(launcher: str, folder: Path) -> subprocess.Popen:
     )
 
 
-def ranks_in(folder: Path) -> list[int]:
-    """Process ids of all ranks of jobs in this folder, whoever is their parent now."""
+def ranks_in(folder: Path, program: str = "train.py") -> list[int]:
+    """Process ids of all ranks of jobs in this folder that run a program, whoever is their parent now."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        is_rank = any(word.endswith(b"train.py") for word in words) and b"torch.distributed.run" not in words
+        is_rank = any(word.endswith(program.encode()) for word in words) and b"torch.distributed.run" not in words
         if is_rank and f"--job.dump_folder={folder}".encode() in words:
             found.append(int(path.parent.name))
     return found

@@ -157,7 +157,10 @@ def test_tile_rows_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     lengths = ["--seq-len", "64", "96", "--degrees", "2", "4"]
     assert main(["--tiles", *shape, *lengths, "--json", str(file)]) == 0
     torch.set_num_threads(threads)
-    rows = json.loads(file.read_text())
+    written = json.loads(file.read_text())
+    assert written["command"].startswith("python scripts/benchmarks/context_parallel.py --tiles --heads 4 ")
+    assert {"commit", "torch", "python", "device"} <= written.keys()
+    rows = written["results"]
     found = {(row["kernel"], row["method"], row["degree"], row["seq_len"]) for row in rows}
     assert found == {("cpu_flash", m, d, s) for m in benchmark.METHODS for d in (2, 4) for s in (64, 96)}
     assert len(rows) == 12

@@ -1,6 +1,7 @@
 """The benchmark of the trainer: both loops do the same work, its arithmetic, and what it writes."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,11 @@ from scripts.benchmarks import train as benchmark
 from scripts.benchmarks import train_loops as loops
 from scripts.benchmarks.train import Block, compared, main, parser, settled, speed
 from scripts.benchmarks.train_loops import Bare, PeakMemory, Rounds, Work, memory_of, train
+from tests.support_matrix import Record
 from trainer.components.console import logger
 from trainer.models.llama3.args import FLAVORS
+
+MEASUREMENTS = Path(__file__).resolve().parents[2] / "docs" / "measurements"
 
 SMALL = ["--layers", "1", "--seq-len", "32", "--rows", "2", "--steps", "2", "--rounds", "2"]
 
@@ -229,3 +233,14 @@ def test_bad_arguments_are_one_sentence(argv: str, named: str, capsys: pytest.Ca
     error = capsys.readouterr().err
     assert named in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in MEASUREMENTS.glob("*.json")))
+def test_every_file_of_numbers_says_where_it_comes_from(file: str) -> None:
+    content = json.loads((MEASUREMENTS / file).read_text())
+    made_with = content.get("made_with", content)
+    assert content["command"].startswith(("python ", "pytest "))
+    assert {"torch", "python", "device"} <= made_with.keys()
+    commits = {content["commit"]} if "commit" in content else set(Record().commits())
+    assert commits
+    assert all(re.fullmatch("[0-9a-f]{7,40}", commit) for commit in commits), "made with uncommitted changes"
