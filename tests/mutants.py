@@ -386,6 +386,23 @@ EXECUTION = (
     ),
 )
 
+MODELS_OF_OTHERS = (
+    Mutant(
+        "a model may count its part from 0",
+        "trainer/integrations/positions.py",
+        "restarted = not is_global and bool(",
+        "restarted = False and bool(",
+        "tests/distributed/test_transformers.py",
+    ),
+    Mutant(
+        "documents excuse any positions",
+        "trainer/integrations/positions.py",
+        "self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)",
+        "self.flags |= 0",
+        "tests/distributed/test_transformers.py",
+    ),
+)
+
 LAYOUTS = (
     Mutant(
         "tied weights come apart under TP",
@@ -528,6 +545,58 @@ CHECKPOINTS = (
     ),
 )
 
+SETTINGS = (
+    Mutant(
+        "FSDP always reshards",
+        "trainer/distributed/data_parallel.py",
+        'reshard_after_forward=how == "always" or (how == "default" and not pipelined)',
+        "reshard_after_forward=True",
+        "tests/distributed/test_keys.py",
+    ),
+    Mutant(
+        "parameters stay on the device",
+        "trainer/distributed/data_parallel.py",
+        "cpu_offload=config.training.enable_cpu_offload",
+        "cpu_offload=False",
+        "tests/distributed/test_keys.py",
+    ),
+    Mutant(
+        "gradients are always reduced in float32",
+        "trainer/distributed/data_parallel.py",
+        "getattr(torch, config.training.mixed_precision_reduce)",
+        "torch.float32",
+        "tests/distributed/test_keys.py",
+    ),
+    Mutant(
+        "logits are never gathered",
+        "trainer/distributed/tensor_parallel.py",
+        "return Replicate() if disable_loss_parallel else Shard(-1)",
+        "return Shard(-1)",
+        "tests/distributed/test_keys.py " + _PAIRS,
+    ),
+    Mutant(
+        "garbage is collected every 50 steps",
+        "trainer/components/garbage.py",
+        "if step % self.freq == 0:",
+        "if step % 50 == 0:",
+        "tests/distributed/test_keys.py",
+    ),
+    Mutant(
+        "every tenth step is logged",
+        "trainer/components/metrics.py",
+        "step % self.config.metrics.log_freq == 0",
+        "step % 10 == 0",
+        "tests/distributed/test_keys.py",
+    ),
+    Mutant(
+        "a key without effect is not told",
+        "trainer/config/unused.py",
+        "if keys and not rule.in_effect(config, degrees):",
+        "if keys and rule.in_effect(config, degrees):",
+        "tests/unit/test_config_unused.py",
+    ),
+)
+
 METRICS = (
     Mutant(
         "tokens of a sequence count once for each of its ranks",
@@ -596,6 +665,20 @@ PROCESSES = (
         "tests/integration/test_failures.py",
     ),
     Mutant(
+        "a message is waited for as long as when its group was made",
+        "trainer/distributed/exchange.py",
+        'if dist.get_backend(group) != "gloo":',
+        'if dist.get_backend(group) == "gloo":',
+        _LOOP,
+    ),
+    Mutant(
+        "stages wait for each other as long as when their groups were made",
+        "trainer/trainer.py",
+        "            self.pipeline.set_timeout(seconds)\n",
+        "            pass\n",
+        "tests/integration/test_failures.py",
+    ),
+    Mutant(
         "what one rank finds wrong does not reach the others",
         "trainer/distributed/agreement.py",
         'if all_reduce(failed, over, "max").item():',
@@ -609,9 +692,11 @@ MUTANTS = (
     *GRADIENTS,
     *PLANS,
     *EXECUTION,
+    *MODELS_OF_OTHERS,
     *LAYOUTS,
     *DATA,
     *CHECKPOINTS,
+    *SETTINGS,
     *METRICS,
     *PROCESSES,
 )

@@ -40,16 +40,22 @@ LAYOUTS = (
     ),
     ("ddp2+fsdp2+cp2", "ddp2+fsdp2+tp2", "fsdp2+cp2+tp2", "fsdp2+cp2+pp2", "fsdp2+tp2+pp2", "cp2+tp2+pp2"),
 )
-# What is tried on three dimensions at once; test_pairs.py has every two settings together.
+# What is tried on several dimensions at once; test_pairs.py has every two settings together.
+OF_PAIRS = (
+    *(
+        "as it is",
+        "packed documents",
+        "documents dealt by cost",
+        "sliding window in every 2nd layer",
+        "attention sinks",
+    ),
+    *("uneven shards", "CP all_to_all", "CP hybrid", "PP Interleaved1F1B", "PP InterleavedZeroBubble"),
+    *("recompute layers", "recompute operators", "recompute operators, zero bubble", "compile", "asynchronous TP"),
+    *("tied embeddings", "CPU offload", "float8, rowwise (emulated)"),
+)
 OF_TRIPLES = (
-    "as it is",
-    "packed documents",
-    "sliding window in every 2nd layer",
-    "CP all_to_all",
-    "PP InterleavedZeroBubble",
-    "recompute operators",
-    "compile",
-    "tied embeddings",
+    *("as it is", "packed documents", "sliding window in every 2nd layer", "CP all_to_all", "PP InterleavedZeroBubble"),
+    *("recompute operators", "compile", "tied embeddings"),
 )
 # Of the harness's model of two layers: four stages, for schedules with two a rank.
 _FOUR_STAGES = ("--parallelism.pipeline_parallel_module_fqns", "tok_embeddings", "layers.0", "layers.1", "norm,output")
@@ -151,7 +157,7 @@ class Cell:
     def applies(self) -> bool:
         """Whether the layout has what the feature is about."""
         feature, degrees = FEATURES[self.feature], layout_degrees(self.layout)
-        if len(degrees) > 2 and self.feature not in OF_TRIPLES:
+        if self.feature not in {1: FEATURES, 2: OF_PAIRS, 3: OF_TRIPLES}[len(degrees)] and self.layout != "cp4":
             return False
         return all(degrees.get(dimension, 1) >= feature.degree for dimension in feature.needs)
 
@@ -305,9 +311,10 @@ are right, not that a kernel of a GPU is. The model is small: {model.n_layers} l
 A layout's name has its dimensions with their degrees: ddp (replicas), fsdp (shards), cp (context), tp (tensor) and pp
 (pipeline parallelism). ✓: trained for three steps, and losses, gradient norm, the gradient of every parameter and the
 weights match a single process, to 1e-10 in float64 (with float8 to 1e-2 in float32). Refused: the program says the
-sentence below, by its number, before it trains. Empty: the layout has nothing that the feature is about, or, with three
-dimensions, this feature was not tried. Where nothing else is said pipelines run the schedule 1F1B, context parallelism
-the ring, and gradients are accumulated over several micro-batches.
+sentence below, by its number, before it trains. Empty: the layout has nothing that the feature is about, or, with
+several dimensions, this feature was not tried alone there: `tests/distributed/test_pairs.py` trains every two settings
+together. Where nothing else is said pipelines run the schedule 1F1B, context parallelism the ring, and gradients are
+accumulated over several micro-batches.
 
 {body}
 

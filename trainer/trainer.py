@@ -92,6 +92,8 @@ class Trainer:
         self.parts = self.build_parts(shape, plan)
         """The whole model, or the pipeline stages of this rank."""
         self.pipeline = plan and self.build_pipeline(plan, shape.dim)
+        if self.pipeline is not None:
+            self.pipeline.set_timeout(config.comm.init_timeout_seconds)
         self.token_losses = compiled_loss(token_losses, config)
         self.optimizer = build_optimizer(self.parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
@@ -226,7 +228,7 @@ class Trainer:
                     profiler.step(step)
                     compilations.step(step)
                     if step == self.start_step + 1:
-                        set_timeout(self.config.comm.train_timeout_seconds, but_for=self.checkpoint.group)
+                        self._set_timeout(self.config.comm.train_timeout_seconds)
                     reason = self.stop.agreed(self.dims["world"])
                     last = bool(reason) or step == training.steps
                     saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last)
@@ -350,6 +352,11 @@ class Trainer:
             )
         clip_gradients(parameters, norm, self.config.training.max_norm)
         return norm
+
+    def _set_timeout(self, seconds: float) -> None:
+        set_timeout(seconds, but_for=self.checkpoint.group)
+        if self.pipeline is not None:
+            self.pipeline.set_timeout(seconds)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {

@@ -237,24 +237,33 @@ def test_collectives_of_our_own_in_a_step(pool: WorkerPool, tmp_path) -> None:
     assert pool.run(2, counted_case, str(tmp_path), LAYOUTS["tp2"][1]) == [{"all_reduce": 3}] * 2
 
 
-def timeout_case() -> float:
+def timeout_case(what: str) -> float:
+    """Seconds that rank 0 waits for a collective, or a message, of a rank that does not come."""
     import time
 
     process = Process.from_environment()
     config = parse_command_line([]).config
     with process_group(process, config.comm):
         set_timeout(2.0)
-        started = time.monotonic()
+        started, x = time.monotonic(), torch.ones(1)
+        group = torch.distributed.group.WORLD
         if process.rank == 0:
+            arriving = [exchange.Transfer(x, peer=1, is_send=False)]
+            wait = {
+                "collective": lambda: torch.distributed.all_reduce(x),
+                "message": lambda: exchange.send_receive(arriving, group, kind="kv").wait(),
+            }[what]
             with pytest.raises(RuntimeError, match="Timed out"):
-                torch.distributed.all_reduce(torch.ones(1))
+                wait()
         else:
             time.sleep(4)
         return time.monotonic() - started
 
 
-def test_a_lowered_timeout_is_in_force(pool: WorkerPool) -> None:
-    assert pool.run(2, timeout_case)[0] < 4
+@pytest.mark.parametrize("what", ["collective", "message"])
+def test_a_lowered_timeout_is_in_force(pool: WorkerPool, what: str) -> None:
+    """gloo keeps for messages the time-out that a group was made with, unless it is said anew."""
+    assert pool.run(2, timeout_case, what)[0] < 4
 
 
 def init_timeout_case() -> timedelta:

@@ -220,7 +220,7 @@ TORCHRUN_GRACE_SECONDS = 30
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "place"), [("die", "optimizer"), ("raise", "backward"), ("hang", "forward")])
 def test_a_rank_fails_under_torchrun(tmp_path: Path, kind: str, place: str) -> None:
-    """Its exit code and its trace are torchrun's own; the ranks say who failed, and none is left."""
+    """Its exit code and its table of failures are torchrun's own; who hangs or raises, the ranks say; none is left."""
     process = start(tmp_path, f"1 {kind} {place}", "--comm.init_timeout_seconds=60", launcher="torchrun")
     (end,) = ended(tmp_path, process)
     assert end.code == 1, end

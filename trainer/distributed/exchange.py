@@ -7,6 +7,7 @@ A halo, a change from any uneven layout to any other, a gather and a scatter are
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 
 import torch
@@ -56,7 +57,7 @@ class Pending:
     """Transfers under way. Their tensors are kept until `wait`, after which they may be read and written.
 
     Keeping them is what lets the memory of a tensor that another stream works on be reused only afterwards.
-    arrived: called once by `wait`, when everything is there.
+    arrived: called once by `wait`, when everything is there. timeout: how long to wait; None: as the group says.
     """
 
     def __init__(
@@ -64,12 +65,13 @@ class Pending:
         works: Sequence[dist.Work] = (),
         kept: Sequence[object] = (),
         arrived: Callable[[], None] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
-        self._works, self._kept, self._arrived = works, kept, arrived
+        self._works, self._kept, self._arrived, self._timeout = works, kept, arrived, timeout
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            work.wait(*(() if self._timeout is None else (self._timeout,)))
         if self._arrived is not None:
             self._arrived()
         self._works, self._kept, self._arrived = (), (), None
@@ -93,7 +95,15 @@ def send_receive(
     operations = [
         dist.P2POp(dist.isend if t.is_send else dist.irecv, t.tensor, group=group, group_peer=t.peer) for t in transfers
     ]
-    return Pending(dist.batch_isend_irecv(operations), transfers, arrived)
+    return Pending(dist.batch_isend_irecv(operations), transfers, arrived, message_timeout(group))
+
+
+def message_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long to wait for a message of this group, where that must be said: gloo's messages, unlike its
+    collectives, keep the time-out with which the group was made."""
+    if dist.get_backend(group) != "gloo":
+        return None
+    return group._get_backend(torch.device("cpu")).options._timeout  # no public name as of torch 2.13
 
 
 def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:

@@ -6,8 +6,10 @@ forward of its own to find them. Gradients are sums, as everywhere: nothing is d
 
 import logging
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -47,6 +49,7 @@ class Pipeline:
         self.has_first, self.has_last = 0 in self._numbers, len(plan.stages) - 1 in self._numbers
         self._shape: tuple[int, int] | None = None
         self._schedule = None
+        self._group = mesh.get_group()
         self._loss: LossFunction | None = None
         # At an error it would print the whole schedule, on every rank.
         logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
@@ -76,6 +79,21 @@ class Pipeline:
             for stage in self._stages:
                 stage.clear_runtime_states()  # else gradients of what was received live on to the next step
 
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long stages wait for each other's messages; a collective over the pipeline.
+
+        On gloo a group keeps for messages the time-out with which it was made, and `set_group_timeout` sees to
+        collectives alone: the stages get a new group.
+        """
+        if dist.get_backend(self._group) != "gloo":
+            return
+        ranks = dist.get_process_group_ranks(self._group)
+        self._group = dist.new_group(
+            ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True, group_desc="pp_messages"
+        )
+        if self._shape is not None:
+            self._prepare(self._shape)
+
     def _prepare(self, shape: tuple[int, int]) -> None:
         rows, length = shape
         hidden = torch.empty(
@@ -90,7 +108,7 @@ class Pipeline:
                 self._device,
                 input_args=tokens if number == 0 else hidden,
                 output_args=hidden,
-                group=self._mesh.get_group(),
+                group=self._group,
             )
             for number, part in zip(self._numbers, self.parts, strict=True)
         ]
