@@ -15,7 +15,7 @@ from trainer.models.llama3.args import FLAVORS
 QUICK = {
     ("cp4", "CP hybrid"),
     ("fsdp2+cp2+tp2", "as it is"),
-    ("cp2+pp2", "CP consistency checks"),
+    ("cp2", "CP consistency checks"),
     ("tp2+pp2", "compile"),
     ("pp2", "PP zero bubble, compiled"),
     ("fsdp2", "recompute within a budget"),

@@ -161,7 +161,8 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path, rank: str, kind: str, 
         assert shown == (kind == "hang" and not at_start), end.err  # the stack of the rank that hangs
 
 
-@pytest.mark.parametrize("kind", ["raise", pytest.param("die", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raise", "die"])
 def test_after_a_failed_checkpoint_a_run_goes_on_from_the_last_good_one(tmp_path: Path, kind: str) -> None:
     """The same losses as those of a run in which nothing failed."""
     whole = train(tmp_path / "whole")

@@ -188,7 +188,9 @@ def test_a_signal_to_the_launcher_ends_the_job_in_good_order(tmp_path: Path, num
     assert out.splitlines()[-1] == f"stopped by {number.name} after step {len(losses(tmp_path))}; nothing saved"
 
 
-@pytest.mark.parametrize("second", [True, False], ids=["second signal", "time-out"])
+@pytest.mark.parametrize(
+    "second", [pytest.param(True, id="second signal"), pytest.param(False, id="time-out", marks=pytest.mark.slow)]
+)
 def test_a_stop_that_takes_too_long_ends_at_once(tmp_path: Path, second: bool) -> None:
     """In a step of minutes."""
     long_step = ["--training.global_batch_size=4096", "--training.seq_len=256"]

@@ -281,6 +281,7 @@ def wait_for_steps(folder: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_full_checkpoint(tmp_path: Path, whole_run: list[dict]) -> None:
     """Stopped by SIGTERM to the launcher, then killed with all its ranks, then run to its end."""
     process = launch(*LONG, f"--job.dump_folder={tmp_path}")
@@ -312,6 +313,7 @@ def test_full_checkpoint(tmp_path: Path, whole_run: list[dict]) -> None:
     assert saved_steps(tmp_path / "checkpoint")[-1] == 24
 
 
+@pytest.mark.slow
 def test_torchrun_stops_in_good_order_too(tmp_path: Path) -> None:
     """It prints a trace of its own, but its ranks have their time."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py", *LONG]
