@@ -6,7 +6,7 @@ its output and log-sum-exp instead of communicating again.
 """
 
 import math
-from functools import partial
+from functools import cache, partial
 from weakref import WeakSet
 
 import torch
@@ -187,10 +187,16 @@ class ContextParallelAttention(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _refuse_dropout(module)
-        # A partial of a function of this module, so that the module can be pickled.
-        module.forward = partial(_forward, is_causal=self.is_causal, window=self.sliding_window or 0)
+        module.forward = _forward_of(self.is_causal, self.sliding_window or 0)
         module._context_parallel_mark = _Mark(device_mesh.get_group())
         return module
+
+
+@cache
+def _forward_of(is_causal: bool, window: int) -> partial:
+    """A partial of a function of this file, so that modules can be pickled. Modules of one kind share it: the compiler
+    guards on the object, and would compile each layer anew."""
+    return partial(_forward, is_causal=is_causal, window=window)
 
 
 def _forward(
