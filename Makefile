@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Two files of tests at a time: each waits a third of its time for other processes.
+TWO_FILES := -n 2 --dist loadfile
 
 .PHONY: train test test-all test-gpu mutants lint format clean
 
@@ -10,10 +12,10 @@ train: $(STAMP)
 	./run_llama_train.sh
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest $(TWO_FILES) -m "not slow"
 
 test-all: $(STAMP)
-	$(PY) -m pytest
+	$(PY) -m pytest $(TWO_FILES)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest --device cuda tests/distributed tests/integration

@@ -4,10 +4,12 @@ A case is an importable function that every rank calls; what it returns comes ba
 raises or hangs fails the case with its trace, and the pool starts anew for the next one.
 """
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import tempfile
@@ -113,9 +115,12 @@ def _send(connection: Connection, message: object) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+    """Return a port at which nobody listens, below those that the system gives to connections: it stays free."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("localhost", port))
+            return port
 
 
 def _serve(connection: Connection, device: str) -> None:

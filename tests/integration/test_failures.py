@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.distributed.pool import free_port
 from tests.distributed.test_parity import degrees
 from tests.integration.faulty_train import CHECKPOINT_OF_FAULT
-from tests.integration.test_launch import ROOT, environment, free_port, losses
+from tests.integration.test_launch import ROOT, environment, losses
 from tests.integration.test_launcher_killed import ranks_in
 from trainer.components.checkpoint_folder import saved_steps
 

@@ -4,13 +4,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.pool import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
@@ -37,12 +38,6 @@ def launch(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Po
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def losses(folder: Path) -> list[float]:
