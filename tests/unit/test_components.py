@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.unit.test_model import ARGS, build
+from trainer.components.grad_norm import clip_gradients
 from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler, lr_factor
 from trainer.components.metrics import StepMetrics, _JsonLines, console_line, peak_flops, peak_memory_gib
@@ -165,3 +166,12 @@ def test_loss_agrees_with_the_plain_mean():
     logits = model.output(model(tokens))
     ours = token_losses(logits, labels).sum() / count_valid(labels)
     torch.testing.assert_close(ours, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100))
+
+
+def test_clipping_scales_down_and_never_up() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    clip_gradients([parameter], norm=5.0, max_norm=10.0)
+    assert parameter.grad.tolist() == [3.0, 4.0]
+    clip_gradients([parameter], norm=5.0, max_norm=2.5)
+    assert parameter.grad.tolist() == [1.5, 2.0]
