@@ -12,15 +12,7 @@ from tests.support_matrix import FEATURES, PAGE, Cell, Record, cells, page, refu
 from trainer.models.llama3.args import FLAVORS
 
 # What every commit runs: what test_pairs.py does not combine. Cells that are refused cost nothing, and run too.
-QUICK = {
-    ("cp4", "CP hybrid"),
-    ("fsdp2+cp2+tp2", "as it is"),
-    ("cp2", "CP consistency checks"),
-    ("tp2+pp2", "compile"),
-    ("pp2", "PP zero bubble, compiled"),
-    ("fsdp2", "recompute within a budget"),
-    ("fsdp2", "float8, rowwise (emulated)"),
-}
+QUICK = {("cp4", "CP hybrid"), ("cp2", "CP consistency checks")}
 
 
 def quick(cell: Cell) -> bool:

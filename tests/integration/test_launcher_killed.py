@@ -93,15 +93,29 @@ def test_no_rank_outlives_its_launcher(
 
 
 def test_a_folder_in_use_is_refused_until_the_launcher_is_killed(tmp_path: Path) -> None:
-    """By the check before the start, and by ranks that were started past it; the first job is not disturbed."""
+    """By the check before the start; the first job is not disturbed."""
     first = start("launcher", tmp_path)
     try:
         wait_until((tmp_path / "metrics.jsonl").exists)
         (rank_0, *_) = sorted(ranks_in(tmp_path))
-        words = f"is in use by another job (process {rank_0} on "
         checked = launch(*SETTINGS, f"--job.dump_folder={tmp_path}")
         assert checked.wait(30) == 2
-        assert words in checked.stderr.read()
+        assert f"is in use by another job (process {rank_0} on " in checked.stderr.read()
+        assert first.poll() is None
+        first.kill()
+        wait_until(lambda: not ranks_in(tmp_path), 5)
+        assert holder_of(tmp_path) is None
+    finally:
+        first.kill()
+        first.wait()
+
+
+@pytest.mark.slow
+def test_ranks_that_were_not_checked_refuse_a_folder_in_use(tmp_path: Path) -> None:
+    """Started past the check: all ranks end with one sentence."""
+    first = start("launcher", tmp_path)
+    try:
+        wait_until((tmp_path / "metrics.jsonl").exists)
         command = [*LAUNCHERS["launcher"], f"--job.config_file={ROOT}/train_configs/debug_model.toml", *SETTINGS]
         second = subprocess.run(
             [*command, f"--job.dump_folder={tmp_path}"],
@@ -113,12 +127,9 @@ def test_a_folder_in_use_is_refused_until_the_launcher_is_killed(tmp_path: Path)
             check=False,
         )
         assert second.returncode == 2, second.stderr
-        assert words in second.stderr
+        assert "is in use by another job (process " in second.stderr
         assert len(second.stderr.splitlines()) == 1, second.stderr
         assert first.poll() is None
-        first.kill()
-        wait_until(lambda: not ranks_in(tmp_path), 5)
-        assert holder_of(tmp_path) is None
     finally:
         first.kill()
         first.wait()

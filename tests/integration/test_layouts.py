@@ -54,7 +54,7 @@ LAYOUTS = {
     "cp_all_to_all": (4, [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=all_to_all"]),
 }
 # What every commit runs: the program itself on each kind of layout. Their parity is tested in tests/distributed.
-QUICK = {"default", "1d_compile", "2d_eager", "ddp+cp", "pp_dp_1f1b"}
+QUICK = {"default", "ddp+cp", "pp_dp_1f1b"}
 DOCUMENTS = ["--training.attention_mask=document", "--model.sliding_window=48", "--model.sliding_window_every=2"]
 
 
@@ -86,6 +86,7 @@ def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tm
         assert mine["tokens_seen"] == theirs["tokens_seen"] == mine["step"] * 8 * 64
 
 
+@pytest.mark.slow
 def test_packed_documents_on_eight_ranks_are_those_of_one(pool: WorkerPool, tmp_path: Path) -> None:
     """Real documents, dealt by their cost anew for every batch."""
     balanced = ["--parallelism.context_parallel_load_balancer=balanced", "--comm.check_consistency"]

@@ -1,13 +1,16 @@
 """What is read from a checkpoint runs no code, and a wrong bit is found."""
 
+import io
 import os
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from trainer.components.checkpoint_files import Reader, TensorsOnly, Writer
 from trainer.components.checkpoint_folder import RunState, read_state, step_folder, unfinished_folder
@@ -116,3 +119,21 @@ def test_files_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch):
     assert {"__0_0.distcp", "state.json", "step-3.tmp"} <= set(order[:published])
     assert ".metadata.tmp" in order[:published]
     assert order[published + 1] == "checkpoint"
+
+
+def test_what_is_no_tensor_is_refused_and_not_unpickled(tmp_path: Path) -> None:
+    """Stock DCP loads other entries by `torch.load(weights_only=False)`."""
+    assert load(save(tmp_path, TENSORS))
+    ran = tmp_path / "ran"
+
+    class Attack:
+        def __reduce__(self) -> tuple:
+            return Path.touch, (ran,)
+
+    content = io.BytesIO()
+    torch.save(Attack(), content)
+    content.seek(0)
+    item = mock.Mock(storage_index=MetadataIndex("model.a"))
+    with pytest.raises(ValueError, match=r"model\.a is no tensor"):
+        TensorsOnly().load_bytes(item, content)
+    assert not ran.exists()

@@ -57,6 +57,25 @@ def in_the_repository_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")
 
 
+@pytest.mark.parametrize(
+    ("theirs", "tolerance", "code", "verdict"),
+    [
+        (rows(2.0, 1.0), "1e-5", 0, "the same"),
+        (rows(2.0, 1.00002), "1e-5", 1, "DIFFERENT"),
+        (rows(2.0, 1.00002), "1e-4", 0, "the same"),
+        (rows(2.0, 1.0, norm=1.1), "1e-5", 1, "DIFFERENT"),
+        (rows(2.0, math.nan), "1e-5", 1, "DIFFERENT"),
+    ],
+)
+def test_the_verdict_is_by_the_tolerance(
+    theirs: list[dict], tolerance: str, code: int, verdict: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_compare, "execute", lambda run, *_: rows(2.0, 1.0) if run.name == "A" else theirs)
+    assert main([CONFIG, CONFIG, "--tolerance", tolerance]) == code
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{verdict}: largest relative difference")
+
+
+@pytest.mark.slow
 def test_a_run_is_the_same_as_itself(capsys: pytest.CaptureFixture):
     code, out, _ = compared(capsys, CONFIG, CONFIG)
     assert code == 0
