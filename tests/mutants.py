@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 _CP = "trainer/distributed/context_parallel"
 _PAIRS = "tests/distributed/test_pairs.py"
+_LAYOUT = "tests/distributed/test_parity.py::test_layout_equals_single_process"
 _ATTENTION = "tests/distributed/test_context_parallel.py"
 _GUARDS = "tests/distributed/test_context_guards.py"
 _CHECKPOINT = "tests/distributed/test_checkpoint.py"
@@ -43,28 +44,28 @@ LOSS = (
         "trainer/trainer.py",
         'for batch in batches), self.dims["dp"])',
         'for batch in batches), self.dims["tp"])',
-        _PAIRS,
+        f"{_LAYOUT}[fsdp2+tp2-float32]",
     ),
     Mutant(
         "the logged loss is that of one part of the sequence",
         "trainer/trainer.py",
         'all_reduce(row_sums.sum(), self.dims["dp_cp"])',
         'all_reduce(row_sums.sum(), self.dims["dp"])',
-        _PAIRS,
+        f"{_LAYOUT}[cp2-float32]",
     ),
     Mutant(
         "losses stay on the last stage",
         "trainer/trainer.py",
         'row_sums = all_reduce(row_sums, self.dims["pp"])',
         'row_sums = all_reduce(row_sums, self.dims["tp"])',
-        _PAIRS,
+        f"{_LAYOUT}[pp2-float32]",
     ),
     Mutant(
         "row losses are those of one part of the sequence",
         "trainer/trainer.py",
         'row_losses = all_reduce(row_sums, self.dims["cp"])',
         'row_losses = all_reduce(row_sums, self.dims["tp"])',
-        _PAIRS,
+        f"{_LAYOUT}[cp2-float32]",
     ),
 )
 
@@ -74,7 +75,7 @@ GRADIENTS = (
         "trainer/trainer.py",
         "        settle_gradients(parameters)\n",
         "",
-        _PAIRS,
+        f"{_LAYOUT}[fsdp2+tp2-float32]",
     ),
     Mutant(
         "replicas are not summed beside TP",
@@ -95,7 +96,7 @@ GRADIENTS = (
         "trainer/distributed/data_parallel.py",
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(2.0)",
-        _PAIRS,
+        f"{_LAYOUT}[fsdp2+tp2-float32]",
     ),
     Mutant(
         "gradients of bfloat16 are zero",
@@ -117,7 +118,7 @@ GRADIENTS = (
         "trainer/components/grad_norm.py",
         "torch._foreach_mul_(grads, max_norm / norm)",
         "torch._foreach_mul_(grads, 1.0)",
-        _PAIRS,
+        f"{_LAYOUT}[cp2-float32]",
     ),
     Mutant(
         "small gradients are scaled up",
@@ -131,14 +132,14 @@ GRADIENTS = (
         "trainer/components/grad_norm.py",
         "total += (norms**2).sum().to(device) / replicas",
         "total += (norms**2).sum().to(device)",
-        _PAIRS,
+        f"{_LAYOUT}[fsdp2+tp2-float32]",
     ),
     Mutant(
         "the norm is that of one stage",
         "trainer/components/grad_norm.py",
         'all_reduce(total, dims["world"])',
         'all_reduce(total, dims["dp_shard_cp"])',
-        _PAIRS,
+        f"{_LAYOUT}[pp2-float32]",
     ),
     Mutant(
         "an infinite norm goes into the weights",
@@ -423,7 +424,7 @@ LAYOUTS = (
         "trainer/distributed/pipeline_parallel.py",
         '"scale_grads": False',
         '"scale_grads": True',
-        _PAIRS,
+        f"{_LAYOUT}[pp2-float32]",
     ),
     Mutant(
         "only the first stage of a rank has its rotary table cut",
@@ -437,7 +438,7 @@ LAYOUTS = (
         "trainer/distributed/parallel_dims.py",
         '"dp_shard_cp": ("dp_shard", *_CP)',
         '"dp_shard_cp": ("dp_shard",)',
-        _PAIRS,
+        f"{_LAYOUT}[cp2-float32]",
     ),
     Mutant(
         "micro-batches of a pipeline share a handle",
@@ -610,7 +611,7 @@ METRICS = (
         "trainer/components/metrics.py",
         'all_reduce(largest, self.dims["world"], "max")',
         'all_reduce(largest, self.dims["tp"], "max")',
-        _PAIRS,
+        f"{_LAYOUT}[fsdp2+tp2-float32]",
     ),
     Mutant(
         "a resumed run counts its tokens anew",
