@@ -27,11 +27,11 @@ LOSS = 1  # graph of its own
 # What inductor makes differs by layout, and takes it many seconds; what is traced does not.
 CASES = [
     ("one", "eager", FULL),
-    ("fsdp2", "inductor", OP),
     ("cp2", "inductor", OP),
     ("fsdp2+tp2", "aot_eager", OP),
 ]
 SLOW = [
+    ("fsdp2", "inductor", OP),
     ("fsdp2", "inductor", []),
     ("tp2", "inductor", []),
     ("fsdp2+tp2", "aot_eager", []),
@@ -81,8 +81,14 @@ WINDOWS = ["--model.sliding_window=5", "--model.sliding_window_every=2"]
 @pytest.mark.parametrize(
     ("layout", "backend", "settings", "graphs"),
     [
-        ("cp2", "inductor", [*DOCUMENTS, *OP], 1),
-        ("cp2+tp2", "aot_eager", [*DOCUMENTS, "--parallelism.context_parallel_method=all_to_all"], 1),
+        pytest.param("cp2", "inductor", [*DOCUMENTS, *OP], 1, marks=pytest.mark.slow),
+        pytest.param(
+            "cp2+tp2",
+            "aot_eager",
+            [*DOCUMENTS, "--parallelism.context_parallel_method=all_to_all"],
+            1,
+            marks=pytest.mark.slow,
+        ),
         # A layer with a window and one without are two graphs, however many layers and steps there are.
         ("cp2", "aot_eager", [*WINDOWS, "--parallelism.context_parallel_method=all_gather", *FULL], 2),
     ],

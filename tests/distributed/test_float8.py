@@ -51,11 +51,11 @@ def reference(pool: WorkerPool, *arguments: str) -> Record:
 
 QUICK = [
     ("fsdp2", []),
-    ("fsdp2", [GATHER, PRECOMPUTE, OP, *COMPILE]),
-    ("tp2", []),
     ("cp2", [ROWWISE]),
 ]
 SLOW = [
+    ("fsdp2", [GATHER, PRECOMPUTE, OP, *COMPILE]),
+    ("tp2", []),
     ("fsdp2", [ROWWISE]),
     ("fsdp2", [GATHER]),
     ("fsdp2", [GATHER, "--activation_checkpoint.mode=full"]),

@@ -57,6 +57,7 @@ def test_two_ranks_by_default_without_a_gpu(tmp_path: Path) -> None:
     assert printed == pytest.approx(losses(tmp_path / "out"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_log_rank_chooses_who_speaks(tmp_path: Path) -> None:
     process = launch(*QUICK, f"--job.dump_folder={tmp_path}", LOG_RANK="1")
     out, err = process.communicate(timeout=120)
@@ -168,7 +169,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_to_the_launcher_ends_the_job_in_good_order(tmp_path: Path, number: signal.Signals) -> None:
     """After the step, with one line and exit code 0; nothing is saved, because nothing asks for it."""
     process = launch(*QUICK, "--training.steps=100000", f"--job.dump_folder={tmp_path}")

@@ -121,6 +121,7 @@ def forgetful_case(folder: str, arguments: list[str], what: str) -> int:
         return run_main(folder, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FORGOTTEN)
 def test_negative_control(pool: WorkerPool, tmp_path: Path, uninterrupted, what: str) -> None:
     """A part of the state that is not restored shows in the comparison, after the steps that were restored."""
