@@ -413,13 +413,6 @@ LAYOUTS = (
         _PAIRS,
     ),
     Mutant(
-        "the loss over whole logits is the parallel one",
-        "trainer/distributed/tensor_parallel.py",
-        "return loss_parallel() if tp_mesh.size() > 1 and not disabled",
-        "return loss_parallel() if tp_mesh.size() > 1",
-        _PAIRS,
-    ),
-    Mutant(
         "a pipeline averages its micro-batches",
         "trainer/distributed/pipeline_parallel.py",
         '"scale_grads": False',
