@@ -15,11 +15,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone
+
+from tests.mutants import MUTANTS, Mutant
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.mutants import MUTANTS, Mutant  # noqa: E402
-
 _TIMEOUT_SECONDS = 900
 _FAILED = 1  # pytest's exit code for tests that failed; others mean that they did not run
 _IGNORED = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".pytest_cache", ".ruff_cache")
@@ -89,7 +89,8 @@ def main() -> int:
             tests = sorted({test for mutant in chosen for test in mutant.tests.split()})
             result = run_tests(copy_tree(Path(folder)), tests, stop=False)
         if result is None or result.returncode:
-            print(result.stdout[-3000:] if result else "in time", "\nerror: the tests fail without any mistake")
+            print(result.stdout[-3000:] if result else f"no end within {_TIMEOUT_SECONDS} s")
+            print("error: the tests fail without any mistake", file=sys.stderr)
             return 2
     survivors = []
     with ThreadPoolExecutor(arguments.jobs) as workers:

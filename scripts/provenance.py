@@ -23,12 +23,12 @@ def commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
+def versions(device: str) -> dict[str, str]:
+    """Return on what something runs here."""
+    return {"device": device, "torch": version("torch").partition("+")[0], "python": platform.python_version()}
+
+
 def made_with(script: str, arguments: Sequence[str], *, device: str) -> dict[str, str]:
     """Return what the head of a file of numbers says. script: its path in the repository."""
-    return {
-        "command": shlex.join(["python", script, *arguments]),
-        "commit": commit(),
-        "torch": version("torch"),
-        "python": platform.python_version(),
-        "device": device,
-    }
+    command = shlex.join(["python", script, *arguments])
+    return {"command": command, "commit": commit()} | versions(device)

@@ -266,7 +266,7 @@ PLANS = (
     Mutant(
         "auto takes every element for two bytes",
         f"{_CP}/configure.py",
-        '{"float64": 8, "float32": 4, "bfloat16": 2}[compute]',
+        '{"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type or "cuda")]',
         "2",
         "tests/unit/test_auto.py",
     ),

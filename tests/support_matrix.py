@@ -6,13 +6,11 @@ each what came out and a digest of its arguments, so that a cell that changed co
 
 import hashlib
 import json
-import platform
 from collections import Counter
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from scripts.provenance import commit
+from scripts.provenance import commit, versions
 from tests.distributed.harness import BASE, STEPS, TEST_FLAVORS, TINY, VOCAB
 from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError
@@ -22,6 +20,7 @@ from trainer.config.validate import validate
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECORD = DOCS / "measurements" / "support_matrix.json"
 PAGE = DOCS / "support_matrix.md"
+DEVICE = "CPU, gloo"
 COMMAND = "pytest tests/distributed/test_support_matrix.py --record-support"
 
 _DIMENSIONS = {
@@ -211,11 +210,6 @@ def cells() -> list[Cell]:
     return [cell for cell in every if cell.applies]
 
 
-def made_with() -> dict[str, str]:
-    """On what cells run here: device, versions."""
-    return {"device": "CPU, gloo", "torch": version("torch").partition("+")[0], "python": platform.python_version()}
-
-
 class Record:
     """What came out of each cell, as of its last run: `tested`, or `refused: message`; and with which code.
 
@@ -225,7 +219,7 @@ class Record:
     def __init__(self, path: Path = RECORD) -> None:
         self.path = path
         content = json.loads(path.read_text()) if path.exists() else {}
-        self.made_with: dict[str, str] = content.get("made_with", made_with())
+        self.made_with: dict[str, str] = content.get("made_with", versions(DEVICE))
         self._entries: dict[str, dict[str, list[str]]] = content.get("cells", {})
 
     def outcome(self, cell: Cell) -> str | None:
@@ -256,7 +250,7 @@ class Record:
             f'"{layout}": {{\n' + ",\n".join(f"  {json.dumps(f)}: {json.dumps(e)}" for f, e in features.items()) + "\n}"
             for layout, features in entries.items()
         ]
-        head = f'"command": {json.dumps(COMMAND)},\n"made_with": {json.dumps(made_with())}'
+        head = f'"command": {json.dumps(COMMAND)},\n"made_with": {json.dumps(versions(DEVICE))}'
         self.path.write_text(f"{{\n{head},\n" + '"cells": {\n' + ",\n".join(lines) + "\n}\n}\n")
 
 

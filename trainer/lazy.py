@@ -5,12 +5,15 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package (PEP 562). names: public name -> module of the package."""
+def lazy_exports(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` for a package (PEP 562). modules: module -> its names, in words."""
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:
-        if name not in names:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{names[name]}"), name)
+        return getattr(import_module(f"{package}.{module_of[name]}"), name)
 
-    return get, lambda: sorted(names)
+    return get, lambda: sorted(module_of), list(module_of)

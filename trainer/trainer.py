@@ -71,10 +71,10 @@ class Trainer:
         self.device = device
         args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
         self.attention, self.attention_reason = attention_options(config, args, device.type)
+        self.choose_method = batch_chooser(config, args, device.type, self.attention)
         self.methods_told: set[str] = set()
-        self.choose_method = batch_chooser(config, args, device.type)
-        degrees = with_head_degree(degrees, self.attention)  # `auto` knows the device now
-        self.dims = ParallelDims(degrees, device.type)
+        # `auto` knows the device now.
+        self.dims = ParallelDims(with_head_degree(degrees, self.attention), device.type)
         set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's own, half an hour
         self.stop = Stop(config, speaks=self.dims.rank("world") == 0)
         self._prepare_process()
@@ -92,8 +92,6 @@ class Trainer:
         self.parts = self.build_parts(shape, plan)
         """The whole model, or the pipeline stages of this rank."""
         self.pipeline = plan and self.build_pipeline(plan, shape.dim)
-        if self.pipeline is not None:
-            self.pipeline.set_timeout(config.comm.init_timeout_seconds)
         self.token_losses = compiled_loss(token_losses, config)
         self.optimizer = build_optimizer(self.parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
@@ -117,11 +115,16 @@ class Trainer:
             start_step=self.start_step,
             tokens_before=tokens_before,
         )
+        self._announce(shape, global_batch_size)
+
+    def _announce(self, shape: Any, global_batch_size: int) -> None:
+        """Log what was decided."""
+        config, degrees = self.config, self.dims.degrees
         logger.info(
-            f"{spec.name} {config.model.flavor}: {shape.n_params():,} parameters in {config.training.dtype}, "
-            f"computing in {str(self.compute_dtype).removeprefix('torch.')} on {dims_text(degrees)} ({device.type}); "
-            f"a step is {global_batch_size} rows of {config.training.seq_len:,} tokens in {self.micro_batches} "
-            f"micro-batch(es)"
+            f"{self.spec.name} {config.model.flavor}: {shape.n_params():,} parameters in {config.training.dtype}, "
+            f"computing in {str(self.compute_dtype).removeprefix('torch.')} on {dims_text(degrees)} "
+            f"({self.device.type}); a step is {global_batch_size} rows of {config.training.seq_len:,} tokens in "
+            f"{self.micro_batches} micro-batch(es)"
         )
         if uses_planned_attention(config):
             logger.info(
@@ -154,7 +157,9 @@ class Trainer:
             f"{', '.join(str(len(stage)) for stage in plan.stages)} modules, {plan.micro_batches} micro-batches a pass"
         )
         settings = {"device": self.device, "dim": dim, "dtype": self.compute_dtype, "tp": self.dims.size("tp")}
-        return agreed(lambda: Pipeline(plan, self.parts, self.dims["pp"], **settings), self.dims["world"])
+        pipeline = agreed(lambda: Pipeline(plan, self.parts, self.dims["pp"], **settings), self.dims["world"])
+        pipeline.set_timeout(self.config.comm.init_timeout_seconds)
+        return pipeline
 
     def _prepare_process(self) -> None:
         training = self.config.training

@@ -251,6 +251,7 @@ DEGREES = {
         [*degrees(cp=4, pp=2), *PLANNED["hybrid"], "--training.seq_len=32"],
     ),
     "auto 4": (4, [*degrees(cp=4), *PLANNED["auto"]]),
+    "one, sharded over itself": (1, [*degrees(), "--training.enable_cpu_offload"]),  # every mesh of size one
 }
 
 

@@ -94,7 +94,7 @@ def planned(lengths: list[int], *more: str, device_type: str = "cuda") -> BatchP
     config = parse_command_line([*AUTO, *more]).config
     options, _ = attention_options(config, FLAVORS["8B"], device_type)
     ids = np.repeat(np.arange(len(lengths)), lengths)[None]
-    return BatchPlan.of({"document_ids": ids}, 8, options, batch_chooser(config, FLAVORS["8B"], device_type))
+    return BatchPlan.of({"document_ids": ids}, 8, options, batch_chooser(config, FLAVORS["8B"], device_type, options))
 
 
 def test_the_documents_of_a_batch_decide() -> None:
@@ -114,8 +114,8 @@ def test_no_batch_asks_for_a_mesh_of_its_own() -> None:
     sixteen = ["--parallelism.context_parallel_degree=16", "--model.flavor=8B"]
     config = parse_command_line([*AUTO, *sixteen]).config
     assert attention_options(config, replace(FLAVORS["8B"], n_heads=8, n_kv_heads=2), "cuda")[0].method != "hybrid"
-    assert batch_chooser(parse_command_line(AUTO[:2]).config, FLAVORS["8B"], "cuda") is None
-    assert batch_chooser(parse_command_line([AUTO[0], *AUTO[2:]]).config, FLAVORS["8B"], "cuda") is None
+    assert batch_chooser(parse_command_line(AUTO[:2]).config, FLAVORS["8B"], "cuda", OPTIONS) is None
+    assert batch_chooser(parse_command_line([AUTO[0], *AUTO[2:]]).config, FLAVORS["8B"], "cuda", OPTIONS) is None
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,14 @@
 
 from trainer.lazy import lazy_exports
 
-_NAMES = {
-    "CheckpointError": "checkpoint",
-    "Checkpointer": "checkpoint",
-    "clip_gradients": "grad_norm",
-    "global_grad_norm": "grad_norm",
-    "count_valid": "loss",
-    "token_losses": "loss",
-    "build_lr_scheduler": "lr_scheduler",
-    "MetricsLogger": "metrics",
-    "build_optimizer": "optimizer",
-}
-__getattr__, __dir__ = lazy_exports(__name__, _NAMES)
-__all__ = list(_NAMES)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "checkpoint": "CheckpointError Checkpointer",
+        "grad_norm": "clip_gradients global_grad_norm",
+        "loss": "count_valid token_losses",
+        "lr_scheduler": "build_lr_scheduler",
+        "metrics": "MetricsLogger",
+        "optimizer": "build_optimizer",
+    },
+)

@@ -2,14 +2,12 @@
 
 from trainer.lazy import lazy_exports
 
-_NAMES = {
-    "JobConfig": "schema",
-    "ConfigError": "errors",
-    "Degrees": "degrees",
-    "resolve_degrees": "degrees",
-    "CommandLine": "loader",
-    "parse_command_line": "loader",
-    "to_toml": "loader",
-}
-__getattr__, __dir__ = lazy_exports(__name__, _NAMES)
-__all__ = list(_NAMES)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "schema": "JobConfig",
+        "errors": "ConfigError",
+        "degrees": "Degrees resolve_degrees",
+        "loader": "CommandLine parse_command_line to_toml",
+    },
+)

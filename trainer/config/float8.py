@@ -40,7 +40,7 @@ def check_float8(config: JobConfig, args: TransformerArgs, degrees: Degrees) -> 
             "float8.enable = true computes in float32 or less, and training.dtype = 'float64' asks for more; use "
             "'float32' or 'bfloat16', or leave float8.enable out"
         )
-    if config.parallelism.enable_async_tensor_parallel and degrees.tp > 1:
+    if config.parallelism.overlaps_tensor_parallel:
         raise ConfigError(
             "float8.enable = true and parallelism.enable_async_tensor_parallel = true have not been made to work "
             "together: what overlaps are products in high precision; leave one of them out"

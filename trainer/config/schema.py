@@ -208,6 +208,13 @@ class Training:
     data_streams: int = 64
     """Logical streams the data is dealt to, which fix its order; a multiple of the data-parallel degree."""
 
+    def compute_dtype(self, device_type: str) -> str:
+        """Return the name of the data type in which the model computes on a device of this type."""
+        if self.mixed_precision_param != "auto":
+            return self.mixed_precision_param
+        # A float64 run asks for exactness; bfloat16 pays where there is hardware for it.
+        return "bfloat16" if device_type == "cuda" and self.dtype != "float64" else self.dtype
+
 
 @dataclass(frozen=True)
 class Parallelism:
@@ -288,6 +295,11 @@ class Parallelism:
 
     disable_loss_parallel: bool = False
     """With TP, gather the logits before the loss instead of computing it on their shards."""
+
+    @property
+    def overlaps_tensor_parallel(self) -> bool:
+        """Whether the exchanges of tensor parallelism overlap with its matrix products."""
+        return self.enable_async_tensor_parallel and self.tensor_parallel_degree > 1
 
 
 @dataclass(frozen=True)

@@ -311,8 +311,7 @@ def _check_compile(config: JobConfig) -> None:
     settings = config.compile
     if not settings.components:
         raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
-    overlaps = config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1
-    if overlaps and not (_compiles_model(config) and settings.backend == "inductor"):
+    if config.parallelism.overlaps_tensor_parallel and not (_compiles_model(config) and settings.backend == "inductor"):
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true is the compiler's work; set compile.enable with 'model' "
             "in compile.components and compile.backend = 'inductor', or leave it out"

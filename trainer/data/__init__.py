@@ -2,14 +2,12 @@
 
 from trainer.lazy import lazy_exports
 
-_NAMES = {
-    "DocumentSource": "datasets",
-    "open_source": "datasets",
-    "Tokenizer": "tokenizer",
-    "IGNORE_INDEX": "packing",
-    "Row": "packing",
-    "pack": "packing",
-    "build_loader": "loader",
-}
-__getattr__, __dir__ = lazy_exports(__name__, _NAMES)
-__all__ = list(_NAMES)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "datasets": "DocumentSource open_source",
+        "tokenizer": "Tokenizer",
+        "packing": "IGNORE_INDEX Row pack",
+        "loader": "build_loader",
+    },
+)

@@ -33,11 +33,6 @@ def apply_compile(blocks: Sequence[nn.Module], config: JobConfig, *, embedding: 
         embedding.register_forward_hook(_wait_inside_autograd)
 
 
-def overlaps_tensor_parallel(config: JobConfig) -> bool:
-    """Whether the exchanges of tensor parallelism overlap with its matrix products."""
-    return config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1
-
-
 def compiled_loss(loss: F, config: JobConfig) -> F:
     """`loss`, compiled if the configuration says so."""
     return _compiled(loss, config) if config.compile.enable and "loss" in config.compile.components else loss
@@ -47,7 +42,7 @@ def _compiled(function: F, config: JobConfig) -> F:
     options = {}
     if torch.are_deterministic_algorithms_enabled():
         options["deterministic"] = True  # kernels are not chosen by their time
-    if overlaps_tensor_parallel(config):
+    if config.parallelism.overlaps_tensor_parallel:
         options["_micro_pipeline_tp"] = True
     if needs_rounding_between(config.float8):
         options["emulate_precision_casts"] = True
@@ -135,7 +130,7 @@ def check_compiler(config: JobConfig, device: torch.device) -> None:
     Raises:
         ConfigError: there is no C++ compiler; for asynchronous tensor parallelism, no memory that GPUs share.
     """
-    if overlaps_tensor_parallel(config):
+    if config.parallelism.overlaps_tensor_parallel:
         _check_symmetric_memory(device)
     if not config.compile.enable or config.compile.backend != "inductor":
         return

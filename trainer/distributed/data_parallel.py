@@ -33,15 +33,11 @@ class DataParallelOptions:
     @classmethod
     def from_config(cls, config: JobConfig, device_type: str) -> "DataParallelOptions":
         storage = getattr(torch, config.training.dtype)
-        compute = config.training.mixed_precision_param
-        if compute == "auto":
-            # A float64 run asks for exactness; bfloat16 pays where there is hardware for it.
-            compute = "bfloat16" if device_type == "cuda" and storage != torch.float64 else config.training.dtype
         reduce = storage if storage == torch.float64 else getattr(torch, config.training.mixed_precision_reduce)
         how = config.parallelism.fsdp_reshard_after_forward
         pipelined = config.parallelism.pipeline_parallel_degree > 1
         return cls(
-            param_dtype=getattr(torch, compute),
+            param_dtype=getattr(torch, config.training.compute_dtype(device_type)),
             reduce_dtype=reduce,
             # The micro-batches of a pipeline follow one another: parameters stay for the next one.
             reshard_after_forward=how == "always" or (how == "default" and not pipelined),

@@ -2,6 +2,9 @@
 
 from trainer.lazy import lazy_exports
 
-_NAMES = {"register_transformers_attention": "transformers"}
-__getattr__, __dir__ = lazy_exports(__name__, _NAMES)
-__all__ = list(_NAMES)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "transformers": "register_transformers_attention",
+    },
+)

@@ -2,12 +2,11 @@
 
 from trainer.lazy import lazy_exports
 
-_NAMES = {
-    "Decoder": "model_spec",
-    "ModelSpec": "model_spec",
-    "MODELS": "registry",
-    "model_args": "registry",
-    "initialize": "initialization",
-}
-__getattr__, __dir__ = lazy_exports(__name__, _NAMES)
-__all__ = list(_NAMES)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "model_spec": "Decoder ModelSpec",
+        "registry": "MODELS model_args",
+        "initialization": "initialize",
+    },
+)

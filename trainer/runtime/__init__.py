@@ -2,12 +2,10 @@
 
 from trainer.lazy import lazy_exports
 
-_NAMES = {
-    "end_with": "launcher_watch",
-    "launcher_of": "launcher_watch",
-    "folder_held": "dump_folder",
-    "holder_of": "dump_folder",
-    "writing_to": "dump_folder",
-}
-__getattr__, __dir__ = lazy_exports(__name__, _NAMES)
-__all__ = list(_NAMES)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "launcher_watch": "end_with launcher_of",
+        "dump_folder": "folder_held holder_of writing_to",
+    },
+)

@@ -2,35 +2,15 @@
 
 from trainer.lazy import lazy_exports
 
-_NAMES = {
-    "ContextParallelAttention": "attention",
-    "context_parallel_attention": "attention",
-    "ContextParallel": "context",
-    "context_parallel": "context",
-    "Band": "mask",
-    "Mask": "mask",
-    "by_row": "mask",
-    "causal": "mask",
-    "cumulative": "mask",
-    "documents": "mask",
-    "documents_of": "mask",
-    "full": "mask",
-    "sliding_window": "mask",
-    "BatchPlan": "options",
-    "ContextParallelError": "options",
-    "ContextParallelOptions": "options",
-    "METHODS": "plan",
-    "RankPlan": "plan",
-    "make_plan": "plan",
-    "AttentionShape": "cost",
-    "attention_cost": "cost",
-    "Region": "regions",
-    "borrow": "regions",
-    "give_back": "regions",
-    "region": "regions",
-    "replicate": "regions",
-    "shard": "regions",
-    "unshard": "regions",
-}
-__getattr__, __dir__ = lazy_exports(__name__, _NAMES)
-__all__ = list(_NAMES)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "attention": "ContextParallelAttention context_parallel_attention",
+        "context": "ContextParallel context_parallel",
+        "mask": "Band Mask by_row causal cumulative documents documents_of full sliding_window",
+        "options": "BatchPlan ContextParallelError ContextParallelOptions",
+        "plan": "METHODS RankPlan make_plan",
+        "cost": "AttentionShape attention_cost",
+        "regions": "Region borrow give_back region replicate shard unshard",
+    },
+)

@@ -75,18 +75,18 @@ def with_head_degree(degrees: Degrees, options: ContextParallelOptions) -> Degre
 
 
 def batch_chooser(
-    config: JobConfig, shape: TransformerArgs, device_type: str
+    config: JobConfig, shape: TransformerArgs, device_type: str, options: ContextParallelOptions
 ) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
     """Return what chooses the method for the documents of a batch, with its reason; None where nothing is to choose.
 
-    It never chooses `hybrid`, whose mesh is made before the first batch.
+    options: those of the run, of which the method is replaced; never by `hybrid`, whose mesh is made before the first
+    batch.
     """
     parallelism = config.parallelism
     degree = parallelism.context_parallel_degree
     documents = config.training.attention_mask == "document"
     if parallelism.context_parallel_method != "auto" or degree == 1 or not documents:
         return None
-    options, _ = attention_options(config, shape, device_type)
     masks, local = _layer_masks(config, shape), _local_shape(config, shape, device_type)
     return lambda batch: choose(options, masks, degree, local, batch=batch, hybrids=False)
 
@@ -101,11 +101,8 @@ def _layer_masks(config: JobConfig, shape: TransformerArgs) -> tuple[Mask, ...]:
 def _local_shape(config: JobConfig, shape: TransformerArgs, device_type: str | None) -> AttentionShape:
     """Sizes of one attention call on a rank, in the data type in which the model computes there."""
     training, tp = config.training, config.parallelism.tensor_parallel_degree
-    compute = training.mixed_precision_param
-    if compute == "auto":
-        # As on a GPU where the device is not known yet: there the choice matters.
-        compute = training.dtype if device_type == "cpu" or training.dtype == "float64" else "bfloat16"
-    itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[compute]
+    # As on a GPU where the device is not known yet: there the choice matters.
+    itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type or "cuda")]
     heads, kv_heads = shape.n_heads // tp, shape.n_kv_heads // tp
     return AttentionShape(training.local_batch_size, heads, kv_heads, shape.head_dim, itemsize)
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,7 +91,6 @@ def context_parallel(
     if not isinstance(layout, SequenceLayout):
         layout = options.layout(seq_len, mesh.size(), mask)
     _check_layout(layout, seq_len, mesh.size())
-    rank = mesh.get_local_rank()
     dropped = {id(x) for x in no_restore_buffers or ()}
     if dropped - {id(x) for x, _ in cuts}:
         raise ContextParallelError(
@@ -98,19 +98,28 @@ def context_parallel(
         )
     live = LivePlan(mesh, layout, mask, options, hybrid_groups=hybrid_groups)
     number = open_plan(live)
-    whole: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
-        indices = torch.from_numpy(layout.indices(rank))
+        with _cut(cuts, layout.indices(mesh.get_local_rank()), dropped):
+            handle = handle_of(number, rows)
+            with _intercepting(handle, live, intercept_sdpa, allow_modules):
+                yield ContextParallel(handle, layout, live)
+            check_attention_ran(live, mesh)
+    finally:
+        close_plan(number)
+
+
+@contextmanager
+def _cut(cuts: Sequence[tuple[torch.Tensor, int]], rows: np.ndarray, dropped: Collection[int]) -> Iterator[None]:
+    """Inside, each buffer has only these rows of its dimension. Restore it after, unless its id is in `dropped`."""
+    whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+    indices = torch.from_numpy(rows)
+    try:
         for x, dim in cuts:
             # `set_` moves the tensor to new memory: what else looks at the old one still sees it whole.
             whole.append((x, x.detach()))
             x.set_(x.index_select(dim, indices.to(x.device)))
-        handle = handle_of(number, rows)
-        with _intercepting(handle, live, intercept_sdpa, allow_modules):
-            yield ContextParallel(handle, layout, live)
-        check_attention_ran(live, mesh)
+        yield
     finally:
-        close_plan(number)
         for x, original in whole:
             if id(x) not in dropped:
                 x.set_(original)
