@@ -29,7 +29,7 @@ from trainer.models.llama3.args import TransformerArgs
 from trainer.models.llama3.model import Transformer
 from trainer.trainer import Batch, Trainer
 
-STEPS = 3
+STEPS = 2
 VOCAB = 128
 TINY = TransformerArgs(dim=64, n_layers=2, n_heads=16, n_kv_heads=8, ffn_hidden_dim=96)
 # For the ranks of the pool only: in the test process the list of flavors is what the program offers.
@@ -43,7 +43,7 @@ TEST_FLAVORS = {
 BASE = [
     "--model.flavor=tiny",
     "--training.seq_len=16",
-    "--training.global_batch_size=16",
+    "--training.global_batch_size=8",
     "--training.local_batch_size=2",
     f"--training.steps={STEPS}",
     "--training.max_norm=0.5",

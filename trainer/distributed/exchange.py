@@ -57,7 +57,7 @@ class Pending:
     """Transfers under way. Their tensors are kept until `wait`, after which they may be read and written.
 
     Keeping them is what lets the memory of a tensor that another stream works on be reused only afterwards.
-    arrived: called once by `wait`, when everything is there. timeout: how long to wait; 0: as the group says.
+    arrived: called once by `wait`, when everything is there. timeout: how long to wait; None: as the group says.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Pending:
         works: Sequence[dist.Work] = (),
         kept: Sequence[object] = (),
         arrived: Callable[[], None] | None = None,
-        timeout: timedelta = timedelta(0),
+        timeout: timedelta | None = None,
     ) -> None:
         self._works, self._kept, self._arrived, self._timeout = works, kept, arrived, timeout
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait(self._timeout)
+            work.wait(*(() if self._timeout is None else (self._timeout,)))
         if self._arrived is not None:
             self._arrived()
         self._works, self._kept, self._arrived = (), (), None
@@ -98,11 +98,11 @@ def send_receive(
     return Pending(dist.batch_isend_irecv(operations), transfers, arrived, message_timeout(group))
 
 
-def message_timeout(group: dist.ProcessGroup) -> timedelta:
+def message_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Return how long to wait for a message of this group, where that must be said: gloo's messages, unlike its
     collectives, keep the time-out with which the group was made."""
     if dist.get_backend(group) != "gloo":
-        return timedelta(0)
+        return None
     return group._get_backend(torch.device("cpu")).options._timeout  # no public name as of torch 2.13
 
 
