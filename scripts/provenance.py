@@ -25,7 +25,7 @@ def commit() -> str:
 
 def versions(device: str) -> dict[str, str]:
     """Return on what something runs here."""
-    return {"device": device, "torch": version("torch").partition("+")[0], "python": platform.python_version()}
+    return {"device": device, "torch": version("torch"), "python": platform.python_version()}
 
 
 def made_with(script: str, arguments: Sequence[str], *, device: str) -> dict[str, str]:

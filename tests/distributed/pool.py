@@ -20,9 +20,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 # Imported once, in the server that forks the ranks. It computes nothing, so that it has no threads to lose.
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "trainer.trainer", "train"]
+_PRELOAD = [
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental"),
+    *("torch.distributed._tools", "torch._dynamo.testing", "torch._inductor.compile_fx"),
+    *("trainer.trainer", "train", "tests.distributed.harness"),
+]
 
 
 class RankFailedError(AssertionError):
@@ -37,6 +42,7 @@ class WorkerPool:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else the server, and a rank that is killed, leave compilers
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
@@ -59,7 +65,10 @@ class WorkerPool:
             if torch.cuda.device_count() < world_size:
                 pytest.skip(f"needs {world_size} GPUs, {torch.cuda.device_count()} visible")
         self._grow(world_size)
-        variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        # Served from here: a rank that is sooner than the server would wait half a second for its next try.
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
             _send(connection, (variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, function, args))
         try:
@@ -128,7 +137,6 @@ def _serve(connection: Connection, device: str) -> None:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(tempfile.gettempdir())
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank that is killed would leave its compilers behind
     import torch
 
     from tests.distributed.harness import TEST_FLAVORS

@@ -209,6 +209,7 @@ def recorded(seen: Observed) -> Iterator[None]:
 def observe_all(runs: list[tuple[str, str]], ports: list[int], data: str, folder: str) -> list[Observed]:
     """One run after the other, with (arguments, failure); they share nothing but the data."""
     results = []
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # each run is a job with a store of its own
     for i, ((arguments, fail), port) in enumerate(zip(runs, ports, strict=True)):
         os.environ["MASTER_PORT"] = str(port)
         words = [word.replace("{data}", data) for word in [*BASE, *arguments.split()]]

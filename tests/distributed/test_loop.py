@@ -153,7 +153,7 @@ def plain_case(folder: str) -> list[dict[str, float]]:
             model = copy.deepcopy(trainer.parts[0])
             model.zero_grad()
             trainer.train_step(step)
-            rows = [harness.make_row(i, 16, no_labels=i < 16 and i % 2 == 1) for i in range(16 * step - 16, 16 * step)]
+            rows = [harness.make_row(i, 16, no_labels=i < 8 and i % 2 == 1) for i in range(8 * step - 8, 8 * step)]
             tokens, labels = (torch.stack([row[name] for row in rows]) for name in ("tokens", "labels"))
             logits = model.output(model(tokens)).flatten(0, 1)
             loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100)  # the mean over what has a label
@@ -198,14 +198,14 @@ def clock_case(folder: str, arguments: list[str]) -> tuple[list[dict], int]:
 
 @pytest.mark.parametrize("layout", ["fsdp2", "cp2", "tp2"])
 def test_speed_counts_each_token_of_the_job_once(pool: WorkerPool, tmp_path, layout: str) -> None:
-    """16 rows of 16 tokens in a step; the clock is looked at before and after loading, and when the step is logged."""
+    """8 rows of 16 tokens in a step; the clock is looked at before and after loading, and when the step is logged."""
     (lines, resumed), _ = pool.run(2, clock_case, str(tmp_path), LAYOUTS[layout][1])
-    assert resumed == 1000 + 2 * 256
+    assert resumed == 1000 + 2 * 128
     for step, line in enumerate(lines, 1):
-        assert line["tokens_per_second"] == pytest.approx(256 / 3)
-        assert line["tokens_per_second_per_device"] == pytest.approx(128 / 3)
+        assert line["tokens_per_second"] == pytest.approx(128 / 3)
+        assert line["tokens_per_second_per_device"] == pytest.approx(64 / 3)
         assert line["data_loading_fraction"] == pytest.approx(1 / 3)
-        assert line["tokens_seen"] == 256 * step
+        assert line["tokens_seen"] == 128 * step
 
 
 def counted_case(folder: str, arguments: list[str]) -> dict[str, int]:
