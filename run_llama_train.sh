@@ -41,4 +41,4 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 "$python" "$root/train.py" --check-config --world-size "$((NGPU * NNODES))" --job.config_file "$CONFIG_FILE" "$@"
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m trainer.launch --nproc-per-node "$NGPU" --job.config_file "$CONFIG_FILE" "$@"
+exec "$python" -m trainer.runtime.launch --nproc-per-node "$NGPU" --job.config_file "$CONFIG_FILE" "$@"

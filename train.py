@@ -14,12 +14,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line, to_toml
-from trainer.config.schema import JobConfig
-from trainer.config.unused import unused_notes
-from trainer.config.validate import validate
+from trainer.job import ResolvedJob, resolve
 from trainer.runtime import end_with, folder_held, holder_of, launcher_of
 
 _GRACE_SECONDS = 5
@@ -34,14 +31,14 @@ def main(argv: list[str] | None = None) -> int:
             print(to_toml(command.config), flush=True)
             if not command.check_config:
                 return 0
-        degrees = validate(command.config, command.world_size or world_size)
+        job = resolve(command.config, command.world_size or world_size)
     except ConfigError as error:
         if rank == 0:  # every rank finds the same
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     if command.config.job.print_config and rank == 0:
         print(to_toml(command.config), flush=True)
-    notes = [f"note: {note}" for note in (*command.notes, *unused_notes(command.config, degrees))]
+    notes = [f"note: {note}" for note in (*command.notes, *job.notes)]
     if command.check_config:
         for note in notes if rank == 0 else ():
             print(note, file=sys.stderr)  # stdout is for --print-config
@@ -50,20 +47,21 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         return 0
 
-    return train(command.config, degrees, notes)
+    return train(job, notes)
 
 
-def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int:
+def train(job: ResolvedJob, notes: Iterable[str] = ()) -> int:
     """Train on this rank and report how it ended; returns the exit code."""
-    from trainer.components.checkpoint import CheckpointError
+    from trainer.checkpoint.checkpointer import CheckpointError
     from trainer.components.console import logger, set_up_logging
-    from trainer.components.out_of_memory import out_of_memory_explained
-    from trainer.distributed.agreement import agreed
-    from trainer.distributed.process_group import LOST_PEERS, Process, is_peer_failure, process_group
-    from trainer.distributed.reports import Reports
+    from trainer.runtime.agreement import agreed
+    from trainer.runtime.out_of_memory import out_of_memory_explained
+    from trainer.runtime.process_group import LOST_PEERS, Process, is_peer_failure, process_group
+    from trainer.runtime.reports import Reports
     from trainer.trainer import Trainer, TrainingError
 
     process = Process.from_environment()
+    job, config = job.on(process.device.type), job.config
     set_up_logging(process.rank, color=config.metrics.enable_color_printing)
     for note in (config.job.description, *notes):
         if note:
@@ -75,11 +73,11 @@ def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int
             process_group(process, config.comm, records, reports.store),
             _one_voice(process.rank),
             ExitStack() as held,
-            out_of_memory_explained(config, degrees, process.device),
+            out_of_memory_explained(job),
         ):
             folder = folder_held(Path(config.job.dump_folder), logger.warning)
             agreed(lambda: held.enter_context(folder) if process.rank == 0 else None)
-            Trainer(config, degrees, process.device).train()
+            Trainer(job, process.device).train()
     except SharedConfigError:
         return 2
     except ConfigError as error:
@@ -98,8 +96,10 @@ def train(config: JobConfig, degrees: Degrees, notes: Iterable[str] = ()) -> int
         line = reports.lost(error)
         if line is not None:
             print(f"error: {line}", file=sys.stderr, flush=True)
-        # A launcher ends all ranks when the first one has ended: let that be the one that has the cause.
-        time.sleep(max(started + _GRACE_SECONDS - time.monotonic(), 0))
+        # A launcher ends all ranks when the first one has ended: let that be the one that has the cause, or else the
+        # one that says it.
+        grace = _GRACE_SECONDS if line is not None else 1.2 * _GRACE_SECONDS
+        time.sleep(max(started + grace - time.monotonic(), 0))
         return LOST_PEERS
     return 0
 

@@ -26,8 +26,8 @@ from trainer.distributed.context_parallel.mask import ANY, Band, Mask, causal, d
 from trainer.distributed.context_parallel.options import ContextParallelOptions
 from trainer.distributed.context_parallel.plan import METHODS, Message, RankPlan, Stage, make_plan
 from trainer.distributed.context_parallel.tiles import Tile
-from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout
-from trainer.distributed.ranges import Range, Ranges, intersection, union
+from trainer.distributed.sharding.layout import LOAD_BALANCERS, SequenceLayout
+from trainer.distributed.sharding.ranges import Range, Ranges, intersection, union
 
 MASKS = ("causal", "full", "window:4096", "document")
 OUTPUTS = (".svg", ".png")

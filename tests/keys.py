@@ -161,7 +161,7 @@ EFFECTS: dict[str, str | Seen] = {
     "metrics.save_tb_folder": Seen(_MANY, _more("files", "'x/")),
     "metrics.enable_color_printing": Seen("", _more("out", "\x1b[33m"), "--metrics.no-enable_color_printing"),
     # ---- model
-    "model.name": "tests/unit/test_config_validate.py::test_what_cannot_work_is_refused_in_one_sentence",
+    "model.name": "tests/unit/test_job.py::test_what_cannot_work_is_refused_in_one_sentence",
     "model.flavor": Seen("--model.flavor=tiny4", lambda off, on: len(_layers(on)) == 2 * len(_layers(off))),
     "model.norm_type": Seen(
         "--model.norm_type=np_layernorm", lambda off, on: "norm.weight" in {*off.parameters} - {*on.parameters}
@@ -257,7 +257,7 @@ EFFECTS: dict[str, str | Seen] = {
         f"{_CP2} --parallelism.context_parallel_method=all_to_all", _other("calls"), _CP2, ranks=2
     ),
     "parallelism.context_parallel_hybrid_degrees": (
-        "tests/unit/test_config_validate.py::test_the_degrees_of_a_hybrid_are_resolved"
+        "tests/unit/test_job.py::test_the_degrees_of_a_hybrid_are_resolved"
     ),
     "parallelism.context_parallel_load_balancer": Seen(
         f"{_CP2} --parallelism.context_parallel_load_balancer=contiguous", _other("inputs"), _CP2, ranks=2

@@ -174,14 +174,14 @@ GRADIENTS = (
 PLANS = (
     Mutant(
         "head_tail gives a rank two pieces from anywhere",
-        "trainer/distributed/layout.py",
+        "trainer/distributed/sharding/layout.py",
         "union([pieces[rank], pieces[-1 - rank]])",
         "union([pieces[rank], pieces[degree + rank]])",
         "tests/unit/test_layout.py",
     ),
     Mutant(
         "balanced forgets what it has dealt",
-        "trainer/distributed/layout.py",
+        "trainer/distributed/sharding/layout.py",
         "heapq.heappush(heap, (load + int(total[stop] - total[start]), rank))",
         "heapq.heappush(heap, (load, rank))",
         "tests/unit/test_layout.py",
@@ -258,15 +258,15 @@ PLANS = (
     ),
     Mutant(
         "auto does not look at the documents",
-        f"{_CP}/configure.py",
+        "trainer/job/attention.py",
         "batch=batch, hybrids=False",
         "batch=None, hybrids=False",
         "tests/unit/test_auto.py",
     ),
     Mutant(
         "auto takes every element for two bytes",
-        f"{_CP}/configure.py",
-        '{"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type or "cuda")]',
+        "trainer/job/attention.py",
+        '{"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type)]',
         "2",
         "tests/unit/test_auto.py",
     ),
@@ -317,14 +317,14 @@ EXECUTION = (
     ),
     Mutant(
         "the adjoint of an exchange does not add",
-        "trainer/distributed/exchange.py",
+        "trainer/distributed/sharding/exchange.py",
         "put_rows(result, places, piece, add=True)",
         "put_rows(result, places, piece, add=False)",
         "tests/distributed/test_region.py",
     ),
     Mutant(
         "bytes of a message are not counted",
-        "trainer/distributed/exchange.py",
+        "trainer/distributed/sharding/exchange.py",
         "_count(kind, sum(t.tensor.nbytes for t in transfers if t.is_send))",
         "_count(kind, 0)",
         _ATTENTION,
@@ -380,7 +380,7 @@ EXECUTION = (
     ),
     Mutant(
         "positions are turned the other way",
-        "trainer/models/llama3/model.py",
+        "trainer/models/common/rotary.py",
         "even * cos - odd * sin",
         "even * cos + odd * sin",
         "tests/unit/test_model.py",
@@ -490,49 +490,49 @@ DATA = (
 CHECKPOINTS = (
     Mutant(
         "a resumed run starts its learning rate anew",
-        "trainer/components/checkpoint.py",
+        "trainer/checkpoint/checkpointer.py",
         "restart_lr_scheduler(self._lr_scheduler, step)",
         "restart_lr_scheduler(self._lr_scheduler, 0)",
         _CHECKPOINT,
     ),
     Mutant(
         "a resumed run starts its data anew",
-        "trainer/components/checkpoint.py",
+        "trainer/checkpoint/checkpointer.py",
         "agreed(lambda: load_stream_states(self._loader, state.streams), world)",
         "agreed(lambda: None, world)",
         _CHECKPOINT,
     ),
     Mutant(
         "a sum of damaged bytes is not looked at",
-        "trainer/components/checkpoint_files.py",
+        "trainer/checkpoint/files.py",
         "if archive.testzip() is not None:",
         "if archive.testzip() == 0:",
         "tests/unit/test_checkpoint_files.py",
     ),
     Mutant(
         "what is no tensor is unpickled",
-        "trainer/components/checkpoint_files.py",
+        "trainer/checkpoint/files.py",
         'raise ValueError(f"{read_item.storage_index.fqn} is no tensor")',
         "super().load_bytes(read_item, value)",
         "tests/unit/test_checkpoint_files.py",
     ),
     Mutant(
         "the latest checkpoints are removed, not the oldest",
-        "trainer/components/checkpoint_folder.py",
+        "trainer/checkpoint/folder.py",
         "if step <= written][: -k or None]",
         "if step <= written][k:]",
         "tests/unit/test_checkpoint_folder.py",
     ),
     Mutant(
         "a checkpoint of another model is loaded",
-        "trainer/components/checkpoint.py",
+        "trainer/checkpoint/checkpointer.py",
         "        check_fits(state, self._config, self._shape)\n        reader",
         "        reader",
         "tests/integration/test_resume.py::test_a_bad_checkpoint_stops_before_anything_starts " + _CHECKPOINT,
     ),
     Mutant(
         "the next save does not wait for the one under way",
-        "trainer/components/checkpoint.py",
+        "trainer/checkpoint/checkpointer.py",
         "        self.wait()\n        started",
         "        started",
         _CHECKPOINT,
@@ -570,7 +570,7 @@ SETTINGS = (
     ),
     Mutant(
         "garbage is collected every 50 steps",
-        "trainer/components/garbage.py",
+        "trainer/runtime/garbage.py",
         "if step % self.freq == 0:",
         "if step % 50 == 0:",
         "tests/distributed/test_keys.py",
@@ -578,16 +578,26 @@ SETTINGS = (
     Mutant(
         "every tenth step is logged",
         "trainer/components/metrics.py",
-        "step % self.config.metrics.log_freq == 0",
+        "step % self.settings.log_freq == 0",
         "step % 10 == 0",
         "tests/distributed/test_keys.py",
     ),
     Mutant(
         "a key without effect is not told",
-        "trainer/config/unused.py",
+        "trainer/job/unused.py",
         "if keys and not rule.in_effect(config, degrees):",
         "if keys and rule.in_effect(config, degrees):",
-        "tests/unit/test_config_unused.py",
+        "tests/unit/test_job_unused.py",
+    ),
+)
+
+CACHES = (
+    Mutant(
+        "ranks take each other's compiled code",
+        "trainer/transforms/compile.py",
+        "{_TAG}{dims.rank('world')} {dims.group_names()}",
+        "{_TAG}",
+        "tests/distributed/test_compile.py::test_code_that_another_compiled_is_not_taken",
     ),
 )
 
@@ -646,21 +656,21 @@ PROCESSES = (
     ),
     Mutant(
         "the launcher forgets the failing rank's exit code",
-        "trainer/launch.py",
+        "trainer/runtime/launch.py",
         "return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode",
         "return 1",
         "tests/integration/test_launch.py::test_a_killed_rank_ends_the_job",
     ),
     Mutant(
         "the launcher waits for a rank that hangs",
-        "trainer/launch.py",
+        "trainer/runtime/launch.py",
         "            timers[0].start()\n",
         "",
         "tests/integration/test_failures.py",
     ),
     Mutant(
         "a message is waited for as long as when its group was made",
-        "trainer/distributed/exchange.py",
+        "trainer/distributed/sharding/exchange.py",
         'if dist.get_backend(group) != "gloo":',
         'if dist.get_backend(group) == "gloo":',
         _LOOP,
@@ -674,7 +684,7 @@ PROCESSES = (
     ),
     Mutant(
         "what one rank finds wrong does not reach the others",
-        "trainer/distributed/agreement.py",
+        "trainer/runtime/agreement.py",
         'if all_reduce(failed, over, "max").item():',
         'if all_reduce(failed, over, "min").item():',
         _CHECKPOINT,
@@ -691,6 +701,7 @@ MUTANTS = (
     *DATA,
     *CHECKPOINTS,
     *SETTINGS,
+    *CACHES,
     *METRICS,
     *PROCESSES,
 )

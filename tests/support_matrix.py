@@ -12,10 +12,10 @@ from pathlib import Path
 
 from scripts.provenance import commit, versions
 from tests.distributed.harness import BASE, STEPS, TEST_FLAVORS, TINY, VOCAB
-from trainer.config.degrees import Degrees
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.validate import validate
+from trainer.job import resolve
+from trainer.job.degrees import Degrees
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECORD = DOCS / "measurements" / "support_matrix.json"
@@ -196,7 +196,7 @@ class Cell:
         Raises:
             ConfigError: they are refused.
         """
-        return validate(parse_command_line(arguments).config, self.world_size)
+        return resolve(parse_command_line(arguments).config, self.world_size).degrees
 
 
 def layout_degrees(layout: str) -> dict[str, int]:

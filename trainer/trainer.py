@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,45 +12,45 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.components.checkpoint import Checkpointer
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.console import logger
-from trainer.components.determinism import set_determinism
-from trainer.components.garbage import manual_garbage_collection
 from trainer.components.grad_norm import clip_gradients, global_grad_norm, settle_gradients
 from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger
 from trainer.components.optimizer import build_optimizer
 from trainer.components.profiling import check_memory_snapshot, profiling, region
-from trainer.components.stop import Stop
-from trainer.config.degrees import Degrees
 from trainer.config.loader import to_toml
-from trainer.config.schema import JobConfig
 from trainer.data.datasets import open_source
 from trainer.data.loader import batch_hash, build_loader
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.agreement import agreed
-from trainer.distributed.compile import Recompilations, check_compiler, compiled_loss, compiler_settings
-from trainer.distributed.context_parallel.configure import (
-    attention_options,
-    batch_chooser,
-    uses_planned_attention,
-    with_head_degree,
-)
 from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.kernels import choose_kernel
+from trainer.distributed.context_parallel.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.options import BatchPlan
-from trainer.distributed.data_parallel import DataParallelOptions, reduce_across_replicas
-from trainer.distributed.exchange import all_gather, all_reduce
-from trainer.distributed.float8 import check_float8_machine, precompute_scales
+from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
-from trainer.distributed.pipeline_stages import PipelinePlan, pipeline_plan
-from trainer.distributed.process_group import set_timeout
+from trainer.distributed.pipeline_stages import PipelinePlan
+from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.tensor_parallel import loss_context
+from trainer.job.record import ResolvedJob
+from trainer.models.args import has_windows
 from trainer.models.initialization import initialize
-from trainer.models.registry import model_args, model_spec
+from trainer.models.model_spec import model_spec
 from trainer.runtime import writing_to
+from trainer.runtime.agreement import agreed
+from trainer.runtime.determinism import set_determinism
+from trainer.runtime.garbage import manual_garbage_collection
+from trainer.runtime.process_group import set_timeout
+from trainer.runtime.stop import Stop
+from trainer.transforms.compile import (
+    Recompilations,
+    check_compiler,
+    compiled_loss,
+    compiler_settings,
+    keep_caches_apart,
+)
+from trainer.transforms.float8 import check_float8_machine, precompute_scales
 
 # tokens, labels (already shifted), positions, document_ids: each (B, S) int64; with packed documents plan: BatchPlan
 Batch = dict[str, Any]
@@ -61,44 +61,41 @@ class TrainingError(RuntimeError):
 
 
 class Trainer:
-    """One training run of a checked configuration, on this rank. Needs an initialised process group.
+    """One training run of a resolved job, on this rank. Needs an initialised process group.
 
     `train()` is the loop, `train_step` one optimizer step; the rest are their parts.
     """
 
-    def __init__(self, config: JobConfig, degrees: Degrees, device: torch.device) -> None:
-        self.config = config
-        self.device = device
-        args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
-        self.attention, self.attention_reason = attention_options(config, args, device.type)
-        self.choose_method = batch_chooser(config, args, device.type, self.attention)
-        self.methods_told: set[str] = set()
-        # `auto` knows the device now.
-        self.dims = ParallelDims(with_head_degree(degrees, self.attention), device.type)
+    def __init__(self, job: ResolvedJob, device: torch.device) -> None:
+        self.job, self.device = job, device
+        self.config = config = job.config
+        self.dims = ParallelDims(job.degrees, device.type)
+        keep_caches_apart(self.dims)
         set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's own, half an hour
-        self.stop = Stop(config, speaks=self.dims.rank("world") == 0)
+        self.stop = Stop(
+            config.checkpoint.stop_timeout_seconds,
+            max_minutes=config.job.max_minutes,
+            speaks=self.dims.rank("world") == 0,
+        )
+        self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
         self._prepare_process()
+        self.kernel = agreed(self._prepare_machine, self.dims["world"])
+        """Name of the kernel of planned attention."""
+        self.loader = self.build_loader()
+        self.batches = iter(self.loader)
+        self.methods_told: set[str] = set()
 
-        self.batches, vocab_size = self.build_data()
-        rows_per_micro_batch = config.training.local_batch_size * self.dims.size("dp")
-        global_batch_size = config.training.global_batch_size
-        if global_batch_size == -1:
-            global_batch_size = rows_per_micro_batch
-        self.micro_batches = global_batch_size // rows_per_micro_batch
-
-        self.spec = spec = model_spec(config.model.name)
-        shape = model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
-        plan = pipeline_plan(config, shape.module_names())
-        self.parts = self.build_parts(shape, plan)
+        self.spec = model_spec(config.model.name)
+        self.parts = self.build_parts()
         """The whole model, or the pipeline stages of this rank."""
-        self.pipeline = plan and self.build_pipeline(plan, shape.dim)
-        self.token_losses = compiled_loss(token_losses, config)
+        self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
+        self.token_losses = compiled_loss(token_losses, job.compilation)
         self.optimizer = build_optimizer(self.parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
             config,
             self.dims,
-            shape,
+            job.model,
             parts=self.parts,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
@@ -106,57 +103,58 @@ class Trainer:
         )
         self.start_step, tokens_before = self.checkpoint.load()
         self.metrics = MetricsLogger(
-            config,
+            config.metrics,
+            Path(config.job.dump_folder),
             self.dims,
             device,
-            flops_per_token=spec.flops_per_token(shape, config.training.seq_len),
-            tokens_per_step=global_batch_size * config.training.seq_len,
+            last_step=config.training.steps,
+            flops_per_token=self.spec.flops_per_token(job.model, config.training.seq_len),
+            tokens_per_step=job.rows_per_step * config.training.seq_len,
             compute_dtype=self.compute_dtype,
             start_step=self.start_step,
             tokens_before=tokens_before,
         )
-        self._announce(shape, global_batch_size)
+        self._announce()
 
-    def _announce(self, shape: Any, global_batch_size: int) -> None:
+    def _announce(self) -> None:
         """Log what was decided."""
-        config, degrees = self.config, self.dims.degrees
+        job, config = self.job, self.config
         logger.info(
-            f"{self.spec.name} {config.model.flavor}: {shape.n_params():,} parameters in {config.training.dtype}, "
-            f"computing in {str(self.compute_dtype).removeprefix('torch.')} on {dims_text(degrees)} "
-            f"({self.device.type}); a step is {global_batch_size} rows of {config.training.seq_len:,} tokens in "
-            f"{self.micro_batches} micro-batch(es)"
+            f"{self.spec.name} {config.model.flavor}: {job.model.n_params():,} parameters in {config.training.dtype}, "
+            f"computing in {job.compute_dtype} on {job.degrees.text()} ({job.device_type}); a step is "
+            f"{job.rows_per_step} rows of {config.training.seq_len:,} tokens in {job.micro_batches} micro-batch(es)"
         )
-        if uses_planned_attention(config):
+        if job.attention is not None:
             logger.info(
-                f"attention: {config.training.attention_mask} mask, {self.attention.method} over {degrees.cp} rank(s), "
-                f"{self.attention.load_balancer}, kernel {self.kernel}"
-                + (f"; auto chose {self.attention_reason}" if self.attention_reason else "")
+                f"attention: {config.training.attention_mask} mask, {job.attention.method} over {job.degrees.cp} "
+                f"rank(s), {job.attention.load_balancer}, kernel {self.kernel}"
+                + (f"; auto chose {job.attention_reason}" if job.attention_reason else "")
             )
 
-    def build_parts(self, shape: Any, plan: PipelinePlan | None) -> list[nn.Module]:
+    def build_parts(self) -> list[nn.Module]:
         """The parts of the model that this rank runs, parallelised, with their initial weights."""
-        config, stages = self.config, [None]
+        training, plan, stages = self.config.training, self.job.pipeline, [None]
         if plan is not None:
             stages = [plan.stages[number] for number in plan.stages_of(self.dims.rank("pp"))]
         parts = []
         for modules in stages:
             with torch.device("meta"):
-                part: nn.Module = self.spec.build(shape).to(getattr(torch, config.training.dtype))
+                part: nn.Module = self.spec.build(self.job.model).to(getattr(torch, training.dtype))
             if modules is not None:
                 self.spec.keep_stage(part, modules)
-            self.spec.parallelize(part, self.dims, config)
-            offload = config.training.enable_cpu_offload
-            initialize(part, seed=config.training.seed, device=self.device, offload=offload)
+            self.spec.parallelize(part, self.dims, self.job)
+            initialize(part, seed=training.seed, device=self.device, offload=training.enable_cpu_offload)
             parts.append(part)
         return parts
 
-    def build_pipeline(self, plan: PipelinePlan, dim: int) -> Pipeline:
+    def build_pipeline(self, plan: PipelinePlan) -> Pipeline:
         """What runs the stages of all ranks."""
         logger.info(
             f"pipeline: {plan.schedule}, {len(plan.stages)} stages of "
             f"{', '.join(str(len(stage)) for stage in plan.stages)} modules, {plan.micro_batches} micro-batches a pass"
         )
-        settings = {"device": self.device, "dim": dim, "dtype": self.compute_dtype, "tp": self.dims.size("tp")}
+        settings = {"device": self.device, "dtype": self.compute_dtype, "tp": self.dims.size("tp")}
+        settings["dim"] = self.job.model.dim
         pipeline = agreed(lambda: Pipeline(plan, self.parts, self.dims["pp"], **settings), self.dims["world"])
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
         return pipeline
@@ -167,31 +165,30 @@ class Trainer:
         set_determinism(training.deterministic)
         # The sequence-parallel embedding returns a view; nothing here works on it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        agreed(self._prepare_machine, self.dims["world"])
 
-    def _prepare_machine(self) -> None:
-        check_compiler(self.config, self.device)
-        check_float8_machine(self.config, self.device)
+    def _prepare_machine(self) -> str:
+        """Check what the job needs of this machine, save the configuration beside the run; the kernel's name."""
+        check_compiler(self.job.compilation, self.device)
+        check_float8_machine(
+            self.config.float8, self.device, norms_have_parameters=self.job.model.norms_have_parameters
+        )
         check_memory_snapshot(self.config.profiling, self.device)
-        self.compute_dtype = DataParallelOptions.from_config(self.config, self.device.type).param_dtype
-        if uses_planned_attention(self.config):
-            shape = model_args(self.config.model, vocab_size=1, max_seq_len=self.config.training.seq_len)
-            bands = shape.sliding_window is not None
-            kernel = self.attention.kernel
-            self.kernel = choose_kernel(self.device.type, self.compute_dtype, shape.head_dim, kernel, bands=bands).name
-        if self.dims.rank("world") != 0:
-            return
-        folder = Path(self.config.job.dump_folder)
-        with writing_to(folder):
-            (folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+        kernel, model = "", self.job.model
+        if self.job.attention is not None:
+            wanted, bands = self.job.attention.kernel, has_windows(model)
+            kernel = choose_kernel(self.device.type, self.compute_dtype, model.head_dim, wanted, bands=bands).name
+        if self.dims.rank("world") == 0:
+            folder = Path(self.config.job.dump_folder)
+            with writing_to(folder):
+                (folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+        return kernel
 
-    def build_data(self) -> tuple[Iterator[Batch], int]:
-        """Endless micro-batches of this rank's share of the data, and the size of the vocabulary."""
+    def build_loader(self) -> Iterable[Batch]:
+        """Endless micro-batches of this rank's share of the data."""
         training = self.config.training
-        tokenizer = Tokenizer(self.config.model.tokenizer_file)
-        self.loader = build_loader(
+        return build_loader(
             open_source(training.dataset, training.dataset_path),
-            tokenizer,
+            Tokenizer(self.config.model.tokenizer_file),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,
@@ -200,14 +197,13 @@ class Trainer:
             dp_degree=self.dims.size("dp"),
             plan=self.batch_planner,
         )
-        return iter(self.loader), tokenizer.vocab_size
 
     @property
     def batch_planner(self) -> Callable[[Mapping[str, np.ndarray]], BatchPlan] | None:
         """With packed documents, what plans a batch where the batch is made."""
         if self.config.training.attention_mask != "document":
             return None
-        settings = {"options": self.attention, "choose": self.choose_method}
+        settings = {"options": self.job.attention, "choose": self.job.method_chooser()}
         return partial(BatchPlan.of, degree=self.dims.size("cp"), **settings)
 
     def train(self) -> None:
@@ -223,10 +219,12 @@ class Trainer:
                 self.stop,
                 self.checkpoint,
                 manual_garbage_collection(training.gc_freq) as garbage,
-                profiling(self.config, self.dims.rank("world"), self.device) as profiler,
+                profiling(
+                    self.config.profiling, Path(self.config.job.dump_folder), self.dims.rank("world"), self.device
+                ) as profiler,
             ):
                 self.metrics.restart_clock(self.start_step)
-                compilations = Recompilations(self.config.compile, self.start_step + 1)
+                compilations = Recompilations(self.job.compilation, self.start_step + 1)
                 for step in range(self.start_step + 1, training.steps + 1):
                     self.train_step(step)
                     garbage.step(step)
@@ -247,7 +245,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """One optimizer step over the whole global batch."""
         with self.metrics.loading_data(), region("data_loading"):
-            batches = [self._to_device(next(self.batches)) for _ in range(self.micro_batches)]
+            batches = [self._to_device(next(self.batches)) for _ in range(self.job.micro_batches)]
         if step == self.start_step + 1:
             self._check_same_batch(batches[0])
         # One count for the whole step, before any backward: a mean of means is wrong as soon as ranks differ.
@@ -291,9 +289,8 @@ class Trainer:
             return losses.sum() / valid
 
         disabled = self.config.parallelism.disable_loss_parallel
-        splits = self.pipeline is not None and self.pipeline.plan.splits_backward
         with (
-            compiler_settings(self.config, splits_backward=splits),
+            compiler_settings(self.job.compilation),
             self.sequence_context(batch) as plan,
             loss_context(self.dims["tp"], disabled=disabled),
         ):
@@ -313,7 +310,7 @@ class Trainer:
     @contextmanager
     def sequence_context(self, batch: Batch) -> Iterator[torch.Tensor | None]:
         """Inside, each context-parallel rank has its part of the sequence; gives the plan for the model's attention."""
-        if not uses_planned_attention(self.config):
+        if self.job.attention is None:
             yield None
             return
         positions = self._positions(batch)
@@ -326,12 +323,12 @@ class Trainer:
             self.methods_told.add(plan.options.method)
             logger.info(f"attention: for the documents of this batch auto chose {plan.reason}")
         with context_parallel(
-            self.dims.hybrid_mesh if self.attention.method == "hybrid" else self.dims["cp"],
+            self.dims.hybrid_mesh if self.job.attention.method == "hybrid" else self.dims["cp"],
             buffers=tensors,
             buffer_seq_dims=seq_dims,
             mask=plan and plan.mask,
             load_balancer=plan and plan.layout,
-            options=plan.options if plan else self.attention,
+            options=plan.options if plan else self.job.attention,
             rows=batch["tokens"].shape[0],
             check_consistency=self.config.comm.check_consistency,
         ) as cp:
@@ -378,10 +375,3 @@ class Trainer:
                 f"the ranks {self.dims['pp_cp_tp'].mesh.tolist()} of one data-parallel rank read different batches "
                 f"(hashes {hashes}); the data set must be the same on all machines"
             )
-
-
-def dims_text(degrees: Degrees) -> str:
-    """`dp_replicate 2 x dp_shard 2 x tp 2`: the degrees above one."""
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    parts = [f"{name} {getattr(degrees, name)}" for name in names if getattr(degrees, name) > 1]
-    return " x ".join(parts) or "one device"

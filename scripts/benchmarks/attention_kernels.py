@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 import torch
 
 from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.kernels import CpuFlash, Kernel, Math, choose_kernel
-from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
+from trainer.distributed.context_parallel.kernels.base import Kernel
+from trainer.distributed.context_parallel.kernels.choose import CUDA_KERNELS, choose_kernel
+from trainer.distributed.context_parallel.kernels.cpu import CpuFlash, Math
 from trainer.distributed.context_parallel.mask import Relation
 
 RELATIONS = {"full": Relation.FULL, "causal": Relation.CAUSAL}

@@ -38,16 +38,16 @@ from torch.utils._pytree import tree_leaves
 from scripts.benchmarks.context_parallel_tiles import DIRECTIONS, Problem, Row, problems, tile_rows
 from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
-from trainer.distributed import exchange
 from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.cost import check_heads
-from trainer.distributed.context_parallel.kernels import CpuFlash, choose_kernel
-from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
+from trainer.distributed.context_parallel.kernels.choose import CUDA_KERNELS, choose_kernel
+from trainer.distributed.context_parallel.kernels.cpu import CpuFlash
 from trainer.distributed.context_parallel.live import LivePlan, close_plan, handle_of, open_plan
 from trainer.distributed.context_parallel.options import ContextParallelOptions
 from trainer.distributed.context_parallel.ring import staged_backward, staged_forward
 from trainer.distributed.context_parallel.ulysses import exchanged_backward, exchanged_forward
-from trainer.distributed.layout import LAYOUTS
+from trainer.distributed.sharding import exchange
+from trainer.distributed.sharding.layout import LAYOUTS
 
 METHODS = ("ring", "all_gather", "all_to_all")
 KERNELS = [kernel.name for kernel in (CpuFlash(), *CUDA_KERNELS)]

@@ -13,13 +13,15 @@ import torch
 
 from trainer.distributed.context_parallel.cost import AttentionShape, Cost, HeadShare, attention_cost
 from trainer.distributed.context_parallel.execution import Merged, add_gradients, attend, pack, unpack
-from trainer.distributed.context_parallel.kernels import CpuFlash, Kernel, choose_kernel
-from trainer.distributed.context_parallel.kernels_cuda import CudaFlash
+from trainer.distributed.context_parallel.kernels.base import Kernel
+from trainer.distributed.context_parallel.kernels.choose import choose_kernel
+from trainer.distributed.context_parallel.kernels.cpu import CpuFlash
+from trainer.distributed.context_parallel.kernels.cuda import CudaFlash
 from trainer.distributed.context_parallel.lowering import Call, lower
 from trainer.distributed.context_parallel.mask import Relation, causal
 from trainer.distributed.context_parallel.options import ContextParallelOptions
 from trainer.distributed.context_parallel.plan import RankPlan, Stage, make_plan
-from trainer.distributed.layout import SequenceLayout
+from trainer.distributed.sharding.layout import SequenceLayout
 
 DIRECTIONS = ("forward", "backward")
 

@@ -34,17 +34,16 @@ import torch
 from scripts.benchmarks.train_loops import WARMUP, Bare, Block, Rounds, Row, Work, free, memory_of, train, with_layers
 from scripts.provenance import made_with
 from trainer.components.metrics import peak_flops
-from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.config.validate import validate
-from trainer.distributed.compile import check_compiler
-from trainer.distributed.context_parallel.configure import uses_planned_attention
-from trainer.distributed.context_parallel.kernels import choose_kernel
+from trainer.distributed.context_parallel.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.lowering import CAPABILITIES
-from trainer.distributed.float8 import check_float8_machine
-from trainer.models.registry import model_spec
+from trainer.job import resolve
+from trainer.models.model_spec import model_spec
+from trainer.runtime.out_of_memory import is_out_of_memory
+from trainer.transforms.compile import check_compiler
+from trainer.transforms.float8 import check_float8_machine
 
 _OPTIONS = {
     "compile": ["--compile.enable"],
@@ -218,12 +217,12 @@ def check_common(config: JobConfig) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    validate(config, 1)
+    job = resolve(config, 1)
     training, features = config.training, "it is the trainer's alone; name it in --features, or leave it out"
     lacks = "the bare loop has none; leave it out"
     for key, differs, what in (
         ("training.global_batch_size", training.global_batch_size not in (-1, training.local_batch_size), lacks),
-        ("a mask, a sliding window or sinks", uses_planned_attention(config), lacks),
+        ("a mask, a sliding window or sinks", job.attention is not None, lacks),
         ("training.enable_cpu_offload", training.enable_cpu_offload, lacks),
         ("checkpoint.enable", config.checkpoint.enable, lacks),
         ("compile.enable", config.compile.enable, features),
@@ -240,12 +239,11 @@ def check(config: JobConfig, work: Work) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    validate(config, 1)
-    check_compiler(config, work.device)
-    check_float8_machine(config, work.device)
-    if uses_planned_attention(config):
-        kernel, head_dim = config.parallelism.context_parallel_kernel, work.shape().head_dim
-        choose_kernel(work.device.type, work.compute_dtype, head_dim, kernel, bands=True)
+    job = resolve(config, 1, work.device.type)
+    check_compiler(job.compilation, work.device)
+    check_float8_machine(config.float8, work.device, norms_have_parameters=job.model.norms_have_parameters)
+    if job.attention is not None:
+        choose_kernel(work.device.type, work.compute_dtype, job.model.head_dim, job.attention.kernel, bands=True)
 
 
 def described(work: Work, argv: Sequence[str]) -> Row:

@@ -21,17 +21,18 @@ from torch import nn
 
 from trainer.components.console import set_up_logging
 from trainer.components.optimizer import build_optimizer
-from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.schema import JobConfig, Model
-from trainer.config.validate import validate
 from trainer.data.datasets import open_source
 from trainer.data.loader import build_loader
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.data_parallel import DataParallelOptions
-from trainer.distributed.process_group import Process, process_group
+from trainer.job import ResolvedJob, resolve
+from trainer.models.args import ModelArgs
 from trainer.models.initialization import initialize
-from trainer.models.llama3.args import FLAVORS, TransformerArgs
-from trainer.models.registry import model_args, model_spec
+from trainer.models.llama3.args import FLAVORS
+from trainer.models.model_spec import model_spec
+from trainer.models.registry import model_args
+from trainer.runtime.out_of_memory import is_out_of_memory
+from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 
 WARMUP = 3
@@ -53,17 +54,21 @@ class Work:
     rounds: int
 
     @property
+    def job(self) -> ResolvedJob:
+        """What the configuration means on this one device."""
+        return resolve(self.config, 1, self.device.type)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
-        return DataParallelOptions.from_config(self.config, self.device.type).param_dtype
+        return getattr(torch, self.job.compute_dtype)
 
     @property
     def tokens(self) -> int:
         """Of a step."""
         return self.config.training.local_batch_size * self.config.training.seq_len
 
-    def shape(self) -> TransformerArgs:
-        vocab_size = Tokenizer(self.config.model.tokenizer_file).vocab_size
-        return model_args(self.config.model, vocab_size=vocab_size, max_seq_len=self.config.training.seq_len)
+    def shape(self) -> ModelArgs:
+        return self.job.model
 
 
 def with_layers(flavor: str, layers: int) -> str:
@@ -160,7 +165,7 @@ def train(config: JobConfig, device: torch.device, steps: int, pace: Callable[[i
         try:
             with redirect_stdout(log), process_group(Process(0, 0, 1), config.comm):
                 set_up_logging(0, color=False)
-                trainer = _PacedTrainer(config, validate(config, 1), device)
+                trainer = _PacedTrainer(resolve(config, 1, device.type), device)
                 trainer.pace = pace
                 trainer.train()
                 del trainer

@@ -19,14 +19,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.config.loader import parse_command_line
-from trainer.config.validate import validate
+from trainer.config.schema import JobConfig
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.process_group import Process, process_group
+from trainer.job import ResolvedJob, resolve
 from trainer.models.llama3 import spec as llama3
 from trainer.models.llama3.args import TransformerArgs
 from trainer.models.llama3.model import Transformer
+from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Batch, Trainer
 
 STEPS = 2
@@ -75,11 +76,7 @@ class RecordingTrainer(Trainer):
         self.fault = fault
         super().__init__(*args)
 
-    def build_data(self) -> tuple[Iterator[Batch], int]:
-        self.loader = None  # nothing to save
-        return self._micro_batches(), VOCAB
-
-    def _micro_batches(self) -> Iterator[Batch]:
+    def build_loader(self) -> Iterator[Batch]:
         training = self.config.training
         degree, i = self.dims.size("dp"), self.dims.rank("dp")
         while True:
@@ -142,6 +139,12 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).cpu().clone()
 
 
+def resolved(config: JobConfig, process: Process) -> ResolvedJob:
+    """The job on this rank's device, for made-up rows."""
+    job = resolve(config, process.world_size, process.device.type)
+    return replace(job, model=replace(job.model, vocab_size=VOCAB))
+
+
 @contextmanager
 def trainer_of(arguments: list[str]) -> Iterator[RecordingTrainer]:
     """The trainer of BASE and `arguments` on this rank, for a case that steps by itself."""
@@ -149,7 +152,7 @@ def trainer_of(arguments: list[str]) -> Iterator[RecordingTrainer]:
     with tempfile.TemporaryDirectory() as folder:
         config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
         with process_group(process, config.comm):
-            trainer = RecordingTrainer(config, validate(config, process.world_size), process.device, record=Record())
+            trainer = RecordingTrainer(resolved(config, process), process.device, record=Record())
             yield trainer
             trainer.metrics.close()
 
@@ -159,11 +162,11 @@ def run_layout(arguments: list[str], fault: str | None = None) -> Record:
     process = Process.from_environment()
     with tempfile.TemporaryDirectory() as folder:
         config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
-        degrees = validate(config, process.world_size)
+        job = resolved(config, process)
         record = Record()
         with process_group(process, config.comm):
             with planted(fault):
-                trainer = RecordingTrainer(config, degrees, process.device, record=record, fault=fault)
+                trainer = RecordingTrainer(job, process.device, record=record, fault=fault)
             for step in range(1, STEPS + 1):
                 trainer.train_step(step)
             trainer.metrics.close()

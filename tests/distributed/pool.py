@@ -140,10 +140,13 @@ def _serve(connection: Connection, device: str) -> None:
     import torch
 
     from tests.distributed.harness import TEST_FLAVORS
-    from trainer.distributed.process_group import is_peer_failure
+    from tests.toy_family.args import FLAVORS as TOY_FLAVORS
     from trainer.models.llama3.args import FLAVORS
+    from trainer.models.registry import MODELS
+    from trainer.runtime.process_group import is_peer_failure
 
     FLAVORS.update(TEST_FLAVORS)
+    MODELS["toy"] = (TOY_FLAVORS, "tests.toy_family.spec")
     torch.set_num_threads(1)
     while True:
         try:

@@ -14,10 +14,10 @@ from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from trainer.config.schema import ActivationCheckpoint
-from trainer.distributed import exchange
-from trainer.distributed.activation_checkpoint import apply_activation_checkpoint
+from trainer.distributed.sharding import exchange
 from trainer.models.initialization import initialize
 from trainer.models.llama3.model import Transformer
+from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 
 MODES = {
     "none": [],

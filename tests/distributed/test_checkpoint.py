@@ -16,14 +16,14 @@ import train
 from tests.distributed.harness import whole
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
-from trainer.components import checkpoint_files
-from trainer.components.checkpoint import CheckpointError, tensors_of
-from trainer.components.checkpoint_folder import saved_steps
+from trainer.checkpoint import files as checkpoint_files
+from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
+from trainer.checkpoint.folder import saved_steps
 from trainer.config.loader import parse_command_line
-from trainer.config.validate import validate
 from trainer.data.loader import stream_states
-from trainer.distributed import exchange
-from trainer.distributed.process_group import Process, process_group
+from trainer.distributed.sharding import exchange
+from trainer.job import resolve
+from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 
 SETTINGS = [
@@ -46,7 +46,7 @@ def trainer_in(folder: str, arguments: list[str]) -> Iterator[Trainer]:
     process = Process.from_environment()
     config = parse_command_line([*SETTINGS, f"--job.dump_folder={folder}", *arguments]).config
     with process_group(process, config.comm):
-        trainer = Trainer(config, validate(config, process.world_size), process.device)
+        trainer = Trainer(resolve(config, process.world_size, process.device.type), process.device)
         with trainer.checkpoint:
             yield trainer
         trainer.metrics.close()
@@ -129,7 +129,7 @@ def test_every_layout_loads_exactly_what_another_saved(pool: WorkerPool, tmp_pat
 
 def samples_after(folder: str, arguments: list[str]) -> list[torch.Tensor]:
     with trainer_in(folder, arguments) as trainer:
-        mine = torch.cat([next(trainer.batches)["tokens"] for _ in range(2 * trainer.micro_batches)])
+        mine = torch.cat([next(trainer.batches)["tokens"] for _ in range(2 * trainer.job.micro_batches)])
         gathered = exchange.all_gather(mine, trainer.dims["dp"])
         return sorted(row.tolist() for row in gathered.flatten(0, 1))
 
@@ -289,7 +289,7 @@ def test_folders_that_cannot_be_made_are_one_sentence(pool: WorkerPool, tmp_path
 def steps_seen_case(folder: str) -> str:
     """Rank 1 does not see the checkpoints of rank 0: a folder that is not shared."""
     if Process.from_environment().rank == 1:
-        with mock.patch("trainer.components.checkpoint.step_to_load", return_value=None):
+        with mock.patch("trainer.checkpoint.checkpointer.step_to_load", return_value=None):
             return main_case(folder, LAYOUTS["fsdp2"][1])
     return main_case(folder, LAYOUTS["fsdp2"][1])
 

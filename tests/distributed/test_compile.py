@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import os
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -17,8 +18,9 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from trainer.components.console import logger
 from trainer.config.loader import parse_command_line
-from trainer.distributed import compile as compiling
-from trainer.distributed import exchange
+from trainer.distributed.sharding import exchange
+from trainer.job.compilation import resolve_compilation
+from trainer.transforms import compile as compiling
 
 PRECISION = "--training.dtype=float64"
 OP = ["--activation_checkpoint.mode=selective"]
@@ -169,6 +171,34 @@ def counter_case() -> list[int]:
     return seen
 
 
+def cached_case(folder: str, arguments: list[str]) -> tuple[Record, int]:
+    """A run with the compiler's caches in a folder, and how many graphs it found there."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+        record = run_layout(["--compile.enable", "--compile.backend=inductor", *arguments])
+    return record, counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param([("tp2", 0), ("tp2", 1)], id="another rank"),
+        pytest.param([("tp2", 0), ("fsdp2+tp2", 0)], id="another job", marks=pytest.mark.slow),
+    ],
+)
+def test_code_that_another_compiled_is_not_taken(pool: WorkerPool, tmp_path: Path, runs: list[tuple[str, int]]) -> None:
+    """The caches' own key knows neither the rank's part of the vocabulary nor the names of its groups."""
+    loss = [PRECISION, "--compile.components=loss"]
+    for layout, hits in runs:
+        world_size, arguments = LAYOUTS[layout]
+        results = pool.run(world_size, cached_case, str(tmp_path), [*loss, *arguments])
+        assert_parity(results[0][0], reference(pool, PRECISION), 1e-10)
+        assert [found for _, found in results] == [hits] * world_size
+
+
 def test_graphs_are_counted(pool: WorkerPool) -> None:
     assert pool.run(1, counter_case)[0] == [1, 1, 2]
 
@@ -182,10 +212,11 @@ def settings_case() -> tuple[dict[str, bool], bool, float]:
         "--compile.backend=inductor",
     ]
     config = parse_command_line([*words, "--float8.enable", "--float8.recipe_name=rowwise"]).config
+    compilation = resolve_compilation(config, splits_backward=True)
     with mock.patch.object(torch, "compile") as compile_:
-        compiling.compiled_loss(max, config)
+        compiling.compiled_loss(max, compilation)
     functorch = torch._functorch.config
-    with compiling.compiler_settings(config, splits_backward=True):
+    with compiling.compiler_settings(compilation):
         seen = functorch.donated_buffer, functorch.activation_memory_budget
     assert functorch.activation_memory_budget == 1.0
     return compile_.call_args.kwargs["options"], *seen

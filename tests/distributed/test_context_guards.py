@@ -28,8 +28,8 @@ from trainer.distributed.context_parallel import (
     full,
 )
 from trainer.distributed.context_parallel.attention import parallelised_modules
-from trainer.distributed.process_group import Process, process_group
-from trainer.models.llama3.model import InnerAttention
+from trainer.models.common.attention import InnerAttention
+from trainer.runtime.process_group import Process, process_group
 
 
 class Refusals:

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.distributed.harness import TINY
 from tests.distributed.pool import WorkerPool
 from trainer.config.loader import parse_command_line
-from trainer.distributed import exchange
 from trainer.distributed.context_parallel import live
 from trainer.distributed.context_parallel.attention import ContextParallelAttention, context_parallel_attention
 from trainer.distributed.context_parallel.context import context_parallel
@@ -31,9 +30,11 @@ from trainer.distributed.context_parallel.mask import (
     sliding_window,
 )
 from trainer.distributed.context_parallel.options import ContextParallelOptions
-from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, head_tail
-from trainer.distributed.process_group import Process, process_group
-from trainer.models.llama3.model import InnerAttention, Transformer
+from trainer.distributed.sharding import exchange
+from trainer.distributed.sharding.layout import LOAD_BALANCERS, SequenceLayout, head_tail
+from trainer.models.common.attention import InnerAttention
+from trainer.models.llama3.model import Transformer
+from trainer.runtime.process_group import Process, process_group
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 BATCH = 2

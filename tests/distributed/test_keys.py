@@ -21,10 +21,11 @@ import train
 from tests.distributed.harness import whole
 from tests.distributed.pool import WorkerPool, free_port
 from tests.keys import EFFECTS, Observed, Seen
-from trainer.components import garbage
 from trainer.components.console import logger
 from trainer.config.loader import schema_keys
-from trainer.distributed import data_parallel, exchange
+from trainer.distributed import data_parallel
+from trainer.distributed.sharding import exchange
+from trainer.runtime import garbage
 from trainer.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -296,7 +297,7 @@ def test_the_tests_that_are_named_exist_and_are_quick(name: str) -> None:
 
 
 def test_settings_without_effect_change_nothing(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """What is only told of (trainer/config/unused.py) does not get in the way of a run on one rank."""
+    """What is only told of (trainer/job/unused.py) does not get in the way of a run on one rank."""
     in_vain = (
         "--float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp",
         "--parallelism.context_parallel_method=hybrid --parallelism.context_parallel_hybrid_degrees 2 2",

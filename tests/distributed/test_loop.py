@@ -18,23 +18,22 @@ from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from trainer.components import metrics
 from trainer.config.loader import parse_command_line
-from trainer.config.validate import validate
-from trainer.distributed import exchange
-from trainer.distributed.process_group import Process, process_group, set_timeout
+from trainer.distributed.sharding import exchange
+from trainer.runtime.process_group import Process, process_group, set_timeout
 from trainer.trainer import TrainingError
 
 
 def build(folder: str, *arguments: str):
     process = Process.from_environment()
     config = parse_command_line([*harness.BASE, f"--job.dump_folder={folder}", *arguments]).config
-    return process, config, validate(config, process.world_size)
+    return process, config, harness.resolved(config, process)
 
 
 def bfloat16_case(folder: str, arguments: list[str]) -> dict:
-    process, config, degrees = build(folder, *arguments)
+    process, config, job = build(folder, *arguments)
     seen = {}
     with process_group(process, config.comm):
-        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        trainer = RecordingTrainer(job, process.device, record=Record())
         attention = trainer.parts[0].layers["0"].attention
         attention.inner_attention.register_forward_hook(lambda _m, args, out: seen.update(q=args[0].dtype))
         attention.register_forward_pre_hook(lambda _m, args: seen.update(freqs_cis=args[1].dtype))
@@ -59,7 +58,7 @@ def gathered_case(folder: str, arguments: list[str]) -> list[str]:
     """The order in which layers are gathered and run in one forward and backward."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    process, config, degrees = build(folder, *arguments, "--training.global_batch_size=-1")
+    process, config, job = build(folder, *arguments, "--training.global_batch_size=-1")
     order: list[str] = []
     real = FSDPParamGroup.unshard
 
@@ -69,7 +68,7 @@ def gathered_case(folder: str, arguments: list[str]) -> list[str]:
         return real(group, *args, **kwargs)
 
     with process_group(process, config.comm):
-        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        trainer = RecordingTrainer(job, process.device, record=Record())
         for name, layer in trainer.parts[0].layers.items():
             layer.attention_norm.register_forward_pre_hook(lambda *_, name=name: order.append(f"run {name}"))
             layer.feed_forward.register_full_backward_pre_hook(lambda *_, name=name: order.append(f"back {name}"))
@@ -102,9 +101,9 @@ def test_the_same_run_twice(pool: WorkerPool, deterministic: bool) -> None:
 
 
 def other_batch_case(folder: str, arguments: list[str]) -> str:
-    process, config, degrees = build(folder, *arguments)
+    process, config, job = build(folder, *arguments)
     with process_group(process, config.comm):
-        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        trainer = RecordingTrainer(job, process.device, record=Record())
         real = trainer.batches
         if process.rank == 1:
             next(real)  # as if this rank had read on
@@ -120,9 +119,9 @@ def test_ranks_that_share_a_batch_must_read_the_same(pool: WorkerPool, tmp_path)
 
 
 def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool]:
-    process, config, degrees = build(folder, *arguments)
+    process, config, job = build(folder, *arguments)
     with process_group(process, config.comm):
-        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        trainer = RecordingTrainer(job, process.device, record=Record())
         trainer.train_step(1)
         before = [p.detach().clone() for p in trainer.parts[0].parameters()]
         if process.rank == 1:  # on one rank alone; all have to stop
@@ -145,10 +144,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_before_the_update(p
 
 def plain_case(folder: str) -> list[dict[str, float]]:
     """For each of two steps: how far loss, norm and gradients are from those of plain PyTorch code."""
-    process, config, degrees = build(folder, "--training.dtype=float64")
+    process, config, job = build(folder, "--training.dtype=float64")
     differences = []
     with process_group(process, config.comm):
-        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        trainer = RecordingTrainer(job, process.device, record=Record())
         for step in (1, 2):
             model = copy.deepcopy(trainer.parts[0])
             model.zero_grad()
@@ -183,10 +182,10 @@ def test_a_step_is_that_of_plain_code(pool: WorkerPool, tmp_path) -> None:
 
 def clock_case(folder: str, arguments: list[str]) -> tuple[list[dict], int]:
     """Two steps under a clock that goes on by a second whenever it is looked at; tokens of a resumed run."""
-    process, config, degrees = build(folder, *arguments)
+    process, config, job = build(folder, *arguments)
     with process_group(process, config.comm):
         with mock.patch.object(metrics, "time", mock.Mock(perf_counter=mock.Mock(side_effect=itertools.count(1.0)))):
-            trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+            trainer = RecordingTrainer(job, process.device, record=Record())
             for step in (1, 2):
                 trainer.train_step(step)
         trainer.metrics.close()
@@ -209,9 +208,9 @@ def test_speed_counts_each_token_of_the_job_once(pool: WorkerPool, tmp_path, lay
 
 
 def counted_case(folder: str, arguments: list[str]) -> dict[str, int]:
-    process, config, degrees = build(folder, *arguments)
+    process, config, job = build(folder, *arguments)
     with process_group(process, config.comm):
-        trainer = RecordingTrainer(config, degrees, process.device, record=Record())
+        trainer = RecordingTrainer(job, process.device, record=Record())
         trainer.train_step(1)
         exchange.calls.clear()
         trainer.train_step(2)

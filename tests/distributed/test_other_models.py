@@ -27,8 +27,8 @@ from trainer.distributed.context_parallel import intercept
 from trainer.distributed.context_parallel.context import ContextParallel, context_parallel
 from trainer.distributed.context_parallel.mask import documents
 from trainer.distributed.context_parallel.options import ContextParallelError
-from trainer.distributed.process_group import Process, process_group
 from trainer.integrations.transformers import register_transformers_attention
+from trainer.runtime.process_group import Process, process_group
 
 RANKS = 2
 TOLERANCE = 1e-10

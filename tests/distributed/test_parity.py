@@ -196,6 +196,13 @@ MASKED = {
         "--model.sliding_window_every=2",
     ],
 }
+
+
+def fits(method: str, layout: str) -> bool:
+    """hybrid divides four ranks; all_to_all on cp4+tp2 leaves a rank one key/value head, too few for passes."""
+    return "cp4" in layout if method == "hybrid" else (method, layout) != ("all_to_all, 1 head at a time", "cp4+tp2")
+
+
 EIGHT_RANKS = ("hsdp2x2+cp2", "fsdp2+cp2+tp2", "cp4+tp2", "fsdp2+cp4")
 BALANCED = ["--parallelism.context_parallel_load_balancer=balanced"]
 
@@ -205,7 +212,7 @@ BALANCED = ["--parallelism.context_parallel_load_balancer=balanced"]
     [
         pytest.param(*case, marks=pytest.mark.slow)
         for number, (method, mask) in enumerate(product(PLANNED, MASKED))
-        for layouts in [[x for x in EIGHT_RANKS if method != "hybrid" or "cp4" in x]]
+        for layouts in [[x for x in EIGHT_RANKS if fits(method, x)]]
         for case in [(method, mask, layouts[number % len(layouts)])]
     ],
 )

@@ -14,7 +14,7 @@ from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from trainer.config.errors import ConfigError
 from trainer.distributed import pipeline_parallel
-from trainer.models.llama3 import model as llama3_model
+from trainer.models.common.attention import InnerAttention
 from trainer.models.llama3 import spec as llama3
 
 PRECISION = "--training.dtype=float64"
@@ -30,7 +30,7 @@ def counted_case(arguments: list[str]) -> tuple[Counter[str], list[str]]:
     with trainer_of(arguments) as trainer:
         for part in trainer.parts:
             for name, module in part.named_modules():
-                if isinstance(module, llama3_model.InnerAttention | nn.Embedding):
+                if isinstance(module, InnerAttention | nn.Embedding):
                     module.register_forward_hook(lambda *_, name=name: forwards.update([name]))
         trainer.train_step(1)
         names = [name for part in trainer.parts for name, _ in part.named_parameters()]
@@ -141,7 +141,7 @@ def other_rows_case(arguments: list[str]) -> list[float]:
     with trainer_of(arguments) as trainer:
         for rows in (4, 2, 4):
             trainer.optimizer.zero_grad()
-            batch = next(trainer._micro_batches())
+            batch = next(trainer.build_loader())
             valid = torch.tensor(10)
             for start in range(0, 4, rows):
                 part = {name: x[start : start + rows].clone() for name, x in batch.items()}

@@ -16,11 +16,11 @@ import train
 from tests.distributed.harness import run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
-from trainer.components.determinism import set_determinism
 from trainer.components.profiling import profiling
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.distributed.process_group import Process, process_group, set_timeout
+from trainer.runtime.determinism import set_determinism
+from trainer.runtime.process_group import Process, process_group, set_timeout
 from trainer.trainer import Trainer
 
 QUICK = [
@@ -69,7 +69,7 @@ def test_memory_snapshots_need_a_gpu(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def run_out_of_memory_after_three_steps(config: JobConfig) -> None:
-    with profiling(config, 1, torch.device("cuda")) as profiler:
+    with profiling(config.profiling, Path(config.job.dump_folder), 1, torch.device("cuda")) as profiler:
         for step in (1, 2, 3):
             profiler.step(step)
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -140,7 +140,7 @@ def hanging_case(folder: str) -> str:
     if process.rank == 1:
         train()
         return ""
-    with mock.patch("trainer.distributed.process_group.logger.warning") as warning:
+    with mock.patch("trainer.runtime.process_group.logger.warning") as warning:
         with pytest.raises(RuntimeError, match="Timed out"):
             train()
         return warning.call_args.args[0]

@@ -14,7 +14,6 @@ from torch.func import functional_call
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_context_parallel import mesh_of_all, relative
 from trainer.config.loader import parse_command_line
-from trainer.distributed import exchange as door
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.mask import documents, documents_of, full
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
@@ -27,10 +26,11 @@ from trainer.distributed.context_parallel.regions import (
     shard,
     unshard,
 )
-from trainer.distributed.exchange import exchange
-from trainer.distributed.layout import SequenceLayout, contiguous, head_tail
-from trainer.distributed.process_group import Process, process_group
-from trainer.models.llama3.model import InnerAttention
+from trainer.distributed.sharding import exchange as door
+from trainer.distributed.sharding.exchange import exchange
+from trainer.distributed.sharding.layout import SequenceLayout, contiguous, head_tail
+from trainer.models.common.attention import InnerAttention
+from trainer.runtime.process_group import Process, process_group
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

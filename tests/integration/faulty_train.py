@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer import launch
+from trainer.runtime import launch
 
 STEP_OF_FAULT = 3
 CHECKPOINT_OF_FAULT = 4
@@ -48,7 +48,7 @@ def plant(kind: str, place: str) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from trainer.components.checkpoint_files import Writer
+    from trainer.checkpoint.files import Writer
     from trainer.models.llama3.model import TransformerBlock
     from trainer.trainer import Trainer
 
@@ -56,7 +56,7 @@ def plant(kind: str, place: str) -> None:
         before(torch.distributed, "init_process_group", lambda *_, **__: fail(kind))
         return
     if place == "model":
-        before(Trainer, "build_data", lambda *_: fail(kind))
+        before(Trainer, "build_loader", lambda *_: fail(kind))
         return
     steps = []
     before(Trainer, "train_step", lambda _, step: steps.append(step))

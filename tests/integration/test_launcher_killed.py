@@ -15,7 +15,7 @@ from trainer.runtime import holder_of
 
 SETTINGS = [*QUICK, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=1"]
 LAUNCHERS = {
-    "launcher": [sys.executable, "-m", "trainer.launch", "--nproc-per-node=2"],
+    "launcher": [sys.executable, "-m", "trainer.runtime.launch", "--nproc-per-node=2"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"],
 }
 

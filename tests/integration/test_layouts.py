@@ -8,7 +8,7 @@ import pytest
 import train
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import degrees
-from trainer.distributed.process_group import Process
+from trainer.runtime.process_group import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 10

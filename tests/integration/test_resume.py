@@ -19,8 +19,8 @@ import train
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.integration.test_launch import ROOT, environment, launch, ranks_of
-from trainer.components.checkpoint_folder import saved_steps
-from trainer.distributed.process_group import set_timeout
+from trainer.checkpoint.folder import saved_steps
+from trainer.runtime.process_group import set_timeout
 from trainer.trainer import Trainer
 
 STEPS = 6
@@ -117,7 +117,7 @@ FORGOTTEN = {
 
 def forgetful_case(folder: str, arguments: list[str], what: str) -> int:
     name, replacement = FORGOTTEN[what]
-    with mock.patch(f"trainer.components.checkpoint.{name}", replacement):
+    with mock.patch(f"trainer.checkpoint.checkpointer.{name}", replacement):
         return run_main(folder, arguments)
 
 

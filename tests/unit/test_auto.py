@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel import configure
 from trainer.distributed.context_parallel.auto import SHORT_SHARD, choose
-from trainer.distributed.context_parallel.configure import attention_options, batch_chooser
 from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
 from trainer.distributed.context_parallel.mask import Mask, causal, sliding_window
 from trainer.distributed.context_parallel.options import BatchPlan, ContextParallelOptions
 from trainer.distributed.context_parallel.plan import make_plan
+from trainer.job import attention, resolve
+from trainer.job.attention import resolve_attention
 from trainer.models.llama3.args import FLAVORS
 
 LLAMA_8B = AttentionShape(1, 32, 8, 128, 2)
@@ -73,11 +73,12 @@ def test_a_hybrid_is_chosen_where_the_degree_is_more_than_the_heads() -> None:
 
 def test_the_reason_is_said_with_its_numbers() -> None:
     arguments = ["--parallelism.context_parallel_degree=4", "--parallelism.context_parallel_method=auto"]
-    options, reason = attention_options(parse_command_line(arguments).config, FLAVORS["debugmodel"])
+    job = resolve(parse_command_line(arguments).config, 4)
+    options, reason = job.attention, job.attention_reason
     assert options.method in reason
     assert "MiB" in reason
     assert "8/4 heads over 4 ranks" in reason
-    assert attention_options(parse_command_line(arguments[:1]).config, FLAVORS["debugmodel"])[1] == ""
+    assert resolve(parse_command_line(arguments[:1]).config, 4).attention_reason == ""
 
 
 AUTO = [
@@ -91,10 +92,9 @@ ONE_DOCUMENT, MANY = [16 * SHORT_SHARD], [SHORT_SHARD // 4] * 64
 
 def planned(lengths: list[int], *more: str, device_type: str = "cuda") -> BatchPlan:
     """The plan that the trainer makes for a batch of packed documents."""
-    config = parse_command_line([*AUTO, *more]).config
-    options, _ = attention_options(config, FLAVORS["8B"], device_type)
+    job = resolve(parse_command_line([*AUTO, "--model.flavor=8B", *more]).config, 8, device_type)
     ids = np.repeat(np.arange(len(lengths)), lengths)[None]
-    return BatchPlan.of({"document_ids": ids}, 8, options, batch_chooser(config, FLAVORS["8B"], device_type, options))
+    return BatchPlan.of({"document_ids": ids}, 8, job.attention, job.method_chooser())
 
 
 def test_the_documents_of_a_batch_decide() -> None:
@@ -113,16 +113,15 @@ def test_no_batch_asks_for_a_mesh_of_its_own() -> None:
     """hybrid needs a 2-D mesh, and meshes are made before the first batch."""
     sixteen = ["--parallelism.context_parallel_degree=16", "--model.flavor=8B"]
     config = parse_command_line([*AUTO, *sixteen]).config
-    assert attention_options(config, replace(FLAVORS["8B"], n_heads=8, n_kv_heads=2), "cuda")[0].method != "hybrid"
-    assert batch_chooser(parse_command_line(AUTO[:2]).config, FLAVORS["8B"], "cuda", OPTIONS) is None
-    assert batch_chooser(parse_command_line([AUTO[0], *AUTO[2:]]).config, FLAVORS["8B"], "cuda", OPTIONS) is None
+    assert resolve_attention(config, replace(FLAVORS["8B"], n_heads=8, n_kv_heads=2), "cuda")[0].method != "hybrid"
+    for others in (AUTO[:2], [AUTO[0], *AUTO[2:]]):
+        assert resolve(parse_command_line(others).config, 8).method_chooser() is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "device_type", "itemsize"),
     [
         ([], "cuda", 2),
-        ([], None, 2),
         ([], "cpu", 4),
         (["--training.dtype=float64"], "cuda", 8),
         (["--training.dtype=bfloat16"], "cpu", 2),
@@ -130,11 +129,9 @@ def test_no_batch_asks_for_a_mesh_of_its_own() -> None:
         (["--training.mixed_precision_param=bfloat16"], "cpu", 2),
     ],
 )
-def test_bytes_are_those_of_the_data_type_that_computes(
-    arguments: list[str], device_type: str | None, itemsize: int
-) -> None:
+def test_bytes_are_those_of_the_data_type_that_computes(arguments: list[str], device_type: str, itemsize: int) -> None:
     """Gradients of K and V are summed in float32 at least, so that the choice depends on it."""
     chosen_for = mock.Mock(wraps=choose)
-    with mock.patch.object(configure, "choose", chosen_for):
-        attention_options(parse_command_line([*AUTO, *arguments]).config, FLAVORS["8B"], device_type)
+    with mock.patch.object(attention, "choose", chosen_for):
+        resolve_attention(parse_command_line([*AUTO, *arguments]).config, FLAVORS["8B"], device_type)
     assert chosen_for.call_args.args[3].itemsize == itemsize

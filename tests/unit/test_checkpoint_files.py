@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trainer.components.checkpoint_files import Reader, TensorsOnly, Writer
-from trainer.components.checkpoint_folder import RunState, read_state, step_folder, unfinished_folder
+from trainer.checkpoint.files import Reader, TensorsOnly, Writer
+from trainer.checkpoint.folder import RunState, read_state, step_folder, unfinished_folder
 
 TENSORS = {
     "model.a": torch.arange(1000, dtype=torch.float64),

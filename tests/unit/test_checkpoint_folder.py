@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.components import checkpoint_folder as folder_module
-from trainer.components.checkpoint_folder import (
+from trainer.checkpoint import folder as folder_module
+from trainer.checkpoint.folder import (
     RunState,
     check_fits,
     keep_latest,
@@ -26,8 +26,8 @@ from trainer.components.checkpoint_folder import (
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.config.validate import validate
 from trainer.data.tokenizer import vocab_size_of
+from trainer.job import resolve
 from trainer.models.registry import model_args
 
 STREAM = {"epoch": 0, "document": 3, "token": 17, "samples": 5, "seed": 0, "data_streams": 64, "documents": 700}
@@ -58,7 +58,7 @@ def save(folder: Path, step: int, config: JobConfig | None = None) -> Path:
 
 def refused(config: JobConfig) -> str:
     with pytest.raises(ConfigError) as error:
-        validate(config, 1)
+        resolve(config, 1)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -154,7 +154,7 @@ def test_the_latest_or_the_one_asked_for(tmp_path: Path):
     assert step_to_load(configured(tmp_path)) == 10
     assert step_to_load(configured(tmp_path, "--checkpoint.load_step=9")) == 9
     assert step_to_load(configured(tmp_path, "--checkpoint.folder=elsewhere")) is None
-    validate(configured(tmp_path), 1)
+    resolve(configured(tmp_path), 1)
 
 
 def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path):
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(tmp_
     assert message.endswith("remove it to start anew")
     save(tmp_path / "checkpoint", 2)
     assert "use another with checkpoint.load_step (there are 2), or remove it" in refused(configured(tmp_path))
-    validate(configured(tmp_path, "--checkpoint.load_step=2"), 1)
+    resolve(configured(tmp_path, "--checkpoint.load_step=2"), 1)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_what_may_change(tmp_path: Path):
     changes = ["--training.seq_len=64", "--model.rope_theta=1e6", "--optimizer.lr=1e-4", "--training.steps=7"]
     config = configured(tmp_path, *changes)
     check_fits(read_state(tmp_path / "checkpoint", 4), config, replace(shape_of(config), max_seq_len=64))
-    validate(config, 1)
+    resolve(config, 1)
 
 
 def test_a_checkpoint_from_before_a_key_has_what_the_key_defaults_to(tmp_path: Path):

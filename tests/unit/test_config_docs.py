@@ -8,8 +8,8 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, schema_keys
-from trainer.config.unused import RULES, Rule
-from trainer.config.validate import validate
+from trainer.job import resolve
+from trainer.job.unused import RULES, Rule
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
 EXAMPLES = re.findall(r"^    \$ python train\.py (.*)\n    error: (.*)$", TEXT, re.MULTILINE)
@@ -39,7 +39,7 @@ def test_keys_without_effect_are_listed_with_the_reason(rule: Rule):
 
 def check(argv: list[str]) -> None:
     command = parse_command_line(argv)
-    validate(command.config, command.world_size or 1)
+    resolve(command.config, command.world_size or 1)
 
 
 @pytest.mark.parametrize(("options", "message"), EXAMPLES)

@@ -13,8 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, schema_keys, tomllib
 from trainer.config.schema import JobConfig
 from trainer.config.torchtitan import ABSENT, OLDER, OLDER_VALUES, Absent
-from trainer.config.unused import unused_notes
-from trainer.config.validate import validate
+from trainer.job import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "tests/unit/torchtitan_configs").glob("*.toml"))
@@ -55,7 +54,7 @@ def read(path: Path, *arguments: str) -> CommandLine:
 
 def refused(config: JobConfig, ranks: int) -> str:
     with pytest.raises(ConfigError) as error:
-        validate(config, ranks)
+        resolve(config, ranks)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -90,10 +89,11 @@ def test_a_file_means_here_what_it_means_there(path: Path, tmp_path, monkeypatch
     # Asynchronous tensor parallelism and float8 together are the one thing that has to be left out.
     arguments = [*OWN_DATA, *(["--parallelism.no-enable_async_tensor_parallel"] if wanted.compiled else [])]
     command = read(path, *arguments)
-    degrees = validate(command.config, wanted.ranks)
+    job = resolve(command.config, wanted.ranks)
+    degrees = job.degrees
     assert (degrees.dp_replicate, degrees.dp_shard) == (1, wanted.ranks // wanted.tp)
     assert (degrees.tp, degrees.cp, degrees.pp) == (wanted.tp, 1, 1)
-    unused = unused_notes(command.config, degrees)
+    unused = job.notes
     in_vain = ["profiling.profile_freq", "checkpoint.interval"] if wanted.flavor == "debugmodel" else []
     if path.stem == "2026_02_debug_model":
         in_vain.insert(1, "parallelism.pipeline_parallel_schedule")
@@ -243,7 +243,7 @@ def test_a_folder_of_assets_gives_its_tokenizer(name: str, tmp_path, monkeypatch
         if content is not None:
             file.write_bytes(content)
         if content is shipped:
-            validate(config, 1)
+            resolve(config, 1)
         else:
             part = (
                 "its tokenizer.json has another format" if content is None else "is no tokenizer of tiktoken's format"

@@ -18,8 +18,8 @@ from trainer.distributed.context_parallel.cost import (
 )
 from trainer.distributed.context_parallel.mask import Mask, by_row, causal, documents, full, sliding_window
 from trainer.distributed.context_parallel.plan import METHODS, RankPlan, Stage, make_plan
-from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, build_layout, contiguous, head_tail
-from trainer.distributed.ranges import union
+from trainer.distributed.sharding.layout import LOAD_BALANCERS, SequenceLayout, build_layout, contiguous, head_tail
+from trainer.distributed.sharding.ranges import union
 
 DIRECTIONS = ("forward", "backward")
 KINDS = {"forward": ("qkv", "out"), "backward": ("qkv_dout", "dqkv")}

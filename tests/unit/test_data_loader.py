@@ -26,7 +26,7 @@ from trainer.data.packing import IGNORE_INDEX, pack
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.context_parallel.mask import causal, documents_of
 from trainer.distributed.context_parallel.options import BatchPlan, ContextParallelOptions
-from trainer.distributed.layout import balanced
+from trainer.distributed.sharding.layout import balanced
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 SEQ_LEN = 8

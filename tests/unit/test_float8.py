@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from trainer.config.errors import ConfigError
-from trainer.config.float8 import linear_shapes
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import Float8, JobConfig, Model
-from trainer.config.validate import validate
-from trainer.distributed.float8 import apply_float8, check_float8_machine
+from trainer.config.schema import Float8
+from trainer.job import resolve
 from trainer.models.initialization import initialize
 from trainer.models.llama3.args import FLAVORS, TransformerArgs
 from trainer.models.llama3.model import Transformer
+from trainer.transforms.float8 import apply_float8, check_float8_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGS = TransformerArgs(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_hidden_dim=96, vocab_size=128, max_seq_len=24)
@@ -47,8 +46,8 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_the_shapes_that_are_checked_are_those_of_the_model(flavor: str):
     args = replace(FLAVORS[flavor], n_layers=2)
     linear = {n: tuple(m.weight.shape) for n, m in build(Float8(), args).named_modules() if isinstance(m, nn.Linear)}
-    assert linear_shapes(args, 1) == linear
-    for name, (rows, columns) in linear_shapes(args, 2).items():
+    assert args.linear_shapes() == linear
+    for name, (rows, columns) in args.linear_shapes(2).items():
         inward = name.endswith(("wo", "w2"))
         assert (rows, columns * 2) == linear[name] if inward else (rows * 2, columns) == linear[name]
 
@@ -62,7 +61,7 @@ def test_the_shapes_that_are_checked_are_those_of_the_model(flavor: str):
     ],
 )
 def test_modules_are_left_out_by_parts_of_their_names(filtered: tuple[str, ...], left_out: set[str] | None):
-    everything = set(linear_shapes(ARGS, 1))
+    everything = set(ARGS.linear_shapes())
     if left_out is None:
         left_out = {"output", "layers.0.attention.wk", "layers.1.attention.wk"}
         left_out |= {f"layers.1.feed_forward.w{i}" for i in (1, 2, 3)}
@@ -170,59 +169,58 @@ def test_emulation_equals_the_float8_kernels(recipe: str, tokens: int):
 # ---- the machine
 
 
-def machine_error(config: JobConfig, device: str = "cpu") -> str:
+def machine_error(settings: Float8, device: str = "cpu", **norms: bool) -> str:
     with pytest.raises(ConfigError) as error:
-        check_float8_machine(config, torch.device(device))
+        check_float8_machine(settings, torch.device(device), **norms)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_a_cpu_is_refused_but_for_emulation():
-    message = machine_error(JobConfig(float8=Float8(enable=True)))
+    message = machine_error(Float8(enable=True))
     for part in ("compute capability 8.9 or more", "this is a CPU", "float8.emulate = true"):
         assert part in message
-    check_float8_machine(JobConfig(float8=EMULATED), CPU)
-    check_float8_machine(JobConfig(), CPU)
+    check_float8_machine(EMULATED, CPU)
+    check_float8_machine(Float8(), CPU)
 
 
 @pytest.mark.parametrize(("capability", "fine"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
 def test_a_gpu_without_float8_is_refused_by_name(monkeypatch, capability: tuple[int, int], fine: bool):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA A100")
-    config = JobConfig(float8=Float8(enable=True))
+    config = Float8(enable=True)
     if fine:
         check_float8_machine(config, torch.device("cuda"))
     else:
         assert "this is a NVIDIA A100 with 8.0" in machine_error(config, "cuda")
-        check_float8_machine(JobConfig(float8=EMULATED), torch.device("cuda"))
+        check_float8_machine(EMULATED, torch.device("cuda"))
 
 
 def test_without_torchao_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    assert "pip install '.[float8]' in the folder of this program" in machine_error(JobConfig(float8=EMULATED))
-    check_float8_machine(JobConfig(), CPU)
+    assert "pip install '.[float8]' in the folder of this program" in machine_error(EMULATED)
+    check_float8_machine(Float8(), CPU)
 
 
 @pytest.mark.parametrize(
-    ("norm", "filtered", "fine"),
-    [("rmsnorm", ("output",), True), ("np_layernorm", ("output",), False), ("rmsnorm", ("wk",), False)],
+    ("norms", "filtered", "fine"), [(True, ("output",), True), (False, ("output",), False), (True, ("wk",), False)]
 )
-def test_gloo_is_not_given_units_of_float8_alone(norm: str, filtered: tuple[str, ...], fine: bool):
+def test_gloo_is_not_given_units_of_float8_alone(norms: bool, filtered: tuple[str, ...], fine: bool):
     gather = replace(EMULATED, enable_fsdp_float8_all_gather=True, filter_fqns=filtered)
-    config = JobConfig(model=Model(norm_type=norm), float8=gather)
     if fine:
-        check_float8_machine(config, CPU)
+        check_float8_machine(gather, CPU, norms_have_parameters=norms)
     else:
-        assert "a model.norm_type other than 'np_layernorm', and 'output' in float8" in machine_error(config)
+        error = machine_error(gather, norms_have_parameters=norms)
+        assert "a model.norm_type other than 'np_layernorm', and 'output' in float8" in error
 
 
 def test_torchao_is_imported_where_it_is_needed_only_and_says_nothing():
     code = (
         "import sys, torch, train, trainer.trainer\n"
-        "from trainer.distributed.float8 import check_float8_machine\n"
-        "from trainer.config.schema import Float8, JobConfig\n"
-        "for config in (JobConfig(), JobConfig(float8=Float8(enable=True, emulate=True))):\n"
-        "    check_float8_machine(config, torch.device('cpu'))\n"
+        "from trainer.transforms.float8 import check_float8_machine\n"
+        "from trainer.config.schema import Float8\n"
+        "for settings in (Float8(), Float8(enable=True, emulate=True)):\n"
+        "    check_float8_machine(settings, torch.device('cpu'))\n"
         "    print('torchao' in sys.modules)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -273,7 +271,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(
     shipped = (ROOT / "trainer/assets/python_4k.tiktoken").read_text().splitlines()
     (tmp_path / "odd.tiktoken").write_text("\n".join(shipped[:264]))  # and 256 special tokens
     with pytest.raises(ConfigError) as error:
-        validate(parse_command_line(argv).config, ranks)
+        resolve(parse_command_line(argv).config, ranks)
     message = str(error.value)
     assert "\n" not in message
     for part in parts:
@@ -292,4 +290,4 @@ def test_what_cannot_work_is_refused_in_one_sentence(
 )
 def test_what_can_work_is_accepted(argv: list[str], ranks: int, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    validate(parse_command_line(argv).config, ranks)
+    resolve(parse_command_line(argv).config, ranks)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.kernels import CpuFlash, Kernel, Math, choose_kernel, repeated, summed
-from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS
+from trainer.distributed.context_parallel.kernels.base import Kernel, repeated, summed
+from trainer.distributed.context_parallel.kernels.choose import CUDA_KERNELS, choose_kernel
+from trainer.distributed.context_parallel.kernels.cpu import CpuFlash, Math
 from trainer.distributed.context_parallel.lowering import Capabilities, split
 from trainer.distributed.context_parallel.mask import Relation
 from trainer.distributed.context_parallel.tiles import Tile

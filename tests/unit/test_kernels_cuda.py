@@ -29,9 +29,11 @@ from tests.unit.test_kernels import (
     run,
     visible,
 )
-from trainer.distributed.context_parallel import kernels_cuda
-from trainer.distributed.context_parallel.kernels import Kernel
-from trainer.distributed.context_parallel.kernels_cuda import CUDA_KERNELS, CudaFlash, Cudnn, Efficient, Flex, Varlen
+from trainer.distributed.context_parallel.kernels import cuda, flex
+from trainer.distributed.context_parallel.kernels.base import Kernel
+from trainer.distributed.context_parallel.kernels.choose import CUDA_KERNELS
+from trainer.distributed.context_parallel.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
+from trainer.distributed.context_parallel.kernels.flex import Flex
 from trainer.distributed.context_parallel.lowering import Call, split
 from trainer.distributed.context_parallel.mask import Relation
 from trainer.distributed.context_parallel.tiles import Tile
@@ -323,9 +325,9 @@ def test_any_layout_of_the_inputs(kernel: Kernel, offset: int):
 def test_what_is_aligned_is_not_copied():
     buffer = torch.zeros(6, 2, 2, 2, 8, dtype=torch.bfloat16)
     k, _ = buffer.permute(1, 2, 3, 0, 4)
-    assert kernels_cuda._rows(k).data_ptr() == buffer.data_ptr()
-    assert kernels_cuda._gathered(k[:1], ((0, 2), (2, 5))).data_ptr() == buffer.data_ptr()
-    assert kernels_cuda._aligned(torch.zeros(9, dtype=torch.bfloat16)[1:].view(1, 8)).storage_offset() == 0
+    assert cuda._rows(k).data_ptr() == buffer.data_ptr()
+    assert cuda._gathered(k[:1], ((0, 2), (2, 5))).data_ptr() == buffer.data_ptr()
+    assert cuda._aligned(torch.zeros(9, dtype=torch.bfloat16)[1:].view(1, 8)).storage_offset() == 0
 
 
 def test_single_rows_do_not_reach_cudnn():
@@ -398,7 +400,7 @@ def test_packed_documents_are_gathered_without_a_copy():
     """Documents of one sequence, one behind another, are read where they lie."""
     q, k, v, _ = (x[:1].transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(4, 2, 12, 12))
     spans = (0, 3), (3, 7), (7, 12)
-    assert kernels_cuda._gathered(q, spans).data_ptr() == q.data_ptr()
+    assert cuda._gathered(q, spans).data_ptr() == q.data_ptr()
     results = Varlen(OPS).forward_many(q, k, v, tuple(Call(s, s, CAUSAL, True) for s in spans), scale=0.3)
     for (start, stop), (out, lse) in zip(spans, results, strict=True):
         parts = (x[:, :, start:stop] for x in (q, k, v))
@@ -416,7 +418,7 @@ def test_packed_documents_are_gathered_without_a_copy():
 )
 def test_block_mask_is_the_relation(relation: Relation, n: int, m: int):
     """The blocks are those that PyTorch finds by looking at every pair, and FlexAttention with them is attention."""
-    mask = kernels_cuda.block_mask(relation, n, m, torch.device("cpu"), block=16)
+    mask = flex.block_mask(relation, n, m, torch.device("cpu"), block=16)
     wanted = create_block_mask(mask.mask_mod, None, None, n, m, device="cpu", BLOCK_SIZE=16)
     for kind in ("kv", "full_kv", "q", "full_q"):
         numbers, indices = (getattr(mask, f"{kind}_{x}") for x in ("num_blocks", "indices"))
@@ -432,7 +434,7 @@ def test_block_mask_is_the_relation(relation: Relation, n: int, m: int):
 @pytest.mark.parametrize("tile", TILES, ids=TILE_IDS)
 def test_flex_forward(monkeypatch: pytest.MonkeyPatch, tile: tuple[Relation, int, int]):
     """FlexAttention itself, not compiled."""
-    monkeypatch.setattr(kernels_cuda, "_compiled", lambda: flex_attention)
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     relation, n, m = tile
     q, k, v, cotangent = inputs(4, 2, n, m, 20, torch.float32)
     out, lse = Flex().forward(q, k, v, relation=relation, scale=0.3)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.distributed.context_parallel.mask import by_row, causal, documents
-from trainer.distributed.layout import (
+from trainer.distributed.sharding.layout import (
     LAYOUTS,
     LOAD_BALANCERS,
     SequenceLayout,

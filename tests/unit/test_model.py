@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from trainer.models.common.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis, rope_frequencies
+from trainer.models.common.shapes import RopeScaling
 from trainer.models.initialization import initialize, parameter_seed
-from trainer.models.llama3.args import FLAVORS, RopeScaling, TransformerArgs
-from trainer.models.llama3.model import Transformer, apply_rope, precompute_freqs_cis, rope_frequencies
+from trainer.models.llama3.args import FLAVORS, TransformerArgs
+from trainer.models.llama3.model import Transformer
 
 ARGS = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 
@@ -126,22 +128,26 @@ def test_tied_embeddings_are_one_parameter():
 
 def test_angles_are_exact_at_a_million_tokens():
     """float32 angles would be off by 3e-2 there."""
-    args = replace(ARGS, max_seq_len=2**20)
-    table = precompute_freqs_cis(args, torch.float32)
-    position, frequencies = 2**20 - 1, rope_frequencies(args.head_dim, args.rope_theta, None)
+    table = precompute_freqs_cis(2**20, 8, 5e5, None, torch.float32)
+    position, frequencies = 2**20 - 1, rope_frequencies(8, 5e5, None)
     for pair, frequency in enumerate(frequencies.tolist()):
         wanted = math.cos(position * frequency), math.sin(position * frequency)
         assert table[position, pair].tolist() == pytest.approx(wanted, abs=1e-7)
 
 
-def test_rope_depends_on_distance_only():
-    args = replace(ARGS, max_seq_len=64)
-    table = precompute_freqs_cis(args, torch.float64)
-    q, k = torch.randn(2, 1, 1, 1, args.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    scores = [
-        (apply_rope(q, table[i + 5 : i + 6]) * apply_rope(k, table[i : i + 1])).sum().item() for i in range(0, 50, 7)
-    ]
+@pytest.mark.parametrize("rotate", [apply_rope, apply_rope_to_halves])
+def test_rope_depends_on_distance_only(rotate):
+    table = precompute_freqs_cis(64, 8, 5e5, None, torch.float64)
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores = [(rotate(q, table[i + 5 : i + 6]) * rotate(k, table[i : i + 1])).sum().item() for i in range(0, 50, 7)]
     assert scores == pytest.approx([scores[0]] * len(scores), rel=1e-12)
+
+
+def test_the_two_ways_to_pair_differ_by_the_order_of_channels():
+    table = precompute_freqs_cis(4, 8, 5e5, None, torch.float64)
+    x = torch.randn(2, 3, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    halves = torch.cat((torch.arange(0, 8, 2), torch.arange(1, 8, 2)))  # of adjacent pairs
+    torch.testing.assert_close(apply_rope_to_halves(x[..., halves], table), apply_rope(x, table)[..., halves])
 
 
 def test_rope_scaling_of_llama_3_1():

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from trainer.components.out_of_memory import is_out_of_memory, memory_savers, out_of_memory_explained
 from trainer.config.loader import parse_command_line
-from trainer.config.validate import validate
+from trainer.job import resolve
+from trainer.runtime.out_of_memory import is_out_of_memory, memory_savers, out_of_memory_explained
 
 CPU = torch.device("cpu")
 RUNS = [
@@ -36,8 +36,7 @@ def test_each_setting_is_accepted_and_changes_something(
     world_size: int, arguments: list[str], device_type: str
 ) -> None:
     config = parse_command_line(arguments).config
-    degrees = validate(config, world_size)
-    for saver in memory_savers(config, degrees, device_type):
+    for saver in memory_savers(resolve(config, world_size, device_type)):
         setting, colon, _ = saver.partition(": ")
         assert colon
         ranks = re.search(r" on (\d+) ranks", setting)
@@ -45,12 +44,12 @@ def test_each_setting_is_accepted_and_changes_something(
         assert pairs
         changed = parse_command_line([*arguments, *(f"--{key}={value.strip(chr(34))}" for key, value in pairs)]).config
         assert changed != config
-        validate(changed, int(ranks[1]) if ranks else world_size)
+        resolve(changed, int(ranks[1]) if ranks else world_size)
 
 
 def keys(world_size: int, *arguments: str, device_type: str = "cuda") -> set[str]:
     config = parse_command_line(list(arguments)).config
-    savers = memory_savers(config, validate(config, world_size), device_type)
+    savers = memory_savers(resolve(config, world_size, device_type))
     return {saver.split(" = ")[0] for saver in savers}
 
 
@@ -72,7 +71,7 @@ def test_what_is_at_its_limit_is_not_named() -> None:
 
 def test_the_error_goes_on_with_the_settings() -> None:
     config = parse_command_line([]).config
-    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_explained(config, validate(config, 1), CPU):
+    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_explained(resolve(config, 1)):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore words")
     assert str(error.value).startswith("CUDA out of memory. Tried to allocate 2.00 GiB.\n")
     for name in ("training.local_batch_size = 4", 'activation_checkpoint.mode = "full"', "training.seq_len = 1024"):
@@ -90,6 +89,6 @@ def test_other_errors_are_left_alone() -> None:
     config = parse_command_line([]).config
     with (
         pytest.raises(RuntimeError, match=r"^something else$"),
-        out_of_memory_explained(config, validate(config, 1), CPU),
+        out_of_memory_explained(resolve(config, 1)),
     ):
         raise RuntimeError("something else")

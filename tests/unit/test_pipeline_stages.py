@@ -7,8 +7,8 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.validate import validate
 from trainer.distributed.pipeline_stages import SCHEDULES, PipelinePlan, pipeline_plan
+from trainer.job import resolve
 from trainer.models.llama3.args import FLAVORS, TransformerArgs
 
 PP = "--parallelism.pipeline_parallel_"
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused_with_what_would(arguments: list[str], part
     config = parse_command_line(arguments).config
     degree = config.parallelism.pipeline_parallel_degree
     with pytest.raises(ConfigError) as error:
-        validate(config, degree)
+        resolve(config, degree)
     assert "\n" not in str(error.value)
     for part in parts:
         assert part in str(error.value), str(error.value)

@@ -23,8 +23,8 @@ from trainer.distributed.context_parallel.mask import (
 )
 from trainer.distributed.context_parallel.plan import METHODS, Message, RankPlan, Stage, make_plan
 from trainer.distributed.context_parallel.tiles import Tile
-from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, build_layout, contiguous, head_tail
-from trainer.distributed.ranges import Ranges, union
+from trainer.distributed.sharding.layout import LOAD_BALANCERS, SequenceLayout, build_layout, contiguous, head_tail
+from trainer.distributed.sharding.ranges import Ranges, union
 
 DIRECTIONS = ("forward", "backward")
 staged = st.sampled_from(["ring", "all_gather"])

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.components.stop import Stop
-from trainer.config.loader import parse_command_line
+from trainer.runtime.stop import Stop
 
 ROOT = Path(__file__).resolve().parents[2]
 # Asked by two signals at once, which count as one; then asked again, or never done.
 SCRIPT = """
 import os, signal, sys, time
-from trainer.components.stop import Stop
-from trainer.config.loader import parse_command_line
-with Stop(parse_command_line([f"--checkpoint.stop_timeout_seconds={sys.argv[1]}"]).config, speaks=True) as stop:
+from trainer.runtime.stop import Stop
+with Stop(int(sys.argv[1]), speaks=True) as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -28,10 +26,6 @@ with Stop(parse_command_line([f"--checkpoint.stop_timeout_seconds={sys.argv[1]}"
 """
 
 
-def settings(*arguments: str):
-    return parse_command_line(list(arguments)).config
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals):
     def mine(*_: object) -> None:
@@ -39,7 +33,7 @@ def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals):
 
     before = signal.signal(number, mine)
     try:
-        with Stop(settings(), speaks=False) as stop:
+        with Stop(100) as stop:
             assert stop.signal == 0
             os.kill(os.getpid(), number)
             deadline = time.monotonic() + 5
@@ -55,7 +49,7 @@ def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals):
 def test_other_signals_do_not_count():
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        with Stop(settings(), speaks=False) as stop:
+        with Stop(100) as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.1)
             assert stop.signal == 0
@@ -66,7 +60,7 @@ def test_other_signals_do_not_count():
 def test_files_are_closed_again():
     count = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with Stop(settings(), speaks=False):
+        with Stop(100):
             pass
     assert len(os.listdir("/proc/self/fd")) == count
 

@@ -5,7 +5,6 @@ from trainer.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "checkpoint": "CheckpointError Checkpointer",
         "grad_norm": "clip_gradients global_grad_norm",
         "loss": "count_valid token_losses",
         "lr_scheduler": "build_lr_scheduler",

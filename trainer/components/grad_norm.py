@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.distributed.exchange import all_reduce
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from trainer.components.console import logger
-from trainer.config.schema import JobConfig
-from trainer.distributed.exchange import all_reduce
+from trainer.config.schema import Metrics
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
 
 # Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets; the first name that fits counts.
 _PEAK_FLOPS = {
@@ -94,23 +94,25 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float) -> 
 class MetricsLogger:
     """Measures between logged steps and writes them. Every rank calls `log`; rank 0 of the job writes files.
 
-    flops_per_token: (full, causal) attention; tokens_per_step: of the whole job; start_step, tokens_before: done by
-    earlier runs, whose files are continued.
+    last_step: of the run; flops_per_token: (full, causal) attention; tokens_per_step: of the whole job; start_step,
+    tokens_before: done by earlier runs, whose files are continued.
     """
 
     def __init__(
         self,
-        config: JobConfig,
+        settings: Metrics,
+        dump_folder: Path,
         dims: ParallelDims,
         device: torch.device,
         *,
+        last_step: int,
         flops_per_token: tuple[float, float],
         tokens_per_step: int,
         compute_dtype: torch.dtype,
         start_step: int = 0,
         tokens_before: int = 0,
     ) -> None:
-        self.config = config
+        self.settings, self.last_step = settings, last_step
         self.dims = dims
         self.device = device
         self.flops_per_token = flops_per_token
@@ -118,7 +120,7 @@ class MetricsLogger:
         self.start_step = start_step
         self.tokens_before = tokens_before
         self.peak_flops = peak_flops(device, compute_dtype)
-        self._sinks = _open_sinks(config, start_step) if dims.rank("world") == 0 else []
+        self._sinks = _open_sinks(settings, dump_folder, start_step) if dims.rank("world") == 0 else []
         self.restart_clock(start_step)
 
     def restart_clock(self, step: int) -> None:
@@ -140,7 +142,7 @@ class MetricsLogger:
 
     def due(self, step: int) -> bool:
         """Whether this step is logged: the first, the last, and every `metrics.log_freq`-th."""
-        return step in (1, self.config.training.steps) or step % self.config.metrics.log_freq == 0
+        return step in (1, self.last_step) or step % self.settings.log_freq == 0
 
     def log(self, step: int, *, loss: float, row_losses: torch.Tensor, grad_norm: float, lr: float) -> StepMetrics:
         """Reduce and write one step. A collective: every rank calls it for the same steps.
@@ -173,8 +175,8 @@ class MetricsLogger:
             data_loading_fraction=waited / elapsed,
             tokens_seen=self.tokens_seen(step),
         )
-        left = self.config.training.steps - step
-        logger.info(console_line(metrics, self.config.training.steps, left * elapsed / steps))
+        left = self.last_step - step
+        logger.info(console_line(metrics, self.last_step, left * elapsed / steps))
         for sink in self._sinks:
             sink.write(metrics)
         self.restart_clock(step)
@@ -241,9 +243,8 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _open_sinks(config: JobConfig, start_step: int) -> list[_JsonLines | _TensorBoard]:
-    folder = Path(config.job.dump_folder)
+def _open_sinks(settings: Metrics, folder: Path, start_step: int) -> list[_JsonLines | _TensorBoard]:
     sinks: list[_JsonLines | _TensorBoard] = [_JsonLines(folder / "metrics.jsonl", start_step)]
-    if config.metrics.enable_tensorboard:
-        sinks.append(_TensorBoard(folder / config.metrics.save_tb_folder, start_step))
+    if settings.enable_tensorboard:
+        sinks.append(_TensorBoard(folder / settings.save_tb_folder, start_step))
     return sinks

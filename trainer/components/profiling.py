@@ -14,9 +14,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from trainer.components.console import logger
-from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig, Profiling
+from trainer.config.schema import Profiling
+from trainer.runtime.out_of_memory import is_out_of_memory
 
 _MAX_ALLOCATIONS = 100_000
 
@@ -40,11 +40,11 @@ def check_memory_snapshot(settings: Profiling, device: torch.device) -> None:
 
 
 @contextmanager
-def profiling(config: JobConfig, rank: int, device: torch.device) -> Iterator["StepProfiler"]:
+def profiling(settings: Profiling, dump_folder: Path, rank: int, device: torch.device) -> Iterator["StepProfiler"]:
     """Profile the steps inside, as table `[profiling]` says; tell it when each step is over."""
     profiler = StepProfiler(
-        _Traces(config, rank, device) if config.profiling.enable_profiling else None,
-        _Snapshots(config, rank) if config.profiling.enable_memory_snapshot else None,
+        _Traces(settings, dump_folder, rank, device) if settings.enable_profiling else None,
+        _Snapshots(settings, dump_folder, rank) if settings.enable_memory_snapshot else None,
     )
     try:
         yield profiler
@@ -77,9 +77,8 @@ class StepProfiler:
 class _Traces:
     """Chrome traces of `profiler_active` steps, the last of them step freq, 2 freq, ... since the start."""
 
-    def __init__(self, config: JobConfig, rank: int, device: torch.device) -> None:
-        settings = config.profiling
-        self.folder, self.rank = Path(config.job.dump_folder) / settings.save_traces_folder, rank
+    def __init__(self, settings: Profiling, dump_folder: Path, rank: int, device: torch.device) -> None:
+        self.folder, self.rank = dump_folder / settings.save_traces_folder, rank
         self.last_step = 0
         warmup, active = settings.profiler_warmup, settings.profiler_active
         self.profiler = torch.profiler.profile(
@@ -112,9 +111,8 @@ class _Traces:
 class _Snapshots:
     """The CUDA allocator's history, every `freq` steps and at the end of a run that ran out of memory."""
 
-    def __init__(self, config: JobConfig, rank: int) -> None:
-        settings = config.profiling
-        self.folder, self.rank = Path(config.job.dump_folder) / settings.save_memory_snapshot_folder, rank
+    def __init__(self, settings: Profiling, dump_folder: Path, rank: int) -> None:
+        self.folder, self.rank = dump_folder / settings.save_memory_snapshot_folder, rank
         self.freq = settings.profile_freq
         self.last_step = 0
         torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)

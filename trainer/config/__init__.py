@@ -7,7 +7,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "schema": "JobConfig",
         "errors": "ConfigError",
-        "degrees": "Degrees resolve_degrees",
         "loader": "CommandLine parse_command_line to_toml",
     },
 )

@@ -1,6 +1,6 @@
 """Every setting of a run: one frozen dataclass per TOML table, one docstring per key (`--help` shows it).
 
-Defaults stand here; rules that hold between keys are checked in `validate.py`.
+Defaults stand here; what a configuration means, and what it may not be, is decided in `trainer/job`.
 """
 
 from dataclasses import dataclass, field

@@ -28,7 +28,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.datasets import DocumentSource
 from trainer.data.packing import Row, RowBuilder
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.agreement import content_hash
+from trainer.runtime.agreement import content_hash
 
 StreamState = dict[str, int]
 _DEAL, _EPOCH = 0, 1  # what a shuffle is for

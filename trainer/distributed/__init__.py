@@ -5,12 +5,10 @@ from trainer.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "layout": "LOAD_BALANCERS SequenceLayout balanced build_layout contiguous head_tail",
+        "sharding.layout": "LOAD_BALANCERS SequenceLayout balanced build_layout contiguous head_tail",
         "parallel_dims": "ParallelDims",
-        "process_group": "Process",
         "data_parallel": "apply_data_parallel",
         "tensor_parallel": "apply_tensor_parallel",
-        "activation_checkpoint": "apply_activation_checkpoint",
         "pipeline_parallel": "Pipeline",
         "pipeline_stages": "PipelinePlan SCHEDULES",
     },

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from trainer.config.schema import JobConfig
+from trainer.job.record import ResolvedJob
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,14 @@ class DataParallelOptions:
     backward_prefetch: int = 0
 
     @classmethod
-    def from_config(cls, config: JobConfig, device_type: str) -> "DataParallelOptions":
+    def of(cls, job: ResolvedJob) -> "DataParallelOptions":
+        config = job.config
         storage = getattr(torch, config.training.dtype)
         reduce = storage if storage == torch.float64 else getattr(torch, config.training.mixed_precision_reduce)
         how = config.parallelism.fsdp_reshard_after_forward
-        pipelined = config.parallelism.pipeline_parallel_degree > 1
+        pipelined = job.pipeline is not None
         return cls(
-            param_dtype=getattr(torch, config.training.compute_dtype(device_type)),
+            param_dtype=getattr(torch, job.compute_dtype),
             reduce_dtype=reduce,
             # The micro-batches of a pipeline follow one another: parameters stay for the next one.
             reshard_after_forward=how == "always" or (how == "default" and not pipelined),

@@ -12,7 +12,7 @@ For dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1) the eight ranks stand s
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.config.degrees import Degrees
+from trainer.job.degrees import Degrees
 
 # Outermost first: what talks most stands innermost, inside a node.
 _DIMS = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_a2a", "tp")
@@ -53,6 +53,10 @@ class ParallelDims:
     def rank(self, name: str) -> int:
         """This process's place in the mesh of that name."""
         return self._meshes[name].get_local_rank()
+
+    def group_names(self) -> str:
+        """Return the names of this rank's process groups, which depend on the layout and the order of making."""
+        return " ".join(mesh.get_group().group_name for mesh in self._meshes.values())
 
     @property
     def hybrid_mesh(self) -> DeviceMesh:

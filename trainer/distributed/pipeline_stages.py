@@ -58,6 +58,11 @@ class PipelinePlan:
     """File with the order of computations, in place of a named schedule."""
     splits_backward: bool = False
 
+    @property
+    def whole_backward(self) -> str:
+        """What to use in its place where the backward may not be split, as the end of a message."""
+        return "a file without I and W" if self.csv else "the schedule 'Interleaved1F1B'"
+
     def stages_of(self, rank: int) -> list[int]:
         """Numbers of the stages that a pipeline rank runs."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]

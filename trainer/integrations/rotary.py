@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.context_parallel.intercept import outside_of_graphs
 from trainer.distributed.context_parallel.options import ContextParallelError
-from trainer.distributed.exchange import all_reduce
+from trainer.distributed.sharding.exchange import all_reduce
 
 
 def depends_on_length(module: nn.Module) -> bool:

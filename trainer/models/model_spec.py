@@ -1,13 +1,15 @@
 """What a model must bring to be trained."""
 
+import importlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from trainer.config.schema import JobConfig
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.job.record import ResolvedJob
+from trainer.models.registry import MODELS
 
 
 class Decoder(Protocol):
@@ -49,9 +51,14 @@ class ModelSpec:
     keep_stage: Callable[[Decoder, Collection[str]], None]
     """Leave in a whole model only the modules named: a stage of a pipeline, which takes the hidden states of the one
     before it in the place of tokens. Names of parameters stay."""
-    parallelize: Callable[[Decoder, ParallelDims, JobConfig], None]
+    parallelize: Callable[[Decoder, ParallelDims, ResolvedJob], None]
     """Apply tensor and data parallelism to the model on meta, or a stage of it, in place."""
     cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]]
     """(a part of the model) -> its buffers that have a row per token, each with that dimension."""
     flops_per_token: Callable[[Any, int], tuple[float, float]]
     """(shape, seq_len) -> FLOPs per token of a training step, counting (full, causal) attention."""
+
+
+def model_spec(name: str) -> ModelSpec:
+    """Return what the loop needs to know of a model family, by its name."""
+    return importlib.import_module(MODELS[name][1]).SPEC

@@ -1,10 +1,11 @@
-"""Processes of a job and what they hold. Torch-free; these are the public names."""
+"""Processes of a job: how they start, agree, stop, fail and end, and what they hold. These are the public names."""
 
 from trainer.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "process_group": "Process",
         "launcher_watch": "end_with launcher_of",
         "dump_folder": "folder_held holder_of writing_to",
     },

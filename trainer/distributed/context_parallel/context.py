@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.agreement import content_hash
 from trainer.distributed.context_parallel.attention import parallelised_modules
 from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, close_plan, handle_of, open_plan
 from trainer.distributed.context_parallel.mask import Mask
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.exchange import all_gather
-from trainer.distributed.layout import SequenceLayout
+from trainer.distributed.sharding.exchange import all_gather
+from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.runtime.agreement import content_hash
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from trainer.distributed.context_parallel.plan import RankPlan
-from trainer.distributed.ranges import Range
+from trainer.distributed.sharding.ranges import Range
 
 
 @dataclass(frozen=True)

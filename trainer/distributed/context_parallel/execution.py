@@ -7,11 +7,11 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.context_parallel.kernels import Kernel
+from trainer.distributed.context_parallel.kernels.base import Kernel
 from trainer.distributed.context_parallel.lowering import Call, LoweredPlan
 from trainer.distributed.context_parallel.plan import RankPlan
-from trainer.distributed.layout import SequenceLayout
-from trainer.distributed.ranges import Ranges, size
+from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.sharding.ranges import Ranges, size
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 
 from trainer.distributed.context_parallel.execution import Execution, pack
 from trainer.distributed.context_parallel.plan import Stage
-from trainer.distributed.exchange import Pending, gather_shards, reduce_shards
-from trainer.distributed.ranges import Offsets, Range, intersection
+from trainer.distributed.sharding.exchange import Pending, gather_shards, reduce_shards
+from trainer.distributed.sharding.ranges import Offsets, Range, intersection
 
 
 def gather_rows(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, stage: Stage, run: Execution) -> Pending:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.options import ContextParallelError
-from trainer.distributed.exchange import all_gather
+from trainer.distributed.sharding.exchange import all_gather
 
 _NOT_COMPILED = "`intercept_sdpa` cannot be compiled; the model runs as it is inside the context"
 # The compiler leaves its graph for what is marked so, or says this where it may not (fullgraph).

@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.cost import check_heads
 from trainer.distributed.context_parallel.execution import Execution
-from trainer.distributed.context_parallel.kernels import Kernel, choose_kernel
+from trainer.distributed.context_parallel.kernels.base import Kernel
+from trainer.distributed.context_parallel.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.lowering import lower
 from trainer.distributed.context_parallel.mask import Mask, by_row, causal, full, sliding_window
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.context_parallel.plan import make_plan
-from trainer.distributed.layout import SequenceLayout
+from trainer.distributed.sharding.layout import SequenceLayout
 
 # The one process-wide state of the project, beside the registration of the operators themselves.
 _live: dict[int, "LivePlan"] = {}

@@ -14,7 +14,7 @@ from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.mask import Relation
 from trainer.distributed.context_parallel.plan import RankPlan, Stage
 from trainer.distributed.context_parallel.tiles import Tile
-from trainer.distributed.ranges import Range, Ranges, intersection, union
+from trainer.distributed.sharding.ranges import Range, Ranges, intersection, union
 
 
 @dataclass(frozen=True)

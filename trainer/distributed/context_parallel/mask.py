@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.distributed.ranges import Range
+from trainer.distributed.sharding.ranges import Range
 
 ANY = 1 << 60
 """A bound that binds nothing."""

@@ -9,7 +9,7 @@ import numpy as np
 from trainer.distributed.context_parallel.lowering import CAPABILITIES
 from trainer.distributed.context_parallel.mask import Mask, causal, documents_of
 from trainer.distributed.context_parallel.plan import METHODS
-from trainer.distributed.layout import LOAD_BALANCERS, SequenceLayout, build_layout
+from trainer.distributed.sharding.layout import LOAD_BALANCERS, SequenceLayout, build_layout
 
 
 class ContextParallelError(RuntimeError):

@@ -33,8 +33,8 @@ from functools import cached_property, lru_cache
 
 from trainer.distributed.context_parallel.mask import Mask
 from trainer.distributed.context_parallel.tiles import Piece, Tile, tiles_of
-from trainer.distributed.layout import SequenceLayout
-from trainer.distributed.ranges import Offsets, Range, Ranges, difference, intersection, size, union
+from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, size, union
 
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
 

@@ -32,9 +32,9 @@ from trainer.distributed.context_parallel.context import check_attention_ran, ch
 from trainer.distributed.context_parallel.live import LivePlan, close_plan, handle_of, open_plan
 from trainer.distributed.context_parallel.mask import Mask
 from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.exchange import all_reduce, exchange
-from trainer.distributed.layout import SequenceLayout
-from trainer.distributed.ranges import Range
+from trainer.distributed.sharding.exchange import all_reduce, exchange
+from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.sharding.ranges import Range
 
 PLACEMENTS = ("partial", "replicated")
 

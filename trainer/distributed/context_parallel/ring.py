@@ -28,8 +28,8 @@ from trainer.distributed.context_parallel.execution import (
 from trainer.distributed.context_parallel.gather import gather_rows, reduce_rows
 from trainer.distributed.context_parallel.lowering import Call
 from trainer.distributed.context_parallel.plan import Message, Stage
-from trainer.distributed.exchange import Pending, Transfer, put_rows, send_receive
-from trainer.distributed.ranges import Offsets, Ranges, size
+from trainer.distributed.sharding.exchange import Pending, Transfer, put_rows, send_receive
+from trainer.distributed.sharding.ranges import Offsets, Ranges, size
 
 
 @dataclass(frozen=True)

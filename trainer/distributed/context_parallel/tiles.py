@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from trainer.distributed.context_parallel.mask import ANY, Band, Relation
-from trainer.distributed.ranges import Offsets, Range, Ranges
+from trainer.distributed.sharding.ranges import Offsets, Range, Ranges
 
 
 @dataclass(frozen=True)

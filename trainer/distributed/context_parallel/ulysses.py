@@ -28,8 +28,8 @@ from trainer.distributed.context_parallel.execution import (
     with_next,
 )
 from trainer.distributed.context_parallel.ring import staged_backward, staged_forward
-from trainer.distributed.exchange import Pending, all_to_all
-from trainer.distributed.ranges import Offsets, Ranges
+from trainer.distributed.sharding.exchange import Pending, all_to_all
+from trainer.distributed.sharding.ranges import Offsets, Ranges
 
 # What goes to, or comes from, one rank
 Pieces = list[torch.Tensor]

@@ -3,17 +3,11 @@
 Sources: "The Llama 3 Herd of Models" (arXiv 2407.21783) and the model cards of Llama 3, 3.1 and 3.2.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's frequency scaling: long wavelengths stretched by `factor`, short ones kept, a ramp between."""
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
+from trainer.config.schema import Model
+from trainer.models.common.shapes import RopeScaling
 
 
 @dataclass(frozen=True)
@@ -40,6 +34,34 @@ class TransformerArgs:
     def head_dim(self) -> int:
         return self.dim // self.n_heads
 
+    @property
+    def norms_have_parameters(self) -> bool:
+        return self.norm_type != "np_layernorm"
+
+    def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "TransformerArgs":
+        """Return the shape with what table `[model]`, the tokenizer and the length of rows say."""
+        scaling = None if settings.rope_scaling in (None, 1.0) else RopeScaling(settings.rope_scaling)
+        return replace(
+            self,
+            vocab_size=vocab_size,
+            max_seq_len=max_seq_len,
+            norm_type=settings.norm_type,
+            sliding_window=settings.sliding_window,
+            sliding_window_every=settings.sliding_window_every,
+            attention_sinks=settings.attention_sinks,
+            rope_theta=self.rope_theta if settings.rope_theta is None else settings.rope_theta,
+            rope_scaling=self.rope_scaling if settings.rope_scaling is None else scaling,
+        )
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return what a tensor-parallel degree must divide, by what it is called in a message."""
+        return {
+            "attention heads": self.n_heads,
+            "key/value heads": self.n_kv_heads,
+            "feed-forward channels": self.ffn_hidden_dim,
+            "tokens in the vocabulary": self.vocab_size,
+        }
+
     def module_names(self) -> tuple[str, ...]:
         """The modules that a pipeline can divide, in the order of the forward."""
         return ("tok_embeddings", *(f"layers.{i}" for i in range(self.n_layers)), "norm", "output")
@@ -48,14 +70,30 @@ class TransformerArgs:
         """Tokens that a token sees in this layer, itself and those before it; None: all before it."""
         return self.sliding_window if layer % self.sliding_window_every == 0 else None
 
+    def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
+        """Rows (outputs) and columns (inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
+        heads, kv_heads = self.n_heads * self.head_dim // tp, self.n_kv_heads * self.head_dim // tp
+        hidden = self.ffn_hidden_dim // tp
+        of_a_layer = {
+            "attention.wq": (heads, self.dim),
+            "attention.wk": (kv_heads, self.dim),
+            "attention.wv": (kv_heads, self.dim),
+            "attention.wo": (self.dim, heads),
+            "feed_forward.w1": (hidden, self.dim),
+            "feed_forward.w2": (self.dim, hidden),
+            "feed_forward.w3": (hidden, self.dim),
+        }
+        shapes = {f"layers.{i}.{name}": shape for i in range(self.n_layers) for name, shape in of_a_layer.items()}
+        return shapes | {"output": (self.vocab_size // tp, self.dim)}
+
     def n_params(self) -> int:
         """Number of parameters; a tied embedding counts once."""
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
-        embedding = self.vocab_size * self.dim
         return (
-            self.n_layers * (self._layer_matrices() + 2 * norm + self.n_heads * self.attention_sinks)
+            sum(map(math.prod, self.linear_shapes().values()))
+            + self.n_layers * (2 * norm + self.n_heads * self.attention_sinks)
             + norm
-            + embedding * (1 if self.tie_embeddings else 2)
+            + (0 if self.tie_embeddings else self.vocab_size * self.dim)
         )
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
@@ -66,7 +104,7 @@ class TransformerArgs:
         what a causal mask, or a sliding window, leaves: (seq_len + 1) / 2 keys per query, or fewer. The embedding
         look-up is no product.
         """
-        matrices = 6.0 * (self.n_layers * self._layer_matrices() + self.vocab_size * self.dim)
+        matrices = 6.0 * sum(map(math.prod, self.linear_shapes().values()))
         attention = 12.0 * self.n_heads * self.head_dim
         keys = sum(self._keys_per_query(layer, seq_len) for layer in range(self.n_layers))
         return matrices + attention * self.n_layers * seq_len, matrices + attention * keys
@@ -75,10 +113,6 @@ class TransformerArgs:
         """Mean number of keys that a query of this layer sees."""
         window = min(self.window_of_layer(layer) or seq_len, seq_len)
         return window - window * (window - 1) / 2 / seq_len
-
-    def _layer_matrices(self) -> int:
-        attention = self.head_dim * self.dim * (2 * self.n_heads + 2 * self.n_kv_heads)
-        return attention + 3 * self.dim * self.ffn_hidden_dim
 
 
 # The published 8B and 70B are Llama 3 here (no scaling); `model.rope_scaling = 8.0` makes them Llama 3.1.

@@ -1,9 +1,9 @@
 """The Llama 3 family, as the registry finds it."""
 
+from trainer.models.common.parallelize import parallelize_decoder
+from trainer.models.common.stages import keep_stage
 from trainer.models.llama3.args import FLAVORS, TransformerArgs
 from trainer.models.llama3.model import Transformer
-from trainer.models.llama3.parallelize import parallelize
-from trainer.models.llama3.pipeline import keep_stage
 from trainer.models.model_spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     flavors=FLAVORS,
     build=Transformer,
     keep_stage=keep_stage,
-    parallelize=parallelize,
+    parallelize=parallelize_decoder,
     cp_buffers=lambda part: [(part.freqs_cis, 0)],
     flops_per_token=TransformerArgs.flops_per_token,
 )

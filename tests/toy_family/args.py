@@ -1,0 +1,66 @@
+"""Shapes of the toy family. Torch-free."""
+
+import math
+from dataclasses import dataclass, replace
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Model
+
+
+@dataclass(frozen=True)
+class ToyArgs:
+    """Shape of one decoder, whose heads together are wider than its hidden states."""
+
+    dim: int = 64
+    n_layers: int = 2
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    head_dim: int = 16
+    hidden_dim: int = 96
+    vocab_size: int = 0
+    max_seq_len: int = 0
+    tie_embeddings: bool = False
+    norms_have_parameters: bool = True
+
+    def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "ToyArgs":
+        if settings.sliding_window is not None:
+            raise ConfigError("model.sliding_window: the toy family has none; leave it out")
+        return replace(self, vocab_size=vocab_size, max_seq_len=max_seq_len)
+
+    def module_names(self) -> tuple[str, ...]:
+        return ("tok_embeddings", *(f"layers.{i}" for i in range(self.n_layers)), "norm", "output")
+
+    def window_of_layer(self, layer: int) -> int | None:
+        return None
+
+    def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
+        heads, kv_heads, hidden = (
+            n // tp for n in (self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.hidden_dim)
+        )
+        of_a_layer = {
+            "attention.wq": (heads, self.dim),
+            "attention.wk": (kv_heads, self.dim),
+            "attention.wv": (kv_heads, self.dim),
+            "attention.wo": (self.dim, heads),
+            "feed_forward.w1": (hidden, self.dim),
+            "feed_forward.w2": (self.dim, hidden),
+            "feed_forward.w3": (hidden, self.dim),
+        }
+        shapes = {f"layers.{i}.{name}": shape for i in range(self.n_layers) for name, shape in of_a_layer.items()}
+        return shapes | {"output": (self.vocab_size // tp, self.dim)}
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        return {"key/value heads": self.n_kv_heads, "channels": self.hidden_dim, "tokens": self.vocab_size}
+
+    def n_params(self) -> int:
+        norms = 2 * self.dim * (2 * self.n_layers + 1)
+        matrices = sum(rows * columns + rows for rows, columns in self.linear_shapes().values())
+        return self.vocab_size * self.dim + norms + matrices - self.vocab_size  # the output has no bias
+
+    def flops_per_token(self, seq_len: int) -> tuple[float, float]:
+        matrices = 6.0 * sum(map(math.prod, self.linear_shapes().values()))
+        attention = 12.0 * self.n_layers * self.n_heads * self.head_dim
+        return matrices + attention * seq_len, matrices + attention * (seq_len + 1) / 2
+
+
+FLAVORS = {"toy": ToyArgs(), "toy4": ToyArgs(n_layers=4)}

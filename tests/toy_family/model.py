@@ -1,0 +1,63 @@
+"""The toy decoder as single-device code."""
+
+import torch
+from torch import nn
+
+from tests.toy_family.args import ToyArgs
+from trainer.models.common.attention import Attention
+from trainer.models.common.feed_forward import FeedForward
+from trainer.models.common.rotary import apply_rope_to_halves, precompute_freqs_cis
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, args: ToyArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(args.dim)
+        self.attention = Attention(
+            args.dim,
+            n_heads=args.n_heads,
+            n_kv_heads=args.n_kv_heads,
+            head_dim=args.head_dim,
+            bias=True,
+            rotate=apply_rope_to_halves,
+        )
+        self.ffn_norm = nn.LayerNorm(args.dim)
+        self.feed_forward = FeedForward(args.dim, args.hidden_dim, bias=True)
+
+    def forward(
+        self, x: torch.Tensor, freqs_cis: torch.Tensor, attention_plan: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class ToyDecoder(nn.Module):
+    def __init__(self, args: ToyArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleDict({str(i): ToyBlock(args) for i in range(args.n_layers)})
+        self.norm = nn.LayerNorm(args.dim)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.register_buffer("freqs_cis", torch.empty(args.max_seq_len, args.head_dim // 2, 2), persistent=False)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, freqs_cis, attention_plan)
+        return x if self.norm is None else self.norm(x)
+
+    def init_buffers(self, device: torch.device) -> None:
+        dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        table = precompute_freqs_cis(self.args.max_seq_len, self.args.head_dim, 10000.0, None, dtype)
+        self.freqs_cis = table.to(device)
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        """Biases are drawn, too: zeros would hide what is done to them."""
+        parameter.normal_(1.0 if "norm.weight" in name else 0.0, 0.1, generator=generator)

@@ -1,0 +1,81 @@
+"""Law: imports point one way, those inside functions too. docs/architecture.md shows the same order."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_CP = "trainer.distributed.context_parallel"
+# From the lowest room to the highest; a module belongs to the longest name that begins its own.
+ROOMS = (
+    ("trainer", "trainer.lazy"),
+    ("trainer.config",),
+    # What the job reads of other rooms, torch-free: shapes, plans, lists of data, names of checkpoints.
+    (
+        *("trainer.models.args", "trainer.models.common.shapes", "trainer.models.llama3.args"),
+        *("trainer.models.registry", "trainer.data.tokenizer", "trainer.data.datasets", "trainer.checkpoint.folder"),
+        *("trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
+        *("trainer.distributed.pipeline_stages", f"{_CP}.mask", f"{_CP}.tiles", f"{_CP}.plan", f"{_CP}.cost"),
+        *(f"{_CP}.auto", f"{_CP}.options", f"{_CP}.lowering"),
+    ),
+    ("trainer.job",),
+    ("trainer.distributed.sharding",),
+    ("trainer.runtime",),
+    ("trainer.transforms", "trainer.distributed", "trainer.integrations"),
+    ("trainer.models", "trainer.data"),
+    ("trainer.components", "trainer.checkpoint"),
+    ("trainer.trainer",),
+    ("train",),
+)
+
+
+def imports() -> dict[str, set[str]]:
+    """Every module of the program -> the modules that it imports, anywhere in its text."""
+    paths = [ROOT / "train.py", *(ROOT / "trainer").rglob("*.py")]
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+    arrows: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                wholes = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {whole if whole in modules else node.module for whole in wholes}
+        arrows[name] = (found & modules.keys()) - {name}
+    return arrows
+
+
+def floor(module: str) -> int:
+    names = [(len(name), number) for number, room in enumerate(ROOMS) for name in room if within(module, name)]
+    return max(names)[1]
+
+
+def within(module: str, room: str) -> bool:
+    return module == room or (room != "trainer" and module.startswith(f"{room}."))
+
+
+def circles(arrows: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Pairs of modules that import each other, directly or through others."""
+    reach = {module: set(arrows[module]) for module in arrows}
+    changed = True
+    while changed:
+        changed = False
+        for module, seen in reach.items():
+            more = seen.union(*(reach[other] for other in seen))
+            changed |= more != seen
+            reach[module] = more
+    return sorted((a, b) for a in arrows for b in reach[a] if a < b and a in reach[b])
+
+
+def test_no_arrow_climbs() -> None:
+    climbing = [(a, b) for a, others in imports().items() for b in others if floor(a) < floor(b)]
+    assert climbing == []
+
+
+def test_no_circle() -> None:
+    assert circles(imports()) == []
+
+
+def test_the_test_sees_an_arrow_that_climbs_and_a_circle() -> None:
+    assert floor("trainer.config.schema") < floor("trainer.job.record") < floor("trainer.trainer") < floor("train")
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [("a", "b"), ("a", "c"), ("b", "c")]

@@ -1,0 +1,263 @@
+"""A key that is set and has no effect is told in one line, or refused; a key that has one, and a preset, are not."""
+
+import subprocess
+import sys
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line, schema_keys
+from trainer.config.schema import JobConfig
+from trainer.job import resolve
+from trainer.job.unused import RULES
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS = {path.name: 1 for path in (ROOT / "train_configs").glob("*.toml")}
+PRESETS |= {
+    f"llama3_{size}.toml": ranks for size, ranks in (("1b", 8), ("3b", 8), ("8b", 8), ("70b", 256), ("405b", 512))
+}
+PRESETS["debug_model.toml"] = 2
+
+# Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.
+ALWAYS = {
+    *("job.config_file", "job.dump_folder", "job.description", "job.print_config", "job.max_minutes"),
+    *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
+    *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_color_printing"),
+    *("model.name", "model.flavor", "model.norm_type", "model.tokenizer_path", "model.rope_theta"),
+    *("model.attention_sinks", "model.rope_scaling", "lr_scheduler.warmup_steps"),
+    *(key for key in schema_keys() if key.startswith("optimizer.")),
+    *(key for key in schema_keys() if key.startswith("training.") and key != "training.mixed_precision_reduce"),
+    *(key for key in schema_keys() if key.startswith("parallelism.") and key.endswith("_parallel_degree")),
+    *("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"),
+    *("checkpoint.enable", "checkpoint.stop_timeout_seconds", "activation_checkpoint.mode"),
+    *("compile.enable", "float8.enable"),
+}
+
+CP, PP = "--parallelism.context_parallel_", "--parallelism.pipeline_parallel_"
+TP2, CP2 = "--parallelism.tensor_parallel_degree=2", f"{CP}degree=2"
+FLOAT8, GATHER = "--float8.enable", "--float8.enable_fsdp_float8_all_gather"
+TRACES, SNAPSHOTS = "--profiling.enable_profiling", "--profiling.enable_memory_snapshot"
+AC = "--activation_checkpoint."
+SHORT = ("--training.steps=50", "--lr_scheduler.warmup_steps=60")
+
+# key, its setting, ranks, what brings it into effect (more ranks where that does), and what the line says
+TOLD = [
+    ("profiling.save_traces_folder", ["t"], 1, [TRACES], "without profiling.enable_profiling"),
+    ("profiling.profiler_active", ["2"], 1, [TRACES], "without profiling.enable_profiling"),
+    ("profiling.profiler_warmup", ["2"], 1, [TRACES], "without profiling.enable_profiling"),
+    ("profiling.profile_freq", ["50"], 1, [TRACES], "or profiling.enable_memory_snapshot"),
+    ("profiling.profile_freq", ["50"], 1, [SNAPSHOTS], "or profiling.enable_memory_snapshot"),
+    ("profiling.save_memory_snapshot_folder", ["s"], 1, [SNAPSHOTS], "without profiling.enable_memory_snapshot"),
+    ("metrics.save_tb_folder", ["x"], 1, ["--metrics.enable_tensorboard"], "without metrics.enable_tensorboard"),
+    ("model.sliding_window", ["2048"], 1, ["--training.seq_len=2049"], "training.seq_len = 2048 tokens"),
+    ("lr_scheduler.decay_type", ["cosine"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
+    ("lr_scheduler.min_lr_factor", ["0.1"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
+    ("training.mixed_precision_reduce", ["bfloat16"], 1, 2, "where gradients are not reduced"),
+    (f"{CP[2:]}method", ["all_gather"], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
+    (f"{CP[2:]}load_balancer", ["contiguous"], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
+    (
+        f"{CP[2:]}heads_per_pass",
+        ["1"],
+        2,
+        [CP2, f"{CP}method=all_gather"],
+        "with parallelism.context_parallel_degree = 1",
+    ),
+    (f"{CP[2:]}hybrid_degrees", ["2", "2"], 4, [f"{CP}degree=4", f"{CP}method=hybrid"], "context_parallel_degree = 1"),
+    (f"{CP[2:]}kernel", ["math"], 2, [CP2], "on plain causal attention"),
+    (f"{CP[2:]}kernel", ["math"], 1, ["--training.attention_mask=document"], "on plain causal attention"),
+    (f"{PP[2:]}schedule", ["GPipe"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
+    (f"{PP[2:]}schedule_csv", ["x.csv"], 1, None, "with parallelism.pipeline_parallel_degree = 1"),
+    (f"{PP[2:]}microbatch_size", ["2"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
+    (f"{PP[2:]}microbatches", ["4"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
+    (f"{PP[2:]}layers_per_stage", ["3"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
+    (f"{PP[2:]}split_points", ["layers.1"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
+    (
+        f"{PP[2:]}module_fqns",
+        ["tok_embeddings,layers.0", "layers.1,layers.2,layers.3,norm,output"],
+        2,
+        [f"{PP}degree=2"],
+        "with parallelism.pipeline_parallel_degree = 1",
+    ),
+    (f"{PP[2:]}first_stage_less_layers", ["0"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
+    (f"{PP[2:]}last_stage_less_layers", ["0"], 2, [f"{PP}degree=2"], "with parallelism.pipeline_parallel_degree = 1"),
+    ("parallelism.fsdp_reshard_after_forward", ["never"], 1, 2, "where parameters are not sharded"),
+    ("parallelism.fsdp_forward_prefetch", ["2"], 1, 2, "where parameters are not sharded"),
+    ("parallelism.fsdp_backward_prefetch", ["2"], 1, 2, "where parameters are not sharded"),
+    ("parallelism.disable_loss_parallel", [], 2, [TP2], "with parallelism.tensor_parallel_degree = 1"),
+    (
+        "parallelism.enable_async_tensor_parallel",
+        [],
+        2,
+        [TP2, "--compile.enable"],
+        "with parallelism.tensor_parallel_degree = 1",
+    ),
+    ("checkpoint.folder", ["x"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    ("checkpoint.interval", ["10"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    ("checkpoint.keep_latest_k", ["2"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    ("checkpoint.async_mode", ["async"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    ("activation_checkpoint.selective_ac_option", ["2"], 1, [f"{AC}mode=selective"], "mode = 'none'"),
+    (
+        "activation_checkpoint.memory_budget",
+        ["0.3"],
+        1,
+        [f"{AC}mode=memory_budget", "--compile.enable"],
+        "mode = 'none'",
+    ),
+    ("compile.components", ["model"], 1, ["--compile.enable"], "without compile.enable"),
+    ("compile.backend", ["eager"], 1, ["--compile.enable"], "without compile.enable"),
+    ("float8.recipe_name", ["rowwise"], 1, [FLOAT8], "without float8.enable"),
+    ("float8.filter_fqns", ["wk"], 1, [FLOAT8], "without float8.enable"),
+    ("float8.emulate", [], 1, [FLOAT8], "without float8.enable"),
+    (GATHER[2:], [], 2, [FLOAT8], "without float8.enable"),
+    ("float8.precompute_float8_dynamic_scale_for_fsdp", [], 2, [FLOAT8, GATHER], "without float8.enable"),
+    ("comm.init_timeout_seconds", ["60"], 1, 2, "on one rank"),
+    ("comm.train_timeout_seconds", ["60"], 1, 2, "on one rank"),
+    ("comm.checkpoint_timeout_seconds", ["60"], 2, ["--checkpoint.enable"], "without checkpoint.enable"),
+    ("comm.trace_buf_size", ["10"], 1, 2, "on one rank"),
+    ("comm.save_traces_folder", ["x"], 1, 2, "on one rank"),
+    ("comm.check_consistency", [], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
+]
+# Settings that go before: those in which the key of TOLD has no effect.
+BEFORE = {
+    "lr_scheduler.decay_type": ["--lr_scheduler.decay_ratio=0"],
+    "lr_scheduler.min_lr_factor": ["--lr_scheduler.decay_ratio=0"],
+}
+# Told for another reason: arguments, ranks, what the lines say.
+MORE = [
+    (
+        ["--model.sliding_window=4096", "--model.sliding_window_every=2"],
+        1,
+        ["sliding_window = 4096, model.sliding_window_e"],
+    ),
+    (
+        [*SHORT, "--lr_scheduler.decay_type=cosine", "--lr_scheduler.total_steps=90"],
+        1,
+        ["total_steps = 90, lr_scheduler.decay_type = 'cosine' have no effect as all"],
+    ),
+    (
+        [*SHORT, "--lr_scheduler.decay_ratio=0.2"],
+        1,
+        ["decay_ratio = 0.2 has no effect as all training.steps = 50 belong to the warm-up"],
+    ),
+    (["--training.dtype=float64", "--training.mixed_precision_reduce=bfloat16"], 2, ["training.dtype = 'float64'"]),
+    ([f"{CP}degree=4", f"{CP}hybrid_degrees", "2", "2"], 4, ["context_parallel_method = 'ring'"]),
+    (
+        [f"{PP}degree=2", f"{PP}split_points", "layers.1", f"{PP}first_stage_less_layers=2"],
+        2,
+        ["first_stage_less_layers = 2 has no effect beside"],
+    ),
+    (
+        [FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"],
+        2,
+        ["without float8.enable_fsdp_float8_all_gather"],
+    ),
+    ([FLOAT8, GATHER], 1, ["where parameters are not sharded"]),
+    (
+        [FLOAT8, GATHER, "--float8.precompute_float8_dynamic_scale_for_fsdp", "--training.enable_cpu_offload"],
+        2,
+        ["precompute_float8_dynamic_scale_for_fsdp = true has no effect with training.enable_cpu_offload"],
+    ),
+    (["--comm.trace_buf_size=0", "--comm.save_traces_folder=x"], 2, ["with comm.trace_buf_size = 0"]),
+    (
+        ["--checkpoint.interval=7", "--checkpoint.keep_latest_k=3"],
+        1,
+        ["interval = 7, checkpoint.keep_latest_k = 3 have"],
+    ),
+    (
+        [f"{CP}method=hybrid", f"{CP}hybrid_degrees", "4", "2"],
+        8,
+        ["method = 'hybrid', parallelism.context_parallel_hybrid"],
+    ),
+]
+REFUSED = [
+    (["--model.sliding_window_every=2"], 1, ["sliding_window_every = 2 has no effect without", "such as 4096"]),
+    (["--checkpoint.load_step=5"], 1, ["load_step = 5 has no effect without checkpoint.enable; switch it on"]),
+    ([CP2, f"{CP}heads_per_pass=1"], 2, ["heads_per_pass = 1 has no effect", "'ring'", "use 'all_gather'"]),
+    (
+        ["--parallelism.fsdp_backward_prefetch=1", "--parallelism.fsdp_reshard_after_forward=never"],
+        2,
+        ["fsdp_backward_prefetch = 1 has no effect", "'never'", "'always'"],
+    ),
+    (["--parallelism.fsdp_backward_prefetch=1", f"{PP}degree=2"], 4, ["'default' with a pipeline", "'always'"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_new_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def notes(argv: list[str], world_size: int) -> tuple[str, ...]:
+    config = parse_command_line(argv).config
+    return resolve(config, world_size).notes
+
+
+@pytest.mark.parametrize(("key", "words", "ranks", "switch", "part"), TOLD)
+def test_a_key_without_effect_is_told_and_one_with_effect_is_not(key, words, ranks, switch, part):
+    argv = [*BEFORE.get(key, []), f"--{key}", *words]
+    (note,) = notes(argv, ranks)
+    assert note.startswith(f"{key} = ")
+    assert " has no effect " in note
+    assert part in note
+    assert "\n" not in note
+    if isinstance(switch, int):
+        assert notes(argv, switch) == ()
+    elif switch is not None:
+        assert notes([*argv, *switch], ranks) == ()
+
+
+@pytest.mark.parametrize(("argv", "ranks", "parts"), MORE)
+def test_other_reasons(argv, ranks, parts):
+    lines = notes(argv, ranks)
+    assert len(lines) == len(parts)
+    for line, part in zip(lines, parts, strict=True):
+        assert part in line
+
+
+@pytest.mark.parametrize(("argv", "ranks", "parts"), REFUSED)
+def test_what_the_run_would_not_do_is_refused(argv, ranks, parts):
+    with pytest.raises(ConfigError) as error:
+        notes(argv, ranks)
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_every_key_is_one_or_the_other():
+    conditional = {key for rule in RULES for key in rule.keys}
+    assert conditional | ALWAYS == set(schema_keys())
+    assert not conditional & ALWAYS
+
+
+def test_every_rule_is_tried():
+    tried = {key for key, *_ in TOLD} | {"model.sliding_window_every", "checkpoint.load_step"}
+    tried |= {"lr_scheduler.total_steps", "lr_scheduler.decay_ratio"}  # in MORE
+    assert tried == {key for rule in RULES for key in rule.keys}
+
+
+def test_the_defaults_are_in_no_line():
+    config = JobConfig()
+    assert all(attrgetter(key)(config) == schema_keys()[key].default for rule in RULES for key in rule.keys)
+    assert notes([], 1) == ()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_no_notes(name, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n' * 64)
+    argv = ["--job.config_file", f"{ROOT}/train_configs/{name}", "--model.tokenizer_path", "None"]
+    if name != "debug_model.toml":
+        argv += ["--training.dataset_path", "data.jsonl"]
+    assert parse_command_line(argv).notes == ()
+    assert notes(argv, PRESETS[name]) == ()
+
+
+def test_a_check_prints_the_notes_beside_the_configuration():
+    command = [sys.executable, f"{ROOT}/train.py", "--check-config", "--print-config", "--checkpoint.interval=9"]
+    result = subprocess.run([*command, "--training.batch_size=8"], capture_output=True, text=True, check=True)
+    older, unused = result.stderr.splitlines()
+    assert older.startswith("note: training.batch_size = 8 (on the command line) is an older spelling")
+    assert unused == "note: checkpoint.interval = 9 has no effect without checkpoint.enable"
+    assert "interval = 9" in result.stdout
+    assert "note" not in result.stdout

@@ -1,0 +1,110 @@
+"""DCP's files with three things added: what is read runs no code, wrong bits are found, a checkpoint appears whole.
+
+Stock DCP unpickles its metadata and every entry that is no tensor, and does not look at check sums.
+"""
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from trainer.checkpoint.folder import RunState, keep_latest, publish
+
+_METADATA = ".metadata"
+# All that the metadata of tensors is made of.
+_ALLOWED = {
+    "torch": {"Size", "float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of DCP's metadata and nothing else, so that no file can name a function to be called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"{_METADATA} names {module}.{name}, which is no part of a checkpoint")
+        return super().find_class(module, name)
+
+
+class Reader(FileSystemReader):
+    """Reads the tensors of one checkpoint folder; `files` are the names that its metadata may refer to."""
+
+    def __init__(self, path: Path, *, files: Collection[str]) -> None:
+        super().__init__(path)
+        self._files = files
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What is where.
+
+        Raises:
+            OSError, ValueError, TypeError, EOFError, pickle.UnpicklingError: it cannot be read, or is something else.
+        """
+        with (Path(self.path) / _METADATA).open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"{_METADATA} holds something else")
+        for place in metadata.storage_data.values():
+            if place.relative_path not in self._files or place.transform_descriptors:
+                raise ValueError(f"{_METADATA} refers to {place.relative_path!r}, which is no part of it")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
+        """One tensor's archive, in memory, with its check sum compared: `torch.load` does not do that."""
+        content = io.BytesIO(super()._slice_file(file, sinfo).read())
+        with zipfile.ZipFile(content) as archive:
+            if archive.testzip() is not None:
+                raise ValueError(f"{sinfo.relative_path} is damaged: a check sum is wrong")
+        content.seek(0)
+        return content
+
+
+class TensorsOnly(DefaultLoadPlanner):
+    """Loads tensors and refuses everything else, which stock DCP would unpickle."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise ValueError(f"{read_item.storage_index.fqn} is no tensor")
+
+
+class Writer(FileSystemWriter):
+    """Writes to an unfinished folder, which becomes a checkpoint when the files of all ranks are on the disk.
+
+    That is the last step of DCP's own protocol, on one rank: an error there reaches every rank like any other.
+    """
+
+    def __init__(self, unfinished: Path, state: RunState, *, keep_latest_k: int) -> None:
+        super().__init__(unfinished, sync_files=True)
+        self._state, self._keep_latest_k = state, keep_latest_k
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None  # it would hold a path object, for which the reader would have to know another class
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, publish the checkpoint, and remove old ones."""
+        super().finish(metadata, results)
+        unfinished = Path(self.path)
+        files = {_METADATA: os.stat(unfinished / _METADATA).st_size}
+        for result in (result for of_rank in results for result in of_rank):
+            place = result.storage_data
+            files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
+        publish(unfinished, replace(self._state, files=files))
+        keep_latest(unfinished.parent, self._keep_latest_k, self._state.step)

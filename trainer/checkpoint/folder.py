@@ -1,0 +1,245 @@
+"""The checkpoint folder as files: which steps are there, are they whole, do they fit the run. Torch-free.
+
+    checkpoint/
+      step-500/            one checkpoint; the name appears by a rename, when everything in it is on the disk
+        state.json         step, tokens seen, shape of the model, position of every data stream, size of every file
+        .metadata          which part of which tensor is where (DCP)
+        __0_0.distcp ...   the tensors, one file or more per rank that wrote (DCP)
+      step-1000.tmp/       being written, or left by a run that was killed meanwhile: never read, removed later
+
+Names of other forms, and folders step-N without a state.json, are somebody else's: never read, never removed.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.models.args import ModelArgs
+
+STATE_FILE = "state.json"
+FORMAT = 1
+LATEST = -1
+_SAVED = re.compile(r"step-([1-9]\d*)")
+_UNFINISHED = re.compile(r"step-[1-9]\d*\.tmp")
+# What a checkpoint does not depend on: the same weights serve other lengths and other positions.
+_FREE_TO_CHANGE = (
+    *("max_seq_len", "norm_eps", "rope_theta", "rope_scaling"),
+    *("sliding_window", "sliding_window_every"),
+)
+
+logger = logging.getLogger("trainer")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint holds beside tensors; the content of `state.json`.
+
+    model: what its tensors depend on, see `model_description`; streams: number of the data stream -> its position;
+    files: name -> bytes, of every other file of the checkpoint.
+    """
+
+    step: int
+    tokens_seen: int
+    model: Mapping[str, Any]
+    streams: Mapping[int, Mapping[str, int]]
+    files: Mapping[str, int]
+
+
+def checkpoint_folder(config: JobConfig) -> Path:
+    """Folder of all checkpoints of a run."""
+    return Path(config.job.dump_folder) / config.checkpoint.folder
+
+
+def model_description(config: JobConfig, shape: ModelArgs) -> dict[str, Any]:
+    """What the saved tensors depend on: model, its shape, and the data type they are stored in."""
+    fixed = {name: value for name, value in asdict(shape).items() if name not in _FREE_TO_CHANGE}
+    return {"name": config.model.name, **fixed, "dtype": config.training.dtype}
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in `folder`, in order; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    matches = [(_SAVED.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted(int(match[1]) for match, path in matches if match and (path / STATE_FILE).is_file())
+
+
+def what_is_there(folder: Path) -> str:
+    """The steps that could be loaded, as the end of a message."""
+    steps = saved_steps(folder)
+    if not steps:
+        return "no checkpoint is there; leave checkpoint.load_step out to start anew"
+    shown = ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:3]))} ... {steps[-1]}"
+    return f"checkpoint.load_step takes one of the steps that are there: {shown}"
+
+
+def step_to_load(config: JobConfig) -> int | None:
+    """The step to start from; None: from the beginning.
+
+    Raises:
+        ConfigError: the folder is a file, or the step that is asked for is not there.
+    """
+    folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ConfigError(
+            f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} is a file; name a folder, such as 'checkpoint'"
+        )
+    try:
+        steps = saved_steps(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} cannot be read ({error.strerror}); "
+            f"name a folder that can"
+        ) from None
+    if wanted == LATEST:
+        return steps[-1] if steps else None
+    if wanted not in steps:
+        raise ConfigError(f"checkpoint.load_step = {wanted} is not in {folder}; {what_is_there(folder)}")
+    return wanted
+
+
+def read_state(folder: Path, step: int) -> RunState:
+    """The state of a saved step, whose files are all there in full length.
+
+    Raises:
+        ConfigError: unreadable, of another format, or with files that are missing or cut short.
+    """
+    path = step_folder(folder, step)
+    try:
+        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        if content.pop("format") != FORMAT:
+            raise ValueError("another version of this program wrote it")
+        content["streams"] = {
+            int(stream): {key: int(value) for key, value in entry.items()}
+            for stream, entry in content["streams"].items()
+        }
+        state = RunState(**content)
+        if not (state.step == step and isinstance(state.tokens_seen, int)):
+            raise ValueError("it is of another step")
+        for name, size in state.files.items():
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is no name of a file in it")
+            found = (path / name).stat().st_size
+            if found != size:
+                raise ValueError(f"{name} has {found} bytes of {size}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise unreadable(folder, step, error) from None
+    return state
+
+
+def unreadable(folder: Path, step: int, error: BaseException | str) -> ConfigError:
+    """The error for a checkpoint that cannot be loaded."""
+    reason = str(error).strip().split("\n")[0].removesuffix(".")
+    if isinstance(error, OSError) and error.filename:
+        reason = f"{Path(error.filename).name}: {error.strerror}"
+    elif isinstance(error, KeyError):
+        reason = f"{reason} is missing"
+    others = [other for other in saved_steps(folder) if other != step]
+    works = (
+        f"use another with checkpoint.load_step (there are {', '.join(map(str, others[-8:]))}), or remove it"
+        if others
+        else "remove it to start anew"
+    )
+    return ConfigError(f"the checkpoint {step_folder(folder, step)} cannot be read ({reason}); {works}")
+
+
+def check_fits(state: RunState, config: JobConfig, shape: ModelArgs) -> None:
+    """Check that this run can go on from `state`.
+
+    Raises:
+        ConfigError: another model, data type, seed or number of data streams.
+    """
+    path = step_folder(checkpoint_folder(config), state.step)
+    elsewhere = "or start anew in another checkpoint.folder"
+    defaults = {field.name: field.default for field in fields(shape)}
+    for key, now in model_description(config, shape).items():
+        saved = state.model.get(key, defaults.get(key))  # a checkpoint from before the key has what the key defaults to
+        if saved != now:
+            what = "training.dtype" if key == "dtype" else f"model.flavor = {config.model.flavor!r}, whose {key}"
+            raise ConfigError(
+                f"{what} = {now!r} is not the {saved!r} of the checkpoint {path}; resume with that, {elsewhere}"
+            )
+    first = next(iter(state.streams.values()), {})
+    for key, now in (("seed", config.training.seed), ("data_streams", config.training.data_streams)):
+        saved = first.get(key)
+        if saved != now:
+            raise ConfigError(
+                f"training.{key} = {now} is not the {saved} of the checkpoint {path}, whose positions would mean other "
+                f"data; resume with {saved}, {elsewhere}"
+            )
+
+
+# ---- writing; all of it by one process
+
+
+def publish(unfinished: Path, state: RunState) -> None:
+    """Make `unfinished`, whose other files are on the disk already, the checkpoint of its step: by one rename."""
+    with (unfinished / STATE_FILE).open("w", encoding="utf-8") as file:
+        json.dump({"format": FORMAT, **asdict(state)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(unfinished)
+    final = step_folder(unfinished.parent, state.step)
+    _make_way(final)
+    unfinished.rename(final)
+    _sync_folder(final.parent)
+
+
+def _make_way(path: Path) -> None:
+    """Free the name of a checkpoint: an older one, of a history that this run has left, goes; else it is moved."""
+    if (path / STATE_FILE).is_file() and not path.is_symlink():
+        (path / STATE_FILE).unlink()  # half removed it must not look like a checkpoint
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        aside = next(p for p in (path.with_name(f"{path.name}.other{i}") for i in count(1)) if not os.path.lexists(p))
+        logger.warning(f"{path} is no checkpoint, and its name is needed for one: it is {aside.name} now")
+        path.rename(aside)
+
+
+def unfinished_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}.tmp"
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what interrupted saves have left."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def keep_latest(folder: Path, k: int, written: int) -> None:
+    """Remove all but the last k checkpoints up to step `written`, which is kept; k = 0 keeps all.
+
+    Later steps belong to a history that this run has left; each goes when this run reaches it.
+    """
+    for step in [step for step in saved_steps(folder) if step <= written][: -k or None] if k else ():
+        path = step_folder(folder, step)
+        if path.is_symlink():
+            continue
+        doomed = unfinished_folder(folder, step)
+        try:
+            path.rename(doomed)  # a checkpoint that is half removed must not look like one
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning(f"the old checkpoint {path} could not be removed ({error.strerror})")
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,64 @@
+"""One tile of attention: (queries, keys, values) -> (output, log-sum-exp), and its backward.
+
+Shapes: q (B, H, S, D); k, v (B, K, T, D), K divides H; lse (B, H, S), in float32 at least. No tile is empty, and every
+query of a tile sees a key: the CPU kernel would kill the process on the first, and give 0 for the second.
+
+The backward is given the output and the log-sum-exp of the WHOLE attention, of which the tile is a part: probabilities
+are then those of the whole, and the gradients of all tiles add up (Liu et al., Ring Attention, arXiv 2310.01889).
+"""
+
+from typing import Protocol
+
+import torch
+
+from trainer.distributed.context_parallel.lowering import Capabilities
+from trainer.distributed.context_parallel.mask import Relation
+
+
+class Kernel(Protocol):
+    """Forward and backward of one tile, of a relation that the capabilities allow."""
+
+    name: str
+    capabilities: Capabilities
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, relation: Relation, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> output as q, lse."""
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        relation: Relation,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """-> dq, dk, dv, with the gradients of repeated key/value heads summed."""
+        ...
+
+
+def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:
+    """(n, m) bool, true for pairs that the relation does not show."""
+    ones = torch.ones(n, m, dtype=torch.bool, device=device)
+    hidden = torch.zeros_like(ones)
+    if relation.upper:
+        hidden |= ones.triu(m - n + 1)
+    if relation.lower:
+        hidden |= ones.tril(-1)
+    return hidden
+
+
+def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, K, T, D) -> (B, heads, T, D), each key/value head repeated for the query heads that share it."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def summed(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Adjoint of `repeated`."""
+    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)

@@ -1,0 +1,318 @@
+"""Kernels of GPUs for one tile of attention, or for many tiles in one launch. Interface and shapes: see `base.py`.
+
+name         operator                              grouped heads   diagonals                      types
+cuda_flash   FlashAttention-2 of aten              its own         all, in one call               bf16, fp16
+efficient    memory-efficient attention of aten    repeated        CAUSAL; others by a mask       bf16, fp16, fp32
+cudnn        cuDNN's attention                     repeated        CAUSAL of a square             bf16, fp16
+varlen       FlashAttention-2, ragged batch        its own         all; many tiles in one launch  bf16, fp16
+flex         compiled FlexAttention                its own         all, in one call               bf16, fp16, fp32
+
+All of them give the log-sum-exp in float32 and natural units. All but flex take the output and log-sum-exp of the whole
+in their backward as they are. Each takes its operators as an argument, so that they can be replaced in a test.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from trainer.distributed.context_parallel.kernels.base import hidden_pairs, repeated, summed
+from trainer.distributed.context_parallel.lowering import CAPABILITIES, Call
+from trainer.distributed.context_parallel.mask import Relation
+from trainer.distributed.sharding.ranges import Range
+
+
+class CudaFlash:
+    """FlashAttention-2: grouped heads, and diagonals from the bottom right, are its own (arXiv 2307.08691)."""
+
+    name = "cuda_flash"
+    capabilities = CAPABILITIES["cuda_flash"]
+
+    def __init__(self, ops: Any = torch.ops.aten) -> None:
+        self._ops = ops
+
+    def forward(self, q, k, v, *, relation, scale):
+        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        out, lse, *_ = self._ops._flash_attention_forward(
+            *map(_rows, (q, k, v)), None, None, n, m, 0.0, relation is Relation.CAUSAL, False,
+            scale=scale, **_window(relation, m - n),
+        )  # fmt: skip
+        return _heads(out, size), lse
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        grads = self._ops._flash_attention_backward(
+            *map(_rows, (dout.to(q.dtype), q, k, v, out.to(q.dtype))), lse.contiguous(), None, None, n, m,
+            0.0, relation is Relation.CAUSAL, *_no_dropout(q), scale=scale, **_window(relation, m - n),
+        )  # fmt: skip
+        return tuple(_heads(x, size) for x in grads)
+
+
+class Efficient:
+    """Memory-efficient attention: float32 too, heads of any size; repeated heads (arXiv 2112.05682)."""
+
+    name = "efficient"
+    capabilities = CAPABILITIES["efficient"]
+
+    def __init__(self, ops: Any = torch.ops.aten) -> None:
+        self._ops = ops
+
+    def forward(self, q, k, v, *, relation, scale):
+        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        out, lse, *_ = self._ops._efficient_attention_forward(
+            *map(_rows, (q, repeated(k, q.shape[1]), repeated(v, q.shape[1]))), self._bias(q, m, relation),
+            None, None, n, m, 0.0, self._mask_type(relation), True, scale=scale,
+        )  # fmt: skip
+        return _heads(out, size), lse[..., :n]
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        n, m, size = q.shape[2], k.shape[2], q.shape[3]
+        k_, v_ = (repeated(x, q.shape[1]) for x in (k, v))
+        dout, out = (_rows(x.to(q.dtype)).contiguous() for x in (dout, out))
+        # A row past the end then has probabilities exp(score - inf) = 0, as with the operator's own padding.
+        lse = F.pad(lse, (0, -n % _LSE_MULTIPLE), value=torch.inf).contiguous()
+        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+        dq, *dkv, _ = self._ops._efficient_attention_backward(
+            dout, *map(_rows, (q, k_, v_)), self._bias(q, m, relation), out, None, None, n, m, lse, 0.0, seed, offset,
+            self._mask_type(relation), False, scale=scale,
+        )  # fmt: skip
+        return _heads(dq, size), *(summed(_heads(x, size), k.shape[1]) for x in dkv)
+
+    @staticmethod
+    def _mask_type(relation: Relation) -> int:
+        return _CAUSAL_FROM_BOTTOM_RIGHT if relation is Relation.CAUSAL else 0
+
+    @staticmethod
+    def _bias(q: torch.Tensor, m: int, relation: Relation) -> torch.Tensor | None:
+        """(B, H, n, m), -inf where a pair is hidden; its rows begin at multiples of 16 elements."""
+        if not relation.lower:
+            return None
+        b, h, n, _ = q.shape
+        bias = q.new_zeros(n, m + -m % 16)[:, :m]
+        return bias.masked_fill_(hidden_pairs(relation, n, m, q.device), -torch.inf).expand(b, h, n, m)
+
+
+class Cudnn:
+    """cuDNN's attention, fastest on Hopper and later; it builds a plan for each new shape, and refuses single rows."""
+
+    name = "cudnn"
+    capabilities = CAPABILITIES["cudnn"]
+
+    def __init__(self, ops: Any = torch.ops.aten) -> None:
+        self._ops = ops
+        self._single = CudaFlash(ops)
+
+    def forward(self, q, k, v, *, relation, scale):
+        if 1 in (q.shape[2], k.shape[2]):
+            return self._single.forward(q, k, v, relation=relation, scale=scale)
+        self._check(relation, q.shape[2], k.shape[2])
+        k, v = (repeated(x, q.shape[1]) for x in (k, v))
+        out, lse, *_ = self._ops._scaled_dot_product_cudnn_attention(
+            *map(_aligned, (q, k, v)), None, True, 0.0, relation is Relation.CAUSAL, False, scale=scale
+        )
+        return out, lse.squeeze(-1) if lse.ndim == 4 else lse
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        if 1 in (q.shape[2], k.shape[2]):
+            return self._single.backward(dout, q, k, v, out, lse, relation=relation, scale=scale)
+        n, m = q.shape[2], k.shape[2]
+        self._check(relation, n, m)
+        k_, v_ = (repeated(x, q.shape[1]) for x in (k, v))
+        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+        dq, *dkv = self._ops._scaled_dot_product_cudnn_attention_backward(
+            dout.to(q.dtype).contiguous(), *map(_aligned, (q, k_, v_)), out.to(q.dtype).contiguous(),
+            lse.contiguous().unsqueeze(-1), seed, offset, None, None, None, n, m, 0.0,
+            relation is Relation.CAUSAL, scale=scale,
+        )  # fmt: skip
+        return dq, *(summed(x, k.shape[1]) for x in dkv)
+
+    @staticmethod
+    def _check(relation: Relation, n: int, m: int) -> None:
+        if relation.lower or (relation is Relation.CAUSAL and n != m):
+            raise ValueError(
+                f"cuDNN's attention cannot do {relation.value} of {n} queries and {m} keys, only the diagonal of a "
+                "square; use another context_parallel_kernel"
+            )
+
+
+class Varlen:
+    """FlashAttention-2 over a ragged batch: all calls of one relation, and all rows of the batch, in one launch.
+
+    A window is one number for a launch and counts from the last key, so that BAND and TAIL tiles share one only if
+    they have the same number of keys more than queries.
+    """
+
+    name = "varlen"
+    capabilities = CAPABILITIES["varlen"]
+
+    def __init__(self, ops: Any = torch.ops.aten) -> None:
+        self._ops = ops
+
+    def forward(self, q, k, v, *, relation, scale):
+        return self.forward_many(q, k, v, (_whole(q, k, relation),), scale=scale)[0]
+
+    def backward(self, dout, q, k, v, out, lse, *, relation, scale):
+        return self.backward_many(dout, q, k, v, out, lse, (_whole(q, k, relation),), scale=scale)[0]
+
+    def forward_many(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[Call, ...], *, scale: float
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """q (B, H, S, D), k and v (B, K, T, D): all rows, where the calls have their places -> (output, lse) of each.
+
+        The results are views of one buffer for each launch.
+        """
+        results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        batch, size = q.shape[0], q.shape[3]
+        for numbers in _launches(calls):
+            group = [calls[i] for i in numbers]
+            q_spans, kv_spans = tuple(c.q for c in group), tuple(c.kv for c in group)
+            out, lse, *_ = self._ops._flash_attention_forward(
+                _gathered(q, q_spans), _gathered(k, kv_spans), _gathered(v, kv_spans),
+                *self._shape(q_spans, kv_spans, batch, q.device), 0.0, group[0].relation is Relation.CAUSAL, False,
+                scale=scale, **_window(group[0].relation, _extra(group[0])),
+            )  # fmt: skip
+            outs, lses = _scattered(out, q_spans, batch), _scattered(lse.t(), q_spans, batch)
+            for i, part, part_lse in zip(numbers, outs, lses, strict=True):
+                results[i] = part[..., :size], part_lse
+        return [results[i] for i in range(len(calls))]
+
+    def backward_many(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        calls: tuple[Call, ...],
+        *,
+        scale: float,
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """dout, out, lse: of all queries, over all keys -> (dq, dk, dv) of each call, to be added up."""
+        results: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        batch, size = q.shape[0], q.shape[3]
+        dout, out = dout.to(q.dtype), out.to(q.dtype)
+        for numbers in _launches(calls):
+            group = [calls[i] for i in numbers]
+            q_spans, kv_spans = tuple(c.q for c in group), tuple(c.kv for c in group)
+            grads = self._ops._flash_attention_backward(
+                *(_gathered(x, spans) for x, spans in ((dout, q_spans), (q, q_spans), (k, kv_spans), (v, kv_spans))),
+                _gathered(out, q_spans), _gathered_rows(lse, q_spans).t().contiguous(),
+                *self._shape(q_spans, kv_spans, batch, q.device), 0.0, group[0].relation is Relation.CAUSAL,
+                *_no_dropout(q), scale=scale, **_window(group[0].relation, _extra(group[0])),
+            )  # fmt: skip
+            parts = (_scattered(x, spans, batch) for x, spans in zip(grads, (q_spans, kv_spans, kv_spans), strict=True))
+            for i, *tile in zip(numbers, *parts, strict=True):
+                results[i] = tuple(x[..., :size] for x in tile)
+        return [results[i] for i in range(len(calls))]
+
+    @staticmethod
+    def _shape(
+        q_spans: tuple[Range, ...], kv_spans: tuple[Range, ...], batch: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Cumulative lengths of queries and keys, the longest of both."""
+        longest = (max(stop - start for start, stop in spans) for spans in (q_spans, kv_spans))
+        return _ends(q_spans, batch, device), _ends(kv_spans, batch, device), *longest
+
+
+_CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left
+_LSE_MULTIPLE = 32  # to which they pad the log-sum-exp
+
+
+# ---- layouts
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """As kernels read it, 16 bytes at once along the last dimension; a copy if it must be."""
+    step = 16 // x.element_size()
+    strides = (stride for stride, length in zip(x.stride()[:-1], x.shape, strict=False) if length > 1)
+    fits = x.stride(-1) == 1 and x.storage_offset() % step == 0 and all(s > 0 and s % step == 0 for s in strides)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Zeros behind the last dimension: they add nothing to a score, and their own results are cut away."""
+    return F.pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else x
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) -> (B, S, H, D), D padded to a multiple of 8."""
+    return _aligned(padded(x, 8)).transpose(1, 2)
+
+
+def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Back to (B, H, S, D) with heads of the size given."""
+    return x[..., :size].transpose(1, 2)
+
+
+def _window(relation: Relation, extra: int) -> dict[str, int]:
+    """Keys that a query sees before and behind the diagonal of the bottom right, `extra` more keys than queries."""
+    if not relation.lower:
+        return {}
+    return {"window_size_left": extra, "window_size_right": 0 if relation.upper else -1}
+
+
+def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The random state that the flash operators ask for and do not read."""
+    return torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)
+
+
+# ---- many tiles in one launch
+
+
+def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Call:
+    return Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True)
+
+
+def _extra(call: Call) -> int:
+    """Keys more than queries."""
+    return call.kv[1] - call.kv[0] - (call.q[1] - call.q[0])
+
+
+def _launches(calls: Iterable[Call]) -> list[list[int]]:
+    """Numbers of the calls that one launch can do, in the order in which they first come."""
+    groups: dict[tuple[Relation, int], list[int]] = {}
+    for number, call in enumerate(calls):
+        groups.setdefault((call.relation, _extra(call) if call.relation.lower else 0), []).append(number)
+    return list(groups.values())
+
+
+def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
+    """(B, H, S, D) -> (rows, H, D): span after span, in each the sequences of the batch one after another."""
+    return _aligned(padded(_gathered_rows(x, spans), 8))
+
+
+def _gathered_rows(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
+    """(B, H, S, ...) -> (rows, H, ...); a view if the rows lie so already."""
+    x = x.transpose(1, 2)
+    if x.shape[0] == 1 and all(a[1] == b[0] for a, b in pairwise(spans)):
+        return x[0, spans[0][0] : spans[-1][1]]
+    return x[_places(spans, x.shape[0], x.device)]
+
+
+def _scattered(x: torch.Tensor, spans: tuple[Range, ...], batch: int) -> Iterator[torch.Tensor]:
+    """(rows, H, ...) -> (B, H, length, ...) of each span."""
+    parts = x.split([batch * (stop - start) for start, stop in spans])
+    return (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in parts)
+
+
+# The same spans come back in every layer, and what is not kept would be copied to the GPU each time.
+
+
+@lru_cache(maxsize=64)
+def _places(spans: tuple[Range, ...], batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sequence of the batch, place in it) of every gathered row."""
+    rows = [torch.arange(start, stop).expand(batch, -1) for start, stop in spans]
+    numbers = [torch.arange(batch)[:, None].expand_as(row) for row in rows]
+    sequence, place = (torch.cat([x.flatten() for x in parts]).to(device) for parts in (numbers, rows))
+    return sequence, place
+
+
+@lru_cache(maxsize=64)
+def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
+    """Cumulative lengths, each span's once for every sequence of the batch: (batch * spans + 1,) int32."""
+    lengths = (stop - start for start, stop in spans for _ in range(batch))
+    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)

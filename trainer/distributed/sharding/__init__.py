@@ -1,0 +1,10 @@
+"""Who owns which rows of an axis, and how rows travel. These are the public names."""
+
+from trainer.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "layout": "LOAD_BALANCERS SequenceLayout balanced build_layout contiguous head_tail",
+    },
+)

@@ -1,0 +1,275 @@
+"""The one door for collectives of our own (FSDP's and DTensor's are theirs): calls and bytes are counted by kind.
+
+`exchange` is the one that knows rows: each rank states which rows of an axis it wants, and fetches them from owners.
+A halo, a change from any uneven layout to any other, a gather and a scatter are all that; its adjoint adds up.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.sharding.ranges import Offsets, Range, intersection, size, union
+
+# kind -> calls of this process; what tests compare with what a step should cost
+calls: Counter[str] = Counter()
+# kind -> bytes that this process sent to others, but for `all_reduce` and `all_gather`, which are for a few numbers
+bytes_sent: Counter[str] = Counter()
+
+
+def all_reduce(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
+    """Sum, maximum or minimum of `x` over a 1-D mesh or a group, in place; nothing is sent over one rank.
+
+    x: contiguous, of one shape on every rank; op: `sum`, `max` or `min`.
+    """
+    if over.size() > 1:
+        calls["all_reduce"] += 1
+        group = over.get_group() if isinstance(over, DeviceMesh) else over
+        dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=group)
+    return x
+
+
+def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Tensor:
+    """The `x` of every rank of a 1-D mesh or a group: (size, *x.shape), in its order."""
+    gathered = x.new_empty(over.size(), *x.shape)
+    calls["all_gather"] += 1
+    _all_gather(gathered.view(-1), x.reshape(-1), group=over.get_group() if isinstance(over, DeviceMesh) else over)
+    return gathered
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A contiguous tensor to or from a rank of the group."""
+
+    tensor: torch.Tensor
+    peer: int
+    is_send: bool
+
+
+class Pending:
+    """Transfers under way. Their tensors are kept until `wait`, after which they may be read and written.
+
+    Keeping them is what lets the memory of a tensor that another stream works on be reused only afterwards.
+    arrived: called once by `wait`, when everything is there. timeout: how long to wait; None: as the group says.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work] = (),
+        kept: Sequence[object] = (),
+        arrived: Callable[[], None] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._works, self._kept, self._arrived, self._timeout = works, kept, arrived, timeout
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait(*(() if self._timeout is None else (self._timeout,)))
+        if self._arrived is not None:
+            self._arrived()
+        self._works, self._kept, self._arrived = (), (), None
+
+
+def send_receive(
+    transfers: Sequence[Transfer],
+    group: dist.ProcessGroup,
+    *,
+    kind: str,
+    arrived: Callable[[], None] | None = None,
+) -> Pending:
+    """Start all transfers of this rank; between two ranks, both must list them in the same order.
+
+    kind: under which name calls and sent bytes are counted. Nothing is called when there is nothing to transfer.
+    """
+    transfers = [transfer for transfer in transfers if transfer.tensor.numel()]
+    if not transfers:
+        return Pending(arrived=arrived)
+    _count(kind, sum(t.tensor.nbytes for t in transfers if t.is_send))
+    operations = [
+        dist.P2POp(dist.isend if t.is_send else dist.irecv, t.tensor, group=group, group_peer=t.peer) for t in transfers
+    ]
+    return Pending(dist.batch_isend_irecv(operations), transfers, arrived, message_timeout(group))
+
+
+def message_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long to wait for a message of this group, where that must be said: gloo's messages, unlike its
+    collectives, keep the time-out with which the group was made."""
+    if dist.get_backend(group) != "gloo":
+        return None
+    return group._get_backend(torch.device("cpu")).options._timeout  # no public name as of torch 2.13
+
+
+def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:
+    """Start gathering the contiguous `x` of every rank, alike in shape: ((size, *x.shape), handle)."""
+    size = group.size()
+    gathered = x.new_empty(size, *x.shape)
+    _count(kind, x.nbytes * (size - 1))
+    work = _all_gather(gathered.view(-1), x.view(-1), group=group, async_op=True)
+    return gathered, Pending([work], [x])
+
+
+def reduce_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:
+    """Start adding x[r] of every rank at rank r; x: (size, ...), contiguous: (the sum, x.shape[1:], handle)."""
+    size = group.size()
+    summed = x.new_empty(x.shape[1:])
+    _count(kind, summed.nbytes * (size - 1))
+    work = _reduce_scatter(summed.view(-1), x.view(-1), group=group, async_op=True)
+    return summed, Pending([work], [x])
+
+
+def all_to_all(
+    sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: dist.ProcessGroup, *, kind: str
+) -> tuple[torch.Tensor, Pending]:
+    """Start sending to each rank its piece of `sent` (1-D): (pieces of all ranks one after another, handle).
+
+    send_sizes, receive_sizes: elements to and from each rank; any may be 0.
+    """
+    received = sent.new_empty(sum(receive_sizes))
+    own = send_sizes[group.rank()]
+    _count(kind, (sum(send_sizes) - own) * sent.element_size())
+    work = dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=True)
+    return received, Pending([work], [sent])
+
+
+def _count(kind: str, size: int) -> None:
+    calls[kind] += 1
+    bytes_sent[kind] += size
+
+
+# torch 2.13 renamed them
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# ---- rows that are wanted, from their owners
+
+
+@dataclass(frozen=True)
+class Movement:
+    """What one rank sends and receives in an exchange of rows.
+
+    sent[r]: places in its shard that go to rank r, in order; received[r]: places in its result that come from rank r.
+    rows: of the result; what comes from nobody lies outside the axis.
+    """
+
+    sent: tuple[tuple[Range, ...], ...]
+    received: tuple[tuple[Range, ...], ...]
+    rows: int
+
+
+@lru_cache(maxsize=256)
+def plan_movement(layout: SequenceLayout, wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
+    """What `rank` sends and receives when every rank r wants the ranges wanted[r]: pure integers."""
+    own = Offsets(layout.ranges[rank])
+    sent = tuple(tuple(place for _, place in _common(ranges, own)) for ranges in wanted)
+    received = tuple(tuple(place for place, _ in _common(wanted[rank], Offsets(ranges))) for ranges in layout.ranges)
+    return Movement(sent, received, size(wanted[rank]))
+
+
+def _common(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]]:
+    """Parts of `wanted` that one rank owns, in order: (place among what is wanted, place in the shard)."""
+    parts, before = [], 0
+    for start, stop in wanted:
+        for first, last in intersection(union([(start, stop)]), owned.ranges):
+            place = owned(first)
+            parts.append(((before + first - start, before + last - start), (place, place + last - first)))
+        before += stop - start
+    return parts
+
+
+def exchange(
+    x: torch.Tensor,
+    layout: SequenceLayout,
+    wanted: Sequence[Sequence[Range]],
+    *,
+    dim: int,
+    group: dist.ProcessGroup,
+    outside: str = "zeros",
+) -> torch.Tensor:
+    """The rows that this rank wants, one range after another in dimension `dim`; differentiable, a collective.
+
+    x: this rank's shard, `layout.length(rank)` rows in `dim`. wanted: for each rank of the group, alike on all of them,
+    half-open ranges of the axis; they may overlap, and reach beyond its ends, where rows are zeros
+    (outside="refuse": an error). The adjoint adds up, in the order of ranks, what a row gave to whom.
+
+    Raises:
+        ValueError: a shard of another length, ranges for another number of ranks or with ends in the wrong order, or
+            rows outside that are refused.
+    """
+    rank = group.rank()
+    wanted = tuple(tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted)
+    if x.shape[dim] != layout.length(rank) or len(wanted) != layout.degree or layout.degree != group.size():
+        raise ValueError(
+            f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
+            f"{layout.length(rank)} rows for this rank and {layout.degree} ranks"
+        )
+    if any(start > stop for ranges in wanted for start, stop in ranges):
+        raise ValueError(
+            f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
+        )
+    beyond = [part for ranges in wanted for part in ranges if part[0] < 0 or part[1] > layout.seq_len]
+    if outside not in ("zeros", "refuse") or (beyond and outside == "refuse"):
+        raise ValueError(
+            f"exchange with outside={outside!r} was asked for rows {beyond[:1]} of an axis of {layout.seq_len}; ask "
+            "for rows within it, or use outside='zeros'"
+        )
+    return _Exchange.apply(x, plan_movement(layout, wanted, rank), dim, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """One node, so that a rank that sends or receives nothing still takes part, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, movement, dim, group):
+        ctx.movement, ctx.dim, ctx.group, ctx.rows = movement, dim, group, x.shape[dim]
+        rows = x.movedim(dim, 0)
+        result = rows.new_zeros(movement.rows, *rows.shape[1:])
+        for places, piece in zip(movement.received, _swap(rows, movement.sent, movement.received, group), strict=True):
+            put_rows(result, places, piece, add=False)
+        return result.movedim(0, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        movement, rows = ctx.movement, gradient.movedim(ctx.dim, 0)
+        # A row may have gone to many ranks.
+        result = rows.new_zeros(ctx.rows, *rows.shape[1:], dtype=torch.promote_types(rows.dtype, torch.float32))
+        for places, piece in zip(movement.sent, _swap(rows, movement.received, movement.sent, ctx.group), strict=True):
+            put_rows(result, places, piece, add=True)
+        return result.to(rows.dtype).movedim(0, ctx.dim), None, None, None
+
+
+def _swap(
+    rows: torch.Tensor,
+    sent: tuple[tuple[Range, ...], ...],
+    received: tuple[tuple[Range, ...], ...],
+    group: dist.ProcessGroup,
+) -> list[torch.Tensor]:
+    """Rows at some places to each rank; the rows that each rank sent here."""
+    shape = rows.shape[1:]
+    width = shape.numel()
+    parts = [rows[start:stop].reshape(-1) for places in sent for start, stop in places]
+    buffer = torch.cat(parts) if parts else rows.new_empty(0)
+    counts = [size(places) * width for places in received]
+    arrived, pending = all_to_all(buffer, [size(places) * width for places in sent], counts, group, kind="exchange")
+    pending.wait()
+    return [x.view(size(places), *shape) for x, places in zip(arrived.split(counts), received, strict=True)]
+
+
+def put_rows(rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool) -> None:
+    """Put, or add, the rows of `piece` one range after another to some places of `rows`, in place."""
+    offset = 0
+    for start, stop in places:
+        part = piece[offset : offset + stop - start]
+        if add:
+            rows[start:stop] += part
+        else:
+            rows[start:stop] = part
+        offset += stop - start

@@ -1,0 +1,149 @@
+"""Who owns which tokens of a sequence: pure data, no torch.
+
+A layout lists for each rank the half-open ranges of the global sequence that it holds, in order. The one permutation
+that follows serves tokens, labels, positions, rotary tables and the way back. Shards may be uneven, and empty.
+
+    head_tail, 16 tokens on 2 ranks:   rank 0: [0, 4) [12, 16)     rank 1: [4, 12)
+    contiguous:                        rank 0: [0, 8)              rank 1: [8, 16)
+    balanced:                          blocks dealt by what each costs under the batch's mask
+"""
+
+import heapq
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, size, union
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """ranges[r]: what rank r holds of [0, seq_len), ascending, disjoint, none empty, together everything."""
+
+    name: str
+    seq_len: int
+    ranges: tuple[Ranges, ...]
+
+    def __post_init__(self) -> None:
+        everything = sum(self.ranges, ())
+        whole = ((0, self.seq_len),) if self.seq_len else ()
+        if any(union(r) != r for r in self.ranges) or union(everything) != whole or size(everything) != self.seq_len:
+            raise ValueError(
+                f"the ranges of layout {self.name!r} do not give each of {self.seq_len} tokens to one rank, in "
+                "ascending ranges that neither touch nor are empty; `union` makes a rank's ranges such"
+            )
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        return len(self.ranges)
+
+    def length(self, rank: int) -> int:
+        """Number of tokens that `rank` holds."""
+        return size(self.ranges[rank])
+
+    def indices(self, rank: int) -> np.ndarray:
+        """Global positions of the tokens of `rank`, in its order: (length,) int64."""
+        parts = [np.arange(start, stop, dtype=np.int64) for start, stop in self.ranges[rank]]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def order(self) -> np.ndarray:
+        """Global positions of the shards laid one after another: (seq_len,) int64; its argsort undoes the cut."""
+        return np.concatenate([self.indices(rank) for rank in range(self.degree)])
+
+    def cut(self, pieces: int, *, multiple_of: int = 1) -> "SequenceLayout":
+        """Every shard cut into so many, as equal as can be: rank r's are those of ranks r * pieces and following."""
+        shards = []
+        for rank, ranges in enumerate(self.ranges):
+            places = Offsets(ranges)
+            for start, stop in pairwise(_cuts(self.length(rank), pieces, multiple_of)):
+                shards.append(tuple(places.ranges_at(start, stop)))
+        return SequenceLayout(self.name, self.seq_len, tuple(shards))
+
+    def repeated(self, rows: int) -> "SequenceLayout":
+        """The layout of `rows` sequences laid one after another, each cut like this one."""
+        if rows == 1:
+            return self
+        return SequenceLayout(
+            self.name,
+            self.seq_len * rows,
+            tuple(
+                union((start + b * self.seq_len, stop + b * self.seq_len) for b in range(rows) for start, stop in shard)
+                for shard in self.ranges
+            ),
+        )
+
+
+def contiguous(seq_len: int, degree: int, *, multiple_of: int = 1) -> SequenceLayout:
+    """Rank r holds the r-th piece. Under a causal mask the last rank computes almost twice the mean."""
+    cuts = _cuts(seq_len, degree, multiple_of)
+    return SequenceLayout("contiguous", seq_len, tuple(union([piece]) for piece in pairwise(cuts)))
+
+
+def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> SequenceLayout:
+    """2 * degree pieces, of which rank r holds number r and number 2 * degree - 1 - r (round robin, zigzag).
+
+    Under a causal mask every rank computes the same when 2 * degree pieces divide the sequence; otherwise the first
+    pieces are longer by `multiple_of` tokens.
+    """
+    pieces = list(pairwise(_cuts(seq_len, 2 * degree, multiple_of)))
+    ranges = (union([pieces[rank], pieces[-1 - rank]]) for rank in range(degree))
+    return SequenceLayout("head_tail", seq_len, tuple(ranges))
+
+
+def balanced(work: np.ndarray, degree: int, *, multiple_of: int = 1) -> SequenceLayout:
+    """Blocks dealt by their cost, so that every rank has as many tokens as the others and about as much attention.
+
+    work: (seq_len,) visible keys of each token (`Mask.work`). Blocks are the largest power of two, times `multiple_of`,
+    that leaves 32 a rank. From the most expensive on, each goes to the rank with the least work so far that still lacks
+    a block; the last few tokens, that make no whole round of blocks, are cut into one piece a rank.
+    """
+    seq_len = len(work)
+    _cuts(seq_len, degree, multiple_of)  # refuses what cannot be cut
+    units = seq_len // multiple_of // (_BLOCKS_PER_RANK * degree)
+    block = multiple_of * (1 << max(units.bit_length() - 1, 0))
+    rounds = seq_len // (block * degree)
+    dealt = rounds * degree * block
+    pieces = [*zip(range(0, dealt, block), range(block, dealt + 1, block), strict=True)]
+    rest = [(start + dealt, stop + dealt) for start, stop in pairwise(_cuts(seq_len - dealt, degree, multiple_of))]
+    total = np.concatenate([[0], np.cumsum(work, dtype=np.int64)])
+    shards: list[list[Range]] = [[piece] for piece in rest]
+    heap = [(int(total[stop] - total[start]), rank) for rank, (start, stop) in enumerate(rest)]
+    heapq.heapify(heap)
+    for start, stop in sorted(pieces, key=lambda p: (total[p[0]] - total[p[1]], p)):
+        load, rank = heapq.heappop(heap)
+        shards[rank].append((start, stop))
+        if len(shards[rank]) <= rounds:
+            heapq.heappush(heap, (load + int(total[stop] - total[start]), rank))
+    return SequenceLayout("balanced", seq_len, tuple(union(shard) for shard in shards))
+
+
+LAYOUTS = {"head_tail": head_tail, "contiguous": contiguous}
+"""Layouts that depend on the length alone."""
+
+LOAD_BALANCERS = (*LAYOUTS, "balanced")
+
+_BLOCKS_PER_RANK = 32
+
+
+def build_layout(
+    name: str, seq_len: int, degree: int, *, multiple_of: int = 1, work: np.ndarray | None = None
+) -> SequenceLayout:
+    """The layout of that name; `balanced` deals by `work` (seq_len,), as under a causal mask where it is None."""
+    if name == "balanced":
+        work = np.arange(1, seq_len + 1) if work is None else work
+        return balanced(work, degree, multiple_of=multiple_of)
+    return LAYOUTS[name](seq_len, degree, multiple_of=multiple_of)
+
+
+def _cuts(seq_len: int, pieces: int, multiple_of: int) -> list[int]:
+    """Ends of `pieces` pieces as equal as multiples of `multiple_of` can be, the longer ones first."""
+    if seq_len < 0 or pieces < 1 or multiple_of < 1 or seq_len % multiple_of:
+        raise ValueError(
+            f"a sequence of {seq_len} tokens cannot be cut into {pieces} pieces whose lengths are multiples of "
+            f"{multiple_of}: both must be at least 1, and {multiple_of} must divide the length"
+        )
+    units, longer = divmod(seq_len // multiple_of, pieces)
+    lengths = [(units + (piece < longer)) * multiple_of for piece in range(pieces)]
+    return list(accumulate(lengths, initial=0))

@@ -1,0 +1,129 @@
+"""The configuration's words for planned attention -> `ContextParallelOptions`, checked. Torch-free."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.distributed.context_parallel.auto import choose
+from trainer.distributed.context_parallel.cost import AttentionShape, HeadShare, check_heads
+from trainer.distributed.context_parallel.lowering import able_kernels
+from trainer.distributed.context_parallel.mask import Mask, causal, sliding_window
+from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.job.degrees import Degrees
+from trainer.models.args import ModelArgs, has_windows
+
+
+def uses_planned_attention(config: JobConfig) -> bool:
+    """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
+    model = config.model
+    several = config.parallelism.context_parallel_degree > 1
+    masked = config.training.attention_mask != "causal" or model.sliding_window is not None
+    return several or masked or model.attention_sinks
+
+
+def resolve_attention(
+    config: JobConfig, shape: ModelArgs, device_type: str
+) -> tuple[ContextParallelOptions | None, str]:
+    """Return how attention runs by a plan, and why its method was chosen (empty where the configuration names one).
+
+    None: plain causal attention on one rank. device_type: where the model computes; `auto` weighs bytes of the element
+    size. With packed documents `auto` chooses for each batch (`batch_chooser`), and these options are for what has no
+    batch.
+
+    Raises:
+        ConfigError: a kernel that cannot do it, a method that cannot divide the heads, or degrees that do not fit.
+    """
+    parallelism = config.parallelism
+    able_kernels(parallelism.context_parallel_kernel, None, None, shape.head_dim, bands=has_windows(shape))
+    if not uses_planned_attention(config):
+        return None, ""
+    degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    heads, kv_heads = shape.n_heads // tp, shape.n_kv_heads // tp
+    method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
+    if degree == 1:
+        return ContextParallelOptions(kernel=parallelism.context_parallel_kernel, multiple_of=tp), ""
+    if method == "hybrid":
+        _check_hybrid(hybrid, degree)
+    options = ContextParallelOptions(
+        method="ring" if method == "auto" else method,
+        load_balancer=parallelism.context_parallel_load_balancer,
+        kernel=parallelism.context_parallel_kernel,
+        hybrid_degrees=hybrid if method == "hybrid" else None,
+        multiple_of=tp,
+    )
+    reason = ""
+    if method == "auto":
+        documents = config.training.attention_mask == "document"
+        local = _local_shape(config, shape, device_type)
+        options, reason = choose(options, _layer_masks(config, shape), degree, local, hybrids=not documents)
+    head_degree = options.head_degree(degree)
+    try:
+        check_heads(heads, head_degree, options.method)
+    except ValueError as error:
+        raise ConfigError(f"parallelism.{error}") from None
+    passes = parallelism.context_parallel_heads_per_pass
+    if passes and method == "auto":
+        raise ConfigError(
+            f"parallelism.context_parallel_heads_per_pass = {passes} depends on the method, and "
+            "context_parallel_method = 'auto' leaves it open; name the method ('all_gather', 'all_to_all', 'hybrid'), "
+            "or leave the heads out"
+        )
+    if passes:
+        _check_passes(passes, options.method, HeadShare.passes(heads, kv_heads, head_degree)[0].per_rank)
+    return replace(options, heads_per_pass=passes), reason
+
+
+def with_head_degree(degrees: Degrees, options: ContextParallelOptions | None) -> Degrees:
+    """Return the degrees with those of a hybrid: how many of the context-parallel ranks divide the heads."""
+    hybrid = options is not None and options.method == "hybrid"
+    return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if hybrid else 1)
+
+
+def batch_chooser(
+    config: JobConfig, shape: ModelArgs, device_type: str, options: ContextParallelOptions
+) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
+    """Return what chooses the method for the documents of a batch, with its reason; None where nothing is to choose.
+
+    options: those of the run, of which the method is replaced; never by `hybrid`, whose mesh is made before the first
+    batch.
+    """
+    degree = config.parallelism.context_parallel_degree
+    documents = config.training.attention_mask == "document"
+    if config.parallelism.context_parallel_method != "auto" or degree == 1 or not documents:
+        return None
+    masks, local = _layer_masks(config, shape), _local_shape(config, shape, device_type)
+    return lambda batch: choose(options, masks, degree, local, batch=batch, hybrids=False)
+
+
+def _layer_masks(config: JobConfig, shape: ModelArgs) -> tuple[Mask, ...]:
+    """What the model's layers hide, each kind once."""
+    seq_len = config.training.seq_len
+    windows = {shape.window_of_layer(layer) for layer in range(shape.n_layers)}
+    return tuple(causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str))
+
+
+def _local_shape(config: JobConfig, shape: ModelArgs, device_type: str) -> AttentionShape:
+    """Sizes of one attention call on a rank, in the data type in which the model computes there."""
+    training, tp = config.training, config.parallelism.tensor_parallel_degree
+    itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type)]
+    heads, kv_heads = shape.n_heads // tp, shape.n_kv_heads // tp
+    return AttentionShape(training.local_batch_size, heads, kv_heads, shape.head_dim, itemsize)
+
+
+def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:
+    if len(degrees) != 2 or min(degrees) < 2 or degrees[0] * degrees[1] != degree:
+        fitting = [[d, degree // d] for d in range(2, degree) if degree % d == 0]
+        raise ConfigError(
+            f"parallelism.context_parallel_hybrid_degrees = {list(degrees)} must be degrees [all_to_all, ring], "
+            f"each at least 2, whose product is parallelism.context_parallel_degree = {degree}; "
+            + (f"that is one of {', '.join(map(str, fitting))}" if fitting else "use another method or degree")
+        )
+
+
+def _check_passes(number: int, method: str, kv_heads: int) -> None:
+    if number >= kv_heads:
+        raise ConfigError(
+            f"parallelism.context_parallel_heads_per_pass = {number} must be less than the {kv_heads} key/value heads "
+            f"that a rank works on with context_parallel_method = {method!r}; use fewer, or leave it out"
+        )

@@ -1,0 +1,67 @@
+"""The configuration's words for the compiler -> `CompileOptions`, checked. Torch-free."""
+
+from dataclasses import dataclass
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What `torch.compile` is asked for."""
+
+    model: bool
+    """Compile each block."""
+    loss: bool
+    backend: str
+    overlaps_tensor_parallel: bool
+    """Exchanges of tensor parallelism overlap with its matrix products."""
+    rounds_as_eager: bool
+    """Compiled code rounds between operations as eager code does. In float8 with a scale per row, the recomputation
+    under activation checkpointing, fused otherwise than the first time, would scale other values than those that the
+    scales were found for, and run into NaN (pytorch issue 150859)."""
+    splits_backward: bool
+    """A pipeline runs each backward twice, once for inputs and once for weights."""
+    memory_budget: float | None
+    """Share of the activations that the compiler may keep; None: all that it wants."""
+
+    @property
+    def any(self) -> bool:
+        """Whether something is compiled."""
+        return self.model or self.loss
+
+    @property
+    def chooses_recomputation(self) -> bool:
+        """Whether the compiler says what of a block the backward computes again."""
+        return self.model and self.backend != "eager"
+
+
+def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileOptions:
+    """Return what is compiled, and how.
+
+    Raises:
+        ConfigError: nothing to compile, or what needs the compiler without it.
+    """
+    settings, activations = config.compile, config.activation_checkpoint
+    if not settings.components:
+        raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
+    options = CompileOptions(
+        model=settings.enable and "model" in settings.components,
+        loss=settings.enable and "loss" in settings.components,
+        backend=settings.backend,
+        overlaps_tensor_parallel=config.parallelism.overlaps_tensor_parallel,
+        rounds_as_eager=config.float8.enable and config.float8.recipe_name == "rowwise",
+        splits_backward=splits_backward,
+        memory_budget=activations.memory_budget if activations.mode == "memory_budget" else None,
+    )
+    if options.overlaps_tensor_parallel and not (options.model and options.backend == "inductor"):
+        raise ConfigError(
+            "parallelism.enable_async_tensor_parallel = true is the compiler's work; set compile.enable with 'model' "
+            "in compile.components and compile.backend = 'inductor', or leave it out"
+        )
+    if options.memory_budget is not None and not options.chooses_recomputation:
+        raise ConfigError(
+            "activation_checkpoint.mode = 'memory_budget' leaves the choice to the compiler; set compile.enable with "
+            "'model' in compile.components and a backend other than 'eager', or use the mode 'selective'"
+        )
+    return options

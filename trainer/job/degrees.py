@@ -1,0 +1,114 @@
+"""Degrees of parallelism against the number of ranks: integers only, no torch."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.config.errors import ConfigError
+
+_KEYS = {
+    "pp": "parallelism.pipeline_parallel_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "dp_shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks work along each dimension; their product is `world_size`."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    world_size: int
+    cp_a2a: int = 1
+    """Of the context-parallel ranks, neighbours that divide the heads: for the hybrid method; it divides `cp`."""
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks, each of which reads its own batch."""
+        return self.dp_replicate * self.dp_shard
+
+    def text(self) -> str:
+        """Return `dp_replicate 2 x dp_shard 2 x tp 2`: the degrees above one."""
+        parts = [f"{name} {getattr(self, name)}" for name in _KEYS if getattr(self, name) > 1]
+        return " x ".join(parts) or "one device"
+
+
+def resolve_degrees(*, dp_replicate: int, dp_shard: int, cp: int = 1, tp: int, pp: int = 1, world_size: int) -> Degrees:
+    """Check that the product of the degrees is `world_size`; dp_shard = -1 takes what the others leave.
+
+    Raises:
+        ConfigError: a degree below 1, or a product that is not the world size (with the nearest choices that fit).
+    """
+    if world_size < 1:
+        raise ConfigError(f"world size = {world_size} must be the number of ranks, at least 1")
+    degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    for name, degree in degrees.items():
+        if degree < 1 and (name, degree) != ("dp_shard", -1):
+            leaves = " or -1 (what the other degrees leave)" if name == "dp_shard" else ""
+            raise ConfigError(f"{_KEYS[name]} = {degree} must be at least 1{leaves}; 1 switches it off")
+    others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
+    resolved = degrees | {"dp_shard": max(1, world_size // others)} if dp_shard == -1 else degrees
+    if math.prod(resolved.values()) != world_size:
+        raise _wrong_product(degrees, world_size)
+    return Degrees(**resolved, world_size=world_size)
+
+
+def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
+    # Of those that most runs leave at 1, only what was set is worth a word.
+    named = {name: degree for name, degree in degrees.items() if degree != 1 or name not in ("cp", "pp")}
+    listed = ", ".join(f"{_KEYS[name]} = {degree}" for name, degree in named.items())
+    product = math.prod(degree for degree in named.values() if degree != -1)
+    rule = "does not divide" if -1 in named.values() else "is not"
+    choices = _choices(named, world_size)
+    more_ranks = math.ceil(world_size / product) * product if -1 in named.values() else product
+    return ConfigError(
+        f"{listed} have the product {product}, which {rule} the world size of {world_size}; "
+        f"what fits: {'; '.join([*choices, f'or {more_ranks} ranks'])}"
+    )
+
+
+def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
+    """Each single degree whose change makes the product fit, or, if none does, the nearest change of several."""
+    free = [name for name, degree in named.items() if degree != -1]
+    single = []
+    for name in free:
+        others = math.prod(named[other] for other in free if other != name)
+        if world_size % others:
+            continue
+        fitting = world_size // others
+        if len(free) < len(named):
+            fitting = min(_divisors(fitting), key=lambda divisor: (abs(math.log(divisor / named[name])), divisor))
+        single.append(f"{_KEYS[name]} = {fitting}")
+    if single:
+        return single
+    return [", ".join(f"{_KEYS[name]} = {degree}" for name, degree in _nearest(named, world_size).items())]
+
+
+def _nearest(named: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Degrees that fit and are fewest and smallest changes away; the shard degree, or -1, takes what is left."""
+    fixed = [name for name in named if name != "dp_shard"]
+    best: tuple[tuple[int, float], dict[str, int]] | None = None
+    for combination in itertools.product(_divisors(world_size), repeat=len(fixed)):
+        if world_size % math.prod(combination):
+            continue
+        left = world_size // math.prod(combination)
+        tried = dict(zip(fixed, combination, strict=True))
+        tried["dp_shard"] = -1 if named["dp_shard"] == -1 else left
+        changed = [name for name, degree in tried.items() if degree != named[name]]
+        distance = sum(abs(math.log(degree / named[name])) for name, degree in tried.items() if degree != -1)
+        if best is None or (len(changed), distance) < best[0]:
+            best = (len(changed), distance), {name: tried[name] for name in named if name in changed}
+    assert best is not None, "all degrees 1 and the rest in dp_shard always fits"
+    return best[1]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]

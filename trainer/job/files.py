@@ -1,0 +1,39 @@
+"""The folder that the run writes to, and the checkpoint that it would go on from."""
+
+import os
+from pathlib import Path
+
+from trainer.checkpoint.folder import check_fits, checkpoint_folder, read_state, step_to_load
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.models.args import ModelArgs
+
+
+def check_dump_folder(folder: str) -> None:
+    """The folder can be made and written to: its nearest existing part is a writable folder."""
+    if not folder:
+        raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
+    path = Path(folder).absolute()
+    existing = next(part for part in (path, *path.parents) if os.path.lexists(part))
+    if not existing.is_dir():
+        what = "a file" if existing.exists() else "a broken link"
+        raise ConfigError(f"job.dump_folder = {folder!r}: {existing} is {what}; name a folder, such as './outputs'")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"job.dump_folder = {folder!r}: {existing} is not writable for this user; "
+            f"name a folder that is, such as './outputs'"
+        )
+
+
+def check_checkpoint(config: JobConfig, shape: ModelArgs) -> None:
+    """The settings, and as much as can be seen of the checkpoint that the run would go on from."""
+    settings = config.checkpoint
+    if settings.load_step != -1 and settings.load_step < 1:
+        raise ConfigError(f"checkpoint.load_step = {settings.load_step} must be a saved step, or -1 for the latest")
+    if not settings.enable:
+        return
+    if not settings.folder:
+        raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")
+    step = step_to_load(config)
+    if step is not None:
+        check_fits(read_state(checkpoint_folder(config), step), config, shape)

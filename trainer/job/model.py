@@ -1,0 +1,41 @@
+"""The configuration's words for the model -> its shape, checked against the ranks that cut it."""
+
+import math
+from dataclasses import replace
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.data.tokenizer import vocab_size_of
+from trainer.job.degrees import Degrees
+from trainer.models.args import ModelArgs
+from trainer.models.registry import model_args
+
+
+def resolve_model(config: JobConfig) -> ModelArgs:
+    """Return the shape of the model that the configuration names, for its tokenizer.
+
+    Raises:
+        ConfigError: no such model, flavor or tokenizer.
+    """
+    # The model's name first: with a wrong one, the tokenizer is not what the user has to look at.
+    args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
+    if config.model.tokenizer_path == "":
+        raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
+    return replace(args, vocab_size=vocab_size_of(config.model.tokenizer_file))
+
+
+def check_shape(args: ModelArgs, flavor: str, degrees: Degrees) -> None:
+    """Check that tensor parallelism can cut a model of this shape.
+
+    Raises:
+        ConfigError: heads, feed-forward width or vocabulary that the degree does not divide.
+    """
+    sizes = args.tensor_parallel_sizes()
+    common = math.gcd(*sizes.values())
+    for what, size in sizes.items():
+        if size % degrees.tp:
+            fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree = {degrees.tp} must divide the {size} {what} of "
+                f"model.flavor = {flavor!r}; degrees that fit this model: {', '.join(fitting)}"
+            )

@@ -1,0 +1,36 @@
+"""The configuration's words for a pipeline -> `PipelinePlan`, checked against the model and the other settings."""
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.distributed.pipeline_stages import PipelinePlan, pipeline_plan
+from trainer.models.args import ModelArgs
+
+
+def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None:
+    """Return the stages and the schedule, None without pipeline parallelism.
+
+    Raises:
+        ConfigError: stages, schedule and micro-batches that do not fit; tied embeddings; a stage without parameters;
+            what a split backward cannot do.
+    """
+    degree = config.parallelism.pipeline_parallel_degree
+    if degree > 1 and model.tie_embeddings:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {degree} puts embedding and output on different stages, and "
+            f"model.flavor = {config.model.flavor!r} has one matrix for both; use 1, with context, tensor or data "
+            f"parallelism in its place"
+        )
+    plan = pipeline_plan(config, model.module_names())
+    if plan is None:
+        return None
+    if ("norm",) in plan.stages and not model.norms_have_parameters:
+        raise ConfigError(
+            f"a pipeline stage of 'norm' alone has no parameters with model.norm_type = {config.model.norm_type!r}; "
+            f"put it together with the output"
+        )
+    if plan.splits_backward and config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            f"parallelism.fsdp_reshard_after_forward = 'always' would free the parameters that the second half of a "
+            f"split backward needs, and {plan.schedule} splits it; use 'default', or {plan.whole_backward}"
+        )
+    return plan

@@ -1,0 +1,34 @@
+"""Rules of activation checkpointing."""
+
+import math
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.distributed.pipeline_stages import PipelinePlan
+from trainer.job.compilation import CompileOptions
+
+
+def check_activation_checkpoint(
+    config: JobConfig, n_layers: int, pipeline: PipelinePlan | None, compilation: CompileOptions
+) -> None:
+    """Check what the backward is to compute again.
+
+    Raises:
+        ConfigError: layers that the model lacks, or recomputation in a backward that is split.
+    """
+    settings = config.activation_checkpoint
+    option = settings.selective_ac_option
+    number = int(option) if option.isdecimal() else 0
+    largest = n_layers if settings.mode == "selective" else math.inf
+    if option != "op" and not 1 <= number <= largest:
+        raise ConfigError(
+            f"activation_checkpoint.selective_ac_option = {option!r} must be 'op', or for every n-th layer a number "
+            f"from 1 to {n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
+        )
+    splits = pipeline is not None and pipeline.splits_backward
+    if splits and settings.mode != "none" and not compilation.chooses_recomputation:
+        raise ConfigError(
+            f"activation_checkpoint.mode = {settings.mode!r} would compute a layer again for each group of its "
+            f"weights, about ten times, as {pipeline.schedule} splits the backward; use 'none', compile.enable, or "
+            f"{pipeline.whole_backward}"
+        )

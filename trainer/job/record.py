@@ -1,0 +1,110 @@
+"""`ResolvedJob`: all that is decided before ranks start; `resolve` makes it, or names the first wrong setting."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from trainer.config.schema import JobConfig
+from trainer.data.datasets import check_source
+from trainer.distributed.context_parallel.mask import Mask
+from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.distributed.pipeline_stages import PipelinePlan
+from trainer.job.attention import batch_chooser, resolve_attention, with_head_degree
+from trainer.job.compilation import CompileOptions, resolve_compilation
+from trainer.job.degrees import Degrees, resolve_degrees
+from trainer.job.files import check_checkpoint, check_dump_folder
+from trainer.job.float8 import check_float8
+from trainer.job.model import check_shape, resolve_model
+from trainer.job.numbers import check_numbers
+from trainer.job.pipeline import resolve_pipeline
+from trainer.job.recompute import check_activation_checkpoint
+from trainer.job.training import check_batch, check_profiling, check_schedule
+from trainer.job.unused import check_unused, unused_notes
+from trainer.models.args import ModelArgs
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """One configuration on a number of ranks of one type of device. Who needs a decision reads it here."""
+
+    config: JobConfig
+    degrees: Degrees
+    device_type: str
+    """Where the model computes: 'cuda' or 'cpu'."""
+    model: ModelArgs
+    attention: ContextParallelOptions | None
+    """How attention runs by a plan; None: plain causal attention on one rank."""
+    attention_reason: str
+    """Why `auto` chose its method; empty where the configuration names one."""
+    pipeline: PipelinePlan | None
+    compilation: CompileOptions
+    notes: tuple[str, ...]
+    """Why keys that are set have no effect, a line each."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """Name of the data type in which the model computes."""
+        return self.config.training.compute_dtype(self.device_type)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one optimizer step on each data-parallel rank."""
+        rows = self.config.training.global_batch_size
+        return 1 if rows == -1 else rows // (self.config.training.local_batch_size * self.degrees.dp)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step, over all ranks."""
+        return self.micro_batches * self.config.training.local_batch_size * self.degrees.dp
+
+    def method_chooser(self) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
+        """Return what chooses the method for the documents of a batch; None where nothing is to choose."""
+        return self.attention and batch_chooser(self.config, self.model, self.device_type, self.attention)
+
+    def on(self, device_type: str) -> "ResolvedJob":
+        """Return the job on another type of device, for which `auto` may choose another method."""
+        attention, reason = resolve_attention(self.config, self.model, device_type)
+        degrees = with_head_degree(self.degrees, attention)
+        return replace(self, device_type=device_type, attention=attention, attention_reason=reason, degrees=degrees)
+
+
+def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> ResolvedJob:
+    """Decide what the configuration leaves open for `world_size` ranks, and check all that can be checked without them.
+
+    Raises:
+        ConfigError: the first setting that cannot work, in one sentence: the value, the rule, what would work.
+    """
+    check_numbers(config)
+    check_schedule(config)
+    check_profiling(config)
+    check_dump_folder(config.job.dump_folder)
+    parallelism = config.parallelism
+    degrees = resolve_degrees(
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
+        world_size=world_size,
+    )
+    check_unused(config, degrees)
+    check_batch(config, degrees)
+    model = resolve_model(config)
+    check_shape(model, config.model.flavor, degrees)
+    pipeline = resolve_pipeline(config, model)
+    attention, reason = resolve_attention(config, model, device_type)
+    check_float8(config, model, degrees)
+    compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
+    check_activation_checkpoint(config, model.n_layers, pipeline, compilation)
+    check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
+    check_checkpoint(config, model)
+    return ResolvedJob(
+        config,
+        with_head_degree(degrees, attention),
+        device_type,
+        model,
+        attention,
+        reason,
+        pipeline,
+        compilation,
+        notes=unused_notes(config, degrees),
+    )

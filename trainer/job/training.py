@@ -1,0 +1,83 @@
+"""Rules of the schedule, of the profiler's cycle, and of the batch against the degrees."""
+
+import math
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.job.degrees import Degrees
+
+
+def check_schedule(config: JobConfig) -> None:
+    schedule, steps = config.lr_scheduler, config.training.steps
+    total, total_key = schedule.total_steps, "lr_scheduler.total_steps"
+    if total is None:
+        if schedule.warmup_steps >= steps:
+            return  # a few steps of a longer schedule: they all warm up
+        total, total_key = steps, "training.steps"
+    if schedule.warmup_steps > total:
+        raise ConfigError(
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} must not be more than {total_key} = {total}; "
+            f"lower it to {total // 10}, say, or raise the total"
+        )
+    decay = total - schedule.warmup_steps if schedule.decay_ratio is None else round(schedule.decay_ratio * total)
+    if schedule.warmup_steps + decay > total:
+        raise ConfigError(
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio} of {total_key} = {total} begins before the end of "
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps}; use a ratio of at most "
+            f"{math.floor(100 * (total - schedule.warmup_steps) / total) / 100}"
+        )
+    if total < steps and decay and schedule.min_lr_factor == 0:
+        raise ConfigError(
+            f"lr_scheduler.total_steps = {total} leaves a learning rate of 0 for the rest of training.steps = {steps}; "
+            f"use at least {steps}, or an lr_scheduler.min_lr_factor above 0, such as 0.1"
+        )
+
+
+def check_profiling(config: JobConfig) -> None:
+    profiling, steps = config.profiling, config.training.steps
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        raise ConfigError(
+            f"profiling.profile_freq = {profiling.profile_freq} is less than profiling.profiler_warmup = "
+            f"{profiling.profiler_warmup} + profiling.profiler_active = {profiling.profiler_active}; "
+            f"use at least {cycle}"
+        )
+    if (profiling.enable_profiling or profiling.enable_memory_snapshot) and profiling.profile_freq > steps:
+        raise ConfigError(
+            f"profiling.profile_freq = {profiling.profile_freq} is more than training.steps = {steps}, so that nothing "
+            f"would be written; use at most {steps}"
+        )
+
+
+def check_batch(config: JobConfig, degrees: Degrees) -> None:
+    training = config.training
+    micro_batch = training.local_batch_size * degrees.dp
+    factors = f"training.local_batch_size = {training.local_batch_size} x data-parallel degree {degrees.dp}"
+    if training.global_batch_size != -1 and (
+        training.global_batch_size < 1 or training.global_batch_size % micro_batch
+    ):
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size} must be a multiple of {factors} = "
+            f"{micro_batch}; use {_nearest_multiples(training.global_batch_size, micro_batch)} or -1 (that product)"
+        )
+    if training.data_streams % degrees.dp:
+        raise ConfigError(
+            f"training.data_streams = {training.data_streams} must be a multiple of the data-parallel degree "
+            f"{degrees.dp} (replicas x shards); use {_nearest_multiples(training.data_streams, degrees.dp)}"
+        )
+    if training.seq_len % degrees.tp:
+        raise ConfigError(
+            f"training.seq_len = {training.seq_len} must be a multiple of parallelism.tensor_parallel_degree = "
+            f"{degrees.tp}; use {_nearest_multiples(training.seq_len, degrees.tp)}"
+        )
+    if training.seq_len < degrees.cp * degrees.tp:
+        per_rank = f" x parallelism.tensor_parallel_degree = {degrees.tp}" if degrees.tp > 1 else ""
+        raise ConfigError(
+            f"training.seq_len = {training.seq_len} gives some of parallelism.context_parallel_degree = "
+            f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
+        )
+
+
+def _nearest_multiples(number: int, factor: int) -> str:
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below > 0 else str(factor)

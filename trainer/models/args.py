@@ -1,0 +1,85 @@
+"""The shape of a model as the job, its checks and its checkpoints see it. Torch-free."""
+
+from typing import Any, Protocol, TypeVar
+
+from trainer.config.schema import Model
+
+Self = TypeVar("Self", bound="ModelArgs")
+
+
+class ModelArgs(Protocol):
+    """Shape of one model of a family: a frozen dataclass, whose fields a checkpoint keeps to know the model by.
+
+    `dataclasses.replace` gives another shape; a new field needs a default, which older checkpoints are taken to have.
+    """
+
+    __dataclass_fields__: dict[str, Any]
+
+    @property
+    def dim(self) -> int:
+        """Size of a token's hidden state."""
+        ...
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads."""
+        ...
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key/value heads; it divides `n_heads`."""
+        ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def tie_embeddings(self) -> bool:
+        """Whether one matrix is both embedding and output."""
+        ...
+
+    @property
+    def norms_have_parameters(self) -> bool: ...
+
+    def configured(self: Self, settings: Model, *, vocab_size: int, max_seq_len: int) -> Self:
+        """Return the shape with what table `[model]`, the tokenizer and the length of rows say.
+
+        Raises:
+            ConfigError: a setting that this family does not have.
+        """
+        ...
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the modules that a pipeline can divide, in the order of the forward; layers are `layers.N`."""
+        ...
+
+    def window_of_layer(self, layer: int) -> int | None:
+        """Return how many tokens a token sees in this layer, itself and those before it; None: all before it."""
+        ...
+
+    def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
+        """Return (outputs, inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
+        ...
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return what a tensor-parallel degree must divide, by what it is called in a message."""
+        ...
+
+    def n_params(self) -> int:
+        """Return the number of parameters; a tied embedding counts once."""
+        ...
+
+    def flops_per_token(self, seq_len: int) -> tuple[float, float]:
+        """Return model FLOPs per token of a training step, counting (full, causal) attention."""
+        ...
+
+
+def has_windows(args: ModelArgs) -> bool:
+    """Return whether some layer sees a sliding window only."""
+    return any(args.window_of_layer(layer) is not None for layer in range(args.n_layers))

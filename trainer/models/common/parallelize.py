@@ -1,0 +1,97 @@
+"""Parallelism of a decoder, applied from outside to the model on meta.
+
+The decoder has `tok_embeddings`, `layers` by number, `norm` and `output`, of which a stage of a pipeline has None for
+those that it lacks; `args`, its `ModelArgs`; and in each block `attention` and `feed_forward` of `models/common`.
+"""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from trainer.config.schema import Parallelism
+from trainer.distributed.context_parallel.attention import ContextParallelAttention
+from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.tensor_parallel import LocalParameter, apply_tensor_parallel, logits_layout
+from trainer.job.record import ResolvedJob
+from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
+from trainer.transforms.compile import apply_compile, share_memory
+from trainer.transforms.float8 import apply_float8
+
+
+def parallelize_decoder(
+    model: nn.Module, dims: ParallelDims, job: ResolvedJob, block_plan: Mapping[str, ParallelStyle] | None = None
+) -> None:
+    """Set float8 products, cut matrices over tp, checkpoint and compile blocks, then shard and replicate parameters.
+
+    block_plan: how tensor parallelism treats the modules of a block, by name; `decoder_block_plan()` where it is None.
+    """
+    config = job.config
+    apply_float8(model, config.float8, sharded=dims.size("dp_shard_cp") > 1)
+    if dims.size("tp") > 1:
+        plan = decoder_block_plan() if block_plan is None else block_plan
+        _tensor_parallel(model, dims, config.parallelism, plan)
+    blocks = list(model.layers.values())
+    if job.attention is not None:
+        for block in blocks:
+            window = block.attention.inner_attention.sliding_window
+            style = ContextParallelAttention(sliding_window=window)
+            parallelize_module(block, dims["cp"], {"attention.inner_attention": style})
+    apply_activation_checkpoint(model.layers, config.activation_checkpoint)
+    apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
+    # A tied matrix is used at both ends of the forward: it stays gathered, with the root's own parameters.
+    tied = model.args.tie_embeddings
+    units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
+    options = DataParallelOptions.of(job)
+    apply_data_parallel(model, units, None if tied else model.output, dims.parameter_mesh, options)
+
+
+def _tensor_parallel(
+    model: nn.Module, dims: ParallelDims, settings: Parallelism, block_plan: Mapping[str, ParallelStyle]
+) -> None:
+    if settings.enable_async_tensor_parallel:
+        share_memory(dims["tp"])
+    logits = logits_layout(disable_loss_parallel=settings.disable_loss_parallel)
+    plan = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(use_local_output=True),  # a stage of a pipeline may end here
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()
+        ),
+    }
+    plan = {name: style for name, style in plan.items() if getattr(model, name) is not None}
+    for name, block in model.layers.items():
+        sinks = {} if block.attention.sinks is None else {"attention.sinks": LocalParameter()}
+        plan |= {f"layers.{name}.{part}": style for part, style in (block_plan | sinks).items()}
+    apply_tensor_parallel(model, dims["tp"], plan)
+
+
+def decoder_block_plan() -> dict[str, ParallelStyle]:
+    """Return how tensor parallelism treats a pre-norm block.
+
+    Between the parts activations are cut over the sequence, Shard(1); inside them over heads or channels, Shard(2).
+    """
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward.w3": ColwiseParallel(),
+    }

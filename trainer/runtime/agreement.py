@@ -1,0 +1,49 @@
+"""What one rank finds wrong stops all of them, with one message: a rank that stops alone leaves its peers waiting."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.config.errors import ConfigError, SharedConfigError
+from trainer.distributed.sharding.exchange import all_gather, all_reduce
+
+T = TypeVar("T")
+_MESSAGE_BYTES = 2048
+
+
+def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
+    """63-bit hash of names, shapes and bytes: the same in every process, for equal tensors only."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(tensors):
+        # A copy, because `numpy()` would make the tensor's own memory fixed in size; bytes, for types numpy lacks.
+        tensor = tensors[name].detach().to("cpu", copy=True).contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def agreed(function: Callable[[], T], mesh: DeviceMesh | None = None) -> T:
+    """Call `function` on every rank of a 1-D mesh, or of the job, and return this rank's result. A collective.
+
+    Raises:
+        SharedConfigError: on every rank, with the message of the lowest one whose call raised a ConfigError.
+    """
+    result, message = None, ""
+    try:
+        result = function()
+    except ConfigError as error:
+        message = str(error) or "unknown"
+    over, device = (mesh, mesh.device_type) if mesh is not None else (dist.group.WORLD, "cpu")
+    failed = torch.tensor(int(bool(message)), dtype=torch.int32, device=device)
+    if all_reduce(failed, over, "max").item():
+        text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        texts = all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device), over)
+        for row in texts.cpu():
+            message = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
+            if message:
+                raise SharedConfigError(message)
+    return result

@@ -1,0 +1,202 @@
+"""Start one process per rank of this node: `python -m trainer.runtime.launch --nproc-per-node N [train.py arguments]`.
+
+`torchrun train.py ...` does the same job; this one returns the failing rank's own exit code and says in one line which
+rank failed, where torchrun returns 1 and prints a trace of its own. SIGTERM and SIGINT are passed on to the ranks,
+which finish their step, save, and end in good order; a second one ends them at once. When a rank has failed, the others
+have a few seconds; one that hangs shows its stack, if it can, and is killed. When the launcher itself is killed, its
+ranks end at once (`runtime/launcher_watch.py`).
+"""
+
+import argparse
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from trainer.runtime.process_group import LOST_PEERS
+
+_TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+# For what the other ranks still do when one has failed: notice, hear each other's reports, say who it was.
+_GRACE_SECONDS = 10.0
+# When the first to end has lost its peers, it has waited for the others already.
+_GRACE_AFTER_LOST_PEERS_SECONDS = 2.0
+_STACK_SECONDS = 0.5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the ranks of this node to their end; the exit code of the job.
+
+    Rendezvous of several nodes at MASTER_ADDR:MASTER_PORT. After a signal: 0 when the ranks have ended in good order,
+    else 128 + its number.
+    """
+    arguments, train_arguments = _parser().parse_known_args(argv)
+    several = arguments.nnodes > 1
+    config = LaunchConfig(
+        min_nodes=arguments.nnodes,
+        max_nodes=arguments.nnodes,
+        nproc_per_node=arguments.nproc_per_node,
+        run_id=arguments.rdzv_id,
+        rdzv_backend="c10d",
+        # Alone, a free port is chosen, so that jobs of one machine do not meet.
+        rdzv_endpoint=f"{arguments.master_addr}:{arguments.master_port}" if several else "localhost:0",
+        local_addr=None if several else "localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        **_signals_left_to_us(),
+    )
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # our one line says it
+    with _passed_on() as received, _stragglers_killed():
+        return _run(config, train_arguments, received)
+
+
+def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) -> int:
+    """The job's exit code, and its one line on stderr if it did not simply end; `received` are signals passed on."""
+    try:
+        launched_by = ("--launched-by", str(os.getpid()))
+        elastic_launch(config, sys.executable)("-u", str(_TRAIN), *launched_by, *train_arguments)
+    except ChildFailedError as error:
+        rank, failure, hung = _cause(error)
+        ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
+        if ended_by in received:
+            print(f"error: stopped by {signal.Signals(ended_by).name} at once", file=sys.stderr)
+            return 128 + ended_by
+        if hung:
+            print(f"error: rank {rank} hung, and was killed when its peers had given it up", file=sys.stderr)
+            return 1
+        if failure.exitcode == LOST_PEERS:
+            print("error: the ranks of this node lost their peers; the cause is on another node", file=sys.stderr)
+            return 1
+        how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
+        if failure.exitcode != 2:  # a wrong setting has been named already
+            print(f"error: rank {rank} failed first ({how}); the other ranks were stopped", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        print(f"error: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
+        return 128 + error.sigval
+    if received:
+        print(f"stopped by {signal.Signals(received[0]).name}: all ranks ended in good order", file=sys.stderr)
+    return 0
+
+
+def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure, bool]:
+    """The rank that has the cause, how it ended, and whether it hung: then it was we who ended it."""
+    rank, first = error.get_first_failure()
+    if first.exitcode != LOST_PEERS:
+        return rank, first, False
+    others = {rank: failure for rank, failure in error.failures.items() if failure.exitcode != LOST_PEERS}
+    ended_by_us = {-signal.SIGKILL: 1, -signal.SIGTERM: 2}  # one that SIGTERM could end did not hang
+    for rank, failure in sorted(others.items(), key=lambda item: ended_by_us.get(item[1].exitcode, 0)):
+        return rank, failure, failure.exitcode in ended_by_us
+    return rank, first, False
+
+
+@contextmanager
+def _stragglers_killed() -> Iterator[None]:
+    """Inside, when one rank has failed, those that still run some seconds later are killed.
+
+    The agent would wait for half a minute; a rank that hangs, or is stopped, does not answer its SIGTERM.
+    """
+    timers: list[threading.Timer] = []
+
+    def look(_: int, __: FrameType | None) -> None:
+        with suppress(ChildProcessError):
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # left for the agent to collect
+            if ended is None or ended.si_status == 0 or timers:
+                return
+            lost = ended.si_code == os.CLD_EXITED and ended.si_status == LOST_PEERS
+            seconds = _GRACE_AFTER_LOST_PEERS_SECONDS if lost else _GRACE_SECONDS
+            timers.append(threading.Timer(seconds, _kill_ranks, kwargs={"show_stacks": lost}))
+            timers[0].daemon = True
+            timers[0].start()
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        for timer in timers:
+            timer.cancel()
+
+
+def _kill_ranks(*, show_stacks: bool) -> None:
+    for number in (*([signal.SIGUSR1] if show_stacks else []), signal.SIGKILL):
+        for rank in _rank_processes():
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
+        time.sleep(_STACK_SECONDS)
+
+
+@contextmanager
+def _passed_on() -> Iterator[list[int]]:
+    """Pass SIGTERM and SIGINT on to the ranks; gives the list of those received."""
+    received: list[int] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        ranks = _rank_processes()
+        if not ranks:  # nobody to ask: the agent ends by this, as by any other signal
+            raise SignalException(f"signal {number} before the ranks were started", signal.Signals(number))
+        received.append(number)
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _rank_processes() -> list[int]:
+    """Process ids of the ranks that this launcher has started and that still run."""
+    ranks = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread may end meanwhile
+            for pid in (task / "children").read_text().split():
+                with suppress(FileNotFoundError, ProcessLookupError):  # and so may a rank
+                    if str(_TRAIN).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                        ranks.append(int(pid))
+    return ranks
+
+
+def _signals_left_to_us() -> dict[str, str]:
+    """The setting that keeps the agent from answering SIGTERM and SIGINT by itself, where this torch has it."""
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    return {"signals_to_handle": "SIGHUP,SIGQUIT"} if "signals_to_handle" in known else {}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trainer.runtime.launch",
+        description="Start one process per rank of this node; what is not listed here goes to train.py.",
+        allow_abbrev=False,
+    )
+    environment = os.environ.get
+    parser.add_argument("--nproc-per-node", type=int, required=True, help="ranks on this node")
+    parser.add_argument("--nnodes", type=int, default=int(environment("NNODES", "1")), help="nodes of the job (NNODES)")
+    parser.add_argument(
+        "--master-addr", default=environment("MASTER_ADDR", "localhost"), help="first node (MASTER_ADDR)"
+    )
+    parser.add_argument(
+        "--master-port", type=int, default=int(environment("MASTER_PORT", "29500")), help="(MASTER_PORT)"
+    )
+    parser.add_argument("--rdzv-id", default=environment("RDZV_ID", "trainer"), help="name of the job (RDZV_ID)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

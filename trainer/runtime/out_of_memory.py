@@ -1,0 +1,73 @@
+"""Out of memory: the error goes on, and says which settings need less."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from trainer.config.schema import Training
+from trainer.job.record import ResolvedJob
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or in host memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
+    """Raise an out-of-memory error from inside again, with the settings that need less memory in its message."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        settings = "\n  ".join(memory_savers(job))
+        reason = str(error).splitlines()[0]
+        raise torch.OutOfMemoryError(f"{reason}\nWhat needs less memory, the cheapest first:\n  {settings}") from error
+
+
+def memory_savers(job: ResolvedJob) -> list[str]:
+    """Settings that are not at their limit yet, as `key = value: what it does`, those that cost least first."""
+    config, degrees, device_type = job.config, job.degrees, job.device_type
+    training, parallelism, activations = config.training, config.parallelism, config.activation_checkpoint
+    shards, replicas = degrees.dp_shard, degrees.dp_replicate
+    # Such a schedule refuses to compute layers again, unless they are compiled.
+    splits_backward = job.compilation.splits_backward and not job.compilation.chooses_recomputation
+    savers = []
+    if training.mixed_precision_param == "float32" and training.dtype == "float32" and device_type == "cuda":
+        savers.append('training.mixed_precision_param = "auto": activations in bfloat16')
+    if degrees.pp == 1 and training.local_batch_size > 1:
+        savers.append(_smaller_micro_batches(config.training, degrees.dp))
+    if degrees.pp > 1 and parallelism.pipeline_parallel_microbatch_size > 1:
+        savers.append("parallelism.pipeline_parallel_microbatch_size = 1: fewer rows at a time, the same step")
+    if parallelism.fsdp_reshard_after_forward == "never":
+        savers.append('parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time')
+    if degrees.tp > 1 and parallelism.disable_loss_parallel:
+        savers.append("parallelism.disable_loss_parallel = false: logits stay cut over the vocabulary")
+    if replicas > 1:
+        savers.append(
+            f"parallelism.data_parallel_shard_degree = {shards * replicas} with "
+            f"parallelism.data_parallel_replicate_degree = 1: one copy of the parameters instead of {replicas}"
+        )
+    if activations.mode == "none" and not splits_backward:
+        savers.append('activation_checkpoint.mode = "selective": keep only what is dear to compute')
+    if activations.mode != "full" and not splits_backward:
+        savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more work')
+    if not training.enable_cpu_offload and device_type == "cuda":
+        savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
+    pieces = degrees.cp * degrees.tp
+    if training.seq_len > pieces:
+        savers.append(f"training.seq_len = {max(training.seq_len // 2 // pieces, 1) * pieces}: shorter rows")
+    more = f"on {degrees.world_size * 2} ranks"
+    savers.append(f"parallelism.data_parallel_shard_degree = {shards * 2} {more}: half the parameters on each")
+    if training.seq_len >= 2 * pieces:
+        savers.append(f"parallelism.context_parallel_degree = {degrees.cp * 2} {more}: half the activations on each")
+    return savers
+
+
+def _smaller_micro_batches(training: Training, dp: int) -> str:
+    rows, whole = training.local_batch_size, training.global_batch_size
+    fewer = next(n for n in range(rows // 2, 0, -1) if rows % n == 0)  # a divisor: the rows of a step stay the same
+    with_rows = f" with training.global_batch_size = {rows * dp}" if whole == -1 else ""
+    return f"training.local_batch_size = {fewer}{with_rows}: the same step in more micro-batches"

@@ -1,0 +1,119 @@
+"""Matrix products in float8 through torchao, which is imported only where they are switched on.
+
+Weights, gradients and optimizer state keep their data type; what goes into a product is scaled and rounded to float8
+at each use: tensorwise with one scale for a tensor, rowwise with one for each row (torchao's "dynamic scaling").
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Float8
+
+# Ada, Hopper, and what came after; AMD's MI300 counts as 9.4.
+_CAPABILITY = (8, 9)
+
+
+def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> None:
+    """Let the linear modules of `model` multiply in float8, in place; the names of parameters stay.
+
+    model: on meta, whole or a stage of it, before tensor parallelism. Modules whose name contains one of
+    `filter_fqns` stay as they are. sharded: whether FSDP gathers weights, which it can do in float8.
+    """
+    if not config.enable:
+        return
+    torchao = _torchao()
+    recipe = replace(
+        torchao.Float8LinearConfig.from_recipe_name(config.recipe_name),
+        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather and sharded,
+        emulate=config.emulate,
+        # The gradient of a weight sums over tokens, of which a rank may have any number: kernels want multiples of 16.
+        pad_inner_dim=True,
+    )
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        return type(module) is nn.Linear and not any(part in name for part in config.filter_fqns)
+
+    torchao.convert_to_float8_training(model, config=recipe, module_filter_fn=chosen)
+
+
+def precompute_scales(model: nn.Module, config: Float8) -> None:
+    """Before a step: the scales of all weights for its float8 all-gathers, by one reduction over the ranks."""
+    if config.enable and config.precompute_float8_dynamic_scale_for_fsdp:
+        _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def without_float8_cast(tensor: torch.Tensor) -> torch.Tensor:
+    """A weight that is gathered in float8 as the plain tensor it is made of, in the same memory.
+
+    For checkpoints: a file of the wrapped one could be read only where torchao is installed.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    if not hasattr(local, "fsdp_pre_all_gather"):
+        return tensor
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(local._tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def check_float8_machine(settings: Float8, device: torch.device, *, norms_have_parameters: bool = True) -> None:
+    """Look for what float8 needs on this machine, before anything is built.
+
+    Raises:
+        ConfigError: torchao is not installed, the device has no float8 products, or it cannot gather them.
+    """
+    if not settings.enable:
+        return
+    try:
+        _torchao()
+    except ImportError as error:
+        raise ConfigError(
+            f"float8.enable = true needs torchao ({error}); install it with pip install '.[float8]' in the folder of "
+            f"this program or with pip install torchao, or leave float8.enable out"
+        ) from None
+    needed = ".".join(map(str, _CAPABILITY))
+    if not settings.emulate and (device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY):
+        found = "CPU"
+        if device.type == "cuda":
+            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            found = f"{torch.cuda.get_device_name(device)} with {capability}"
+        raise ConfigError(
+            f"float8.enable = true needs a GPU of compute capability {needed} or more, and this is a {found}; set "
+            f"float8.emulate = true for its rounding alone, which is slow, or leave float8.enable out"
+        )
+    # Beside anything else, weights travel as bytes; alone in their FSDP unit, as float8, which gloo does not know.
+    alone = not norms_have_parameters or not any(part in "output" for part in settings.filter_fqns)
+    if settings.enable_fsdp_float8_all_gather and device.type == "cpu" and alone:
+        raise ConfigError(
+            "float8.enable_fsdp_float8_all_gather = true on a CPU needs something beside the float8 weights in each "
+            "layer and in the output: a model.norm_type other than 'np_layernorm', and 'output' in float8.filter_fqns"
+        )
+
+
+def _torchao() -> ModuleType:
+    with _quiet("torchao", "torch.utils._pytree"):
+        import torchao.float8
+    return torchao.float8
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Inside, these loggers say errors only: an import warns of kernels for other machines, and of its own code."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
