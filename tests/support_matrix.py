@@ -299,7 +299,7 @@ are right, not that a kernel of a GPU is. The model is small: {model.n_layers} l
 {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key/value heads, {vocab} words, rows of 16 tokens.
 
 A layout's name has its dimensions with their degrees: ddp (replicas), fsdp (shards), cp (context), tp (tensor) and pp
-(pipeline parallelism). ✓: trained for three steps, and losses, gradient norm, the gradient of every parameter and the
+(pipeline parallelism). ✓: trained for two steps, and losses, gradient norm, the gradient of every parameter and the
 weights match a single process, to 1e-10 in float64 (with float8 to 1e-2 in float32). Refused: the program says the
 sentence below, by its number, before it trains. Empty: the layout has nothing that the feature is about, or, with
 several dimensions, this feature was not tried alone there: `tests/distributed/test_pairs.py` trains every two settings

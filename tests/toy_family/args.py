@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
+from trainer.models.common.shapes import decoder_linear_shapes, decoder_modules
 
 
 @dataclass(frozen=True)
@@ -28,26 +29,20 @@ class ToyArgs:
         return replace(self, vocab_size=vocab_size, max_seq_len=max_seq_len)
 
     def module_names(self) -> tuple[str, ...]:
-        return ("tok_embeddings", *(f"layers.{i}" for i in range(self.n_layers)), "norm", "output")
+        return decoder_modules(self.n_layers)
 
     def window_of_layer(self, layer: int) -> int | None:
         return None
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
-        heads, kv_heads, hidden = (
-            n // tp for n in (self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.hidden_dim)
+        return decoder_linear_shapes(
+            dim=self.dim,
+            query_dim=self.n_heads * self.head_dim // tp,
+            kv_dim=self.n_kv_heads * self.head_dim // tp,
+            hidden_dim=self.hidden_dim // tp,
+            n_layers=self.n_layers,
+            vocab_size=self.vocab_size // tp,
         )
-        of_a_layer = {
-            "attention.wq": (heads, self.dim),
-            "attention.wk": (kv_heads, self.dim),
-            "attention.wv": (kv_heads, self.dim),
-            "attention.wo": (self.dim, heads),
-            "feed_forward.w1": (hidden, self.dim),
-            "feed_forward.w2": (self.dim, hidden),
-            "feed_forward.w3": (hidden, self.dim),
-        }
-        shapes = {f"layers.{i}.{name}": shape for i in range(self.n_layers) for name, shape in of_a_layer.items()}
-        return shapes | {"output": (self.vocab_size // tp, self.dim)}
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return {"key/value heads": self.n_kv_heads, "channels": self.hidden_dim, "tokens": self.vocab_size}

@@ -11,3 +11,28 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+
+
+def decoder_modules(n_layers: int) -> tuple[str, ...]:
+    """Return the modules of a decoder that a pipeline can divide, in the order of the forward."""
+    return ("tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output")
+
+
+def decoder_linear_shapes(
+    *, dim: int, query_dim: int, kv_dim: int, hidden_dim: int, n_layers: int, vocab_size: int
+) -> dict[str, tuple[int, int]]:
+    """Return (outputs, inputs) of every linear module of a decoder made of `Attention` and `FeedForward`, by name.
+
+    query_dim, kv_dim: heads times their size; on a tensor-parallel rank, like hidden_dim and vocab_size, its share.
+    """
+    of_a_layer = {
+        "attention.wq": (query_dim, dim),
+        "attention.wk": (kv_dim, dim),
+        "attention.wv": (kv_dim, dim),
+        "attention.wo": (dim, query_dim),
+        "feed_forward.w1": (hidden_dim, dim),
+        "feed_forward.w2": (dim, hidden_dim),
+        "feed_forward.w3": (hidden_dim, dim),
+    }
+    shapes = {f"layers.{i}.{name}": shape for i in range(n_layers) for name, shape in of_a_layer.items()}
+    return shapes | {"output": (vocab_size, dim)}

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from trainer.config.schema import Model
-from trainer.models.common.shapes import RopeScaling
+from trainer.models.common.shapes import RopeScaling, decoder_linear_shapes, decoder_modules
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,22 @@ class TransformerArgs:
 
     def module_names(self) -> tuple[str, ...]:
         """The modules that a pipeline can divide, in the order of the forward."""
-        return ("tok_embeddings", *(f"layers.{i}" for i in range(self.n_layers)), "norm", "output")
+        return decoder_modules(self.n_layers)
 
     def window_of_layer(self, layer: int) -> int | None:
         """Tokens that a token sees in this layer, itself and those before it; None: all before it."""
         return self.sliding_window if layer % self.sliding_window_every == 0 else None
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
-        """Rows (outputs) and columns (inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
-        heads, kv_heads = self.n_heads * self.head_dim // tp, self.n_kv_heads * self.head_dim // tp
-        hidden = self.ffn_hidden_dim // tp
-        of_a_layer = {
-            "attention.wq": (heads, self.dim),
-            "attention.wk": (kv_heads, self.dim),
-            "attention.wv": (kv_heads, self.dim),
-            "attention.wo": (self.dim, heads),
-            "feed_forward.w1": (hidden, self.dim),
-            "feed_forward.w2": (self.dim, hidden),
-            "feed_forward.w3": (hidden, self.dim),
-        }
-        shapes = {f"layers.{i}.{name}": shape for i in range(self.n_layers) for name, shape in of_a_layer.items()}
-        return shapes | {"output": (self.vocab_size // tp, self.dim)}
+        """Return (outputs, inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
+        return decoder_linear_shapes(
+            dim=self.dim,
+            query_dim=self.n_heads * self.head_dim // tp,
+            kv_dim=self.n_kv_heads * self.head_dim // tp,
+            hidden_dim=self.ffn_hidden_dim // tp,
+            n_layers=self.n_layers,
+            vocab_size=self.vocab_size // tp,
+        )
 
     def n_params(self) -> int:
         """Number of parameters; a tied embedding counts once."""
