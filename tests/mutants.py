@@ -376,7 +376,7 @@ EXECUTION = (
         f"{_CP}/live.py",
         "by_row([self.mask.row(row) for row in rows])",
         "by_row([self.mask.row(0) for row in rows])",
-        _GUARDS,
+        _PAIRS,
     ),
     Mutant(
         "positions are turned the other way",
@@ -528,7 +528,7 @@ CHECKPOINTS = (
         "trainer/checkpoint/checkpointer.py",
         "        check_fits(state, self._config, self._shape)\n        reader",
         "        reader",
-        "tests/integration/test_resume.py::test_a_bad_checkpoint_stops_before_anything_starts " + _CHECKPOINT,
+        f"{_CHECKPOINT}::test_what_appears_after_the_check_is_checked_again",
     ),
     Mutant(
         "the next save does not wait for the one under way",

@@ -19,6 +19,7 @@ from tests.distributed.test_parity import LAYOUTS
 from trainer.checkpoint import files as checkpoint_files
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
 from trainer.checkpoint.folder import saved_steps
+from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.loader import stream_states
 from trainer.distributed.sharding import exchange
@@ -317,3 +318,21 @@ def stop_case(folder: str, arguments: list[str]) -> dict[str, int]:
 @pytest.mark.parametrize("arguments", [[], ["--job.max_minutes=10"]], ids=["signals", "signals and minutes"])
 def test_a_step_pays_one_small_collective_for_being_stoppable(pool: WorkerPool, tmp_path: Path, arguments) -> None:
     assert pool.run(2, stop_case, str(tmp_path), arguments) == [{"all_reduce": 1}] * 2
+
+
+def late_case(folder: str) -> str:
+    """The message for a checkpoint of another model that another job saves after this one was checked."""
+    process = Process.from_environment()
+    config = parse_command_line([*SETTINGS, f"--job.dump_folder={folder}"]).config
+    job = resolve(config, process.world_size, process.device.type)
+    with trainer_in(folder, ["--model.norm_type=layernorm"]) as trainer:
+        trainer.train_step(1)
+        trainer.checkpoint.save(1, tokens_seen=7, last=True)
+    with process_group(process, config.comm), pytest.raises(ConfigError) as error:
+        Trainer(job, process.device)
+    return str(error.value)
+
+
+def test_what_appears_after_the_check_is_checked_again(pool: WorkerPool, tmp_path: Path) -> None:
+    (message,) = pool.run(1, late_case, str(tmp_path))
+    assert "whose norm_type = 'rmsnorm' is not the 'layernorm' of the checkpoint" in message
