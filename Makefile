@@ -21,7 +21,7 @@ test-gpu: $(STAMP)
 	$(PY) -m pytest --device cuda tests/distributed tests/integration
 
 mutants: $(STAMP)
-	$(PY) scripts/mutants.py
+	$(PY) scripts/mutants.py --jobs 2
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -45,16 +45,18 @@ def plant(mutant: Mutant, tree: Path) -> None:
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
 
 
-def run_tests(tree: Path, tests: list[str], *, stop: bool) -> subprocess.CompletedProcess | None:
+def run_tests(
+    tree: Path, tests: list[str], *more: str, seconds: int = _TIMEOUT_SECONDS
+) -> subprocess.CompletedProcess | None:
     """The quick ones of some tests in a copy; None: they did not end in time."""
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *more, *tests]
     try:
         return subprocess.run(
-            [*command, *(["-x"] if stop else [])],
+            command,
             cwd=tree,
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT_SECONDS,
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -66,7 +68,7 @@ def outcome(mutant: Mutant) -> str:
     with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
         tree = copy_tree(Path(folder))
         plant(mutant, tree)
-        result = run_tests(tree, mutant.tests.split(), stop=True)
+        result = run_tests(tree, mutant.tests.split(), "-x")
     if result is None:
         return "SURVIVED: its tests did not end in time"
     if result.returncode != _FAILED:
@@ -87,9 +89,9 @@ def main() -> int:
     if not arguments.no_baseline:
         with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
             tests = sorted({test for mutant in chosen for test in mutant.tests.split()})
-            result = run_tests(copy_tree(Path(folder)), tests, stop=False)
+            result = run_tests(copy_tree(Path(folder)), tests, "-n", "2", "--dist", "loadfile", seconds=3600)
         if result is None or result.returncode:
-            print(result.stdout[-3000:] if result else f"no end within {_TIMEOUT_SECONDS} s")
+            print(result.stdout[-3000:] if result else "no end within an hour")
             print("error: the tests fail without any mistake", file=sys.stderr)
             return 2
     survivors = []
