@@ -108,7 +108,7 @@ class Trainer:
             self.dims,
             device,
             last_step=config.training.steps,
-            flops_per_token=self.spec.flops_per_token(job.model, config.training.seq_len),
+            flops_per_token=job.model.flops_per_token(config.training.seq_len),
             tokens_per_step=job.rows_per_step * config.training.seq_len,
             compute_dtype=self.compute_dtype,
             start_step=self.start_step,

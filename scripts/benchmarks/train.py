@@ -40,7 +40,6 @@ from trainer.config.schema import JobConfig
 from trainer.distributed.context_parallel.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.lowering import CAPABILITIES
 from trainer.job import resolve
-from trainer.models.model_spec import model_spec
 from trainer.runtime.out_of_memory import is_out_of_memory
 from trainer.transforms.compile import check_compiler
 from trainer.transforms.float8 import check_float8_machine
@@ -121,7 +120,7 @@ def compared(bare: Sequence[Block], blocks: Sequence[Block]) -> Row:
 def speed(work: Work, blocks: Sequence[Block]) -> Row:
     """Of the median block. TFLOP/s and MFU count full attention, mfu_causal what a causal mask leaves of it."""
     seconds = statistics.median(block.seconds for block in blocks) / work.steps
-    per_token = model_spec(work.config.model.name).flops_per_token(work.shape(), work.config.training.seq_len)
+    per_token = work.shape().flops_per_token(work.config.training.seq_len)
     full, causal = (flops * work.tokens / seconds for flops in per_token)
     peak = peak_flops(work.device, work.compute_dtype)
     return {

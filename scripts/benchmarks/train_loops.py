@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class Work:
     steps: int
     rounds: int
 
-    @property
+    @cached_property
     def job(self) -> ResolvedJob:
         """What the configuration means on this one device."""
         return resolve(self.config, 1, self.device.type)

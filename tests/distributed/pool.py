@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+import torch
 
 # Imported once, in the server that forks the ranks. It computes nothing, so that it has no threads to lose.
 _PRELOAD = [
@@ -59,14 +59,11 @@ class WorkerPool:
         Raises:
             RankFailedError: with the trace of the rank that failed first.
         """
-        if self.device == "cuda":
-            import torch
-
-            if torch.cuda.device_count() < world_size:
-                pytest.skip(f"needs {world_size} GPUs, {torch.cuda.device_count()} visible")
+        if self.device == "cuda" and torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} GPUs, {torch.cuda.device_count()} visible")
         self._grow(world_size)
         # Served from here: a rank that is sooner than the server would wait half a second for its next try.
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
@@ -137,8 +134,6 @@ def _serve(connection: Connection, device: str) -> None:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(tempfile.gettempdir())
-    import torch
-
     from tests.distributed.harness import TEST_FLAVORS
     from tests.toy_family.args import FLAVORS as TOY_FLAVORS
     from trainer.models.llama3.args import FLAVORS

@@ -9,7 +9,7 @@ from trainer.job.compilation import CompileOptions
 
 
 def check_activation_checkpoint(
-    config: JobConfig, n_layers: int, pipeline: PipelinePlan | None, compilation: CompileOptions
+    config: JobConfig, n_layers: int, compilation: CompileOptions, pipeline: PipelinePlan | None
 ) -> None:
     """Check what the backward is to compute again.
 
@@ -25,8 +25,7 @@ def check_activation_checkpoint(
             f"activation_checkpoint.selective_ac_option = {option!r} must be 'op', or for every n-th layer a number "
             f"from 1 to {n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
         )
-    splits = pipeline is not None and pipeline.splits_backward
-    if splits and settings.mode != "none" and not compilation.chooses_recomputation:
+    if compilation.splits_backward and settings.mode != "none" and not compilation.chooses_recomputation:
         raise ConfigError(
             f"activation_checkpoint.mode = {settings.mode!r} would compute a layer again for each group of its "
             f"weights, about ten times, as {pipeline.schedule} splits the backward; use 'none', compile.enable, or "

@@ -62,6 +62,8 @@ class ResolvedJob:
 
     def on(self, device_type: str) -> "ResolvedJob":
         """Return the job on another type of device, for which `auto` may choose another method."""
+        if device_type == self.device_type:
+            return self
         attention, reason = resolve_attention(self.config, self.model, device_type)
         degrees = with_head_degree(self.degrees, attention)
         return replace(self, device_type=device_type, attention=attention, attention_reason=reason, degrees=degrees)
@@ -94,7 +96,7 @@ def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> Re
     attention, reason = resolve_attention(config, model, device_type)
     check_float8(config, model, degrees)
     compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
-    check_activation_checkpoint(config, model.n_layers, pipeline, compilation)
+    check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
     check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
     check_checkpoint(config, model)
     return ResolvedJob(

@@ -1,7 +1,7 @@
 """What a model must bring to be trained."""
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,7 +45,6 @@ class ModelSpec:
     """One model family. Everything the trainer calls; parallelism is applied from outside, by `parallelize`."""
 
     name: str
-    flavors: Mapping[str, Any]
     build: Callable[[Any], Decoder]
     """(shape) -> model; called under the meta device, then cast to the storage dtype."""
     keep_stage: Callable[[Decoder, Collection[str]], None]
@@ -55,8 +54,6 @@ class ModelSpec:
     """Apply tensor and data parallelism to the model on meta, or a stage of it, in place."""
     cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]]
     """(a part of the model) -> its buffers that have a row per token, each with that dimension."""
-    flops_per_token: Callable[[Any, int], tuple[float, float]]
-    """(shape, seq_len) -> FLOPs per token of a training step, counting (full, causal) attention."""
 
 
 def model_spec(name: str) -> ModelSpec:

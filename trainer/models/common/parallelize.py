@@ -4,8 +4,6 @@ The decoder has `tok_embeddings`, `layers` by number, `norm` and `output`, of wh
 those that it lacks; `args`, its `ModelArgs`; and in each block `attention` and `feed_forward` of `models/common`.
 """
 
-from collections.abc import Mapping
-
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,18 +26,12 @@ from trainer.transforms.compile import apply_compile, share_memory
 from trainer.transforms.float8 import apply_float8
 
 
-def parallelize_decoder(
-    model: nn.Module, dims: ParallelDims, job: ResolvedJob, block_plan: Mapping[str, ParallelStyle] | None = None
-) -> None:
-    """Set float8 products, cut matrices over tp, checkpoint and compile blocks, then shard and replicate parameters.
-
-    block_plan: how tensor parallelism treats the modules of a block, by name; `decoder_block_plan()` where it is None.
-    """
+def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
+    """Set float8 products, cut matrices over tp, checkpoint and compile blocks, then shard and replicate parameters."""
     config = job.config
     apply_float8(model, config.float8, sharded=dims.size("dp_shard_cp") > 1)
     if dims.size("tp") > 1:
-        plan = decoder_block_plan() if block_plan is None else block_plan
-        _tensor_parallel(model, dims, config.parallelism, plan)
+        _tensor_parallel(model, dims, config.parallelism)
     blocks = list(model.layers.values())
     if job.attention is not None:
         for block in blocks:
@@ -55,9 +47,7 @@ def parallelize_decoder(
     apply_data_parallel(model, units, None if tied else model.output, dims.parameter_mesh, options)
 
 
-def _tensor_parallel(
-    model: nn.Module, dims: ParallelDims, settings: Parallelism, block_plan: Mapping[str, ParallelStyle]
-) -> None:
+def _tensor_parallel(model: nn.Module, dims: ParallelDims, settings: Parallelism) -> None:
     if settings.enable_async_tensor_parallel:
         share_memory(dims["tp"])
     logits = logits_layout(disable_loss_parallel=settings.disable_loss_parallel)
@@ -71,15 +61,12 @@ def _tensor_parallel(
     plan = {name: style for name, style in plan.items() if getattr(model, name) is not None}
     for name, block in model.layers.items():
         sinks = {} if block.attention.sinks is None else {"attention.sinks": LocalParameter()}
-        plan |= {f"layers.{name}.{part}": style for part, style in (block_plan | sinks).items()}
+        plan |= {f"layers.{name}.{part}": style for part, style in (_block_plan() | sinks).items()}
     apply_tensor_parallel(model, dims["tp"], plan)
 
 
-def decoder_block_plan() -> dict[str, ParallelStyle]:
-    """Return how tensor parallelism treats a pre-norm block.
-
-    Between the parts activations are cut over the sequence, Shard(1); inside them over heads or channels, Shard(2).
-    """
+def _block_plan() -> dict[str, ParallelStyle]:
+    """Between the parts activations are cut over the sequence, Shard(1); inside them over heads or channels."""
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(

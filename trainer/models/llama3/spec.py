@@ -2,16 +2,13 @@
 
 from trainer.models.common.parallelize import parallelize_decoder
 from trainer.models.common.stages import keep_stage
-from trainer.models.llama3.args import FLAVORS, TransformerArgs
 from trainer.models.llama3.model import Transformer
 from trainer.models.model_spec import ModelSpec
 
 SPEC = ModelSpec(
     name="llama3",
-    flavors=FLAVORS,
     build=Transformer,
     keep_stage=keep_stage,
     parallelize=parallelize_decoder,
     cp_buffers=lambda part: [(part.freqs_cis, 0)],
-    flops_per_token=TransformerArgs.flops_per_token,
 )
