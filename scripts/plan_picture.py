@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
-from trainer.distributed.context_parallel.mask import ANY, Band
+from trainer.distributed.context_parallel.planning.mask import ANY, Band
 
 if TYPE_CHECKING:
     from scripts.show_plan import Case
@@ -52,7 +52,7 @@ def draw(case: "Case", output: Path, rank: int | None = None) -> None:
 
 
 def _draw_square(axes: Axes, case: "Case", rank: int | None) -> None:
-    seq_len = case.layout.seq_len
+    seq_len = case.layout.length
     for r in range(0, case.degree, case.neighbours):  # neighbours compute the same pairs, for other heads
         is_pale = rank is not None and rank // case.neighbours != r // case.neighbours
         for number, stage in enumerate(case.stages(r)):
@@ -102,7 +102,7 @@ def _clipped(corners: list[Point], sign: int, bound: float) -> list[Point]:
 
 def _draw_owners(axes: Axes, case: "Case", *, is_upright: bool) -> None:
     """Who owns which tokens; queries run down, keys to the right."""
-    seq_len = case.layout.seq_len
+    seq_len = case.layout.length
     for r in range(case.degree):
         outlines = []
         for start, stop in case.layout.ranges[r]:

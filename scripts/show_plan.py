@@ -21,12 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import numpy as np
 
 from trainer.config.errors import ConfigError, did_you_mean
-from trainer.distributed.context_parallel.cost import AttentionShape, Cost, attention_cost, check_heads
-from trainer.distributed.context_parallel.mask import ANY, Band, Mask, causal, documents, full, sliding_window
-from trainer.distributed.context_parallel.options import ContextParallelOptions
-from trainer.distributed.context_parallel.plan import METHODS, Message, RankPlan, Stage, make_plan
-from trainer.distributed.context_parallel.tiles import Tile
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, SequenceLayout
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
+from trainer.distributed.context_parallel.planning.heads import check_heads
+from trainer.distributed.context_parallel.planning.mask import ANY, Band, Mask, causal, documents, full, sliding_window
+from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
+from trainer.distributed.context_parallel.planning.tiles import Tile
+from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout
 from trainer.distributed.sharding.ranges import Range, Ranges, intersection, union
 
 MASKS = ("causal", "full", "window:4096", "document")
@@ -39,7 +41,7 @@ FEWEST_TILES = 4
 class Case:
     """One attention call of one sequence: its plan on every rank. neighbours: ranks that divide the heads."""
 
-    layout: SequenceLayout
+    layout: AxisLayout
     mask: Mask
     mask_name: str
     method: str
@@ -102,7 +104,7 @@ def spread(places: Range, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
 
 def report(case: Case, rank: int | None = None) -> str:
     """Tables of ownership, stages, tiles and costs; `rank`: all tiles and ranges of that rank, and none of others."""
-    shape, seq_len = case.shape, case.layout.seq_len
+    shape, seq_len = case.shape, case.layout.length
     ranks = range(case.degree) if rank is None else [rank]
     area = case.mask.area()
     heading = [
@@ -151,8 +153,8 @@ def listed(ranges: Sequence[Range], most: int) -> str:
 
 def ownership(case: Case, ranks: Sequence[int], *, whole: bool) -> list[tuple[str, ...]]:
     """One row a rank."""
-    most = case.layout.seq_len if whole else FEWEST_TILES
-    return [(str(r), f"{case.layout.length(r):,}", listed(case.layout.ranges[r], most)) for r in ranks]
+    most = case.layout.length if whole else FEWEST_TILES
+    return [(str(r), f"{case.layout.local_length(r):,}", listed(case.layout.ranges[r], most)) for r in ranks]
 
 
 def stage_columns(case: Case) -> tuple[str, ...]:

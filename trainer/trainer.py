@@ -25,8 +25,8 @@ from trainer.data.datasets import open_source
 from trainer.data.loader import batch_hash, build_loader
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.kernels.choose import choose_kernel
-from trainer.distributed.context_parallel.options import BatchPlan
+from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
+from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
@@ -323,13 +323,13 @@ class Trainer:
             self.methods_told.add(plan.options.method)
             logger.info(f"attention: for the documents of this batch auto chose {plan.reason}")
         with context_parallel(
-            self.dims.hybrid_mesh if self.job.attention.method == "hybrid" else self.dims["cp"],
+            self.dims.hybrid_mesh if self.job.attention.spread.two_level else self.dims["cp"],
             buffers=tensors,
             buffer_seq_dims=seq_dims,
             mask=plan and plan.mask,
             load_balancer=plan and plan.layout,
             options=plan.options if plan else self.job.attention,
-            rows=batch["tokens"].shape[0],
+            sequences=batch["tokens"].shape[0],
             check_consistency=self.config.comm.check_consistency,
         ) as cp:
             yield cp.attention_plan

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 import torch
 
 from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.kernels.base import Kernel
-from trainer.distributed.context_parallel.kernels.choose import CUDA_KERNELS, choose_kernel
-from trainer.distributed.context_parallel.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.mask import Relation
+from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
+from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
+from trainer.distributed.context_parallel.planning.mask import Relation
 
 RELATIONS = {"full": Relation.FULL, "causal": Relation.CAUSAL}
 KERNELS = [kernel.name for kernel in (CpuFlash(), *CUDA_KERNELS, Math())]

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -39,13 +40,11 @@ from scripts.benchmarks.context_parallel_tiles import DIRECTIONS, Problem, Row, 
 from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.attention import context_parallel_attention
-from trainer.distributed.context_parallel.cost import check_heads
-from trainer.distributed.context_parallel.kernels.choose import CUDA_KERNELS, choose_kernel
-from trainer.distributed.context_parallel.kernels.cpu import CpuFlash
-from trainer.distributed.context_parallel.live import LivePlan, close_plan, handle_of, open_plan
-from trainer.distributed.context_parallel.options import ContextParallelOptions
-from trainer.distributed.context_parallel.ring import staged_backward, staged_forward
-from trainer.distributed.context_parallel.ulysses import exchanged_backward, exchanged_forward
+from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
+from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash
+from trainer.distributed.context_parallel.live import LivePlan, opened
+from trainer.distributed.context_parallel.planning.heads import check_heads
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding import exchange
 from trainer.distributed.sharding.layout import LAYOUTS
 
@@ -107,14 +106,15 @@ class Share:
             method: LivePlan(mesh, problem.layout, options=ContextParallelOptions(method, problem.load_balancer))
             for method in methods
         }
-        self._numbers = {method: open_plan(live) for method, live in self._lives.items()}
+        self._open = ExitStack()
+        batch = problem.batch
+        self._handles = {m: self._open.enter_context(opened(live, batch)) for m, live in self._lives.items()}
 
     def close(self) -> None:
-        for number in self._numbers.values():
-            close_plan(number)
+        self._open.close()
 
     def run(self, method: str) -> Times:
-        plan, scale = handle_of(self._numbers[method], self._problem.batch), self._problem.scale
+        plan, scale = self._handles[method], self._problem.scale
         dist.barrier()
         return timed(lambda q, k, v: context_parallel_attention(q, k, v, plan, scale)[0], self._inputs)
 
@@ -122,15 +122,13 @@ class Share:
         """Bytes sent by kind, and the peak of memory in each direction, of one call that is not timed."""
         q, k, v, dout = (x.detach() for x in self._inputs)
         run = self._lives[method].execution(q, k, v, range(self._problem.batch), is_causal=True, window=0)
-        by_heads = run.inner is not None
-        forward, backward = (exchanged_forward, exchanged_backward) if by_heads else (staged_forward, staged_backward)
         before = Counter(exchange.bytes_sent)
         peaks = {}
         with PeakBytes(q, k, v) as meter:
-            out, lse = forward(q, k, v, run, self._problem.scale)
+            out, lse = run.forward(q, k, v, self._problem.scale)
             peaks["forward"] = meter.peak
         with PeakBytes(q, k, v, dout, out, lse) as meter:
-            gradients = backward(dout, q, k, v, out, lse, run, self._problem.scale)
+            gradients = run.backward(dout, q, k, v, out, lse, self._problem.scale)
             peaks["backward"] = meter.peak
         del gradients
         return {"bytes_sent": dict(Counter(exchange.bytes_sent) - before), "peak_bytes": peaks}

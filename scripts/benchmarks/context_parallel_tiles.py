@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
-from trainer.distributed.context_parallel.cost import AttentionShape, Cost, HeadShare, attention_cost
-from trainer.distributed.context_parallel.execution import Merged, add_gradients, attend, pack, unpack
-from trainer.distributed.context_parallel.kernels.base import Kernel
-from trainer.distributed.context_parallel.kernels.choose import choose_kernel
-from trainer.distributed.context_parallel.kernels.cpu import CpuFlash
-from trainer.distributed.context_parallel.kernels.cuda import CudaFlash
-from trainer.distributed.context_parallel.lowering import Call, lower
-from trainer.distributed.context_parallel.mask import Relation, causal
-from trainer.distributed.context_parallel.options import ContextParallelOptions
-from trainer.distributed.context_parallel.plan import RankPlan, Stage, make_plan
-from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
+from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash
+from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash
+from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, pack, unpack
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
+from trainer.distributed.context_parallel.planning.heads import HeadShare
+from trainer.distributed.context_parallel.planning.lowering import Call, lower
+from trainer.distributed.context_parallel.planning.mask import Relation, causal
+from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
+from trainer.distributed.sharding.layout import AxisLayout
 
 DIRECTIONS = ("forward", "backward")
 
@@ -46,7 +48,7 @@ class Problem:
         return self.head_dim**-0.5
 
     @cached_property
-    def layout(self) -> SequenceLayout:
+    def layout(self) -> AxisLayout:
         return ContextParallelOptions(load_balancer=self.load_balancer).layout(self.seq_len, self.degree)
 
     def plans(self, method: str) -> list[RankPlan]:

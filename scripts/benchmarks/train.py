@@ -37,8 +37,8 @@ from trainer.components.metrics import peak_flops
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.distributed.context_parallel.kernels.choose import choose_kernel
-from trainer.distributed.context_parallel.lowering import CAPABILITIES
+from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
+from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.job import resolve
 from trainer.runtime.out_of_memory import is_out_of_memory
 from trainer.transforms.compile import check_compiler

@@ -21,13 +21,15 @@ from trainer.distributed.context_parallel import (
     ContextParallelError,
     ContextParallelOptions,
     Mask,
-    by_row,
+    by_sequence,
     causal,
     context_parallel,
     documents,
     full,
 )
-from trainer.distributed.context_parallel.attention import parallelised_modules
+from trainer.distributed.context_parallel.marks import parallelised_modules
+from trainer.distributed.context_parallel.planning.lowering import lower
+from trainer.distributed.context_parallel.planning.methods import _plan
 from trainer.models.common.attention import InnerAttention
 from trainer.runtime.process_group import Process, process_group
 
@@ -122,7 +124,7 @@ def settings_body(mesh: DeviceMesh, refused: Refusals) -> None:
     refused("cannot be cut in dimension 0", entering(mesh, buffers=[tokens, tokens], buffer_seq_dims=[1, 0]))
     refused("none of its buffers", entering(mesh, no_restore_buffers=[x]))
     refused("is for 1 x 9 queries", entering(mesh, mask=causal(9)))
-    refused("is for 3 x 8 queries", entering(mesh, mask=by_row([causal(8)] * 3), rows=1))
+    refused("is for 3 x 8 queries", entering(mesh, mask=by_sequence([causal(8)] * 3), sequences=1))
     refused("for 8 tokens on 3 ranks", entering(mesh, load_balancer=head_tail(8, 3)))
     refused("'zigzag' is none of 'head_tail'", entering(mesh, load_balancer="zigzag"))
     refused("is none of 'ring', 'all_gather', 'all_to_all', 'hybrid'", entering(mesh, method="megatron"))
@@ -179,7 +181,7 @@ def sequences_body(mesh: DeviceMesh, refused: Refusals) -> None:
     """Masks of each sequence, whatever the place of the sequence's dimension and of the batch's."""
     module, rank = parallel_attention(mesh), mesh.get_local_rank()
     two, shard = torch.arange(16).reshape(2, 8), torch.randn(1, 2, 4, 4)
-    mask = by_row([causal(8), full(8)])
+    mask = by_sequence([causal(8), full(8)])
     with context_parallel(mesh, buffers=[two], buffer_seq_dims=[1], mask=mask) as cp:
         handle, pair = cp.attention_plan, torch.randn(2, 2, 4, 4)
         refused("got 1 sequences and a plan for 2", lambda: module(shard, shard, shard, plan=handle))
@@ -224,7 +226,7 @@ def rows_case(order: str) -> float:
     process = Process.from_environment()
     masks = [documents([3, 5], is_causal=True), causal(8), documents([8, 0])]
     q = torch.randn(3, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    visible = torch.from_numpy((by_row(masks) & causal(8)).dense()).unsqueeze(1)
+    visible = torch.from_numpy((by_sequence(masks) & causal(8)).dense()).unsqueeze(1)
     wanted = F.scaled_dot_product_attention(q, q, q, attn_mask=visible)
     table = torch.arange(20.0).reshape(10, 2)
     with process_group(process, parse_command_line([]).config.comm):
@@ -235,12 +237,12 @@ def rows_case(order: str) -> float:
             "heads first": ([q.clone(), table], [2, 0]),
             "rotary first": ([table[:8].clone(), q.clone()], [0, 2]),
         }[order]
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, mask=by_row(masks), rows=3) as cp:
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, mask=by_sequence(masks), sequences=3) as cp:
             mine = torch.from_numpy(cp.layout.indices(process.rank))
             part = q[:, :, mine]
             assert any(torch.equal(x, part) or torch.equal(x, part.permute(2, 0, 1, 3)) for x in buffers)
             out = module(part, part, part, plan=cp.attention_plan)
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, mask=by_row(masks)) as cp:
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, mask=by_sequence(masks)) as cp:
             assert len(cp.attention_plan) == 3  # as many as the mask tells apart
             module(part, part, part, plan=cp.attention_plan)
     return ((out - wanted[:, :, mine]).norm() / wanted.norm()).item()
@@ -302,3 +304,31 @@ def test_a_rank_that_differs_is_named_before_anything_travels(pool: WorkerPool, 
 def test_ranks_that_agree_pass_and_without_the_check_nobody_notices(pool: WorkerPool) -> None:
     assert set(pool.run(4, consistency_case, "nothing", True)) == {"entered"}
     assert set(pool.run(4, consistency_case, "batch", False)) == {"entered"}
+
+
+def planned_case() -> list[tuple[int, int]]:
+    """How many plans were made, and how many lowered, in 20 equal steps, and in 21 steps of seven masks."""
+    process = Process.from_environment()
+    counts = []
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        module = parallel_attention(mesh)
+        for lengths in ([[8, 8]] * 20, [[length, 16 - length] for length in range(1, 8)] * 3):
+            before = planning_calls()
+            for step in lengths:
+                x = torch.arange(16.0).reshape(1, 1, 16, 1).repeat(1, 2, 1, 8)
+                with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2], mask=documents(step)) as cp:
+                    q = x.clone().requires_grad_()
+                    module(q, q, q, plan=cp.attention_plan).sum().backward()
+            counts.append(tuple(after - b for after, b in zip(planning_calls(), before, strict=True)))
+    return counts
+
+
+def planning_calls() -> tuple[int, int]:
+    return _plan.cache_info().misses, lower.cache_info().misses
+
+
+def test_equal_steps_are_planned_once(pool: WorkerPool) -> None:
+    """And documents that change are planned anew: the counter sees them."""
+    for counts in pool.run(2, planned_case):
+        assert counts == [(1, 1), (7, 7)]

@@ -18,20 +18,20 @@ from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel import live
 from trainer.distributed.context_parallel.attention import ContextParallelAttention, context_parallel_attention
 from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
-from trainer.distributed.context_parallel.live import LivePlan, close_plan, handle_of, open_plan
-from trainer.distributed.context_parallel.mask import (
+from trainer.distributed.context_parallel.live import LivePlan, opened
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.planning.mask import (
     Mask,
-    by_row,
+    by_sequence,
     causal,
     documents,
     documents_of,
     full,
     sliding_window,
 )
-from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding import exchange
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, SequenceLayout, head_tail
+from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout, head_tail
 from trainer.models.common.attention import InnerAttention
 from trainer.models.llama3.model import Transformer
 from trainer.runtime.process_group import Process, process_group
@@ -82,8 +82,8 @@ class Case:
         if self.mask == "a sequence that sees nothing":  # and one that sees its first half
             half = self.seq_len // 2
             seen = documents([half, self.seq_len - half], [half, 0])
-            return by_row([Mask(self.seq_len, self.seq_len, ()), dataclasses.replace(seen, kv_len=self.seq_len)])
-        return by_row([documents(row.tolist()) for row in lengths])
+            return by_sequence([Mask(self.seq_len, self.seq_len, ()), dataclasses.replace(seen, kv_len=self.seq_len)])
+        return by_sequence([documents(row.tolist()) for row in lengths])
 
     @property
     def whole_mask(self) -> Mask:
@@ -137,7 +137,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
             layout = case.options.layout(case.seq_len, mesh.size(), case.batch_mask)
             kv_layout = case.options.layout(case.kv_len, mesh.size()) if case.kv_len else layout
             groups = hybrid_groups(process, case.options)
-            opened = LivePlan(mesh, layout, case.batch_mask, case.options, kv_layout, groups)
+            live = LivePlan(mesh, layout, case.batch_mask, case.options, kv_layout, groups)
             mine = [torch.from_numpy(part.indices(process.rank)) for part in (layout, kv_layout, kv_layout, layout)]
             # In memory as a projection gives them: (B, S, H, D).
             shards = [
@@ -146,13 +146,12 @@ def attention_case(cases: list[Case]) -> list[dict]:
             ]
             cotangent = shards.pop()
             leaves = [x.requires_grad_() for x in (*shards, *case.inputs()[4:])]
-            number = open_plan(opened)
             exchange.calls.clear()
             exchange.bytes_sent.clear()
             settings = 0.3, case.is_causal, case.window
-            out, lse = context_parallel_attention(*leaves[:3], handle_of(number, BATCH), *settings, *leaves[3:])
-            grads = torch.autograd.grad(out, leaves, cotangent)
-            close_plan(number)
+            with opened(live, BATCH) as handle:
+                out, lse = context_parallel_attention(*leaves[:3], handle, *settings, *leaves[3:])
+                grads = torch.autograd.grad(out, leaves, cotangent)
             assert lse.shape == out.shape[:3]
             got = (out, *grads[:3])
             sent, calls = dict(exchange.bytes_sent), dict(exchange.calls)
@@ -313,7 +312,6 @@ def strides_case(method: str) -> list[float]:
         mesh = mesh_of_all(process)
         options = ContextParallelOptions(method)
         layout = options.layout(24, mesh.size())
-        number = open_plan(LivePlan(mesh, layout, options=options))
         mine = torch.from_numpy(layout.indices(process.rank))
         *shards, cotangent = (x[:, :, mine] for x in case.inputs())
         results = []
@@ -323,12 +321,12 @@ def strides_case(method: str) -> list[float]:
             lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
             lambda x: x.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2),
         ]
-        for change in odd:
-            leaves = [change(x).requires_grad_() for x in shards]
-            out, lse = context_parallel_attention(*leaves, handle_of(number, BATCH), 0.3)
-            assert not lse.requires_grad  # nobody would add its gradient
-            results.append([out, *torch.autograd.grad(out, leaves, change(cotangent))])
-        close_plan(number)
+        with opened(LivePlan(mesh, layout, options=options), BATCH) as handle:
+            for change in odd:
+                leaves = [change(x).requires_grad_() for x in shards]
+                out, lse = context_parallel_attention(*leaves, handle, 0.3)
+                assert not lse.requires_grad  # nobody would add its gradient
+                results.append([out, *torch.autograd.grad(out, leaves, change(cotangent))])
     return [relative(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True)]
 
 
@@ -411,14 +409,14 @@ def exact_case(method: str, cases: list[tuple[str, Mask]], swap: bool) -> list[l
         mesh = mesh_of_all(process)
         module = InnerAttention()
         ContextParallelAttention()._apply(module, mesh)
-        with mock.patch.object(SequenceLayout, "indices", _swapped if swap else SequenceLayout.indices):
+        with mock.patch.object(AxisLayout, "indices", _swapped if swap else AxisLayout.indices):
             return [_misplaced(mesh, module, ContextParallelOptions(method, name), mask) for name, mask in cases]
 
 
-_indices = SequenceLayout.indices
+_indices = AxisLayout.indices
 
 
-def _swapped(layout: SequenceLayout, rank: int) -> np.ndarray:
+def _swapped(layout: AxisLayout, rank: int) -> np.ndarray:
     indices = _indices(layout, rank).copy()
     if rank == 1:
         indices[[3, 4]] = indices[[4, 3]]
@@ -428,7 +426,7 @@ def _swapped(layout: SequenceLayout, rank: int) -> np.ndarray:
 def _misplaced(mesh: DeviceMesh, module: nn.Module, options: ContextParallelOptions, mask: Mask) -> list[str]:
     """Each token is its own unit vector, and queries are zero: a token's output is the mean over what it sees, so that
     its non-zero elements are exactly the visible tokens, and dV of a unit cotangent exactly those that see it."""
-    seq_len, rows = mask.q_len, max(mask.rows, 2)
+    seq_len, rows = mask.q_len, max(mask.sequences, 2)
     tokens = torch.arange(seq_len).repeat(rows, 1)
     labels, positions = tokens + 1000, tokens.clone()
     table = torch.arange(seq_len + 5, dtype=torch.float64).unsqueeze(1)
@@ -462,6 +460,21 @@ def test_a_position_wise_model_shows_any_permutation(pool: WorkerPool, method: s
     assert set(broken[1][0]) == {"tokens", "labels", "positions", "table", "output", "gradient"}
 
 
+class DenseAttention(InnerAttention):
+    """Attention by a dense mask, (S, S): the oracle of windows and sinks, which the model has in its plan only."""
+
+    def forward(self, q, k, v, *, scale=None, sinks=None, plan=None):
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        if self.sliding_window is not None:
+            visible = visible.triu(1 - self.sliding_window)
+        mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+        if sinks is not None:  # one more key and value, zeros, first in line
+            k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
+            column = sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[2], 1)
+            mask = torch.cat((column, mask.expand(q.shape[1], -1, -1)), dim=2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def documents_apart_case(window: int | None, sinks: bool) -> list[float]:
     """Differences of hidden states and gradients: a packed row by plan, and its documents one by one, without any."""
     process = Process.from_environment()
@@ -471,6 +484,8 @@ def documents_apart_case(window: int | None, sinks: bool) -> list[float]:
     for layer in packed.layers.values() if sinks else ():
         nn.init.normal_(layer.attention.sinks.weight)
     alone.load_state_dict(packed.state_dict())
+    for layer in alone.layers.values():
+        layer.attention.inner_attention = DenseAttention(window)
     for model in (packed, alone):
         model.init_buffers(torch.device("cpu"))
     tokens = torch.randint(64, (1, 24), generator=torch.Generator().manual_seed(1))
@@ -505,14 +520,13 @@ def operator_case() -> dict[str, str]:
     """PyTorch's own checks of the operator: schema, autograd registration, shapes and strides without data, tracing."""
     process = Process.from_environment()
     with process_group(process, parse_command_line([]).config.comm):
-        number = open_plan(LivePlan(mesh_of_all(process), head_tail(16, 1)))
         q = torch.randn(2, 16, 4, 8).transpose(1, 2).requires_grad_()
         k = torch.randn(2, 16, 2, 8).transpose(1, 2).requires_grad_()
         v = torch.randn(2, 2, 16, 8, requires_grad=True)
-        arguments = q, k, v, handle_of(number, 2), 0.3
-        result = torch.library.opcheck(context_parallel_attention, arguments)
-        torch.library.opcheck(context_parallel_attention, (*arguments, False, 5))
-        close_plan(number)
+        with opened(LivePlan(mesh_of_all(process), head_tail(16, 1)), 2) as handle:
+            arguments = q, k, v, handle, 0.3
+            result = torch.library.opcheck(context_parallel_attention, arguments)
+            torch.library.opcheck(context_parallel_attention, (*arguments, False, 5))
     return result
 
 

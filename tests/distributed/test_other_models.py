@@ -25,8 +25,8 @@ from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel import intercept
 from trainer.distributed.context_parallel.context import ContextParallel, context_parallel
-from trainer.distributed.context_parallel.mask import documents
-from trainer.distributed.context_parallel.options import ContextParallelError
+from trainer.distributed.context_parallel.planning.mask import documents
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.transformers import register_transformers_attention
 from trainer.runtime.process_group import Process, process_group
 

@@ -15,8 +15,8 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_context_parallel import mesh_of_all, relative
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.mask import documents, documents_of, full
-from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.context_parallel.planning.mask import documents, documents_of, full
+from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.context_parallel.regions import (
     Region,
     borrow,
@@ -28,7 +28,7 @@ from trainer.distributed.context_parallel.regions import (
 )
 from trainer.distributed.sharding import exchange as door
 from trainer.distributed.sharding.exchange import exchange
-from trainer.distributed.sharding.layout import SequenceLayout, contiguous, head_tail
+from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
 from trainer.models.common.attention import InnerAttention
 from trainer.runtime.process_group import Process, process_group
 
@@ -42,7 +42,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 LAYOUTS = {
     "contiguous": lambda n, degree: contiguous(n, degree),
     "head_tail": lambda n, degree: head_tail(n, degree),
-    "uneven": lambda n, degree: SequenceLayout(
+    "uneven": lambda n, degree: AxisLayout(
         "uneven",
         n,
         tuple(((a, b),) if a < b else () for a, b in pairwise([*[min(r * r, n) for r in range(degree)], n])),
@@ -50,8 +50,8 @@ LAYOUTS = {
 }
 
 
-def wishes(kind: str, layout: SequenceLayout) -> list[list[tuple[int, int]]]:
-    n, degree = layout.seq_len, layout.degree
+def wishes(kind: str, layout: AxisLayout) -> list[list[tuple[int, int]]]:
+    n, degree = layout.length, layout.degree
     if kind == "everything":
         return [[(0, n)]] * degree
     if kind == "halo":  # wider than a neighbour's shard, and beyond the ends
@@ -322,7 +322,7 @@ def borrowing_case(copies: int, method: str) -> list[float]:
             memory = borrow(toy.encoded(toy.embedded(source)), memory_layout, group=group, copies=copies)
             memory = unshard(memory, memory_layout, 1, group=group)
             x = borrow(toy.embedded(target), layout, group=group, copies=copies)
-            assert x.shape[:2] == (2 * sets, layout.length(process.rank))
+            assert x.shape[:2] == (2 * sets, layout.local_length(process.rank))
             x = give_back(toy.decoded(x, memory, part.attention_plan), layout, group=group, copies=copies)
             assert x.shape[:2] == target.shape
             (loss_of(toy.head(x), labels) / copies).backward()
@@ -369,12 +369,12 @@ def guards_case() -> list[str]:
         refused(lambda: exchange(x, layout, [[], []], dim=1, group=group), ValueError)
         refused(lambda: exchange(x[:, :4], layout, [[(0, 9)], []], dim=1, group=group, outside="refuse"), ValueError)
 
-        def opened(layout: SequenceLayout, **settings) -> None:
+        def opened(layout: AxisLayout, **settings) -> None:
             with region(mesh, layout, **settings):
                 pass
 
-        refused(lambda: opened(layout, rows=3, mask=documents_of(np.zeros((2, 8)))))
-        refused(lambda: SequenceLayout("part", 8, (((0, 4),), ())), ValueError)
+        refused(lambda: opened(layout, sequences=3, mask=documents_of(np.zeros((2, 8)))))
+        refused(lambda: AxisLayout("part", 8, (((0, 4),), ())), ValueError)
 
         # A gradient of a gradient, which nothing here computes, is refused instead of left out.
         leaf = x[:, :4].clone().requires_grad_()

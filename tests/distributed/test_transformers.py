@@ -39,8 +39,8 @@ from tests.distributed.test_other_models import (
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.mask import documents
-from trainer.distributed.context_parallel.options import ContextParallelError
+from trainer.distributed.context_parallel.planning.mask import documents
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations import watch
 
 IN_FLOAT32 = 1e-6  # where a model adds up in float32 whatever its weights are

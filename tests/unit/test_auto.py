@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.auto import SHORT_SHARD, choose
-from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
-from trainer.distributed.context_parallel.mask import Mask, causal, sliding_window
-from trainer.distributed.context_parallel.options import BatchPlan, ContextParallelOptions
-from trainer.distributed.context_parallel.plan import make_plan
+from trainer.distributed.context_parallel.planning.auto import SHORT_SHARD, choose
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
+from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
 from trainer.job import attention, resolve
 from trainer.job.attention import resolve_attention
 from trainer.models.llama3.args import FLAVORS

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from scripts.benchmarks import context_parallel as benchmark
 from scripts.benchmarks.context_parallel import PeakBytes, Share, Times, Whole, compared, main, measure
 from scripts.benchmarks.context_parallel_tiles import OneCall, Problem, Tiles, compared_tiles
-from trainer.distributed.context_parallel.kernels.cpu import Math
-from trainer.distributed.context_parallel.mask import causal
+from trainer.distributed.context_parallel.execution.kernels.cpu import Math
+from trainer.distributed.context_parallel.planning.mask import causal
 
 SMALL = Problem(64, 2, heads=4, kv_heads=2, head_dim=8)
 

@@ -24,8 +24,8 @@ from trainer.data.loader import (
 )
 from trainer.data.packing import IGNORE_INDEX, pack
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.context_parallel.mask import causal, documents_of
-from trainer.distributed.context_parallel.options import BatchPlan, ContextParallelOptions
+from trainer.distributed.context_parallel.planning.mask import causal, documents_of
+from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
 from trainer.distributed.sharding.layout import balanced
 
 KEYS = ("tokens", "labels", "positions", "document_ids")

@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
-from trainer.distributed.context_parallel.kernels.base import Kernel, repeated, summed
-from trainer.distributed.context_parallel.kernels.choose import CUDA_KERNELS, choose_kernel
-from trainer.distributed.context_parallel.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.lowering import Capabilities, split
-from trainer.distributed.context_parallel.mask import Relation
-from trainer.distributed.context_parallel.tiles import Tile
+from trainer.distributed.context_parallel.execution.kernels.base import Kernel, repeated, summed
+from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
+from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
+from trainer.distributed.context_parallel.planning.capabilities import Capabilities
+from trainer.distributed.context_parallel.planning.lowering import split
+from trainer.distributed.context_parallel.planning.mask import Relation
+from trainer.distributed.context_parallel.planning.tiles import Tile
 
-FULL, CAUSAL, BAND, TAIL = Relation.FULL, Relation.CAUSAL, Relation.BAND, Relation.TAIL
+FULL, CAUSAL, BI_CAUSAL, INV_CAUSAL = Relation.FULL, Relation.CAUSAL, Relation.BI_CAUSAL, Relation.INV_CAUSAL
 KERNELS = [CpuFlash(), Math()]
 TILES = [
     (FULL, 5, 9),
@@ -26,12 +27,12 @@ TILES = [
     (CAUSAL, 1, 1),
     (CAUSAL, 4, 11),
     (CAUSAL, 1, 6),
-    (BAND, 5, 5),
-    (BAND, 5, 8),
-    (BAND, 8, 10),
-    (TAIL, 6, 6),
-    (TAIL, 4, 9),
-    (TAIL, 1, 5),
+    (BI_CAUSAL, 5, 5),
+    (BI_CAUSAL, 5, 8),
+    (BI_CAUSAL, 8, 10),
+    (INV_CAUSAL, 6, 6),
+    (INV_CAUSAL, 4, 9),
+    (INV_CAUSAL, 1, 5),
 ]
 TILE_IDS = [f"{relation.value}-{n}x{m}" for relation, n, m in TILES]
 by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -40,9 +41,9 @@ by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.n
 def visible(relation: Relation, n: int, m: int) -> torch.Tensor:
     """(n, m) bool, by the words of `Relation`, pair by pair."""
     i, j = torch.arange(n)[:, None], torch.arange(m)
-    return {FULL: j >= 0, CAUSAL: j <= i + m - n, BAND: (i <= j) & (j <= i + m - n), TAIL: j >= i}[relation].expand(
-        n, m
-    )
+    return {FULL: j >= 0, CAUSAL: j <= i + m - n, BI_CAUSAL: (i <= j) & (j <= i + m - n), INV_CAUSAL: j >= i}[
+        relation
+    ].expand(n, m)
 
 
 def inputs(
@@ -101,7 +102,7 @@ def test_a_tile_alone(kernel: Kernel, tile: tuple[Relation, int, int], heads: tu
 
 @by_name
 @pytest.mark.parametrize("head_dim", [4, 5, 16, 33, 64, 80, 128, 256])
-@pytest.mark.parametrize("relation", [CAUSAL, BAND])
+@pytest.mark.parametrize("relation", [CAUSAL, BI_CAUSAL])
 def test_heads_of_any_size(kernel: Kernel, relation: Relation, head_dim: int):
     assert run(kernel, (relation, 9, 9 if relation is CAUSAL else 12), head_dim=head_dim) < 1e-12
 
@@ -114,7 +115,7 @@ def test_any_scale(kernel: Kernel, scale: float):
 
 @by_name
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str)
-@pytest.mark.parametrize("tile", [(FULL, 40, 70), (CAUSAL, 70, 70), (BAND, 60, 80), (TAIL, 50, 90)], ids=str)
+@pytest.mark.parametrize("tile", [(FULL, 40, 70), (CAUSAL, 70, 70), (BI_CAUSAL, 60, 80), (INV_CAUSAL, 50, 90)], ids=str)
 def test_types(kernel: Kernel, tile: tuple[Relation, int, int], dtype: torch.dtype, bound: float):
     assert run(kernel, tile, head_dim=32, dtype=dtype) < bound
 
@@ -130,8 +131,8 @@ def test_half_precision_runs_by_the_definition():
         ((FULL, 6, 10), [Tile((0, 6), (0, 4)), Tile((0, 6), (4, 10))]),
         ((CAUSAL, 6, 10), [Tile((0, 6), (0, 4)), Tile((0, 6), (4, 10), CAUSAL)]),
         ((CAUSAL, 8, 8), [Tile((0, 3), (0, 3), CAUSAL), Tile((3, 8), (0, 3)), Tile((3, 8), (3, 8), CAUSAL)]),
-        ((BAND, 4, 9), [Tile((0, 4), (0, 4), TAIL), Tile((0, 4), (4, 5)), Tile((0, 4), (5, 9), CAUSAL)]),
-        ((TAIL, 6, 8), [Tile((0, 2), (0, 8), TAIL), Tile((2, 6), (2, 8), TAIL)]),
+        ((BI_CAUSAL, 4, 9), [Tile((0, 4), (0, 4), INV_CAUSAL), Tile((0, 4), (4, 5)), Tile((0, 4), (5, 9), CAUSAL)]),
+        ((INV_CAUSAL, 6, 8), [Tile((0, 2), (0, 8), INV_CAUSAL), Tile((2, 6), (2, 8), INV_CAUSAL)]),
     ],
     ids=lambda case: case[0].value if isinstance(case, tuple) else "",
 )
@@ -217,7 +218,7 @@ def test_a_tile_is_cut_into_what_the_kernel_can_do(relation, q_start, kv_start, 
 
 @pytest.mark.parametrize("kernel", [CpuFlash(), *CUDA_KERNELS, Math()], ids=lambda kernel: kernel.name)
 def test_what_can_do_bands_is_left_whole(kernel: Kernel):
-    tile = Tile((0, 300), (0, 700), BAND)
+    tile = Tile((0, 300), (0, 700), BI_CAUSAL)
     assert ([*split(tile, kernel.capabilities)] == [tile]) == kernel.capabilities.bands
 
 

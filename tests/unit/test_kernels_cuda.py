@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.unit.test_kernels import (
-    BAND,
+    BI_CAUSAL,
     CAUSAL,
     FULL,
-    TAIL,
+    INV_CAUSAL,
     TILE_IDS,
     TILES,
     can,
@@ -29,14 +29,14 @@ from tests.unit.test_kernels import (
     run,
     visible,
 )
-from trainer.distributed.context_parallel.kernels import cuda, flex
-from trainer.distributed.context_parallel.kernels.base import Kernel
-from trainer.distributed.context_parallel.kernels.choose import CUDA_KERNELS
-from trainer.distributed.context_parallel.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
-from trainer.distributed.context_parallel.kernels.flex import Flex
-from trainer.distributed.context_parallel.lowering import Call, split
-from trainer.distributed.context_parallel.mask import Relation
-from trainer.distributed.context_parallel.tiles import Tile
+from trainer.distributed.context_parallel.execution.kernels import cuda, flex
+from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS
+from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
+from trainer.distributed.context_parallel.execution.kernels.flex import Flex
+from trainer.distributed.context_parallel.planning.lowering import Call, split
+from trainer.distributed.context_parallel.planning.mask import Relation
+from trainer.distributed.context_parallel.planning.tiles import Tile
 
 # ---- plain attention of one sequence: q (S, H, D), k and v (T, H or fewer, D), lse (H, S)
 
@@ -284,7 +284,9 @@ def test_heads_of_any_size_it_declares(kernel: Kernel, head_dim: int):
 
 
 @by_name
-@pytest.mark.parametrize("whole", [(FULL, 40, 25), (CAUSAL, 33, 70), (BAND, 70, 90), (TAIL, 70, 100)], ids=str)
+@pytest.mark.parametrize(
+    "whole", [(FULL, 40, 25), (CAUSAL, 33, 70), (BI_CAUSAL, 70, 90), (INV_CAUSAL, 70, 100)], ids=str
+)
 def test_tiles_are_parts_of_a_whole(kernel: Kernel, whole: tuple[Relation, int, int]):
     """Cut by keys, then into what the kernel can do: merged they are the whole, and their gradients add up."""
     relation, n, m = whole
@@ -337,7 +339,7 @@ def test_single_rows_do_not_reach_cudnn():
     assert counts == {"flash_forward": 3, "flash_backward": 3, "cudnn_forward": 1, "cudnn_backward": 1}
 
 
-@pytest.mark.parametrize(("relation", "n", "m"), [(BAND, 4, 6), (TAIL, 4, 4), (CAUSAL, 3, 5)])
+@pytest.mark.parametrize(("relation", "n", "m"), [(BI_CAUSAL, 4, 6), (INV_CAUSAL, 4, 4), (CAUSAL, 3, 5)])
 def test_cudnn_refuses_what_it_would_get_wrong(relation: Relation, n: int, m: int):
     q, k, v, cotangent = inputs(4, 2, n, m)
     with pytest.raises(ValueError, match=f"{relation.value} of {n} queries and {m} keys"):
@@ -354,9 +356,9 @@ CALLS = (
     Call((7, 9), (2, 9), FULL, True),
     Call((9, 12), (4, 12), CAUSAL, True),
     Call((0, 5), (12, 13), FULL, False),
-    Call((4, 8), (1, 7), BAND, False),
-    Call((0, 2), (5, 9), BAND, False),
-    Call((2, 3), (5, 9), TAIL, False),
+    Call((4, 8), (1, 7), BI_CAUSAL, False),
+    Call((0, 2), (5, 9), BI_CAUSAL, False),
+    Call((2, 3), (5, 9), INV_CAUSAL, False),
     Call((9, 12), (6, 8), FULL, False),
 )
 
@@ -369,7 +371,7 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
     q, k, v, cotangent = (x[:batch] for x in inputs(4, 2, 12, 13, head_dim))
     counts.clear()
     results = kernel.forward_many(q, k, v, CALLS, scale=0.3)
-    # FULL, CAUSAL, TAIL, and BAND with 2 keys more than queries, of which both calls are
+    # FULL, CAUSAL, INV_CAUSAL, and BI_CAUSAL with 2 keys more than queries, of which both calls are
     assert counts == {"flash_forward": 4}
     whole_out, whole_lse = torch.randn_like(q), torch.randn_like(q[..., 0]) + 4
     grads = kernel.backward_many(cotangent, q, k, v, whole_out, whole_lse, CALLS, scale=0.3)
@@ -390,7 +392,11 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
 
 def test_windows_of_another_width_are_another_launch():
     q, k, v, _ = inputs(4, 2, 6, 9)
-    calls = Call((0, 3), (0, 4), BAND, True), Call((3, 6), (3, 8), BAND, True), Call((0, 3), (5, 9), BAND, False)
+    calls = (
+        Call((0, 3), (0, 4), BI_CAUSAL, True),
+        Call((3, 6), (3, 8), BI_CAUSAL, True),
+        Call((0, 3), (5, 9), BI_CAUSAL, False),
+    )
     counts.clear()
     Varlen(OPS).forward_many(q, k, v, calls, scale=0.3)
     assert counts == {"flash_forward": 2}
@@ -414,7 +420,15 @@ def test_packed_documents_are_gathered_without_a_copy():
 
 @pytest.mark.parametrize(
     ("relation", "n", "m"),
-    [(CAUSAL, 70, 70), (CAUSAL, 33, 90), (BAND, 70, 75), (BAND, 40, 100), (TAIL, 64, 64), (TAIL, 50, 97), (BAND, 1, 9)],
+    [
+        (CAUSAL, 70, 70),
+        (CAUSAL, 33, 90),
+        (BI_CAUSAL, 70, 75),
+        (BI_CAUSAL, 40, 100),
+        (INV_CAUSAL, 64, 64),
+        (INV_CAUSAL, 50, 97),
+        (BI_CAUSAL, 1, 9),
+    ],
 )
 def test_block_mask_is_the_relation(relation: Relation, n: int, m: int):
     """The blocks are those that PyTorch finds by looking at every pair, and FlexAttention with them is attention."""
@@ -467,7 +481,7 @@ def test_flex_backward_runs_inside_an_operator(grad: bool):
 @pytest.mark.parametrize("kernel", CUDA_KERNELS[:4], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "tile", [(FULL, 40, 25), (FULL, 1, 7), (CAUSAL, 33, 33), (CAUSAL, 3, 70), (BAND, 7, 9)], ids=str
+    "tile", [(FULL, 40, 25), (FULL, 1, 7), (CAUSAL, 33, 33), (CAUSAL, 3, 70), (BI_CAUSAL, 7, 9)], ids=str
 )
 def test_shapes_by_the_meta_kernels(kernel: Kernel, tile: tuple[Relation, int, int], dtype: torch.dtype):
     relation, n, m = tile
@@ -514,7 +528,14 @@ def plain_errors(q, k, v, cotangent, relation, scale, wanted) -> list[float]:
 )
 @pytest.mark.parametrize(
     "tile",
-    [(FULL, 200, 333), (FULL, 1, 77), (CAUSAL, 333, 333), (CAUSAL, 70, 333), (BAND, 100, 333), (TAIL, 200, 300)],
+    [
+        (FULL, 200, 333),
+        (FULL, 1, 77),
+        (CAUSAL, 333, 333),
+        (CAUSAL, 70, 333),
+        (BI_CAUSAL, 100, 333),
+        (INV_CAUSAL, 200, 300),
+    ],
     ids=str,
 )
 def test_on_a_gpu(kernel: Kernel, tile: tuple[Relation, int, int], head_dim: int, heads, dtype: torch.dtype):

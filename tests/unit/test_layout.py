@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.distributed.context_parallel.mask import by_row, causal, documents
+from trainer.distributed.context_parallel.planning.mask import by_sequence, causal, documents
 from trainer.distributed.sharding.layout import (
     LAYOUTS,
     LOAD_BALANCERS,
-    SequenceLayout,
+    AxisLayout,
     balanced,
     build_layout,
     contiguous,
@@ -22,7 +22,7 @@ from trainer.distributed.sharding.layout import (
 names = st.sampled_from(LOAD_BALANCERS)
 
 
-def imbalance(layout: SequenceLayout, work: np.ndarray) -> float:
+def imbalance(layout: AxisLayout, work: np.ndarray) -> float:
     """Largest share of the work, over the mean."""
     shares = [int(work[layout.indices(rank)].sum()) for rank in range(layout.degree)]
     return max(shares) / np.mean(shares)
@@ -39,12 +39,12 @@ def packed_lengths(seq_len: int, rng: np.random.Generator) -> list[int]:
 @given(names, st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
 def test_every_token_has_one_owner(name: str, units: int, degree: int, multiple_of: int):
     layout = build_layout(name, units * multiple_of, degree, multiple_of=multiple_of)
-    assert sorted(layout.order().tolist()) == list(range(layout.seq_len))
-    assert (layout.name, layout.seq_len, layout.degree) == (name, units * multiple_of, degree)
+    assert sorted(layout.order().tolist()) == list(range(layout.length))
+    assert (layout.name, layout.length, layout.degree) == (name, units * multiple_of, degree)
     for rank in range(degree):
         indices = layout.indices(rank)
-        assert len(indices) == layout.length(rank)
-        assert layout.length(rank) % multiple_of == 0
+        assert len(indices) == layout.local_length(rank)
+        assert layout.local_length(rank) % multiple_of == 0
         assert (np.diff(indices) > 0).all()
         borders = [border for part in layout.ranges[rank] for border in part]
         assert all(a < b for a, b in pairwise(borders))  # none empty, no two touching
@@ -53,7 +53,7 @@ def test_every_token_has_one_owner(name: str, units: int, degree: int, multiple_
 @given(names, st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
 def test_shards_differ_by_one_unit_at_most(name: str, units: int, degree: int, multiple_of: int):
     layout = build_layout(name, units * multiple_of, degree, multiple_of=multiple_of)
-    lengths = [layout.length(rank) for rank in range(degree)]
+    lengths = [layout.local_length(rank) for rank in range(degree)]
     assert max(lengths) - min(lengths) in (0, multiple_of)
 
 
@@ -68,7 +68,7 @@ def test_the_order_undoes_itself(name: str, seq_len: int, degree: int):
 def test_a_repeated_layout_cuts_each_sequence_alike(name: str, seq_len: int, degree: int, rows: int):
     layout = build_layout(name, seq_len, degree)
     whole = layout.repeated(rows)
-    assert whole.seq_len == rows * seq_len
+    assert whole.length == rows * seq_len
     for rank in range(degree):
         one = layout.indices(rank)
         assert whole.indices(rank).tolist() == [b * seq_len + i for b in range(rows) for i in one.tolist()]
@@ -121,7 +121,7 @@ def test_blocks_are_the_largest_power_of_two_that_leaves_32_a_rank(seq_len: int,
 
 def test_equal_work_is_dealt_in_equal_numbers():
     layout = balanced(np.ones(4096, dtype=np.int64), 4)
-    assert {layout.length(rank) for rank in range(4)} == {1024}
+    assert {layout.local_length(rank) for rank in range(4)} == {1024}
 
 
 def test_what_makes_no_whole_round_counts_as_well():
@@ -147,7 +147,7 @@ def test_packed_documents_are_balanced_by_blocks_and_not_by_head_tail(degree: in
 def test_several_rows_are_balanced_together(degree: int):
     for seed in range(10):
         rng = np.random.default_rng(seed)
-        mask = by_row([documents(packed_lengths(65536, rng), is_causal=True) for _ in range(4)])
+        mask = by_sequence([documents(packed_lengths(65536, rng), is_causal=True) for _ in range(4)])
         work = mask.work()
         assert imbalance(balanced(work, degree), work) <= 1.02
 

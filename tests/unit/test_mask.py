@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.distributed.context_parallel.mask import (
+from trainer.distributed.context_parallel.planning.mask import (
     Band,
     Mask,
     Relation,
-    by_row,
+    by_sequence,
     causal,
     cumulative,
     documents,
@@ -63,8 +63,8 @@ def check(mask: Mask, dense: np.ndarray) -> None:
     assert mask.area() == dense.sum()
     queries = [query for band in mask.bands for query in range(band.q_start, band.q_stop)]
     assert queries == sorted(set(queries))
-    for row in range(mask.rows):
-        assert (mask.row(row).dense()[0] == dense[row]).all()
+    for row in range(mask.sequences):
+        assert (mask.sequence(row).dense()[0] == dense[row]).all()
 
 
 @st.composite
@@ -96,7 +96,7 @@ def masks(draw: Callable, q_len: int, kv_len: int, rows: int) -> tuple[Mask, np.
         mask, dense = draw(single_masks(q_len, kv_len))
         return mask, dense[None]
     parts = [draw(single_masks(q_len, kv_len)) for _ in range(rows)]
-    return by_row([mask for mask, _ in parts]), np.stack([dense for _, dense in parts])
+    return by_sequence([mask for mask, _ in parts]), np.stack([dense for _, dense in parts])
 
 
 @given(st.data(), lengths, lengths, st.integers(1, 3))
@@ -138,19 +138,19 @@ def test_documents_by_lengths_ends_and_numbers_are_one_mask(parts: list[int], is
 def test_document_numbers_row_by_row(seq_len: int, ends: list[list[int]]):
     ids = np.stack([np.repeat(np.arange(len(e) + 1), cut(seq_len, e)) for e in ends])
     mask = documents_of(ids, is_causal=True)
-    assert mask.rows == len(ends)
+    assert mask.sequences == len(ends)
     check(mask, (ids[:, :, None] == ids[:, None, :]) & np.tri(seq_len, dtype=bool))
 
 
 @given(st.data(), lengths, lengths, st.integers(1, 4))
 def test_rows_come_out_as_they_went_in(data: st.DataObject, q_len: int, kv_len: int, rows: int):
     parts = [data.draw(single_masks(q_len, kv_len))[0] for _ in range(rows)]
-    whole = by_row(parts)
-    assert [whole.row(number) for number in range(rows)] == parts
+    whole = by_sequence(parts)
+    assert [whole.sequence(number) for number in range(rows)] == parts
     assert whole.repeated(rows) is whole
     again = parts[0].repeated(rows)
-    assert again.rows == rows
-    assert all(again.row(number) == parts[0] for number in range(rows))
+    assert again.sequences == rows
+    assert all(again.sequence(number) == parts[0] for number in range(rows))
     assert again.area() == rows * parts[0].area()
 
 
@@ -161,8 +161,8 @@ def test_a_relation_counts_its_pairs(n: int, more: int):
     dense = {
         Relation.FULL: np.ones((n, m), dtype=bool),
         Relation.CAUSAL: j <= i + m - n,
-        Relation.BAND: (i <= j) & (j <= i + m - n),
-        Relation.TAIL: j >= i,
+        Relation.BI_CAUSAL: (i <= j) & (j <= i + m - n),
+        Relation.INV_CAUSAL: j >= i,
     }
     assert {relation: int(pairs.sum()) for relation, pairs in dense.items()} == {r: r.pairs(n, m) for r in Relation}
 
@@ -187,9 +187,9 @@ def test_a_long_mask_is_never_dense():
         (lambda: documents_of(np.array([[1, 2], [1, 2], [0, 0]])[:, [0, 1, 0]]), "document number 1 comes back"),
         (lambda: causal(4) & causal(4, 5), "masks of 1 x 4 queries, 4 keys and of 1 x 4 queries, 5 keys cannot"),
         (lambda: full(4).repeated(2) & full(4).repeated(3), "masks of 2 x 4 queries, 4 keys and of 3 x 4"),
-        (lambda: by_row([full(3), full(4)]), "there must be one, of the same lengths, a row"),
-        (lambda: by_row([full(3).repeated(2)]), "there must be one, of the same lengths, a row"),
-        (lambda: by_row([]), "there must be one, of the same lengths, a row"),
+        (lambda: by_sequence([full(3), full(4)]), "there must be one, of the same lengths, a sequence"),
+        (lambda: by_sequence([full(3).repeated(2)]), "there must be one, of the same lengths, a sequence"),
+        (lambda: by_sequence([]), "there must be one, of the same lengths, a sequence"),
     ],
 )
 def test_what_makes_no_mask_is_told_in_one_sentence(make: Callable[[], Mask], sentence: str):
@@ -217,10 +217,10 @@ def test_what_makes_no_mask_is_told_in_one_sentence(make: Callable[[], Mask], se
 def test_bands_that_would_be_planned_wrong_are_refused(bands: list[Band]) -> None:
     """Overlapping, descending, empty, and beyond the mask or the row (of two)."""
     with pytest.raises(ValueError, match="bands ascend, share no query"):
-        Mask(8, 8, tuple(bands), rows=2)
+        Mask(8, 8, tuple(bands), sequences=2)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len", "rows"), [(-1, 8, 1), (8, -1, 1), (8, 8, 0)])
 def test_sizes_that_cannot_be_are_refused(q_len: int, kv_len: int, rows: int) -> None:
-    with pytest.raises(ValueError, match="at least one row, and no length may be negative"):
+    with pytest.raises(ValueError, match="at least one sequence, and no length may be negative"):
         Mask(q_len, kv_len, (), rows)

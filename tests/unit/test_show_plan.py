@@ -11,8 +11,8 @@ import pytest
 
 from scripts.plan_picture import polygon
 from scripts.show_plan import Case, build, main, parse_documents, parser
-from trainer.distributed.context_parallel.mask import causal
-from trainer.distributed.context_parallel.plan import METHODS, make_plan
+from trainer.distributed.context_parallel.planning.mask import causal
+from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.sharding.layout import LOAD_BALANCERS, head_tail
 
 SMALL = ["--seq-len", "48", "--degree", "4"]

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.context_parallel.intercept import outside_of_graphs
 from trainer.distributed.context_parallel.live import LivePlan
-from trainer.distributed.context_parallel.options import ContextParallelError
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.inspection import is_tokenwise, layer_kinds
 
 _ATTENTION = re.compile(r"(Attention|Attn)\d*$")

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.distributed.context_parallel.intercept import Interception, is_intercepted
 from trainer.distributed.context_parallel.live import LivePlan
-from trainer.distributed.context_parallel.options import ContextParallelError
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.inspection import Allowed
 from trainer.integrations.watch import ModelWatch
 

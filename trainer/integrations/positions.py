@@ -60,8 +60,8 @@ def _agree(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 def _places_in_documents(live: LivePlan, tokens: np.ndarray) -> list[np.ndarray]:
     """For each row of the mask, the places of tokens counted from the first key that each one may see."""
     places = []
-    for row in range(live.mask.rows):
-        bands = live.mask.row(row).bands
+    for row in range(live.mask.sequences):
+        bands = live.mask.sequence(row).bands
         starts = np.array([band.q_start for band in bands], dtype=np.int64)
         band = np.searchsorted(starts, tokens, side="right") - 1
         firsts = np.array([band.kv_start for band in bands], dtype=np.int64)

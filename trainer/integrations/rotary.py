@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.context_parallel.intercept import outside_of_graphs
-from trainer.distributed.context_parallel.options import ContextParallelError
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.exchange import all_reduce
 
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.context_parallel.intercept import Call, outside_of_graphs
 from trainer.distributed.context_parallel.live import LivePlan
-from trainer.distributed.context_parallel.options import ContextParallelError
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.coverage import Coverage
 from trainer.integrations.inspection import (
     Allowed,
@@ -104,7 +104,7 @@ class ModelWatch:
 
         Its refusal waits for the next attention call, at which ranks may still compare, or the end of the forward.
         """
-        length = self._live.layout.length(self._live.mesh.get_local_rank())
+        length = self._live.layout.local_length(self._live.mesh.get_local_rank())
         if self._in_allowed == 0 and moves_tokens(name, x, shifted, args, kwargs, length):
             self._shift = self._shift or (
                 f"the model calls {name} along the {length} tokens of this rank, which mixes tokens outside of "
@@ -116,7 +116,7 @@ class ModelWatch:
         """Return why an attention call cannot be honoured, from what is the same on every rank, or None."""
         if self.has_news:
             self._positions.see(call.told.get("position_ids"))
-        return self._shift or refusal_of_window(call, self._live.layout.seq_len)
+        return self._shift or refusal_of_window(call, self._live.layout.length)
 
     def refusal_of_ranks(self, flags: list[int]) -> str | None:
         """Return why positions are wrong, from the flags of every rank, or None. The ranks have compared."""
@@ -141,7 +141,7 @@ class ModelWatch:
 
     def _adopt(self, root: nn.Module) -> None:
         self._known.update(root.modules())
-        refusal = refusal_of_model(root, self._live.layout.seq_len, self._allowed)
+        refusal = refusal_of_model(root, self._live.layout.length, self._allowed)
         if refusal:
             raise ContextParallelError(refusal)
         self.has_news = True
@@ -149,7 +149,7 @@ class ModelWatch:
         for name, module in found.items():
             self._hook(module, root)
             if mixes_if_called(module):
-                refusal = refusal_of_module(name, module, self._live.layout.seq_len)
+                refusal = refusal_of_module(name, module, self._live.layout.length)
                 self._handles.append(module.register_forward_pre_hook(partial(_refuse, refusal)))
         for module in root.modules():
             if module is not root and is_model(module) and not reads_text(module):
@@ -222,7 +222,7 @@ class ModelWatch:
 
 def _check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
     """Raise where a model has logits of other things than tokens, such as of the last token of a rank's part."""
-    length = live.layout.length(live.mesh.get_local_rank())
+    length = live.layout.local_length(live.mesh.get_local_rank())
     if isinstance(logits, torch.Tensor) and (logits.ndim < 3 or logits.shape[-2] != length):
         raise ContextParallelError(
             f"{type(model).__name__} has logits of shape {tuple(logits.shape)}, not one row for each token of a rank's "

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.distributed.context_parallel.auto import choose
-from trainer.distributed.context_parallel.cost import AttentionShape, HeadShare, check_heads
-from trainer.distributed.context_parallel.lowering import able_kernels
-from trainer.distributed.context_parallel.mask import Mask, causal, sliding_window
-from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.distributed.context_parallel.planning.auto import choose
+from trainer.distributed.context_parallel.planning.capabilities import able_kernels
+from trainer.distributed.context_parallel.planning.cost import AttentionShape
+from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
+from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
+from trainer.distributed.context_parallel.planning.methods import METHODS
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.job.degrees import Degrees
 from trainer.models.args import ModelArgs, has_windows
 
@@ -43,13 +45,15 @@ def resolve_attention(
     method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
     if degree == 1:
         return ContextParallelOptions(kernel=parallelism.context_parallel_kernel, multiple_of=tp), ""
-    if method == "hybrid":
+    named = ContextParallelOptions().method if method == "auto" else method
+    two_level = METHODS[named].two_level
+    if two_level:
         _check_hybrid(hybrid, degree)
     options = ContextParallelOptions(
-        method="ring" if method == "auto" else method,
+        method=named,
         load_balancer=parallelism.context_parallel_load_balancer,
         kernel=parallelism.context_parallel_kernel,
-        hybrid_degrees=hybrid if method == "hybrid" else None,
+        hybrid_degrees=hybrid if two_level else None,
         multiple_of=tp,
     )
     reason = ""
@@ -76,8 +80,8 @@ def resolve_attention(
 
 def with_head_degree(degrees: Degrees, options: ContextParallelOptions | None) -> Degrees:
     """Return the degrees with those of a hybrid: how many of the context-parallel ranks divide the heads."""
-    hybrid = options is not None and options.method == "hybrid"
-    return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if hybrid else 1)
+    two_level = options is not None and options.spread.two_level
+    return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if two_level else 1)
 
 
 def batch_chooser(

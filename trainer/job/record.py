@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from trainer.config.schema import JobConfig
 from trainer.data.datasets import check_source
-from trainer.distributed.context_parallel.mask import Mask
-from trainer.distributed.context_parallel.options import ContextParallelOptions
+from trainer.distributed.context_parallel.planning.mask import Mask
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.job.attention import batch_chooser, resolve_attention, with_head_degree
 from trainer.job.compilation import CompileOptions, resolve_compilation

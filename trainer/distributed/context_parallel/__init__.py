@@ -7,10 +7,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "attention": "ContextParallelAttention context_parallel_attention",
         "context": "ContextParallel context_parallel",
-        "mask": "Band Mask by_row causal cumulative documents documents_of full sliding_window",
-        "options": "BatchPlan ContextParallelError ContextParallelOptions",
-        "plan": "METHODS RankPlan make_plan",
-        "cost": "AttentionShape attention_cost",
+        "planning.mask": "Band Mask by_sequence causal cumulative documents documents_of full sliding_window",
+        "planning.options": "BatchPlan ContextParallelError ContextParallelOptions",
+        "planning.methods": "METHODS make_plan",
+        "planning.plan": "RankPlan",
+        "planning.cost": "AttentionShape attention_cost",
         "regions": "Region borrow give_back region replicate shard unshard",
     },
 )

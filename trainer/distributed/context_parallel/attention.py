@@ -7,44 +7,17 @@ its output and log-sum-exp instead of communicating again.
 
 import math
 from functools import cache, partial
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from trainer.distributed.context_parallel.autocast import add_autocast_rule
-from trainer.distributed.context_parallel.execution import Execution
 from trainer.distributed.context_parallel.live import resolve
-from trainer.distributed.context_parallel.options import ContextParallelError
-from trainer.distributed.context_parallel.ring import staged_backward, staged_forward
-from trainer.distributed.context_parallel.ulysses import exchanged_backward, exchanged_forward
-
-
-class _Mark:
-    """What marks a module as parallelised over a group: copied with the module, and saved without the group."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        _marks.add(self)
-
-    def __deepcopy__(self, _: dict) -> "_Mark":
-        return _Mark(self.group)
-
-    def __reduce__(self) -> tuple:
-        return _Mark, (None,)  # a group belongs to its process
-
-
-_marks: WeakSet[_Mark] = WeakSet()
-
-
-def parallelised_modules(mesh: DeviceMesh) -> int:
-    """Return how many modules of this process run their attention over `mesh`."""
-    # By group: a mesh that is sliced again is another object, and one of an earlier job may look the same.
-    return sum(mark.group is mesh.get_group() for mark in _marks)
+from trainer.distributed.context_parallel.marks import Mark
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
 
 
 @torch.library.custom_op("trainer::context_parallel_attention", mutates_args=())
@@ -84,11 +57,11 @@ def context_parallel_attention(
             "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
             "`torch.autograd.grad`), or compute the tangent on one process"
         )
-    live, rows = resolve(plan)
+    live, sequences = resolve(plan)
     q, k, v = map(_rows_contiguous, (q, k, v))
-    run = live.execution(q, k, v, rows, is_causal=is_causal, window=window)
+    run = live.execution(q, k, v, sequences, is_causal=is_causal, window=window)
     live.calls += 1
-    out, lse = (exchanged_forward if _by_heads(run) else staged_forward)(q, k, v, run, scale)
+    out, lse = run.forward(q, k, v, scale)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
@@ -107,11 +80,11 @@ def _context_parallel_attention_backward(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, and the gradient of the sinks from this rank's queries ((0,) without sinks)."""
-    live, rows = resolve(plan)
+    live, sequences = resolve(plan)
     dout, q, k, v = map(_rows_contiguous, (dout, q, k, v))
-    run = live.execution(q, k, v, rows, is_causal=is_causal, window=window)
+    run = live.execution(q, k, v, sequences, is_causal=is_causal, window=window)
     # Output and log-sum-exp hold the sink's share, so that the tiles' probabilities are those beside a sink.
-    gradients = (exchanged_backward if _by_heads(run) else staged_backward)(dout, q, k, v, out, lse, run, scale)
+    gradients = run.backward(dout, q, k, v, out, lse, scale)
     return *gradients, q.new_empty(0) if sinks is None else _sink_gradient(dout, out, lse, sinks)
 
 
@@ -129,10 +102,6 @@ def _sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sin
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
     # Its value is zero, so that what is left of the softmax's derivative is minus the mean.
     return -(share * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-
-
-def _by_heads(run: Execution) -> bool:
-    return run.inner is not None
 
 
 @context_parallel_attention.register_fake
@@ -188,7 +157,7 @@ class ContextParallelAttention(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _refuse_dropout(module)
         module.forward = _forward_of(self.is_causal, self.sliding_window or 0)
-        module._context_parallel_mark = _Mark(device_mesh.get_group())
+        module._context_parallel_mark = Mark(device_mesh.get_group())
         return module
 
 

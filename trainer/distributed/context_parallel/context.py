@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.context_parallel.attention import parallelised_modules
-from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, close_plan, handle_of, open_plan
-from trainer.distributed.context_parallel.mask import Mask
-from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.context_parallel.inputs import check_mask
+from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, flat_mesh, opened
+from trainer.distributed.context_parallel.planning.mask import Mask
+from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.exchange import all_gather
-from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.sharding.layout import AxisLayout
 from trainer.runtime.agreement import content_hash
 
 
@@ -24,7 +23,7 @@ class ContextParallel:
     """What the open context offers: the handle for the model's forward, the layout, and the attention calls so far."""
 
     attention_plan: torch.Tensor
-    layout: SequenceLayout
+    layout: AxisLayout
     live: LivePlan
 
     @property
@@ -40,10 +39,10 @@ def context_parallel(
     buffer_seq_dims: Sequence[int],
     no_restore_buffers: Collection[torch.Tensor] | None = None,
     mask: Mask | None = None,
-    load_balancer: str | SequenceLayout | None = None,
+    load_balancer: str | AxisLayout | None = None,
     method: str | None = None,
     options: ContextParallelOptions | None = None,
-    rows: int | None = None,
+    sequences: int | None = None,
     check_consistency: bool = False,
     intercept_sdpa: bool | nn.Module = False,
     allow_modules: Collection[type | str] = (),
@@ -55,8 +54,8 @@ def context_parallel(
     of the sequence. A longer one (a rotary table) gives its first rows. buffer_seq_dims: each one's sequence dimension.
     no_restore_buffers: those that nobody needs afterwards. The same tensor given twice is cut once.
     mask: what may see what, such as packed documents, beside what each attention says of itself (causal, full, window);
-    with rows of its own, one for each sequence of the batch. rows: sequences of the batch, as many as the mask tells
-    apart unless given; a pipeline schedule, which cuts the handle into micro-batches, needs them.
+    one for all sequences of the batch, or one for each. sequences: of the batch, as many as the mask tells apart unless
+    given; a pipeline schedule, which cuts the handle into micro-batches, needs them.
     options: how attention is spread; `method` and `load_balancer` take the place of its fields. load_balancer: also a
     layout that was made ahead.
     check_consistency: compare plan and buffers of all ranks first, by a hash.
@@ -70,11 +69,11 @@ def context_parallel(
 
     Raises:
         ContextParallelError: nested; a buffer that is too short, requires gradients, or is an inference tensor; a mask
-            or a layout for another length, a mask for another number of sequences than `rows`; ranks that differ; or,
+            or a layout for another length, a mask for another number of `sequences`; ranks that differ; or,
             at the end, no attention ran although modules of this process are parallelised over `mesh`.
     """
     options = _options(options, method, load_balancer)
-    mesh, hybrid_groups = flat_mesh(mesh, options)
+    mesh, groups = flat_mesh(mesh, options)
     if check_consistency:  # before what one rank alone might find wrong
         _check_ranks_agree(mesh, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
     if any_plan_open(mesh):
@@ -84,11 +83,9 @@ def context_parallel(
     cuts = _distinct(buffers, buffer_seq_dims)
     seq_len = cuts[0][0].shape[cuts[0][1]]
     _check_buffers(cuts, seq_len)
-    if mask is not None:
-        check_mask(mask, seq_len, seq_len, rows)
-    rows = rows or (1 if mask is None else mask.rows)
+    check_mask(mask, seq_len, seq_len, sequences)
     layout = load_balancer
-    if not isinstance(layout, SequenceLayout):
+    if not isinstance(layout, AxisLayout):
         layout = options.layout(seq_len, mesh.size(), mask)
     _check_layout(layout, seq_len, mesh.size())
     dropped = {id(x) for x in no_restore_buffers or ()}
@@ -96,16 +93,13 @@ def context_parallel(
         raise ContextParallelError(
             "no_restore_buffers of context_parallel names a tensor that is none of its buffers; name it in both"
         )
-    live = LivePlan(mesh, layout, mask, options, hybrid_groups=hybrid_groups)
-    number = open_plan(live)
-    try:
-        with _cut(cuts, layout.indices(mesh.get_local_rank()), dropped):
-            handle = handle_of(number, rows)
-            with _intercepting(handle, live, intercept_sdpa, allow_modules):
-                yield ContextParallel(handle, layout, live)
-            check_attention_ran(live, mesh)
-    finally:
-        close_plan(number)
+    live = LivePlan(mesh, layout, mask, options, groups=groups)
+    with (
+        opened(live, sequences) as handle,
+        _cut(cuts, layout.indices(mesh.get_local_rank()), dropped),
+        _intercepting(handle, live, intercept_sdpa, allow_modules),
+    ):
+        yield ContextParallel(handle, layout, live)
 
 
 @contextmanager
@@ -126,7 +120,7 @@ def _cut(cuts: Sequence[tuple[torch.Tensor, int]], rows: np.ndarray, dropped: Co
 
 
 def _options(
-    options: ContextParallelOptions | None, method: str | None, load_balancer: str | SequenceLayout | None
+    options: ContextParallelOptions | None, method: str | None, load_balancer: str | AxisLayout | None
 ) -> ContextParallelOptions:
     given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
     return replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
@@ -144,21 +138,6 @@ def _intercepting(
     from trainer.integrations.interception import intercepting  # it imports the compiler
 
     return intercepting(handle, live, None if model is True else model, allow_modules)
-
-
-def flat_mesh(
-    mesh: DeviceMesh, options: ContextParallelOptions
-) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """The mesh as one line of ranks, and the groups of a 2-D one."""
-    if options.method != "hybrid" and mesh.ndim == 1:
-        return mesh, None
-    shape = (options.hybrid_degrees or ())[::-1]
-    if mesh.shape != shape:
-        raise ContextParallelError(
-            f"context_parallel with method {options.method!r} got a mesh of shape {mesh.shape}; give "
-            + (f"one of shape {shape}, ring x all-to-all ranks" if shape else "a 1-D mesh")
-        )
-    return mesh._flatten("cp"), tuple(mesh.get_group(dim) for dim in range(2))
 
 
 def _distinct(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
@@ -198,20 +177,10 @@ def _check_buffers(cuts: list[tuple[torch.Tensor, int]], seq_len: int) -> None:
             )
 
 
-def check_mask(mask: Mask, q_len: int, kv_len: int, rows: int | None) -> None:
-    """Check that a mask is for sequences of these lengths, and for so many of them or for any number."""
-    if (mask.q_len, mask.kv_len) != (q_len, kv_len) or mask.rows not in (1, rows or mask.rows):
+def _check_layout(layout: AxisLayout, seq_len: int, degree: int) -> None:
+    if (layout.length, layout.degree) != (seq_len, degree):
         raise ContextParallelError(
-            f"the mask is for {mask.rows} x {mask.q_len} queries and {mask.kv_len} keys, and there are "
-            f"{rows or 'any number of'} sequences of {q_len} queries and {kv_len} keys; make it for them, or of "
-            "one row for all alike"
-        )
-
-
-def _check_layout(layout: SequenceLayout, seq_len: int, degree: int) -> None:
-    if (layout.seq_len, layout.degree) != (seq_len, degree):
-        raise ContextParallelError(
-            f"the layout given to context_parallel is for {layout.seq_len} tokens on {layout.degree} ranks, and there "
+            f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
             f"are {seq_len} on {degree}; make it for them, or name a load balancer"
         )
 
@@ -232,12 +201,3 @@ def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.T
                 f"others (hashes {[f'{value & 0xFFFFFFFF:08x}' for value in hashes]}); give every rank the same data "
                 "and settings"
             )
-
-
-def check_attention_ran(live: LivePlan, mesh: DeviceMesh) -> None:
-    """At the end of a context: its inputs were cut, so that some attention must have run over all ranks."""
-    if live.calls == 0 and (modules := parallelised_modules(mesh)):
-        raise ContextParallelError(
-            f"the inputs were cut over {mesh.size()} ranks, but none of the {modules} context-parallel attention "
-            "modules ran inside the context; run the model's forward and backward inside it"
-        )

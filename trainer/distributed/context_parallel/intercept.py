@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.live import LivePlan
-from trainer.distributed.context_parallel.options import ContextParallelError
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.exchange import all_gather
 
 _NOT_COMPILED = "`intercept_sdpa` cannot be compiled; the model runs as it is inside the context"
@@ -104,11 +104,11 @@ class Interception(TorchFunctionMode):
             raise ContextParallelError(
                 "`intercept_sdpa` is in force already, for another mesh; an attention call can run over one only"
             )
-        shortest = min(map(live.layout.length, range(live.layout.degree)))
+        shortest = min(map(live.layout.local_length, range(live.layout.degree)))
         if shortest < 2:
             # transformers takes a single query for a step of generation, and calls its attention not causal.
             raise ContextParallelError(
-                f"`intercept_sdpa` with {live.layout.seq_len} tokens leaves a rank {shortest}, and models take a "
+                f"`intercept_sdpa` with {live.layout.length} tokens leaves a rank {shortest}, and models take a "
                 f"single token for a step of generation; use at least {2 * live.layout.degree} tokens and the load "
                 "balancer 'head_tail' or 'contiguous'"
             )

@@ -1,181 +1,153 @@
 """The table of live plans: where the operator finds what to do, by the handle that the model passed it.
 
-A handle is an int64 tensor (rows,), one number for each sequence of the batch, which names an entry of the table and
-the sequence's place in the batch. As a tensor it goes through a compiled graph without compiling it again, and is cut
-with a micro-batch.
+A handle is an int64 tensor (sequences,), one number for each sequence of the batch, which names an entry of the table
+and the sequence's place in the batch. As a tensor it goes through a compiled graph without compiling it again, and is
+cut with a micro-batch.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.context_parallel.cost import check_heads
-from trainer.distributed.context_parallel.execution import Execution
-from trainer.distributed.context_parallel.kernels.base import Kernel
-from trainer.distributed.context_parallel.kernels.choose import choose_kernel
-from trainer.distributed.context_parallel.lowering import lower
-from trainer.distributed.context_parallel.mask import Mask, by_row, causal, full, sliding_window
-from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.context_parallel.plan import make_plan
-from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.context_parallel.execution.build import Execution, build_execution
+from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
+from trainer.distributed.context_parallel.inputs import check_inputs
+from trainer.distributed.context_parallel.marks import parallelised_modules
+from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
+from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.sharding.layout import AxisLayout
 
-# The one process-wide state of the project, beside the registration of the operators themselves.
 _live: dict[int, "LivePlan"] = {}
-_gradient_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_started_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 _numbers = itertools.count(1)
 
-_ROWS = 1 << 20  # sequences of a batch that a handle can tell apart
+_SEQUENCES = 1 << 20  # of a batch that a handle can tell apart
 
 
 @dataclass(eq=False)
 class LivePlan:
     """A context that is open: its layout and mask, and how often the operator ran under it.
 
-    mesh: 1-D; hybrid_groups: for `hybrid`, the ring and the neighbours that this rank belongs to. kv_layout: who owns
-    which keys, where they are not as many as the queries.
+    mesh: 1-D. kv_layout: who owns which keys, where they are not as many as the queries. groups: over which K/V travel
+    in stages, and over which heads are exchanged; the mesh's unless given.
     """
 
     mesh: DeviceMesh
-    layout: SequenceLayout
+    layout: AxisLayout
     mask: Mask | None = None
     options: ContextParallelOptions = field(default_factory=ContextParallelOptions)
-    kv_layout: SequenceLayout | None = None
-    hybrid_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    kv_layout: AxisLayout | None = None
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     calls: int = 0
-    _runs: dict[tuple, Execution] = field(default_factory=dict)
+    _executions: dict[tuple, Execution] = field(default_factory=dict)
 
     def execution(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[int], *, is_causal: bool, window: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequence[int],
+        *,
+        is_causal: bool,
+        window: int,
     ) -> Execution:
-        """What carries out attention of these shapes; worked out at its first use.
+        """Return what carries out attention of these shapes, for these sequences of the batch.
 
         Raises:
             ContextParallelError: inputs that the context did not cut, or heads that the method cannot divide.
             ConfigError: the kernel cannot do it.
         """
         # A mask for all sequences alike does not care which of them these are.
-        rows = tuple(rows) if self.mask is not None and self.mask.rows > 1 else ()
-        inputs = [(x.shape, x.dtype, x.device.type) for x in (q, k, v)]
-        key = *inputs, rows, is_causal, window
-        if key not in self._runs:
-            self._check(q, k, v, rows)
-            mask = self._mask(rows, is_causal, window)
-            kernel = choose_kernel(q.device.type, q.dtype, q.shape[3], self.options.kernel, bands=mask.has_windows)
-            self._runs[key] = self._execution(mask, kernel)
-        return self._runs[key]
+        sequences = tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()
+        key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), sequences, is_causal, window
+        if key not in self._executions:
+            rank, kv_layout = self.mesh.get_local_rank(), self.kv_layout or self.layout
+            lengths = self.layout.local_length(rank), kv_layout.local_length(rank)
+            method, head_degree = self.options.method, self.options.head_degree(self.mesh.size())
+            check_inputs(q, k, v, lengths=lengths, sequences=len(sequences), head_degree=head_degree, method=method)
+            mask = self._mask(sequences, is_causal, window)
+            plan = make_plan(self.layout, mask, method, rank, kv_layout=kv_layout, head_degree=head_degree)
+            calls = max(len(stage.tiles) for stage in plan.forward)
+            choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
+            kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls)
+            self._executions[key] = build_execution(
+                plan,
+                kernel,
+                self.groups or (self.mesh.get_group(),) * 2,
+                self.mesh.device_type,
+                self.options.heads_per_pass,
+            )
+        return self._executions[key]
 
-    def _execution(self, mask: Mask, kernel: Kernel) -> Execution:
-        options, group = self.options, self.mesh.get_group()
-        # One rank has all heads and all rows: nothing to exchange, whatever the method.
-        method = options.method if group.size() > 1 else "ring"
-        degrees = options.hybrid_degrees
-        plan = make_plan(
-            self.layout,
-            mask,
-            method,
-            self.mesh.get_local_rank(),
-            kv_layout=self.kv_layout,
-            head_degree=degrees[0] if degrees and method == "hybrid" else None,
-        )
-        lowered, passes = lower(plan, kernel.capabilities), options.heads_per_pass
-        if plan.inner is None:
-            return Execution(lowered, kernel, self._started(group), self._for_gradients(group), passes)
-        ring = group
-        if method == "hybrid":
-            ring, group = map(self._started, self.hybrid_groups)
-        gradients = self._for_gradients(ring) if plan.inner.degree > 1 else ring
-        inner = Execution(lower(plan.inner, kernel.capabilities), kernel, ring, gradients)
-        return Execution(lowered, kernel, group, group, passes, inner)
-
-    def _started(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A communicator in which every rank has taken part: NCCL's may not begin with messages of some ranks only."""
-        if _queues(group) and group not in _started_groups:
-            dist.all_reduce(torch.zeros(1, device=self.mesh.device_type), group=group)
-            _started_groups.add(group)
-        return group
-
-    def _for_gradients(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Over what dK and dV travel: where a communicator is a queue, one of their own.
-
-        A collective over the group at its first use.
-        """
-        if not _queues(group) or group.size() == 1:
-            return group
-        if group not in _gradient_groups:
-            ranks = dist.get_process_group_ranks(group)
-            made = dist.new_group(ranks, use_local_synchronization=True, group_desc="cp_gradients")
-            _gradient_groups[group] = self._started(made)
-        return _gradient_groups[group]
-
-    def _mask(self, rows: tuple[int, ...], is_causal: bool, window: int) -> Mask:
-        lengths = self.layout.seq_len, (self.kv_layout or self.layout).seq_len
+    def _mask(self, sequences: tuple[int, ...], is_causal: bool, window: int) -> Mask:
+        lengths = self.layout.length, (self.kv_layout or self.layout).length
         if window:
             mask = sliding_window(lengths[0], window, lengths[1], is_causal=is_causal)
         else:
             mask = causal(*lengths) if is_causal else full(*lengths)
         if self.mask is None:
             return mask
-        if rows in ((), tuple(range(self.mask.rows))):
+        if sequences in ((), tuple(range(self.mask.sequences))):
             return mask & self.mask
-        return mask & by_row([self.mask.row(row) for row in rows])
-
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: tuple[int, ...]) -> None:
-        rank = self.mesh.get_local_rank()
-        alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
-        if not alike or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
-            raise ContextParallelError(
-                f"context-parallel attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of types "
-                f"{q.dtype}, {k.dtype}, {v.dtype}; give (B, H, S, D) and twice (B, K, T, D) of one type, K dividing H"
-            )
-        for x, layout in ((q, self.layout), (k, self.kv_layout or self.layout)):
-            if x.shape[2] != layout.length(rank):
-                raise ContextParallelError(
-                    f"context-parallel attention got {x.shape[2]} rows of the sequence and its plan has "
-                    f"{layout.length(rank)} for this rank; cut the inputs by naming them in "
-                    "`context_parallel(buffers=...)`"
-                )
-        if rows and len(rows) != q.shape[0]:
-            raise ContextParallelError(
-                f"context-parallel attention got {q.shape[0]} sequences and a plan for {len(rows)}; pass the handle's "
-                "entries of the same sequences"
-            )
-        if self.options.method in ("all_to_all", "hybrid"):
-            try:
-                check_heads(q.shape[1], self.options.head_degree(self.mesh.size()), self.options.method)
-            except ValueError as error:
-                raise ContextParallelError(str(error)) from None
+        return mask & by_sequence([self.mask.sequence(number) for number in sequences])
 
 
-def open_plan(live: LivePlan) -> int:
-    """Enter a plan into the table; its number."""
+@contextmanager
+def opened(live: LivePlan, sequences: int | None) -> Iterator[torch.Tensor]:
+    """Enter a plan into the table and yield its handle, (sequences,) int64, for the forward AND the backward.
+
+    sequences: of the batch; None: as many as the mask tells apart.
+
+    Raises:
+        ContextParallelError: at the end, no attention ran although modules of this process are parallelised over the
+            mesh.
+    """
+    sequences = sequences or (1 if live.mask is None else live.mask.sequences)
     number = next(_numbers)
     _live[number] = live
-    return number
+    try:
+        yield torch.arange(sequences, dtype=torch.int64, device="cpu") + number * _SEQUENCES
+        modules = parallelised_modules(live.mesh)
+        if live.calls == 0 and modules:
+            raise ContextParallelError(
+                f"the inputs were cut over {live.mesh.size()} ranks, but none of the {modules} context-parallel "
+                "attention modules ran inside the context; run the model's forward and backward inside it"
+            )
+    finally:
+        del _live[number]
 
 
-def close_plan(number: int) -> None:
-    """Take a plan out of the table."""
-    del _live[number]
+def flat_mesh(
+    mesh: DeviceMesh, options: ContextParallelOptions
+) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
+    """Return the mesh as one line of ranks, and the groups of `LivePlan`.
 
-
-def handle_of(number: int, rows: int) -> torch.Tensor:
-    """The handle of an entry, for a batch of so many sequences: (rows,) int64."""
-    return torch.arange(max(rows, 1), dtype=torch.int64, device="cpu") + number * _ROWS
+    Raises:
+        ContextParallelError: a mesh of another shape than the method's.
+    """
+    if not options.spread.two_level and mesh.ndim == 1:
+        return mesh, None
+    shape = (options.hybrid_degrees or ())[::-1]
+    if mesh.shape != shape:
+        raise ContextParallelError(
+            f"context_parallel with method {options.method!r} got a mesh of shape {mesh.shape}; give "
+            + (f"one of shape {shape}, ring x all-to-all ranks" if shape else "a 1-D mesh")
+        )
+    return mesh._flatten("cp"), (mesh.get_group(0), mesh.get_group(1))
 
 
 def any_plan_open(mesh: DeviceMesh) -> bool:
-    """Whether a context over this mesh is open."""
+    """Return whether a context over this mesh is open."""
     return any(live.mesh.get_group() is mesh.get_group() for live in _live.values())
 
 
 def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
-    """The live plan that a handle names, and the sequences of its batch.
+    """Return the live plan that a handle names, and the sequences of its batch.
 
     Raises:
         ContextParallelError: outside the context, or of one that is closed.
@@ -186,7 +158,7 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
             "forward and the backward"
         )
     entries = handle.tolist()
-    numbers = {entry // _ROWS for entry in entries}
+    numbers = {entry // _SEQUENCES for entry in entries}
     if len(numbers) != 1:
         raise ContextParallelError(
             f"a handle of {len(entries)} sequences names {len(numbers)} plans; pass entries of one `attention_plan`"
@@ -198,9 +170,4 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
             f"the plan {number} of this context-parallel attention belongs to a context that is closed; pass "
             "`attention_plan` of the open context to the model"
         )
-    return live, [entry % _ROWS for entry in entries]
-
-
-def _queues(group: dist.ProcessGroup) -> bool:
-    """Whether what is posted to one communicator runs one after another."""
-    return "nccl" in str(dist.get_backend(group))
+    return live, [entry % _SEQUENCES for entry in entries]

@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.context_parallel.context import check_attention_ran, check_mask, flat_mesh
-from trainer.distributed.context_parallel.live import LivePlan, close_plan, handle_of, open_plan
-from trainer.distributed.context_parallel.mask import Mask
-from trainer.distributed.context_parallel.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.context_parallel.inputs import check_mask
+from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
+from trainer.distributed.context_parallel.planning.mask import Mask
+from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.exchange import all_reduce, exchange
-from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Range
 
 PLACEMENTS = ("partial", "replicated")
@@ -43,11 +43,11 @@ PLACEMENTS = ("partial", "replicated")
 class Region:
     """An open region: the handle for its attention, and its borders, for the layout it was opened with.
 
-    attention_plan: (rows,) int64, for `plan=` of attention that has the style `ContextParallelAttention`.
+    attention_plan: (sequences,) int64, for `plan=` of attention that has the style `ContextParallelAttention`.
     """
 
     attention_plan: torch.Tensor
-    layout: SequenceLayout
+    layout: AxisLayout
     group: dist.ProcessGroup
     live: LivePlan
 
@@ -67,60 +67,54 @@ class Region:
 @contextmanager
 def region(
     mesh: DeviceMesh,
-    layout: SequenceLayout,
+    layout: AxisLayout,
     mask: Mask | None = None,
     options: ContextParallelOptions | None = None,
     *,
-    kv_layout: SequenceLayout | None = None,
-    rows: int | None = None,
+    kv_layout: AxisLayout | None = None,
+    sequences: int | None = None,
 ) -> Iterator[Region]:
     """A region over the ranks of a mesh, around forward AND backward; several may be open at once.
 
     layout: who owns which of the region's tokens (`options.layout(...)` makes one); mask: what may see what, beside
-    what each attention says of itself. kv_layout: of the keys, for cross attention to another sharded sequence. rows:
-    sequences of the batch, as many as the mask tells apart unless given. mesh: 1-D, or for `hybrid` (ring, all-to-all).
+    what each attention says of itself. kv_layout: of the keys, for cross attention to another sharded sequence.
+    sequences: of the batch, as many as the mask tells apart unless given. mesh: 1-D; for `hybrid` (ring, all-to-all).
 
     Raises:
         ContextParallelError: a layout for another number of ranks; or, at the end, no attention ran in the region
             although modules of this process are parallelised over `mesh`.
     """
     options = options or ContextParallelOptions()
-    mesh, hybrid_groups = flat_mesh(mesh, options)
+    mesh, groups = flat_mesh(mesh, options)
     for part in (layout, kv_layout or layout):
         if part.degree != mesh.size():
             raise ContextParallelError(
                 f"a layout for {part.degree} ranks cannot be that of a region over {mesh.size()}; make it for them"
             )
-    if mask is not None:
-        check_mask(mask, layout.seq_len, (kv_layout or layout).seq_len, rows)
-    rows = rows or (1 if mask is None else mask.rows)
-    live = LivePlan(mesh, layout, mask, options, kv_layout, hybrid_groups)
-    number = open_plan(live)
-    try:
-        yield Region(handle_of(number, rows), layout, mesh.get_group(), live)
-        check_attention_ran(live, mesh)
-    finally:
-        close_plan(number)
+    check_mask(mask, layout.length, (kv_layout or layout).length, sequences)
+    live = LivePlan(mesh, layout, mask, options, kv_layout, groups)
+    with opened(live, sequences) as handle:
+        yield Region(handle, layout, mesh.get_group(), live)
 
 
 def shard(
-    x: torch.Tensor, layout: SequenceLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
+    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
 ) -> torch.Tensor:
-    """This rank's rows of x, which every rank has whole: `layout.seq_len` rows in `dim`.
+    """This rank's rows of x, which every rank has whole: `layout.length` rows in `dim`.
 
     grad: placement of the gradient of x: `partial`, or `replicated` (a collective in the backward).
 
     Raises:
         ContextParallelError: another placement, or another number of rows.
     """
-    _check(x, dim, layout.seq_len, grad)
+    _check(x, dim, layout.length, grad)
     if grad == "replicated":
         return _ShardReplicated.apply(x, layout, dim, group)
     return x.index_select(dim, _own_indices(x, layout, group))
 
 
 def unshard(
-    x: torch.Tensor, layout: SequenceLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
+    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
 ) -> torch.Tensor:
     """All rows, in their global order, of which x has this rank's; a collective.
 
@@ -130,7 +124,7 @@ def unshard(
     Raises:
         ContextParallelError: another placement, or another number of rows.
     """
-    _check(x, dim, layout.length(group.rank()), grad)
+    _check(x, dim, layout.local_length(group.rank()), grad)
     if grad == "replicated":
         return _UnshardReplicated.apply(x, layout, dim, group)
     return _everything(x, layout, dim, group)
@@ -141,7 +135,7 @@ def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Replicate.apply(x, group)
 
 
-def borrow(x: torch.Tensor, layout: SequenceLayout, *, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
+def borrow(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
     """Whole sequences of some samples -> this rank's rows of the samples of all ranks; a collective.
 
     x: (B, S, ...), the same on each `copies` consecutive ranks of the group (the context-parallel ranks of one
@@ -152,16 +146,16 @@ def borrow(x: torch.Tensor, layout: SequenceLayout, *, group: dist.ProcessGroup,
         ContextParallelError: sequences of another length than the layout's, or copies that do not divide the ranks.
     """
     samples, rank = _samples(x.shape[0], copies, group), group.rank()
-    _check(x, 1, layout.seq_len, "partial")
+    _check(x, 1, layout.length, "partial")
     # Each copy sends a part of the rows that it has in common with the others.
-    cut = _sources(x.shape[0] * layout.seq_len, copies, group)
-    before = sum(cut.length(copy) for copy in range(rank // copies * copies, rank))
-    mine = x.flatten(0, 1).narrow(0, before, cut.length(rank))
+    cut = _sources(x.shape[0] * layout.length, copies, group)
+    before = sum(cut.local_length(copy) for copy in range(rank // copies * copies, rank))
+    mine = x.flatten(0, 1).narrow(0, before, cut.local_length(rank))
     rows = exchange(mine, cut, layout.repeated(samples).ranges, dim=0, group=group, outside="refuse")
-    return rows.unflatten(0, (samples, layout.length(rank)))
+    return rows.unflatten(0, (samples, layout.local_length(rank)))
 
 
-def give_back(x: torch.Tensor, layout: SequenceLayout, *, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
+def give_back(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
     """Undo `borrow`: this rank's rows of all samples (G * B, rows, ...) -> whole sequences (B, S, ...) of its own.
 
     Each of the copies gets them; the gradient of the result is partial over them.
@@ -170,13 +164,13 @@ def give_back(x: torch.Tensor, layout: SequenceLayout, *, group: dist.ProcessGro
         ContextParallelError: another number of rows than the layout's, or copies that do not divide the ranks.
     """
     sets = _samples(1, copies, group)
-    _check(x, 1, layout.length(group.rank()), "partial")
+    _check(x, 1, layout.local_length(group.rank()), "partial")
     if x.shape[0] % sets:
         raise ContextParallelError(f"{x.shape[0]} samples cannot be given back to {sets} sets of ranks alike")
-    each = x.shape[0] // sets * layout.seq_len
+    each = x.shape[0] // sets * layout.length
     wanted: list[list[Range]] = [[(r // copies * each, (r // copies + 1) * each)] for r in range(group.size())]
     rows = exchange(x.flatten(0, 1), layout.repeated(x.shape[0]), wanted, dim=0, group=group, outside="refuse")
-    return rows.unflatten(0, (x.shape[0] // sets, layout.seq_len))
+    return rows.unflatten(0, (x.shape[0] // sets, layout.length))
 
 
 def _samples(of_each: int, copies: int, group: dist.ProcessGroup) -> int:
@@ -185,18 +179,18 @@ def _samples(of_each: int, copies: int, group: dist.ProcessGroup) -> int:
     return of_each * group.size() // copies
 
 
-def _sources(rows: int, copies: int, group: dist.ProcessGroup) -> SequenceLayout:
+def _sources(rows: int, copies: int, group: dist.ProcessGroup) -> AxisLayout:
     """Who sends which rows of all samples, laid one after another; `rows` are those of one set of copies."""
     sets = group.size() // copies
     shards = tuple(((s * rows, (s + 1) * rows),) for s in range(sets))
-    return SequenceLayout("samples", rows * sets, shards).cut(copies)
+    return AxisLayout("samples", rows * sets, shards).cut(copies)
 
 
-def _everything(x: torch.Tensor, layout: SequenceLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return exchange(x, layout, [[(0, layout.seq_len)]] * layout.degree, dim=dim, group=group)
+def _everything(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return exchange(x, layout, [[(0, layout.length)]] * layout.degree, dim=dim, group=group)
 
 
-def _own_indices(x: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+def _own_indices(x: torch.Tensor, layout: AxisLayout, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.from_numpy(layout.indices(group.rank())).to(x.device)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Offsets, Range, intersection, size, union
 
 # kind -> calls of this process; what tests compare with what a step should cost
@@ -165,7 +165,7 @@ class Movement:
 
 
 @lru_cache(maxsize=256)
-def plan_movement(layout: SequenceLayout, wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
+def plan_movement(layout: AxisLayout, wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
     """What `rank` sends and receives when every rank r wants the ranges wanted[r]: pure integers."""
     own = Offsets(layout.ranges[rank])
     sent = tuple(tuple(place for _, place in _common(ranges, own)) for ranges in wanted)
@@ -186,7 +186,7 @@ def _common(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]
 
 def exchange(
     x: torch.Tensor,
-    layout: SequenceLayout,
+    layout: AxisLayout,
     wanted: Sequence[Sequence[Range]],
     *,
     dim: int,
@@ -195,8 +195,8 @@ def exchange(
 ) -> torch.Tensor:
     """The rows that this rank wants, one range after another in dimension `dim`; differentiable, a collective.
 
-    x: this rank's shard, `layout.length(rank)` rows in `dim`. wanted: for each rank of the group, alike on all of them,
-    half-open ranges of the axis; they may overlap, and reach beyond its ends, where rows are zeros
+    x: this rank's shard, `layout.local_length(rank)` rows in `dim`. wanted: for each rank of the group, alike on all of
+    them, half-open ranges of the axis; they may overlap, and reach beyond its ends, where rows are zeros
     (outside="refuse": an error). The adjoint adds up, in the order of ranks, what a row gave to whom.
 
     Raises:
@@ -205,19 +205,19 @@ def exchange(
     """
     rank = group.rank()
     wanted = tuple(tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted)
-    if x.shape[dim] != layout.length(rank) or len(wanted) != layout.degree or layout.degree != group.size():
+    if x.shape[dim] != layout.local_length(rank) or len(wanted) != layout.degree or layout.degree != group.size():
         raise ValueError(
             f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
-            f"{layout.length(rank)} rows for this rank and {layout.degree} ranks"
+            f"{layout.local_length(rank)} rows for this rank and {layout.degree} ranks"
         )
     if any(start > stop for ranges in wanted for start, stop in ranges):
         raise ValueError(
             f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
         )
-    beyond = [part for ranges in wanted for part in ranges if part[0] < 0 or part[1] > layout.seq_len]
+    beyond = [part for ranges in wanted for part in ranges if part[0] < 0 or part[1] > layout.length]
     if outside not in ("zeros", "refuse") or (beyond and outside == "refuse"):
         raise ValueError(
-            f"exchange with outside={outside!r} was asked for rows {beyond[:1]} of an axis of {layout.seq_len}; ask "
+            f"exchange with outside={outside!r} was asked for rows {beyond[:1]} of an axis of {layout.length}; ask "
             "for rows within it, or use outside='zeros'"
         )
     return _Exchange.apply(x, plan_movement(layout, wanted, rank), dim, group)

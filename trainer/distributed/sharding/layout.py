@@ -1,7 +1,7 @@
-"""Who owns which tokens of a sequence: pure data, no torch.
+"""Who owns which rows of an axis, such as the tokens of a sequence: pure data, no torch.
 
-A layout lists for each rank the half-open ranges of the global sequence that it holds, in order. The one permutation
-that follows serves tokens, labels, positions, rotary tables and the way back. Shards may be uneven, and empty.
+A layout lists for each rank the half-open ranges of the global axis that it holds, in order. The one permutation that
+follows serves tokens, labels, positions, rotary tables and the way back. Shards may be uneven, and empty.
 
     head_tail, 16 tokens on 2 ranks:   rank 0: [0, 4) [12, 16)     rank 1: [4, 12)
     contiguous:                        rank 0: [0, 8)              rank 1: [8, 16)
@@ -18,19 +18,19 @@ from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, size, un
 
 
 @dataclass(frozen=True)
-class SequenceLayout:
-    """ranges[r]: what rank r holds of [0, seq_len), ascending, disjoint, none empty, together everything."""
+class AxisLayout:
+    """ranges[r]: what rank r holds of [0, length), ascending, disjoint, none empty, together everything."""
 
     name: str
-    seq_len: int
+    length: int
     ranges: tuple[Ranges, ...]
 
     def __post_init__(self) -> None:
         everything = sum(self.ranges, ())
-        whole = ((0, self.seq_len),) if self.seq_len else ()
-        if any(union(r) != r for r in self.ranges) or union(everything) != whole or size(everything) != self.seq_len:
+        whole = ((0, self.length),) if self.length else ()
+        if any(union(r) != r for r in self.ranges) or union(everything) != whole or size(everything) != self.length:
             raise ValueError(
-                f"the ranges of layout {self.name!r} do not give each of {self.seq_len} tokens to one rank, in "
+                f"the ranges of layout {self.name!r} do not give each of {self.length} tokens to one rank, in "
                 "ascending ranges that neither touch nor are empty; `union` makes a rank's ranges such"
             )
 
@@ -39,7 +39,7 @@ class SequenceLayout:
         """Number of ranks."""
         return len(self.ranges)
 
-    def length(self, rank: int) -> int:
+    def local_length(self, rank: int) -> int:
         """Number of tokens that `rank` holds."""
         return size(self.ranges[rank])
 
@@ -49,39 +49,39 @@ class SequenceLayout:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def order(self) -> np.ndarray:
-        """Global positions of the shards laid one after another: (seq_len,) int64; its argsort undoes the cut."""
+        """Global positions of the shards laid one after another: (length,) int64; its argsort undoes the cut."""
         return np.concatenate([self.indices(rank) for rank in range(self.degree)])
 
-    def cut(self, pieces: int, *, multiple_of: int = 1) -> "SequenceLayout":
+    def cut(self, pieces: int, *, multiple_of: int = 1) -> "AxisLayout":
         """Every shard cut into so many, as equal as can be: rank r's are those of ranks r * pieces and following."""
         shards = []
         for rank, ranges in enumerate(self.ranges):
             places = Offsets(ranges)
-            for start, stop in pairwise(_cuts(self.length(rank), pieces, multiple_of)):
+            for start, stop in pairwise(_cuts(self.local_length(rank), pieces, multiple_of)):
                 shards.append(tuple(places.ranges_at(start, stop)))
-        return SequenceLayout(self.name, self.seq_len, tuple(shards))
+        return AxisLayout(self.name, self.length, tuple(shards))
 
-    def repeated(self, rows: int) -> "SequenceLayout":
+    def repeated(self, rows: int) -> "AxisLayout":
         """The layout of `rows` sequences laid one after another, each cut like this one."""
         if rows == 1:
             return self
-        return SequenceLayout(
+        return AxisLayout(
             self.name,
-            self.seq_len * rows,
+            self.length * rows,
             tuple(
-                union((start + b * self.seq_len, stop + b * self.seq_len) for b in range(rows) for start, stop in shard)
+                union((start + b * self.length, stop + b * self.length) for b in range(rows) for start, stop in shard)
                 for shard in self.ranges
             ),
         )
 
 
-def contiguous(seq_len: int, degree: int, *, multiple_of: int = 1) -> SequenceLayout:
+def contiguous(seq_len: int, degree: int, *, multiple_of: int = 1) -> AxisLayout:
     """Rank r holds the r-th piece. Under a causal mask the last rank computes almost twice the mean."""
     cuts = _cuts(seq_len, degree, multiple_of)
-    return SequenceLayout("contiguous", seq_len, tuple(union([piece]) for piece in pairwise(cuts)))
+    return AxisLayout("contiguous", seq_len, tuple(union([piece]) for piece in pairwise(cuts)))
 
 
-def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> SequenceLayout:
+def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> AxisLayout:
     """2 * degree pieces, of which rank r holds number r and number 2 * degree - 1 - r (round robin, zigzag).
 
     Under a causal mask every rank computes the same when 2 * degree pieces divide the sequence; otherwise the first
@@ -89,10 +89,10 @@ def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> SequenceLay
     """
     pieces = list(pairwise(_cuts(seq_len, 2 * degree, multiple_of)))
     ranges = (union([pieces[rank], pieces[-1 - rank]]) for rank in range(degree))
-    return SequenceLayout("head_tail", seq_len, tuple(ranges))
+    return AxisLayout("head_tail", seq_len, tuple(ranges))
 
 
-def balanced(work: np.ndarray, degree: int, *, multiple_of: int = 1) -> SequenceLayout:
+def balanced(work: np.ndarray, degree: int, *, multiple_of: int = 1) -> AxisLayout:
     """Blocks dealt by their cost, so that every rank has as many tokens as the others and about as much attention.
 
     work: (seq_len,) visible keys of each token (`Mask.work`). Blocks are the largest power of two, times `multiple_of`,
@@ -116,7 +116,7 @@ def balanced(work: np.ndarray, degree: int, *, multiple_of: int = 1) -> Sequence
         shards[rank].append((start, stop))
         if len(shards[rank]) <= rounds:
             heapq.heappush(heap, (load + int(total[stop] - total[start]), rank))
-    return SequenceLayout("balanced", seq_len, tuple(union(shard) for shard in shards))
+    return AxisLayout("balanced", seq_len, tuple(union(shard) for shard in shards))
 
 
 LAYOUTS = {"head_tail": head_tail, "contiguous": contiguous}
@@ -129,7 +129,7 @@ _BLOCKS_PER_RANK = 32
 
 def build_layout(
     name: str, seq_len: int, degree: int, *, multiple_of: int = 1, work: np.ndarray | None = None
-) -> SequenceLayout:
+) -> AxisLayout:
     """The layout of that name; `balanced` deals by `work` (seq_len,), as under a causal mask where it is None."""
     if name == "balanced":
         work = np.arange(1, seq_len + 1) if work is None else work

@@ -10,9 +10,9 @@ from trainer.models.common.rotary import apply_rope
 
 
 class InnerAttention(nn.Module):
-    """Causal scaled dot product attention, of all tokens or a sliding window: the part that a plan may replace.
+    """Causal scaled dot product attention of all tokens: the part that a plan replaces (`ContextParallelAttention`).
 
-    A window, and sinks, are a dense mask here, (S, S); `parallelize` puts planned attention in their place.
+    A sliding window and sinks exist in the plan only.
     """
 
     def __init__(self, sliding_window: int | None = None) -> None:
@@ -32,19 +32,16 @@ class InnerAttention(nn.Module):
         """q: (B, H, S, D); k, v: (B, K, S, D), K divides H; sinks: (H,) -> (B, H, S, D).
 
         Local attention has no use for a plan.
+
+        Raises:
+            RuntimeError: a sliding window or sinks, without a plan.
         """
-        grouped = q.shape[1] != k.shape[1]
-        if sinks is None and self.sliding_window is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        if self.sliding_window is not None:
-            visible = visible.triu(1 - self.sliding_window)
-        mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
-        if sinks is not None:  # one more key and value, zeros, first in line
-            k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
-            column = sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[2], 1)
-            mask = torch.cat((column, mask.expand(q.shape[1], -1, -1)), dim=2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        if sinks is not None or self.sliding_window is not None:
+            raise RuntimeError(
+                "a sliding window and attention sinks need planned attention; apply `ContextParallelAttention` to this "
+                "module, on a mesh of one rank if need be, and run the model inside `context_parallel(...)`"
+            )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class AttentionSinks(nn.Module):

@@ -2,9 +2,9 @@
 
 import torch
 
-from trainer.distributed.context_parallel.kernels.base import hidden_pairs, repeated, summed
-from trainer.distributed.context_parallel.lowering import CAPABILITIES
-from trainer.distributed.context_parallel.mask import Relation
+from trainer.distributed.context_parallel.execution.kernels.base import hidden_pairs, repeated, summed
+from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
+from trainer.distributed.context_parallel.planning.mask import Relation
 
 _aten = torch.ops.aten
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from trainer.distributed.context_parallel.cost import AttentionShape, attention_cost
-from trainer.distributed.context_parallel.lowering import CAPABILITIES, Call, Capabilities, lower
-from trainer.distributed.context_parallel.mask import Mask
-from trainer.distributed.context_parallel.options import ContextParallelOptions
-from trainer.distributed.context_parallel.plan import make_plan
+from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES, Capabilities
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.planning.lowering import Call, lower
+from trainer.distributed.context_parallel.planning.mask import Mask
+from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.sharding.layout import AxisLayout
 
 # Below so many tokens a rank, a stage's tile is too short to hide a message behind it (about 800 on NVLink for Llama 3
 # 8B), and the N - 1 messages of a ring cost more than the memory that it saves.
@@ -49,17 +51,18 @@ def choose(
     candidates = sorted(_candidates(options, masks, degree, shape, batch, hybrids), key=lambda c: c.bytes_sent)
     near = [c for c in candidates if c.bytes_sent <= 1.1 * candidates[0].bytes_sent]
     rows = masks[0].q_len // degree
-    ring = next((c for c in near if c.options.method == "ring"), None)
-    if ring is None:
+    hidden = next((c for c in near if c.options.spread.hidden), None)
+    if hidden is None:
         best = min(near, key=lambda c: (c.kernels, c.bytes_sent))
         reason = "within a tenth of the least that a busiest rank sends, with the fewest kernels"
     elif rows >= SHORT_SHARD:
-        best = ring
+        best = hidden
         reason = f"within a tenth of the least that a busiest rank sends, hidden behind {rows:,} tokens a rank"
     else:
-        best = next(c for c in candidates if c.options.method == "all_gather")
+        best = next(c for c in candidates if c.options.method == hidden.options.spread.when_short)
         reason = (
-            f"a ring would send {ring.bytes_sent / 2**20:,.2f} MiB, in messages that {rows:,} tokens a rank cannot hide"
+            f"a {hidden.options.method} would send {hidden.bytes_sent / 2**20:,.2f} MiB, in messages that {rows:,} "
+            "tokens a rank cannot hide"
         )
     return best.options, (
         f"{best} ({reason}; a layer, forward and backward: {', '.join(map(str, candidates))}; "
@@ -75,32 +78,34 @@ def _candidates(
     batch: Mask | None,
     hybrids: bool,
 ) -> Iterator[Candidate]:
-    methods: list[tuple[str, tuple[int, int] | None]] = [("ring", None), ("all_gather", None)]
-    if shape.heads % degree == 0:
-        methods.append(("all_to_all", None))
-    methods += [
-        ("hybrid", (heads, degree // heads))
-        for heads in range(2, degree)
-        if hybrids and degree % heads == 0 and shape.heads % heads == 0
-    ]
-    # Which kernel `auto` takes depends on the device; the least able one stands for it.
-    capabilities = CAPABILITIES.get(options.kernel, CAPABILITIES["cpu_flash"])
     # What `balanced` deals is known with each batch; until then head and tail stands for it.
     balancer = "head_tail" if options.load_balancer == "balanced" and batch is None else options.load_balancer
     masks = masks if batch is None else tuple(mask & batch for mask in masks)
-    for method, hybrid in methods:
-        way = replace(options, method=method, hybrid_degrees=hybrid, heads_per_pass=0, load_balancer=balancer)
-        layout = way.layout(masks[0].q_len, degree, batch)
-        busiest = kernels = 0
-        # Ranks that differ by their place among neighbours only do the same.
-        ranks = range(0, degree, way.head_degree(degree))
-        # The first ones send most under a causal mask; of the others a few stand for all.
-        for rank in sorted({*ranks[:2], *ranks[:: max(len(ranks) // 8, 1)], ranks[-1]}):
-            plans = [make_plan(layout, mask, method, rank, head_degree=hybrid[0] if hybrid else None) for mask in masks]
-            directions = [attention_cost(plan, shape, d) for plan in plans for d in ("forward", "backward")]
-            busiest = max(busiest, sum(cost.bytes_sent.total() for cost in directions))
-            kernels = max(kernels, sum(_kernels(lower(plan, capabilities).forward, capabilities) for plan in plans))
-        yield Candidate(replace(options, method=method, hybrid_degrees=hybrid), busiest, kernels)
+    for name, method in METHODS.items():
+        for hybrid in method.ways(degree, shape.heads):
+            if hybrids or hybrid is None:
+                way = replace(options, method=name, hybrid_degrees=hybrid, heads_per_pass=0)
+                layout = replace(way, load_balancer=balancer).layout(masks[0].q_len, degree, batch)
+                yield Candidate(way, *_busiest(way, layout, masks, shape))
+
+
+def _busiest(
+    way: ContextParallelOptions, layout: AxisLayout, masks: tuple[Mask, ...], shape: AttentionShape
+) -> tuple[int, int]:
+    """The most bytes that a rank sends, forward and backward, and the most kernels that one starts."""
+    # Which kernel `auto` takes depends on the device; the least able one stands for it.
+    capabilities = CAPABILITIES.get(way.kernel, CAPABILITIES["cpu_flash"])
+    heads = way.head_degree(layout.degree)
+    # Ranks that differ by their place in a group that divides the heads do the same.
+    ranks = range(0, layout.degree, heads)
+    busiest = kernels = 0
+    # The first ones send most under a causal mask; of the others a few stand for all.
+    for rank in sorted({*ranks[:2], *ranks[:: max(len(ranks) // 8, 1)], ranks[-1]}):
+        plans = [make_plan(layout, mask, way.method, rank, head_degree=heads) for mask in masks]
+        directions = [attention_cost(plan, shape, d) for plan in plans for d in ("forward", "backward")]
+        busiest = max(busiest, sum(cost.bytes_sent.total() for cost in directions))
+        kernels = max(kernels, sum(_kernels(lower(plan, capabilities).forward, capabilities) for plan in plans))
+    return busiest, kernels
 
 
 def _kernels(calls: tuple[tuple[Call, ...], ...], capabilities: Capabilities) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from trainer.distributed.context_parallel.kernels.cuda import padded
-from trainer.distributed.context_parallel.lowering import CAPABILITIES
-from trainer.distributed.context_parallel.mask import Relation
+from trainer.distributed.context_parallel.execution.kernels.cuda import padded
+from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
+from trainer.distributed.context_parallel.planning.mask import Relation
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Relation, float], tuple[torch.Tensor, torch.Tensor]]
 """q, k, v, relation, scale -> output, log-sum-exp, differentiable."""
@@ -96,6 +96,6 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 _MASKS: dict[Relation, Callable[[torch.Tensor], Callable[..., torch.Tensor]]] = {
     Relation.CAUSAL: lambda extra: lambda b, h, query, key: key <= query + extra,
-    Relation.BAND: lambda extra: lambda b, h, query, key: (key >= query) & (key <= query + extra),
-    Relation.TAIL: lambda extra: lambda b, h, query, key: key >= query,
+    Relation.BI_CAUSAL: lambda extra: lambda b, h, query, key: (key >= query) & (key <= query + extra),
+    Relation.INV_CAUSAL: lambda extra: lambda b, h, query, key: key >= query,
 }

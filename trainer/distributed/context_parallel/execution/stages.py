@@ -2,24 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.context_parallel.kernels.base import Kernel
-from trainer.distributed.context_parallel.lowering import Call, LoweredPlan
-from trainer.distributed.context_parallel.plan import RankPlan
-from trainer.distributed.sharding.layout import SequenceLayout
+from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.planning.lowering import Call, LoweredPlan
+from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.sharding.ranges import Ranges, size
 
 
 @dataclass(frozen=True)
-class Execution:
-    """A plan and what carries it out on this rank: what computes, and over which communicators K/V and dK/dV travel.
+class StageRun:
+    """A plan of stages, the kernel that computes its tiles, and the communicators of K/V and of dK/dV.
 
-    heads_per_pass: key/value heads that are worked on at a time; 0: all. inner: where heads are exchanged over `group`,
-    what is done with all rows of this rank's heads.
+    heads_per_pass: key/value heads that are worked on at a time; 0: all.
     """
 
     lowered: LoweredPlan
@@ -27,16 +24,10 @@ class Execution:
     group: dist.ProcessGroup
     gradient_group: dist.ProcessGroup
     heads_per_pass: int = 0
-    inner: "Execution | None" = None
 
     @property
     def plan(self) -> RankPlan:
         return self.lowered.plan
-
-    @cached_property
-    def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
-        """Who of the neighbours owns which queries and which keys, of all sequences that the plan tells apart."""
-        return tuple(layout.repeated(self.plan.rows) for layout in self.plan.neighbour_layouts)
 
 
 def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
@@ -125,16 +116,16 @@ def _call_gradients(call, dout, q, k, v, out, lse, kernel, scale):
     return kernel.backward(dout, q, k, v, out, lse, relation=call.relation, scale=scale)
 
 
-def in_line(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
+def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
     """(B, H, S, ...) -> (1, H, B * S, ...) where the plan tells sequences apart, else as it is."""
-    if plan.rows == 1:
+    if plan.sequences == 1:
         return x
     b, h, s, *rest = x.shape
     return x.transpose(1, 2).reshape(1, b * s, h, *rest).transpose(1, 2)
 
 
-def out_of_line(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undo `in_line`, for the shape (B, H, S) of `like`: (B, H, S, D) lies in memory as (B, S, H, D)."""
+def unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Undo `fold_batch`, for the shape (B, H, S) of `like`: (B, H, S, D) lies in memory as (B, S, H, D)."""
     b, h, s = like.shape[:3]
     rest = x.shape[3:]
     if not rest:
@@ -143,11 +134,11 @@ def out_of_line(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def as_before(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Undo `in_line`: of the shape and strides of `like`, (B, H, S, D), and of its type unless given.
+    """Undo `fold_batch`: of the shape and strides of `like`, (B, H, S, D), and of its type unless given.
 
     `x` itself, given up by the caller, where it is so already and shares its memory with nothing else; else a copy.
     """
-    x, result = out_of_line(x, like), torch.empty_like(like, dtype=dtype)
+    x, result = unfold_batch(x, like), torch.empty_like(like, dtype=dtype)
     # Of an empty tensor 0 == 0 bytes says nothing about sharing: operators must not return two views of one storage.
     owns_memory = x.numel() > 0 and x.untyped_storage().nbytes() == x.nbytes
     if owns_memory and (x.dtype, x.stride()) == (result.dtype, result.stride()):

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from trainer.distributed.context_parallel.kernels.base import hidden_pairs, repeated, summed
-from trainer.distributed.context_parallel.lowering import CAPABILITIES, Call
-from trainer.distributed.context_parallel.mask import Relation
+from trainer.distributed.context_parallel.execution.kernels.base import hidden_pairs, repeated, summed
+from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
+from trainer.distributed.context_parallel.planning.lowering import Call
+from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
 
 
@@ -141,8 +142,8 @@ class Cudnn:
 class Varlen:
     """FlashAttention-2 over a ragged batch: all calls of one relation, and all rows of the batch, in one launch.
 
-    A window is one number for a launch and counts from the last key, so that BAND and TAIL tiles share one only if
-    they have the same number of keys more than queries.
+    A window is one number for a launch and counts from the last key, so that BI_CAUSAL and INV_CAUSAL tiles share one
+    only if they have the same number of keys more than queries.
     """
 
     name = "varlen"

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from trainer.distributed.context_parallel.lowering import Capabilities
-from trainer.distributed.context_parallel.mask import Relation
+from trainer.distributed.context_parallel.planning.capabilities import Capabilities
+from trainer.distributed.context_parallel.planning.mask import Relation
 
 
 class Kernel(Protocol):

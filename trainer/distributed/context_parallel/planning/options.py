@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from trainer.distributed.context_parallel.lowering import CAPABILITIES
-from trainer.distributed.context_parallel.mask import Mask, causal, documents_of
-from trainer.distributed.context_parallel.plan import METHODS
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, SequenceLayout, build_layout
+from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
+from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents_of
+from trainer.distributed.context_parallel.planning.methods import METHODS, Method
+from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout, build_layout
 
 
 class ContextParallelError(RuntimeError):
@@ -47,38 +47,43 @@ class ContextParallelOptions:
             if value not in choices:
                 raise ContextParallelError(f"{name} = {value!r} is none of {', '.join(map(repr, choices))}")
         degrees = self.hybrid_degrees
-        if (degrees is not None) != (self.method == "hybrid") or (degrees and (len(degrees) != 2 or min(degrees) < 1)):
+        if (degrees is not None) != self.spread.two_level or (degrees and (len(degrees) != 2 or min(degrees) < 1)):
             raise ContextParallelError(
                 f"hybrid_degrees = {degrees} with method = {self.method!r}: 'hybrid' needs two degrees, of all-to-all "
                 "and of the ring, each at least 1, such as (2, 4); no other method has any"
             )
         if self.multiple_of < 1:
             raise ContextParallelError(f"multiple_of = {self.multiple_of} must be at least 1")
-        if self.heads_per_pass < 0 or (self.heads_per_pass and self.method == "ring"):
+        if self.heads_per_pass < 0 or (self.heads_per_pass and not self.spread.passes):
             raise ContextParallelError(
-                f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = 'ring', where all "
-                "heads go round together; use 'all_gather' or 'all_to_all' with it"
+                f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = {self.method!r}, where "
+                "all heads travel together; use 'all_gather' or 'all_to_all' with it"
             )
 
-    def head_degree(self, degree: int) -> int:
-        """How many of `degree` ranks divide the heads among them: 1 where every rank works on all heads."""
-        return {"all_to_all": degree, "hybrid": (self.hybrid_degrees or (1,))[0]}.get(self.method, 1)
+    @property
+    def spread(self) -> Method:
+        """The record of the method."""
+        return METHODS[self.method]
 
-    def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> SequenceLayout:
+    def head_degree(self, degree: int) -> int:
+        """Return how many of `degree` ranks divide the heads among them; 1: every rank works on all heads."""
+        return self.spread.head_degree(degree, self.hybrid_degrees)
+
+    def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> AxisLayout:
         """Who owns which tokens of a batch; `balanced` deals by what is visible of `mask` under a causal mask."""
         return _layout(self, seq_len, degree, mask if self.load_balancer == "balanced" else None)
 
 
 @lru_cache(maxsize=4)
-def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Mask | None) -> SequenceLayout:
+def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Mask | None) -> AxisLayout:
     work = None if mask is None else (causal(seq_len) & mask).work()
-    # The neighbours of a hybrid share what one rank of its ring would own.
-    neighbours = options.head_degree(degree) if options.method == "hybrid" else 1
-    unit = options.multiple_of * neighbours
+    # The ranks of a group share what one rank of the ring over groups would own.
+    group = options.head_degree(degree) if options.spread.two_level else 1
+    unit = options.multiple_of * group
     if seq_len % unit:
         unit = options.multiple_of
-    layout = build_layout(options.load_balancer, seq_len, degree // neighbours, multiple_of=unit, work=work)
-    return layout if neighbours == 1 else layout.cut(neighbours, multiple_of=options.multiple_of)
+    layout = build_layout(options.load_balancer, seq_len, degree // group, multiple_of=unit, work=work)
+    return layout if group == 1 else layout.cut(group, multiple_of=options.multiple_of)
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class BatchPlan:
     """
 
     mask: Mask
-    layout: SequenceLayout
+    layout: AxisLayout
     options: ContextParallelOptions
     reason: str = ""
 

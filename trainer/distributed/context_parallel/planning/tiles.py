@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from trainer.distributed.context_parallel.mask import ANY, Band, Relation
+from trainer.distributed.context_parallel.planning.mask import ANY, Band, Relation
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges
 
 
@@ -83,7 +83,9 @@ class _Rows:
     def tile(self) -> Tile:
         lower, upper = (self.last[end] > self.first[end] for end in (0, 1))
         relation = (
-            (Relation.BAND if upper else Relation.TAIL) if lower else (Relation.CAUSAL if upper else Relation.FULL)
+            (Relation.BI_CAUSAL if upper else Relation.INV_CAUSAL)
+            if lower
+            else (Relation.CAUSAL if upper else Relation.FULL)
         )
         return Tile((self.start, self.start + self.count), (self.first[0], self.last[1]), relation)
 

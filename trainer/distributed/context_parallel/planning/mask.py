@@ -33,20 +33,20 @@ class Relation(Enum):
     FULL = "full"
     CAUSAL = "causal"
     """Up to the diagonal: query i sees the keys j <= i + m - n."""
-    BAND = "band"
+    BI_CAUSAL = "bi_causal"
     """From one diagonal to the other: i <= j <= i + m - n."""
-    TAIL = "tail"
+    INV_CAUSAL = "inv_causal"
     """From the diagonal that begins at the first key on: j >= i."""
 
     @property
     def upper(self) -> bool:
         """Whether late keys are hidden."""
-        return self in (Relation.CAUSAL, Relation.BAND)
+        return self in (Relation.CAUSAL, Relation.BI_CAUSAL)
 
     @property
     def lower(self) -> bool:
         """Whether early keys are hidden."""
-        return self in (Relation.BAND, Relation.TAIL)
+        return self in (Relation.BI_CAUSAL, Relation.INV_CAUSAL)
 
     def pairs(self, n: int, m: int) -> int:
         """Number of visible pairs of n queries and m keys; m >= n, unless FULL."""
@@ -82,41 +82,42 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """Visible pairs of q_len queries and kv_len keys, for each of `rows` sequences of a batch.
+    """Visible pairs of q_len queries and kv_len keys, for each of so many sequences of a batch.
 
-    bands: ascending, no query in two of them. With rows = 1 they hold for every sequence of any batch. Otherwise the
-    sequences are laid one after another: row b has queries b * q_len + i and keys b * kv_len + j.
+    bands: ascending, no query in two of them. With sequences = 1 they hold for every sequence of any batch.
+    Otherwise the sequences are laid one after another: number b has queries b * q_len + i and keys b * kv_len + j.
     """
 
     q_len: int
     kv_len: int
     bands: tuple[Band, ...]
-    rows: int = 1
+    sequences: int = 1
 
     def __post_init__(self) -> None:
         """Check the bands.
 
         Raises:
-            ValueError: negative lengths, bands that descend or share a query, that are empty, or that leave their row.
+            ValueError: negative lengths, bands that descend or share a query, that are empty, or that leave their
+                sequence.
         """
-        if min(self.q_len, self.kv_len) < 0 or self.rows < 1:
+        if min(self.q_len, self.kv_len) < 0 or self.sequences < 1:
             raise ValueError(
-                f"a mask of {self.rows} rows of {self.q_len} queries and {self.kv_len} keys cannot be: there must be "
-                "at least one row, and no length may be negative"
+                f"a mask of {self.sequences} sequences of {self.q_len} queries and {self.kv_len} keys cannot be: there "
+                "must be at least one sequence, and no length may be negative"
             )
         q_end = 0
         for band in self.bands:
-            row = band.q_start // self.q_len if self.q_len else self.rows
+            number = band.q_start // self.q_len if self.q_len else self.sequences
             if not (
-                q_end <= band.q_start < band.q_stop <= (row + 1) * self.q_len
-                and row * self.kv_len <= band.kv_start < band.kv_stop <= (row + 1) * self.kv_len
-                and row < self.rows
+                q_end <= band.q_start < band.q_stop <= (number + 1) * self.q_len
+                and number * self.kv_len <= band.kv_start < band.kv_stop <= (number + 1) * self.kv_len
+                and number < self.sequences
                 and band.lower <= band.upper
             ):
                 raise ValueError(
-                    f"{band} cannot stand in a mask of {self.rows} row(s) of {self.q_len} queries and {self.kv_len} "
-                    f"keys, after a band that ends at query {q_end}: bands ascend, share no query, are not empty, and "
-                    "lie within one row; `&` and `by_row` combine masks"
+                    f"{band} cannot stand in a mask of {self.sequences} sequence(s) of {self.q_len} queries and "
+                    f"{self.kv_len} keys, after a band that ends at query {q_end}: bands ascend, share no query, are "
+                    "not empty, and lie within one sequence; `&` and `by_sequence` combine masks"
                 )
             q_end = band.q_stop
 
@@ -124,33 +125,33 @@ class Mask:
         """Pairs that both masks show.
 
         Raises:
-            ValueError: the masks are for other lengths, or other numbers of rows (one row goes with any number).
+            ValueError: the masks are for other lengths, or other numbers of sequences (one goes with any number).
         """
         if (self.q_len, self.kv_len) != (other.q_len, other.kv_len) or (
-            self.rows != other.rows and 1 not in (self.rows, other.rows)
+            self.sequences != other.sequences and 1 not in (self.sequences, other.sequences)
         ):
             raise ValueError(
-                f"masks of {self.rows} x {self.q_len} queries, {self.kv_len} keys and of {other.rows} x {other.q_len} "
-                f"queries, {other.kv_len} keys cannot be intersected; both must be for the same sequences"
+                f"masks of {self.sequences} x {self.q_len} queries, {self.kv_len} keys and of {other.sequences} x "
+                f"{other.q_len} queries, {other.kv_len} keys cannot be intersected; both must be for the same sequences"
             )
-        rows = max(self.rows, other.rows)
-        bands = _overlay(self.repeated(rows).bands, other.repeated(rows).bands)
-        return Mask(self.q_len, self.kv_len, tuple(bands), rows)
+        sequences = max(self.sequences, other.sequences)
+        bands = _overlay(self.repeated(sequences).bands, other.repeated(sequences).bands)
+        return Mask(self.q_len, self.kv_len, tuple(bands), sequences)
 
-    def repeated(self, rows: int) -> "Mask":
-        """A mask of one row, the same for each of `rows`; a mask of that many rows as it is."""
-        return self if self.rows == rows else by_row([self] * rows)
+    def repeated(self, sequences: int) -> "Mask":
+        """Return the mask for so many sequences: the one of all, for each of them, or the mask as it is."""
+        return self if self.sequences == sequences else by_sequence([self] * sequences)
 
-    def row(self, number: int) -> "Mask":
-        """The mask of one row.
+    def sequence(self, number: int) -> "Mask":
+        """Return the mask of one sequence.
 
         Raises:
             IndexError: there are not so many.
         """
-        if self.rows == 1:
+        if self.sequences == 1:
             return self
-        if not 0 <= number < self.rows:
-            raise IndexError(f"row {number} of a mask of {self.rows} rows")
+        if not 0 <= number < self.sequences:
+            raise IndexError(f"sequence {number} of a mask of {self.sequences}")
         first, last = number * self.q_len, (number + 1) * self.q_len
         bands = (b.shifted(-first, -number * self.kv_len) for b in self.bands if first <= b.q_start < last)
         return Mask(self.q_len, self.kv_len, tuple(bands))
@@ -182,7 +183,7 @@ class Mask:
 
     def dense(self) -> np.ndarray:
         """(rows, q_len, kv_len) bool, for tests and pictures of short sequences."""
-        visible = np.zeros((self.rows, self.q_len, self.kv_len), dtype=bool)
+        visible = np.zeros((self.sequences, self.q_len, self.kv_len), dtype=bool)
         for band in self.bands:
             for query in range(band.q_start, band.q_stop):
                 row, i = divmod(query, self.q_len)
@@ -260,7 +261,7 @@ def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
         ValueError: a number that comes back after another one: a document lies in one piece.
     """
     if ids.ndim == 2:
-        return by_row([documents_of(row, is_causal=is_causal) for row in ids])
+        return by_sequence([documents_of(row, is_causal=is_causal) for row in ids])
     starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)) if len(ids) else np.empty(0, dtype=np.int64)
     if len(np.unique(ids[starts])) < len(starts):
         numbers, counts = np.unique(ids[starts], return_counts=True)
@@ -270,16 +271,16 @@ def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
     return documents(np.diff(starts, append=len(ids)).tolist(), is_causal=is_causal)
 
 
-def by_row(masks: Sequence[Mask]) -> Mask:
-    """One mask for each row of a batch.
+def by_sequence(masks: Sequence[Mask]) -> Mask:
+    """Return one mask from those of the sequences of a batch.
 
     Raises:
-        ValueError: none, or masks of different lengths, or with rows of their own.
+        ValueError: none, or masks of different lengths, or of several sequences themselves.
     """
-    shapes = {(mask.q_len, mask.kv_len, mask.rows) for mask in masks}
+    shapes = {(mask.q_len, mask.kv_len, mask.sequences) for mask in masks}
     if len(shapes) != 1 or next(iter(shapes))[2] != 1:
         raise ValueError(
-            f"masks of {sorted(shapes)} (queries, keys, rows): there must be one, of the same lengths, a row"
+            f"masks of {sorted(shapes)} (queries, keys, sequences): there must be one, of the same lengths, a sequence"
         )
     q_len, kv_len, _ = next(iter(shapes))
     bands = (band.shifted(b * q_len, b * kv_len) for b, mask in enumerate(masks) for band in mask.bands)

@@ -11,23 +11,23 @@ from functools import partial
 
 import torch
 
-from trainer.distributed.context_parallel.cost import passes_of
-from trainer.distributed.context_parallel.execution import (
-    Execution,
+from trainer.distributed.context_parallel.execution.gather import gather_rows, reduce_rows
+from trainer.distributed.context_parallel.execution.stages import (
     Merged,
+    StageRun,
     add_gradients,
     as_before,
     attend,
-    in_line,
-    out_of_line,
+    fold_batch,
     pack,
     query_heads,
+    unfold_batch,
     unpack,
     with_next,
 )
-from trainer.distributed.context_parallel.gather import gather_rows, reduce_rows
-from trainer.distributed.context_parallel.lowering import Call
-from trainer.distributed.context_parallel.plan import Message, Stage
+from trainer.distributed.context_parallel.planning.heads import passes_of
+from trainer.distributed.context_parallel.planning.lowering import Call
+from trainer.distributed.context_parallel.planning.plan import Message, Stage
 from trainer.distributed.sharding.exchange import Pending, Transfer, put_rows, send_receive
 from trainer.distributed.sharding.ranges import Offsets, Ranges, size
 
@@ -52,67 +52,67 @@ class _Held:
     places: Offsets | None = None
 
 
-def staged_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Execution, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
-    whole_q = q
-    q, k, v = (in_line(x, run.plan) for x in (q, k, v))
-    total = Merged(q)
-    own = held = _Held(k, v)
-    for item, following in with_next(_items(run, run.plan.forward, run.lowered.forward, k.shape[1])):
-        incoming, pending = _fetch(following, own, held, run)
-        heads = query_heads(item.kv_heads, q, k)
-        attend(total, q[:, heads], held.k, held.v, heads, item.calls, run.kernel, scale)
-        pending.wait()
-        held = incoming
-    return out_of_line(total.out, whole_q).to(q.dtype), out_of_line(total.lse, whole_q)
+class StagedExecution(StageRun):
+    """Run a plan of stages: the ring, and all-gather, which is a plan of two stages."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
+        whole_q = q
+        q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
+        total = Merged(q)
+        own = held = _Held(k, v)
+        for item, following in with_next(_items(self, self.plan.forward, self.lowered.forward, k.shape[1])):
+            incoming, pending = _fetch(following, own, held, self)
+            heads = query_heads(item.kv_heads, q, k)
+            attend(total, q[:, heads], held.k, held.v, heads, item.calls, self.kernel, scale)
+            pending.wait()
+            held = incoming
+        return unfold_batch(total.out, whole_q).to(q.dtype), unfold_batch(total.lse, whole_q)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        kv_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k, v, from the arguments alone: K and V travel again, dK and dV travel home.
+
+        kv_dtype: of the gradients of k and v, if others are added to them; by default theirs.
+        """
+        inputs = q, k, v
+        dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in (dout, q, k, v, out, lse))
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        b, kv_heads, rows, d = k.shape
+        own_gradient = k.new_zeros(rows, 2, b, kv_heads, d, dtype=lse.dtype)
+        own = held = _Held(k, v)
+        returning = _Returning()
+        for item, following in with_next(_items(self, self.plan.backward, self.lowered.backward, kv_heads)):
+            incoming, pending = _fetch(following, own, held, self)
+            gradient = own_gradient
+            if not item.is_local:
+                gradient = k.new_zeros(item.stage.rows, 2, *held.k.shape[:2], d, dtype=lse.dtype)
+            heads = query_heads(item.kv_heads, q, k)
+            dout_, q_, out_, lse_, dq_ = (x[:, heads] for x in (dout, q, out, lse, dq))
+            dkv = unpack(gradient)
+            add_gradients(dq_, *dkv, dout_, q_, held.k, held.v, out_, lse_, item.calls, self.kernel, scale)
+            returning.add(item.stage, gradient, own_gradient, self)
+            returning = _return_gradients(item, gradient, self)
+            pending.wait()
+            held = incoming
+        returning.add(None, own_gradient, own_gradient, self)
+        types = q.dtype, kv_dtype or k.dtype, kv_dtype or v.dtype
+        gradients = zip((dq, *unpack(own_gradient)), inputs, types, strict=True)
+        return tuple(as_before(x, like, dtype) for x, like, dtype in gradients)
 
 
-def staged_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    run: Execution,
-    scale: float,
-    kv_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v; a function of its arguments alone. K and V travel again, dK and dV come home.
-
-    kv_dtype: of the gradients of k and v, if others are added to them; by default theirs.
-    """
-    inputs = q, k, v
-    dout, q, k, v, out, lse = (in_line(x, run.plan) for x in (dout, q, k, v, out, lse))
-    dq = torch.zeros_like(q, dtype=lse.dtype)
-    b, kv_heads, rows, d = k.shape
-    own_gradient = k.new_zeros(rows, 2, b, kv_heads, d, dtype=lse.dtype)
-    own = held = _Held(k, v)
-    homeward = _Homeward()
-    for item, following in with_next(_items(run, run.plan.backward, run.lowered.backward, kv_heads)):
-        incoming, pending = _fetch(following, own, held, run)
-        gradient = own_gradient
-        if not item.is_local:
-            gradient = k.new_zeros(item.stage.rows, 2, *held.k.shape[:2], d, dtype=lse.dtype)
-        heads = query_heads(item.kv_heads, q, k)
-        dout_, q_, out_, lse_, dq_ = (x[:, heads] for x in (dout, q, out, lse, dq))
-        dkv = unpack(gradient)
-        add_gradients(dq_, *dkv, dout_, q_, held.k, held.v, out_, lse_, item.calls, run.kernel, scale)
-        homeward.land(item.stage, gradient, own_gradient, run)
-        homeward = _send_home(item, gradient, run)
-        pending.wait()
-        held = incoming
-    homeward.land(None, own_gradient, own_gradient, run)
-    types = q.dtype, kv_dtype or k.dtype, kv_dtype or v.dtype
-    gradients = zip((dq, *unpack(own_gradient)), inputs, types, strict=True)
-    return tuple(as_before(x, like, dtype) for x, like, dtype in gradients)
-
-
-def _items(
-    run: Execution, stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], kv_heads: int
-) -> list[_Item]:
+def _items(run: StageRun, stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], kv_heads: int) -> list[_Item]:
     """What is local for all heads, then the other stages, for a few heads at a time."""
     items = [_Item(stages[0], calls[0], slice(0, kv_heads), is_local=True)]
     for heads in passes_of(kv_heads, run.heads_per_pass):
@@ -120,7 +120,7 @@ def _items(
     return items
 
 
-def _fetch(following: _Item | None, own: _Held, held: _Held, run: Execution) -> tuple[_Held, Pending]:
+def _fetch(following: _Item | None, own: _Held, held: _Held, run: StageRun) -> tuple[_Held, Pending]:
     """Start what travels for the next item: (what will be held then, handle)."""
     if following is None:
         return held, Pending()
@@ -130,18 +130,18 @@ def _fetch(following: _Item | None, own: _Held, held: _Held, run: Execution) -> 
     incoming = _Held(*unpack(rows), rows, stage.places)
     if stage.collective:
         return incoming, gather_rows(mine.k, mine.v, rows, stage, run)
-    transfers, landings = [], []
+    transfers, puts = [], []
     for message in stage.messages:
         if message.source == run.plan.rank:
             transfers.append(Transfer(_departing(message, mine, held, run), message.target, is_send=True))
         else:
-            buffer, land = _arriving(rows, stage.places.places(message.ranges))
+            buffer, put = _arriving(rows, stage.places.places(message.ranges))
             transfers.append(Transfer(buffer, message.source, is_send=False))
-            landings += land
-    return incoming, send_receive(transfers, run.group, kind="kv", arrived=lambda: [land() for land in landings])
+            puts += put
+    return incoming, send_receive(transfers, run.group, kind="kv", arrived=lambda: [put() for put in puts])
 
 
-def _departing(message: Message, own: _Held, held: _Held, run: Execution) -> torch.Tensor:
+def _departing(message: Message, own: _Held, held: _Held, run: StageRun) -> torch.Tensor:
     """Rows of a message that this rank sends, contiguous: its own, or some of those that it works on."""
     if run.plan.owns(message.ranges[0]):
         return pack(own.k, own.v, run.plan.own.places(message.ranges))
@@ -163,16 +163,16 @@ def _arriving(rows: torch.Tensor, places: Ranges) -> tuple[torch.Tensor, list[Ca
 
 
 @dataclass
-class _Homeward:
-    """Gradients of keys and values under way to where they are added on."""
+class _Returning:
+    """Gradients of keys and values that travel back to their owners, or to the next rank that adds to them."""
 
     pending: Pending = field(default_factory=Pending)
     arriving: list[tuple[Message, torch.Tensor]] = field(default_factory=list)
     reduced: torch.Tensor | None = None
     heads: slice | None = None
 
-    def land(self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: Execution) -> None:
-        """Add what has arrived to the gradients of this rank's own rows, or of those that it works on at `stage`."""
+    def add(self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: StageRun) -> None:
+        """Wait, and add what arrived to the gradients of this rank's own rows, or of those it works on at `stage`."""
         self.pending.wait()
         if self.reduced is not None:
             own_gradient[:, :, :, self.heads] += self.reduced[: own_gradient.shape[0]]
@@ -183,11 +183,11 @@ class _Homeward:
             put_rows(target, places.places(message.ranges), buffer, add=True)
 
 
-def _send_home(item: _Item, gradient: torch.Tensor, run: Execution) -> _Homeward:
+def _return_gradients(item: _Item, gradient: torch.Tensor, run: StageRun) -> _Returning:
     """Start what travels after an item of the backward."""
     if item.stage.collective:
         reduced, pending = reduce_rows(gradient, item.stage, run)
-        return _Homeward(pending, reduced=reduced, heads=item.kv_heads)
+        return _Returning(pending, reduced=reduced, heads=item.kv_heads)
     transfers, arriving = [], []
     for message in item.stage.home:
         if message.source == run.plan.rank:
@@ -197,4 +197,4 @@ def _send_home(item: _Item, gradient: torch.Tensor, run: Execution) -> _Homeward
             buffer = gradient.new_empty(message.rows, *gradient.shape[1:])
             transfers.append(Transfer(buffer, message.source, is_send=False))
             arriving.append((message, buffer))
-    return _Homeward(send_receive(transfers, run.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)
+    return _Returning(send_receive(transfers, run.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)

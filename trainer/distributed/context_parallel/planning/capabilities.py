@@ -1,0 +1,87 @@
+"""What each kernel can do, and which one `auto` takes: torch-free, so that a setting is checked without torch."""
+
+from dataclasses import dataclass
+
+from trainer.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kernel can do. Everything not named here (any scale, grouped heads, float64 results merged) all can.
+
+    device: `cpu`, `cuda`, or None for any; dtypes: names of torch's; max_head_dim, head_dim_multiple: sizes of a head.
+    bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call of any
+    size; masks: they can be computed with a dense mask, over pieces. many: many tiles in one launch.
+    """
+
+    device: str | None
+    dtypes: frozenset[str]
+    max_head_dim: int = 1 << 30
+    head_dim_multiple: int = 1
+    bottom_right: bool = False
+    bands: bool = False
+    masks: bool = False
+    many: bool = False
+
+    def lacks(self, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool) -> list[str]:
+        """What of this the kernel cannot do, in words; device and type None where they are not known yet."""
+        lacks = []
+        if device_type and self.device not in (None, device_type):
+            lacks.append(f"tensors on {device_type}")
+        if dtype and dtype not in self.dtypes:
+            lacks.append(dtype)
+        if head_dim > self.max_head_dim or head_dim % self.head_dim_multiple:
+            lacks.append(f"heads of size {head_dim}")
+        if bands and not (self.bands or self.masks):
+            lacks.append("a sliding window")
+        return lacks
+
+
+_HALVES = frozenset({"bfloat16", "float16"})
+
+CAPABILITIES: dict[str, Capabilities] = {
+    "cpu_flash": Capabilities("cpu", _HALVES | {"float32", "float64"}, masks=True),
+    "cuda_flash": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True),
+    "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True),
+    "cudnn": Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8),
+    "varlen": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True, many=True),
+    "flex": Capabilities("cuda", _HALVES | {"float32"}, max_head_dim=256, bottom_right=True, bands=True),
+    "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
+}
+"""Every kernel; the class of each refers to its entry."""
+
+# cuDNN builds a plan for each new shape and flex compiles a program for it, so that `auto` takes neither.
+_AUTO = ("cpu_flash", "cuda_flash", "efficient", "math")
+_MANY_CALLS = 4  # in a stage, above which one launch for all of them saves more than its gathering of rows costs
+
+
+def able_kernels(name: str, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool) -> list[str]:
+    """Return the kernels that can do this; name: the one that is asked for, or `auto`.
+
+    Raises:
+        ConfigError: a kernel that is none, or cannot do it; the sentence names those that can.
+    """
+    lacks = {each: c.lacks(device_type, dtype, head_dim, bands=bands) for each, c in CAPABILITIES.items()}
+    able = [each for each in lacks if not lacks[each]]
+    if name not in ("auto", *lacks):
+        raise ConfigError(
+            f"parallelism.context_parallel_kernel = {name!r} is none of 'auto', {', '.join(map(repr, lacks))}"
+        )
+    if name != "auto" and lacks[name]:
+        raise ConfigError(
+            f"parallelism.context_parallel_kernel = {name!r} cannot do {' or '.join(lacks[name])}; "
+            f"kernels that can: {', '.join(map(repr, able))}"
+        )
+    return able
+
+
+def auto_kernel(able: list[str], calls: int) -> str:
+    """Return the kernel that `auto` means among those that can do it, for stages of at most so many calls.
+
+    The rule: one launch for all calls (varlen) where a stage has more than a few, as with packed documents; else the
+    device's flash attention, memory-efficient attention where that cannot do it, and `math` where nothing else can.
+    """
+    many = [name for name in able if CAPABILITIES[name].many]
+    if many and calls > _MANY_CALLS:
+        return many[0]
+    return next(name for name in _AUTO if name in able)

@@ -1,0 +1,91 @@
+"""A plan's tiles as calls that a kernel can do: torch-free.
+
+A tile beyond the capabilities of a kernel is cut into calls within them. What no cut can bring within is refused when
+the kernel is chosen.
+
+    CAUSAL, more keys than queries    FULL over the first keys, CAUSAL over a square at the end
+    BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, with FULL and CAUSAL where it can be
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainer.distributed.context_parallel.planning.capabilities import Capabilities
+from trainer.distributed.context_parallel.planning.mask import Relation
+from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
+from trainer.distributed.context_parallel.planning.tiles import Tile
+from trainer.distributed.sharding.ranges import Range, Ranges, intersection, union
+
+
+@dataclass(frozen=True)
+class Call:
+    """One tile for the kernel. fresh: no earlier call of the plan had any of its queries, so nothing is merged."""
+
+    q: Range
+    kv: Range
+    relation: Relation
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class LoweredPlan:
+    """A plan with the calls of each stage."""
+
+    plan: RankPlan
+    forward: tuple[tuple[Call, ...], ...]
+    backward: tuple[tuple[Call, ...], ...]
+
+
+@lru_cache(maxsize=16)
+def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
+    """Return the plan's tiles as calls of a kernel that can do so much; cached, as plans are."""
+    return LoweredPlan(plan, *(tuple(_calls(stages, capabilities)) for stages in (plan.forward, plan.backward)))
+
+
+def _calls(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[tuple[Call, ...]]:
+    touched: Ranges = ()
+    for stage in stages:
+        calls = []
+        for tile in stage.tiles:
+            for part in split(tile, capabilities):
+                calls.append(Call(part.q, part.kv, part.relation, fresh=not intersection((part.q,), touched)))
+                touched = union((*touched, part.q))
+        yield tuple(calls)
+
+
+def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
+    """The tile as one or more that the kernel can do, with the same pairs."""
+    (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
+    extra = kv_stop - kv_start - (q_stop - q_start)
+    if tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
+        yield Tile(tile.q, (kv_start, kv_start + extra))
+        yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)
+    elif tile.relation.lower and not capabilities.bands:
+        yield from _pieces(tile, extra)
+    else:
+        yield tile
+
+
+def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
+    """A BI_CAUSAL or INV_CAUSAL over pieces of queries: masks only where a diagonal runs."""
+    (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
+    rows = max(_FEWEST_ROWS, min(_MOST_ROWS, extra + 1))
+    for start in range(q_start, q_stop, rows):
+        q = start, min(start + rows, q_stop)
+        count = q[1] - start
+        first = kv_start + start - q_start  # the first query sees from here
+        last = kv_stop if tile.relation is Relation.INV_CAUSAL else first + extra + count
+        if tile.relation is Relation.BI_CAUSAL and extra < count:
+            yield Tile(q, (first, last), Relation.BI_CAUSAL)  # narrower than the piece: both diagonals at once
+            continue
+        yield Tile(q, (first, first + count), Relation.INV_CAUSAL)
+        middle = first + count, last - count if tile.relation is Relation.BI_CAUSAL else last
+        if middle[0] < middle[1]:
+            yield Tile(q, middle)
+        if tile.relation is Relation.BI_CAUSAL:
+            yield Tile(q, (last - count, last), Relation.CAUSAL)
+
+
+# A mask costs memory and time for each of its pairs, a call costs time for itself.
+_FEWEST_ROWS, _MOST_ROWS = 64, 512

@@ -1,0 +1,115 @@
+"""The methods of context parallelism, one record each, and the plans that they make. Nothing else knows their names.
+
+ring          K/V go round; each rank has all heads of its rows (`schedules.py`).
+all_gather    K/V of all ranks at once.
+all_to_all    Each rank has some of the heads and the whole sequence (Ulysses, arXiv 2309.14509).
+hybrid        All-to-all among consecutive ranks, a ring over such groups: rank i * A + a is number a of group i, and
+              works on its share of the heads of all the rows that group i owns (USP, arXiv 2405.07719).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainer.distributed.context_parallel.planning.mask import Mask
+from trainer.distributed.context_parallel.planning.needs import Needs
+from trainer.distributed.context_parallel.planning.plan import RankPlan
+from trainer.distributed.context_parallel.planning.schedules import Schedule, all_gather, ring
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import union
+
+# Plans of a batch of ten thousand documents take megabytes, and other documents come with the next batch.
+_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to spread attention over ranks.
+
+    schedule: how K/V travel, between ranks or between the groups that share the heads. divides_heads: whether ranks
+    divide the heads; two_level: only those of a group do, so that the mesh is 2-D, (ring, heads). passes: whether
+    key/value heads can travel a few at a time. hidden: whether messages travel under what is computed; for shards too
+    short for that, `auto` takes the method `when_short`.
+    """
+
+    schedule: Callable[[Needs, int], Schedule]
+    divides_heads: bool = False
+    two_level: bool = False
+    passes: bool = True
+    hidden: bool = False
+    when_short: str = ""
+
+    def head_degree(self, degree: int, hybrid_degrees: tuple[int, int] | None = None) -> int:
+        """Return how many of `degree` ranks divide the heads among them; 1: each rank works on all heads."""
+        if not self.divides_heads:
+            return 1
+        return (hybrid_degrees or (1,))[0] if self.two_level else degree
+
+    def ways(self, degree: int, heads: int) -> Iterator[tuple[int, int] | None]:
+        """Return the hybrid degrees, or None for a method without, with which the method can spread so many heads."""
+        if self.two_level:
+            sizes = (a for a in range(2, degree) if degree % a == 0 and heads % a == 0)
+            yield from ((a, degree // a) for a in sizes)
+        elif heads % self.head_degree(degree) == 0:
+            yield None
+
+
+METHODS: dict[str, Method] = {
+    "ring": Method(ring, passes=False, hidden=True, when_short="all_gather"),
+    "all_gather": Method(all_gather),
+    "all_to_all": Method(ring, divides_heads=True),
+    "hybrid": Method(ring, divides_heads=True, two_level=True),
+}
+
+
+def make_plan(
+    layout: AxisLayout,
+    mask: Mask,
+    method: str,
+    rank: int,
+    *,
+    kv_layout: AxisLayout | None = None,
+    head_degree: int | None = None,
+) -> RankPlan:
+    """Return what `rank` of the layout's degree does; cached.
+
+    kv_layout: who owns which keys, if they are not as many as the queries. head_degree: for `hybrid`, how many
+    consecutive ranks divide the heads; it divides the degree.
+
+    Raises:
+        ValueError: a method that is none, a mask for sequences of another length, a head degree that does not divide.
+    """
+    kv_layout = kv_layout or layout
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is none of {', '.join(map(repr, METHODS))}")
+    if (mask.q_len, mask.kv_len) != (layout.length, kv_layout.length):
+        raise ValueError(
+            f"a mask of {mask.q_len} queries and {mask.kv_len} keys does not fit sequences of {layout.length} and "
+            f"{kv_layout.length} tokens; make it for their lengths"
+        )
+    if METHODS[method].two_level and (not head_degree or layout.degree % head_degree):
+        raise ValueError(f"a head degree of {head_degree} must divide the {layout.degree} ranks of a hybrid plan")
+    return _plan(layout, kv_layout, mask, method, rank, head_degree or METHODS[method].head_degree(layout.degree))
+
+
+@lru_cache(maxsize=_KEPT)
+def _plan(layout: AxisLayout, kv_layout: AxisLayout, mask: Mask, method: str, rank: int, head_degree: int) -> RankPlan:
+    if head_degree == 1:
+        needs = _needs(layout, kv_layout, mask)
+        return RankPlan(method, rank, layout, kv_layout, needs.sequences, *METHODS[method].schedule(needs, rank))
+    # A group that divides the heads is one rank of the schedule.
+    needs = _needs(*(_of_groups(x, head_degree) for x in (layout, kv_layout)), mask)
+    group, stages = rank // head_degree, METHODS[method].schedule(needs, rank // head_degree)
+    inner = RankPlan("ring", group, *needs.layouts, needs.sequences, *stages)
+    return RankPlan(method, rank, layout, kv_layout, needs.sequences, *stages, inner, head_degree)
+
+
+@lru_cache(maxsize=_KEPT)
+def _needs(q_layout: AxisLayout, kv_layout: AxisLayout, mask: Mask) -> Needs:
+    return Needs(q_layout, kv_layout, mask)
+
+
+def _of_groups(layout: AxisLayout, ranks: int) -> AxisLayout:
+    """What each group of so many consecutive ranks owns together."""
+    groups = (union(sum(layout.ranges[i : i + ranks], ())) for i in range(0, layout.degree, ranks))
+    return AxisLayout(layout.name, layout.length, tuple(groups))
