@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two files of tests at a time, the long ones first: each waits a third of its time for other processes.
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all test-gpu mutants lint format clean
+.PHONY: train test test-all test-gpu mutants docs lint format clean
 
 train: $(STAMP)
 	./run_llama_train.sh
@@ -22,6 +22,9 @@ test-gpu: $(STAMP)
 
 mutants: $(STAMP)
 	$(PY) scripts/mutants.py --jobs 2
+
+docs: $(STAMP)
+	$(PY) scripts/config_docs.py
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -584,9 +584,9 @@ SETTINGS = (
     ),
     Mutant(
         "a key without effect is not told",
-        "trainer/job/unused.py",
-        "if keys and not rule.in_effect(config, degrees):",
-        "if keys and rule.in_effect(config, degrees):",
+        "trainer/job/keys.py",
+        "if missing is not None and attrgetter(name)(config) != key.default:",
+        "if missing is None and attrgetter(name)(config) != key.default:",
         "tests/unit/test_job_unused.py",
     ),
 )

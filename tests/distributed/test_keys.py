@@ -22,7 +22,8 @@ from tests.distributed.harness import whole
 from tests.distributed.pool import WorkerPool, free_port
 from tests.keys import EFFECTS, Observed, Seen
 from trainer.components.console import logger
-from trainer.config.loader import schema_keys
+from trainer.config.keys import keys_of
+from trainer.config.schema import JobConfig
 from trainer.distributed import data_parallel
 from trainer.distributed.sharding import exchange
 from trainer.runtime import garbage
@@ -285,7 +286,7 @@ def test_a_run_alone_is_not_different(key: str, observed: dict[tuple, Observed])
 
 
 def test_every_key_of_the_schema_is_in_the_table() -> None:
-    assert set(EFFECTS) == set(schema_keys())
+    assert set(EFFECTS) == set(keys_of(JobConfig))
 
 
 @pytest.mark.parametrize("name", sorted({entry for entry in EFFECTS.values() if isinstance(entry, str)}))
@@ -297,7 +298,7 @@ def test_the_tests_that_are_named_exist_and_are_quick(name: str) -> None:
 
 
 def test_settings_without_effect_change_nothing(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """What is only told of (trainer/job/unused.py) does not get in the way of a run on one rank."""
+    """What is only told of (trainer/job/keys.py) does not get in the way of a run on one rank."""
     in_vain = (
         "--float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp",
         "--parallelism.context_parallel_method=hybrid --parallelism.context_parallel_hybrid_degrees 2 2",

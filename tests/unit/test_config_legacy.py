@@ -5,8 +5,10 @@ import json
 import pytest
 
 from trainer.config.errors import ConfigError
+from trainer.config.keys import keys_of
 from trainer.config.legacy import rewrite
-from trainer.config.loader import parse_command_line, schema_keys
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import JobConfig
 from trainer.config.torchtitan import ABSENT, OLDER
 
 # older spelling, value -> today's key, value
@@ -105,9 +107,9 @@ def as_options(key: str, value: object) -> list[list[str]]:
 
 def test_the_cases_cover_the_table():
     assert {old for old, *_ in CASES} == set(OLDER)
-    assert {spelling.key for spelling in OLDER.values()} <= set(schema_keys())
-    assert not set(OLDER) & set(schema_keys())
-    assert not set(ABSENT) & (set(OLDER) | set(schema_keys()))
+    assert {spelling.key for spelling in OLDER.values()} <= set(keys_of(JobConfig))
+    assert not set(OLDER) & set(keys_of(JobConfig))
+    assert not set(ABSENT) & (set(OLDER) | set(keys_of(JobConfig)))
 
 
 @pytest.mark.parametrize(("old", "value", "key", "new"), CASES)

@@ -3,7 +3,7 @@
 import resource
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line, schema_keys, to_toml
+from trainer.config.keys import keys_of
+from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Job, JobConfig, LRScheduler, Metrics, Model, Optimizer, Training
 from trainer.config.values import from_toml, from_words
 from trainer.job import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
-BOOLEANS = [name for name, key in schema_keys().items() if key.kind is bool]
+BOOLEANS = [name for name, key in keys_of(JobConfig).items() if key.kind is bool]
 
 
 def parse(*argv: str) -> JobConfig:
@@ -301,23 +302,12 @@ def run(code: str, *argv: str) -> tuple[subprocess.CompletedProcess[str], float]
     return result, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start
 
 
-def test_help_lists_every_option_within_two_seconds():
+def test_help_lists_every_option_within_a_second():
     result, seconds = run(PARSE, "--training.steps", "x", "--help")
     assert result.returncode == 0
-    for name in [*schema_keys(), "check-config", "world-size N", "print-config"]:
+    for name in [*keys_of(JobConfig), "check-config", "world-size N", "print-config"]:
         assert f"--{name}" in result.stdout
-    assert seconds < 2
-
-
-def test_every_key_has_a_docstring_in_the_help():
-    result, _ = run(PARSE, "--help")
-    lines = result.stdout.splitlines()
-    for name in schema_keys():
-        (row,) = [i for i, line in enumerate(lines) if line.startswith((f"│ --{name} ", f"│ --{name},"))]
-        own = lines[row + 1].strip("│ ")
-        if own == f"--{name.replace('.', '.no_')}":  # of a long name on its own line
-            own = lines[row + 2].strip("│ ")
-        assert not own.startswith(("--", "(default")), name
+    assert seconds < 1
 
 
 def test_an_error_takes_less_than_a_second():
@@ -346,8 +336,3 @@ def test_planning_does_not_import_torch():
     imports = "".join(f"import trainer.distributed.{name}\n" for name in modules)
     result, _ = run(f"import sys\n{imports}print('torch' in sys.modules)")
     assert result.stdout.strip() == "False", result.stderr
-
-
-def test_every_table_is_described():
-    for table in fields(JobConfig):
-        assert table.type.__doc__

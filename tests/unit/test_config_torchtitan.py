@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.config.loader import CommandLine, parse_command_line, schema_keys, tomllib
+from trainer.config.keys import keys_of
+from trainer.config.loader import CommandLine, parse_command_line, tomllib
 from trainer.config.schema import JobConfig
 from trainer.config.torchtitan import ABSENT, OLDER, OLDER_VALUES, Absent
 from trainer.job import resolve
@@ -114,7 +115,7 @@ def test_every_word_that_changes_is_in_a_note(path: Path):
     assert len(ignored) == 1  # one line for all of them
     for key in given:
         assert (f"{key} = " in ignored[0]) == (key in ABSENT)
-    assert set(given) <= set(OLDER) | set(ABSENT) | set(schema_keys())
+    assert set(given) <= set(OLDER) | set(ABSENT) | set(keys_of(JobConfig))
 
 
 def flat(tables: dict, prefix: str = "") -> list[str]:
@@ -290,6 +291,6 @@ def test_the_page_has_every_key_and_what_becomes_of_it():
 
 def test_the_page_names_defaults_that_are_ours():
     for key, default in re.findall(r"^\| `([a-z_.0-9]+)` \| [^|]* \| `([^`]*)` \|$", PAGE, re.MULTILINE):
-        value = schema_keys()[key].default
+        value = keys_of(JobConfig)[key].default
         assert default == spelled(value), key
     assert len(re.findall(r"^\| `([a-z_.0-9]+)` \| [^|]* \| `([^`]*)` \|$", PAGE, re.MULTILINE)) > 5

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line, schema_keys
+from trainer.config.keys import keys_of
+from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.job import resolve
 from trainer.job.degrees import Degrees
-from trainer.job.numbers import _RANGES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -87,6 +87,7 @@ def test_the_default_run_works_on_one_to_eight_ranks(ranks: int):
 
 # ---- numbers
 
+BOUNDS = {name: key.bounds for name, key in keys_of(JobConfig).items() if key.bounds is not None}
 NOT_RANGED = {  # numbers whose rule needs the degrees or another key
     "training.global_batch_size",
     "parallelism.data_parallel_replicate_degree",
@@ -99,23 +100,23 @@ NOT_RANGED = {  # numbers whose rule needs the degrees or another key
 
 
 def test_every_number_has_a_rule():
-    numbers = {name for name, key in schema_keys().items() if key.kind in (int, float, int | None, float | None)}
-    assert numbers == set(_RANGES) | NOT_RANGED
+    numbers = {name for name, key in keys_of(JobConfig).items() if key.kind in (int, float, int | None, float | None)}
+    assert numbers == set(BOUNDS) | NOT_RANGED
 
 
-@pytest.mark.parametrize("key", _RANGES)
+@pytest.mark.parametrize("key", BOUNDS)
 def test_a_number_out_of_range_is_refused_with_one_that_works(key: str):
     for value in (-1, -0.5, 2.0, float("nan"), float("inf"), 10**30):
-        if not _RANGES[key].test(value):
+        if not BOUNDS[key].test(value):
             with pytest.raises(ConfigError) as error:
                 resolve(with_value(key, value), 1)
             message = str(error.value)
             assert message.startswith(f"{key} = {value!r} must be ")
             works = re.search(r"such as (\S+)$", message)[1]
-            assert _RANGES[key].test(float(works))
-    assert not _RANGES[key].test(-1)
-    assert not _RANGES[key].test(float("inf"))
-    assert not _RANGES[key].test(float("nan"))
+            assert BOUNDS[key].test(float(works))
+    assert not BOUNDS[key].test(-1)
+    assert not BOUNDS[key].test(float("inf"))
+    assert not BOUNDS[key].test(float("nan"))
 
 
 def with_value(name: str, value: float) -> JobConfig:

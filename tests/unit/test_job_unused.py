@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line, schema_keys
+from trainer.config.keys import keys_of
+from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.job import resolve
-from trainer.job.unused import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = {path.name: 1 for path in (ROOT / "train_configs").glob("*.toml")}
@@ -21,15 +21,16 @@ PRESETS |= {
 PRESETS["debug_model.toml"] = 2
 
 # Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.
+CONDITIONAL = {key for key, known in keys_of(JobConfig).items() if known.when}
 ALWAYS = {
     *("job.config_file", "job.dump_folder", "job.description", "job.print_config", "job.max_minutes"),
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_color_printing"),
     *("model.name", "model.flavor", "model.norm_type", "model.tokenizer_path", "model.rope_theta"),
     *("model.attention_sinks", "model.rope_scaling", "lr_scheduler.warmup_steps"),
-    *(key for key in schema_keys() if key.startswith("optimizer.")),
-    *(key for key in schema_keys() if key.startswith("training.") and key != "training.mixed_precision_reduce"),
-    *(key for key in schema_keys() if key.startswith("parallelism.") and key.endswith("_parallel_degree")),
+    *(key for key in keys_of(JobConfig) if key.startswith("optimizer.")),
+    *(key for key in keys_of(JobConfig) if key.startswith("training.") and key != "training.mixed_precision_reduce"),
+    *(key for key in keys_of(JobConfig) if key.startswith("parallelism.") and key.endswith("_parallel_degree")),
     *("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"),
     *("checkpoint.enable", "checkpoint.stop_timeout_seconds", "activation_checkpoint.mode"),
     *("compile.enable", "float8.enable"),
@@ -226,20 +227,19 @@ def test_what_the_run_would_not_do_is_refused(argv, ranks, parts):
 
 
 def test_every_key_is_one_or_the_other():
-    conditional = {key for rule in RULES for key in rule.keys}
-    assert conditional | ALWAYS == set(schema_keys())
-    assert not conditional & ALWAYS
+    assert set(keys_of(JobConfig)) == CONDITIONAL | ALWAYS
+    assert not CONDITIONAL & ALWAYS
 
 
 def test_every_rule_is_tried():
     tried = {key for key, *_ in TOLD} | {"model.sliding_window_every", "checkpoint.load_step"}
     tried |= {"lr_scheduler.total_steps", "lr_scheduler.decay_ratio"}  # in MORE
-    assert tried == {key for rule in RULES for key in rule.keys}
+    assert tried == CONDITIONAL
 
 
 def test_the_defaults_are_in_no_line():
     config = JobConfig()
-    assert all(attrgetter(key)(config) == schema_keys()[key].default for rule in RULES for key in rule.keys)
+    assert all(attrgetter(key)(config) == known.default for key, known in keys_of(JobConfig).items())
     assert notes([], 1) == ()
 
 

@@ -16,9 +16,7 @@ def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
-    after_warmup = total_steps - config.warmup_steps
-    decay_steps = after_warmup if config.decay_ratio is None else round(config.decay_ratio * total_steps)
-    decay_steps = min(decay_steps, after_warmup)
+    decay_steps = config.decay_steps(total_steps)
     into_decay = step - (total_steps - decay_steps)
     if into_decay <= 0:
         return 1.0

@@ -42,11 +42,11 @@ def rewrite(values: Mapping[str, Any], where: str) -> Settings:
         key, new = OLDER[old].key, OLDER[old].convert(value)
         if today.get(key, new) != new:
             raise ConfigError(
-                f"{old} = {_shown(value)} and {key} = {_shown(today[key])} ({where}) are two spellings of one setting "
-                f"with different values; keep {key} = {_shown(today[key])} or {key} = {_shown(new)}"
+                f"{old} = {shown(value)} and {key} = {shown(today[key])} ({where}) are two spellings of one setting "
+                f"with different values; keep {key} = {shown(today[key])} or {key} = {shown(new)}"
             )
         today[key] = new
-        notes.append(f"{old} = {_shown(value)} ({where}) is an older spelling, read as {key} = {_shown(new)}")
+        notes.append(f"{old} = {shown(value)} ({where}) is an older spelling, read as {key} = {shown(new)}")
     return Settings(today, {key: (values[key], where) for key in values if key in ABSENT}, tuple(notes))
 
 
@@ -69,13 +69,9 @@ def check_absent(absent: Mapping[str, tuple[Any, str]], config: JobConfig) -> li
         known = ABSENT[key]
         asks = known.off is not None and value not in known.off
         if asks and (not known.needs or attrgetter(known.needs)(config)):
-            raise ConfigError(f"{key} = {_shown(value)} ({where}) has no counterpart here; {known.instead}")
-        ignored.setdefault(where, []).append(f"{key} = {_shown(value)}")
+            raise ConfigError(f"{key} = {shown(value)} ({where}) has no counterpart here; {known.instead}")
+        ignored.setdefault(where, []).append(f"{key} = {shown(value)}")
     return [
         f"ignored ({where}), without counterpart here and off or without effect: {', '.join(settings)}"
         for where, settings in ignored.items()
     ]
-
-
-def _shown(value: object) -> str:
-    return shown(list(value) if isinstance(value, tuple) else value)

@@ -1,20 +1,23 @@
 """From a command line and TOML files to a checked `JobConfig`: command line over file over base over defaults.
 
 Every source becomes a flat dict "table.key" -> typed value; older spellings are rewritten per source; then the sources
-are merged. tyro renders the help from the same dataclasses.
+are merged.
 """
 
 import difflib
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import tomli_w
 
 from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.help import help_text
+from trainer.config.keys import Key, keys_of
 from trainer.config.legacy import Settings, check_absent, rewrite, todays_value
 from trainer.config.schema import JobConfig
 from trainer.config.torchtitan import ABSENT, OLDER
@@ -26,15 +29,6 @@ else:
     import tomli as tomllib
 
 _COMMAND_LINE = "on the command line"
-_USAGE = """Train a language model: train.py --job.config_file FILE [--table.key VALUE ...]
-
-The command line goes over the TOML file, the file over the defaults. A switch is turned off with --table.no-key.
-
---check-config: check every setting without starting anything, then exit.
-
---world-size N: with --check-config, the number of ranks to check the degrees for.
-
---print-config: print the effective configuration as TOML, then exit (--job.print_config: print it, then train)."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +42,8 @@ class CommandLine:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Key:
-    kind: Any
-    default: object
-
-
 # Options that are no settings of a run.
-_ACTIONS = {"check_config": _Key(bool, False), "print_config": _Key(bool, False), "world_size": _Key(int, 8)}
+_ACTIONS = {"check_config": Key(bool, False), "print_config": Key(bool, False), "world_size": Key(int, 8)}
 
 
 def parse_command_line(argv: list[str]) -> CommandLine:
@@ -90,21 +78,12 @@ def to_toml(config: JobConfig) -> str:
     return tomli_w.dumps(tables)
 
 
-@lru_cache(maxsize=1)
-def schema_keys() -> dict[str, _Key]:
-    """Every key of today's schema as "table.key", with its type and default."""
-    keys = {}
-    for table, kind in get_type_hints(JobConfig).items():
-        hints = get_type_hints(kind)
-        keys |= {f"{table}.{key.name}": _Key(hints[key.name], key.default) for key in fields(kind)}
-    return keys
-
-
-@lru_cache(maxsize=1)
-def _accepted_keys() -> dict[str, _Key]:
-    today = schema_keys()
-    older = {name: _Key(today[old.key].kind if old.kind is None else old.kind, None) for name, old in OLDER.items()}
-    return older | {name: _Key(key.kind, None) for name, key in ABSENT.items()} | today
+@cache
+def _accepted_keys(schema: type) -> dict[str, Key]:
+    """Every key that is read: those of the schema, older ones, and those that have no counterpart here."""
+    today = keys_of(schema)
+    older = {name: Key(today[old.key].kind if old.kind is None else old.kind, None) for name, old in OLDER.items()}
+    return older | {name: Key(key.kind, None) for name, key in ABSENT.items()} | today
 
 
 def _build(values: dict[str, object]) -> JobConfig:
@@ -123,8 +102,9 @@ def _read_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Options -> typed values under their full names, and notes; of an option given twice the last counts."""
     options = _split(argv)
     if any(token in ("-h", "--help") for token, _ in options):
-        _print_help()
-    keys = _ACTIONS | _accepted_keys()
+        print(help_text(JobConfig, width=min(shutil.get_terminal_size().columns, 120)))
+        raise SystemExit(0)
+    keys = _ACTIONS | _accepted_keys(JobConfig)
     given: dict[str, Any] = {}
     notes: list[str] = []
     for token, words in options:
@@ -163,7 +143,7 @@ def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
 
 def _option_name(token: str, words: list[str]) -> tuple[str, bool]:
     """--table.key -> (name, False); --no-table.key and --table.no-key -> (name, True) for a switch."""
-    keys = _ACTIONS | _accepted_keys()
+    keys = _ACTIONS | _accepted_keys(JobConfig)
     name = token[2:].replace("-", "_")
     table, _, key = name.rpartition(".")
     for candidate in (name, name.removeprefix("no_"), f"{table}.{key.removeprefix('no_')}"):
@@ -179,13 +159,6 @@ def _option_name(token: str, words: list[str]) -> tuple[str, bool]:
 def _label(name: str) -> str:
     """The option as messages name it: settings by their key, actions as they are typed."""
     return name if "." in name else f"--{name.replace('_', '-')}"
-
-
-def _print_help() -> None:
-    """Print every option, grouped by table, and exit with 0."""
-    import tyro  # here, so that only --help pays for the import
-
-    tyro.cli(JobConfig, args=["--help"], use_underscores=True, prog="train.py", description=_USAGE)
 
 
 # ---- TOML files
@@ -227,7 +200,7 @@ def _load_toml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
 
 def _typed(content: dict[str, Any], where: str) -> Settings:
     """A parsed file, its values checked."""
-    accepted = _accepted_keys()
+    accepted = _accepted_keys(JobConfig)
     tables = [table.name for table in fields(JobConfig)]
     values: dict[str, object] = {}
     notes: list[str] = []
@@ -261,7 +234,7 @@ def _flat(table: str, settings: dict[str, Any]) -> Iterator[tuple[str, object]]:
     """Keys below a table, those of tables within it too where there are such, as "table.within.key"."""
     for key, value in settings.items():
         name = f"{table}.{key}"
-        if isinstance(value, dict) and any(known.startswith(f"{name}.") for known in _accepted_keys()):
+        if isinstance(value, dict) and any(known.startswith(f"{name}.") for known in _accepted_keys(JobConfig)):
             yield from _flat(name, value)
         else:
             yield name, value
@@ -270,7 +243,7 @@ def _flat(table: str, settings: dict[str, Any]) -> Iterator[tuple[str, object]]:
 def _unknown(name: str, given: str, where: str) -> ConfigError:
     """The error for a key that does not exist, with the likeliest one that does."""
     table, _, key = name.rpartition(".")
-    known = list(schema_keys())
+    known = list(keys_of(JobConfig))
     tables = [field.name for field in fields(JobConfig)]
     if not given.isprintable():
         given = repr(given)

@@ -1,13 +1,57 @@
 """Every setting of a run: one frozen dataclass per TOML table, one docstring per key (`--help` shows it).
 
-Defaults stand here; what a configuration means, and what it may not be, is decided in `trainer/job`.
+A field has all that is known of its key: type, default, bounds, unit, when it is in effect (`trainer/config/keys.py`).
+What a configuration means, and which settings do not go together, is decided in `trainer/job`.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from trainer.config.keys import (
+    AT_LEAST_ONE,
+    DECAY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SECONDS,
+    SHARE,
+    Bounds,
+    Condition,
+    key,
+    needs,
+    needs_value,
+    unless,
+)
+from trainer.config.parallelism import SHARDED, Comm, Parallelism
+
 _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python_4k.tiktoken"
+
+# ---- when keys are in effect
+
+_TRACES = needs("profiling.enable_profiling")
+_WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
+_SHORT_WINDOW = Condition(
+    lambda config, _: config.model.sliding_window is None or config.model.sliding_window < config.training.seq_len,
+    "on rows of training.seq_len = {0.training.seq_len} tokens: the window covers the row",
+)
+_AFTER_WARMUP = Condition(
+    lambda config, _: config.training.steps > config.lr_scheduler.warmup_steps,
+    "as all training.steps = {0.training.steps} belong to the warm-up",
+)
+_DECAYS = Condition(
+    lambda config, _: config.lr_scheduler.decays_within(config.training.steps),
+    "as the learning rate does not decay within training.steps = {0.training.steps}",
+)
+_NOT_FLOAT64 = unless("training.dtype", "float64", ", whose gradients are reduced in float64")
+_REDUCED = Condition(
+    lambda _, degrees: degrees.dp * degrees.cp > 1,
+    "where gradients are not reduced (data-parallel degree x context_parallel_degree = 1)",
+)
+_SAVING, _COMPILED, _FLOAT8 = needs("checkpoint.enable"), needs("compile.enable"), needs("float8.enable")
+_NO_OFFLOAD = Condition(
+    lambda config, _: not config.training.enable_cpu_offload,
+    "with training.enable_cpu_offload, which copies weights to the GPU without the scales found for them",
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +70,7 @@ class Job:
     print_config: bool = False
     """Print the effective configuration as TOML, then train; --print-config prints it and ends."""
 
-    max_minutes: float | None = None
+    max_minutes: float | None = key(None, POSITIVE, "minutes", example=60.0)
     """Minutes after which the run stops cleanly, at the end of the step during which they pass; None: no limit."""
 
 
@@ -37,22 +81,24 @@ class Profiling:
     enable_profiling: bool = False
     """Write a trace of the profiler for every rank, with the parts of a step as named regions (Chrome's format)."""
 
-    save_traces_folder: str = "profile_trace"
+    save_traces_folder: str = key("profile_trace", when=_TRACES)
     """Folder of the traces, inside job.dump_folder."""
 
-    profile_freq: int = 100
+    profile_freq: int = key(
+        100, AT_LEAST_ONE, "steps", when=needs("profiling.enable_profiling", "profiling.enable_memory_snapshot")
+    )
     """Steps from one trace (and memory snapshot) to the next; at least profiler_warmup + profiler_active."""
 
-    profiler_active: int = 1
-    """Steps that a trace records, at least 1."""
+    profiler_active: int = key(1, AT_LEAST_ONE, "steps", when=_TRACES)
+    """Steps that a trace records."""
 
-    profiler_warmup: int = 3
-    """Steps before them in which the profiler runs and nothing is kept, at least 0."""
+    profiler_warmup: int = key(3, NOT_NEGATIVE, "steps", when=_TRACES)
+    """Steps before them in which the profiler runs and nothing is kept."""
 
     enable_memory_snapshot: bool = False
     """Record every allocation on the GPU, and write it every profile_freq steps and when memory runs out; CUDA only."""
 
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: str = key("memory_snapshot", when=needs("profiling.enable_memory_snapshot"))
     """Folder of the snapshots, inside job.dump_folder."""
 
 
@@ -60,13 +106,13 @@ class Profiling:
 class Metrics:
     """What is reported, and how often."""
 
-    log_freq: int = 10
-    """Steps between two log lines; at least 1."""
+    log_freq: int = key(10, AT_LEAST_ONE, "steps")
+    """Steps between two log lines."""
 
     enable_tensorboard: bool = False
     """Write TensorBoard event files as well."""
 
-    save_tb_folder: str = "tb"
+    save_tb_folder: str = key("tb", when=needs("metrics.enable_tensorboard"))
     """Folder of the event files, inside job.dump_folder."""
 
     enable_color_printing: bool = True
@@ -89,20 +135,20 @@ class Model:
     tokenizer_path: str | None = None
     """BPE file in tiktoken's format (tokenizer.model), or its folder; None: the small one of the program."""
 
-    rope_theta: float | None = None
-    """Base of the rotary frequencies, above 0; None: the flavor's."""
+    rope_theta: float | None = key(None, POSITIVE, example=500000.0)
+    """Base of the rotary frequencies; None: the flavor's."""
 
-    sliding_window: int | None = None
-    """Tokens that a token sees, itself and those before it, at least 1; None: all before it."""
+    sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=_SHORT_WINDOW)
+    """Tokens that a token sees, itself and those before it; None: all before it."""
 
-    sliding_window_every: int = 1
-    """Every n-th layer, from the first on, has the window, the others see everything; at least 1."""
+    sliding_window_every: int = key(1, AT_LEAST_ONE, "layers", when=(_WINDOW, _SHORT_WINDOW))
+    """Every n-th layer, from the first on, has the window, the others see everything."""
 
     attention_sinks: bool = False
     """A learnt logit per head that takes a share of the attention and gives nothing: a head may look nowhere."""
 
-    rope_scaling: float | None = None
-    """Factor of Llama 3.1's frequency scaling, at least 1; 1.0: no scaling; None: the flavor's."""
+    rope_scaling: float | None = key(None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0)
+    """Factor of Llama 3.1's frequency scaling; None: the flavor's."""
 
     @property
     def tokenizer_file(self) -> str:
@@ -117,20 +163,20 @@ class Optimizer:
     name: Literal["AdamW", "Adam"] = "AdamW"
     """AdamW decays the weights themselves, Adam adds the decay to the gradient."""
 
-    lr: float = 8e-4
-    """Peak learning rate, above 0; lr_scheduler scales it."""
+    lr: float = key(8e-4, POSITIVE)
+    """Peak learning rate; lr_scheduler scales it."""
 
-    beta1: float = 0.9
-    """Decay of the running mean of the gradient, in [0, 1)."""
+    beta1: float = key(0.9, DECAY)
+    """Decay of the running mean of the gradient."""
 
-    beta2: float = 0.95
-    """Decay of the running mean of its square, in [0, 1)."""
+    beta2: float = key(0.95, DECAY)
+    """Decay of the running mean of its square."""
 
-    eps: float = 1e-8
-    """Added to the root of the second moment, above 0."""
+    eps: float = key(1e-8, POSITIVE)
+    """Added to the root of the second moment."""
 
-    weight_decay: float = 0.1
-    """Weight decay of the matrices (not of norms and embeddings), at least 0."""
+    weight_decay: float = key(0.1, NOT_NEGATIVE)
+    """Weight decay of the matrices (not of norms and embeddings)."""
 
     implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
     """One kernel per parameter, per list of parameters, or for the whole update."""
@@ -140,20 +186,31 @@ class Optimizer:
 class LRScheduler:
     """The learning rate over the steps: linear warm-up, constant, decay."""
 
-    warmup_steps: int = 200
-    """Steps of the linear warm-up, at least 0; a run may be shorter than its warm-up."""
+    warmup_steps: int = key(200, NOT_NEGATIVE, "steps")
+    """Steps of the linear warm-up; a run may be shorter than its warm-up."""
 
-    total_steps: int | None = None
+    total_steps: int | None = key(None, AT_LEAST_ONE, "steps", example=10000, when=_AFTER_WARMUP)
     """Steps after which the decay has ended; None: training.steps."""
 
-    decay_ratio: float | None = None
-    """Share of the total, at its end, during which the rate decays, in [0, 1]; None: from the end of warm-up on."""
+    decay_ratio: float | None = key(None, SHARE, example=0.2, when=_AFTER_WARMUP)
+    """Share of the total, at its end, during which the rate decays; None: from the end of warm-up on."""
 
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", when=(_AFTER_WARMUP, _DECAYS))
     """Shape of the decay."""
 
-    min_lr_factor: float = 0.0
-    """Share of optimizer.lr that is left at the end of the decay, in [0, 1]."""
+    min_lr_factor: float = key(0.0, SHARE, when=(_AFTER_WARMUP, _DECAYS))
+    """Share of optimizer.lr that is left at the end of the decay."""
+
+    def decay_steps(self, total_steps: int) -> int:
+        """Return for how many of the last steps of the schedule the learning rate decays."""
+        after_warmup = total_steps - self.warmup_steps
+        return after_warmup if self.decay_ratio is None else min(round(self.decay_ratio * total_steps), after_warmup)
+
+    def decays_within(self, steps: int) -> bool:
+        """Return whether the learning rate decays within a run of `steps` steps."""
+        total_steps = self.total_steps or steps
+        decay = self.decay_steps(total_steps)
+        return decay > 0 and total_steps - decay < steps - 1
 
 
 @dataclass(frozen=True)
@@ -166,23 +223,23 @@ class Training:
     dataset_path: str | None = None
     """File, folder or glob of the data sets text and jsonl; python_stdlib takes none."""
 
-    local_batch_size: int = 8
-    """Rows per data-parallel rank and micro-batch, at least 1."""
+    local_batch_size: int = key(8, AT_LEAST_ONE, "rows")
+    """Rows per data-parallel rank and micro-batch."""
 
-    global_batch_size: int = -1
+    global_batch_size: int = key(-1, unit="rows")
     """Rows per step: a multiple of local_batch_size x data-parallel degree (by accumulation); -1: that product."""
 
-    seq_len: int = 2048
+    seq_len: int = key(2048, AT_LEAST_ONE, "tokens")
     """Tokens per row; a multiple of parallelism.tensor_parallel_degree."""
 
     attention_mask: Literal["causal", "document"] = "causal"
     """What a token sees: all before it in its row, or in its document, where positions count from its start."""
 
-    max_norm: float = 1.0
-    """Largest norm of the gradient, which is scaled down to it; above 0."""
+    max_norm: float = key(1.0, POSITIVE)
+    """Largest norm of the gradient, which is scaled down to it."""
 
-    steps: int = 10000
-    """Optimizer steps of the run, at least 1."""
+    steps: int = key(10000, AT_LEAST_ONE, "steps")
+    """Optimizer steps of the run."""
 
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Data type in which parameters and optimizer state are stored."""
@@ -190,22 +247,22 @@ class Training:
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type in which the model computes; auto: bfloat16 on CUDA (but for float64 runs), training.dtype on CPU."""
 
-    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which gradients are reduced; with training.dtype = "float64" it is float64 always."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = key("float32", when=(_NOT_FLOAT64, _REDUCED))
+    """Data type in which gradients are reduced."""
 
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
 
-    gc_freq: int = 50
-    """Steps between two runs of Python's garbage collector, on all ranks at once; at least 1."""
+    gc_freq: int = key(50, AT_LEAST_ONE, "steps")
+    """Steps between two runs of Python's garbage collector, on all ranks at once."""
 
-    seed: int = 0
-    """Seed of the initial weights and of the order of the data, at least 0."""
+    seed: int = key(0, Bounds(lambda x: 0 <= x < 2**63, "in [0, 2**63)"))
+    """Seed of the initial weights and of the order of the data."""
 
     deterministic: bool = False
     """Use only deterministic kernels: slower, and the same bits in every run of one layout."""
 
-    data_streams: int = 64
+    data_streams: int = key(64, AT_LEAST_ONE, "streams")
     """Logical streams the data is dealt to, which fix its order; a multiple of the data-parallel degree."""
 
     def compute_dtype(self, device_type: str) -> str:
@@ -217,114 +274,28 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Parallelism:
-    """How the ranks share the work; the product of the degrees is the number of ranks."""
-
-    data_parallel_replicate_degree: int = 1
-    """Replicas of the sharded model (DDP, or with a shard degree HSDP)."""
-
-    data_parallel_shard_degree: int = -1
-    """Ranks that share one copy of the parameters (FSDP); -1: all that the other degrees leave."""
-
-    tensor_parallel_degree: int = 1
-    """Ranks that share every matrix product (TP); divides the heads, the feed-forward width and the vocabulary."""
-
-    context_parallel_degree: int = 1
-    """Ranks that share each sequence (CP); any, as long as every rank gets a token."""
-
-    context_parallel_method: Literal["ring", "all_gather", "all_to_all", "hybrid", "auto"] = "ring"
-    """How attention reaches the other ranks' tokens; auto: by traffic, the choice is logged with its reason."""
-
-    context_parallel_hybrid_degrees: tuple[int, ...] = ()
-    """For hybrid, [all_to_all, ring]: ranks that divide the heads, and groups of them that make a ring."""
-
-    context_parallel_load_balancer: Literal["head_tail", "contiguous", "balanced"] = "head_tail"
-    """Tokens of a rank: two pieces, equal work under a causal mask; one piece; or blocks dealt by each batch's cost."""
-
-    context_parallel_heads_per_pass: int = 0
-    """Key/value heads that travel at a time (all_gather, all_to_all): less memory, more exchanges; 0: all."""
-
-    context_parallel_kernel: Literal[
-        "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "flex"
-    ] = "auto"
-    """What computes planned attention (CP, documents, sliding windows); auto: the fastest for device and data type."""
-
-    pipeline_parallel_degree: int = 1
-    """Ranks that share the layers (PP), each with one stage of the model or several; 1: off."""
-
-    pipeline_parallel_schedule: Literal[
-        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = "1F1B"
-    """Order of the micro-batches' forwards and backwards; all but the first two have several stages a rank."""
-
-    pipeline_parallel_schedule_csv: str | None = None
-    """File with an order of one's own: a line per rank, of cells such as 0F1 (stage, action, micro-batch)."""
-
-    pipeline_parallel_microbatch_size: int = 1
-    """Rows of a micro-batch, at least 1; divides training.local_batch_size."""
-
-    pipeline_parallel_microbatches: int | None = None
-    """Micro-batches of a pass, at least 1, in place of their size; None: as the size says."""
-
-    pipeline_parallel_layers_per_stage: int | None = None
-    """Layers of a stage, at least 1; None: one stage a rank, or two where the schedule can have several."""
-
-    pipeline_parallel_module_fqns: tuple[str, ...] = ()
-    """Modules of each stage, as "tok_embeddings,layers.0", "layers.1,norm,output"; none: dealt evenly."""
-
-    pipeline_parallel_split_points: tuple[str, ...] = ()
-    """Modules at which a new stage begins, such as "layers.2", "layers.4"; none: dealt evenly."""
-
-    pipeline_parallel_first_stage_less_layers: int = 1
-    """As how many layers the embedding counts when layers are dealt evenly, at least 0."""
-
-    pipeline_parallel_last_stage_less_layers: int = 1
-    """As how many layers the last norm and the output count when layers are dealt evenly, at least 0."""
-
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free parameters after the forward and gather them for the backward; default: all but the last, none with PP."""
-
-    fsdp_forward_prefetch: int = 0
-    """Layers whose parameters are gathered ahead of the one that runs forward; 0: as FSDP does by itself, one."""
-
-    fsdp_backward_prefetch: int = 0
-    """The same backward."""
-
-    enable_async_tensor_parallel: bool = False
-    """Overlap the exchanges of TP with its matrix products; needs compile.enable, and GPUs with symmetric memory."""
-
-    disable_loss_parallel: bool = False
-    """With TP, gather the logits before the loss instead of computing it on their shards."""
-
-    @property
-    def overlaps_tensor_parallel(self) -> bool:
-        """Whether the exchanges of tensor parallelism overlap with its matrix products."""
-        return self.enable_async_tensor_parallel and self.tensor_parallel_degree > 1
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """The state of the run on disk, from which the same command goes on."""
 
     enable: bool = False
     """Save checkpoints, and start from the latest one that is there."""
 
-    folder: str = "checkpoint"
+    folder: str = key("checkpoint", when=_SAVING)
     """Folder of the checkpoints, inside job.dump_folder."""
 
-    interval: int = 500
-    """Steps from one checkpoint to the next, at least 1; the last step of a run is always saved."""
+    interval: int = key(500, AT_LEAST_ONE, "steps", when=_SAVING)
+    """Steps from one checkpoint to the next; the last step of a run is always saved."""
 
-    keep_latest_k: int = 0
-    """Checkpoints to keep, the oldest are deleted; 0: all."""
+    keep_latest_k: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: keep all)"), "checkpoints", when=_SAVING)
+    """Checkpoints to keep, the oldest are deleted."""
 
-    load_step: int = -1
+    load_step: int = key(-1, when=needs("checkpoint.enable", remedy="switch it on, or leave the step out"))
     """Step to start from, one of those saved; -1: the latest."""
 
-    async_mode: Literal["disabled", "async"] = "disabled"
+    async_mode: Literal["disabled", "async"] = key("disabled", when=_SAVING)
     """async: write a copy in the background while training goes on."""
 
-    stop_timeout_seconds: int = 120
+    stop_timeout_seconds: int = key(120, SECONDS, "seconds")
     """Seconds in which a stop by SIGTERM or SIGINT has finished its step and saved; after them it ends at once."""
 
 
@@ -335,11 +306,13 @@ class ActivationCheckpoint:
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
     """Keep all; only the input of each layer; as selective_ac_option says; or what the compiler can in a budget."""
 
-    selective_ac_option: str = "op"
+    selective_ac_option: str = key("op", when=needs_value("activation_checkpoint.mode", "selective"))
     """For selective: "op" keeps attention and every second matrix product; "2" recomputes every 2nd layer in full."""
 
-    memory_budget: float = 0.5
-    """For memory_budget: share of what would be kept without any recomputation, in (0, 1)."""
+    memory_budget: float = key(
+        0.5, Bounds(lambda x: 0 < x < 1, "in (0, 1)"), when=needs_value("activation_checkpoint.mode", "memory_budget")
+    )
+    """For memory_budget: share of what would be kept without any recomputation."""
 
     @property
     def every(self) -> int | None:
@@ -354,10 +327,10 @@ class Compile:
     enable: bool = False
     """Compile: less time and memory a step, some minutes at the start."""
 
-    components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
+    components: tuple[Literal["model", "loss"], ...] = key(("model", "loss"), when=_COMPILED)
     """What is compiled: the layers, the loss."""
 
-    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    backend: Literal["inductor", "aot_eager", "eager"] = key("inductor", when=_COMPILED)
     """inductor makes kernels; aot_eager and eager only trace, to find out where an error comes from."""
 
 
@@ -368,43 +341,22 @@ class Float8:
     enable: bool = False
     """Multiply in float8 in the linear modules; on GPUs of compute capability 8.9 or more, or emulated."""
 
-    recipe_name: Literal["tensorwise", "rowwise"] = "tensorwise"
+    recipe_name: Literal["tensorwise", "rowwise"] = key("tensorwise", when=_FLOAT8)
     """One scale for a tensor (fastest), or one for each row and column (closer to high precision)."""
 
-    enable_fsdp_float8_all_gather: bool = False
+    enable_fsdp_float8_all_gather: bool = key(False, when=(_FLOAT8, SHARDED))
     """FSDP casts its shards and gathers weights in float8: less traffic; tensorwise only."""
 
-    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    precompute_float8_dynamic_scale_for_fsdp: bool = key(
+        False, when=(_FLOAT8, needs("float8.enable_fsdp_float8_all_gather"), SHARDED, _NO_OFFLOAD)
+    )
     """For this all-gather, find the scales of all weights by one reduction a step instead of one a weight."""
 
-    filter_fqns: tuple[str, ...] = ("output",)
+    filter_fqns: tuple[str, ...] = key(("output",), when=_FLOAT8)
     """Modules whose name contains one of these stay in high precision, such as "output", "layers.0." or "wk"."""
 
-    emulate: bool = False
+    emulate: bool = key(False, when=_FLOAT8)
     """Float8's rounding without its kernels: slow, on any machine."""
-
-
-@dataclass(frozen=True)
-class Comm:
-    """Process groups."""
-
-    init_timeout_seconds: int = 300
-    """Seconds a collective may take until the first step is done, above 0."""
-
-    train_timeout_seconds: int = 100
-    """Seconds a collective may take from then on, above 0."""
-
-    checkpoint_timeout_seconds: int = 1800
-    """Seconds a collective of saving or loading a checkpoint may take: one rank's disk may be slow; above 0."""
-
-    check_consistency: bool = False
-    """Before each step compare plan and batch of all context-parallel ranks by a hash: slow, and names who differs."""
-
-    trace_buf_size: int = 20000
-    """Collectives that the flight recorder remembers for a report after a hang; 0: off."""
-
-    save_traces_folder: str = "comm_traces"
-    """Folder of these reports, inside job.dump_folder; one file per rank that lost its peers."""
 
 
 @dataclass(frozen=True)
@@ -424,3 +376,9 @@ class JobConfig:
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
     comm: Comm = field(default_factory=Comm)
+
+    @property
+    def plans_attention(self) -> bool:
+        """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
+        masked = self.training.attention_mask != "causal" or self.model.sliding_window is not None
+        return self.parallelism.context_parallel_degree > 1 or masked or self.model.attention_sinks

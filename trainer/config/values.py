@@ -16,7 +16,7 @@ def from_toml(key: str, value: object, kind: Any, default: object, where: str) -
     Raises:
         ConfigError: the value has another type or is none of the choices.
     """
-    plain, optional = _without_none(kind)
+    plain, optional = without_none(kind)
     checked = _checked(value, plain)
     if checked is None:
         raise _wrong(key, value, plain, default, where, optional=optional)
@@ -29,7 +29,7 @@ def from_words(key: str, words: list[str], kind: Any, default: object) -> object
     Raises:
         ConfigError: too few or too many words, or one that does not spell a value of type `kind`.
     """
-    plain, optional = _without_none(kind)
+    plain, optional = without_none(kind)
     where = "on the command line"
     if get_origin(plain) is tuple:
         return from_toml(key, [_parsed(word, get_args(plain)[0]) for word in words], plain, default, where)
@@ -38,7 +38,7 @@ def from_words(key: str, words: list[str], kind: Any, default: object) -> object
     if len(words) != 1:
         given = f"{' '.join(words)!r}" if words else "none"
         raise ConfigError(
-            f"{key} ({where}) was given {given}, and takes one value: {_kind_name(plain)}{_example(default, plain)}"
+            f"{key} ({where}) was given {given}, and takes one value: {kind_name(plain)}{_example(default, plain)}"
         )
     if optional and words == ["None"]:
         return None
@@ -49,7 +49,8 @@ def from_words(key: str, words: list[str], kind: Any, default: object) -> object
 
 
 def shown(value: object) -> str:
-    """A value as a message prints it: on one line, booleans as TOML spells them."""
+    """A value as a message prints it: on one line, booleans and lists as TOML spells them."""
+    value = list(value) if isinstance(value, tuple) else value
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
@@ -79,7 +80,7 @@ def _parsed(word: str, kind: Any) -> object:
     return word
 
 
-def _without_none(kind: Any) -> tuple[Any, bool]:
+def without_none(kind: Any) -> tuple[Any, bool]:
     """`int | None` -> (int, True); any other type -> (type, False)."""
     if get_origin(kind) not in (Union, types.UnionType):
         return kind, False
@@ -87,11 +88,12 @@ def _without_none(kind: Any) -> tuple[Any, bool]:
     return plain, True
 
 
-def _kind_name(kind: Any) -> str:
+def kind_name(kind: Any) -> str:
+    """A type as messages name it: "an int", "one of 'a', 'b'", "a list, each item a string"."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
     if get_origin(kind) is tuple:
-        return f"a list, each item {_kind_name(get_args(kind)[0])}"
+        return f"a list, each item {kind_name(get_args(kind)[0])}"
     return _NAMES[kind]
 
 
@@ -116,7 +118,7 @@ def _wrong(key: str, value: object, kind: Any, default: object, where: str, *, o
         hint = f"; write {whole}"
     if optional:
         hint += ", or leave it out"
-    return ConfigError(f"{key} = {shown(value)} ({where}) must be {_kind_name(kind)}{hint}")
+    return ConfigError(f"{key} = {shown(value)} ({where}) must be {kind_name(kind)}{hint}")
 
 
 def _whole_number(value: object) -> int | None:

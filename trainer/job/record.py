@@ -13,12 +13,11 @@ from trainer.job.compilation import CompileOptions, resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
 from trainer.job.files import check_checkpoint, check_dump_folder
 from trainer.job.float8 import check_float8
+from trainer.job.keys import check_bounds, check_effects
 from trainer.job.model import check_shape, resolve_model
-from trainer.job.numbers import check_numbers
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.training import check_batch, check_profiling, check_schedule
-from trainer.job.unused import check_unused, unused_notes
 from trainer.models.args import ModelArgs
 
 
@@ -75,7 +74,7 @@ def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> Re
     Raises:
         ConfigError: the first setting that cannot work, in one sentence: the value, the rule, what would work.
     """
-    check_numbers(config)
+    check_bounds(config)
     check_schedule(config)
     check_profiling(config)
     check_dump_folder(config.job.dump_folder)
@@ -88,7 +87,7 @@ def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> Re
         pp=parallelism.pipeline_parallel_degree,
         world_size=world_size,
     )
-    check_unused(config, degrees)
+    notes = check_effects(config, degrees)
     check_batch(config, degrees)
     model = resolve_model(config)
     check_shape(model, config.model.flavor, degrees)
@@ -108,5 +107,5 @@ def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> Re
         reason,
         pipeline,
         compilation,
-        notes=unused_notes(config, degrees),
+        notes,
     )

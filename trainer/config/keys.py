@@ -1,0 +1,110 @@
+"""What a field of the schema says of its key: bounds, unit, and when it is in effect.
+
+The checks, `--help` and docs/configuration.md are made of this, so that a new key is its field and its use.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any, get_type_hints
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The values that a number may take by itself, and the same in words."""
+
+    test: Callable[[float], bool]
+    words: str
+
+
+POSITIVE = Bounds(lambda x: 0 < x < math.inf, "above 0")
+NOT_NEGATIVE = Bounds(lambda x: 0 <= x < math.inf, "at least 0")
+AT_LEAST_ONE = Bounds(lambda x: 1 <= x < math.inf, "at least 1")
+SHARE = Bounds(lambda x: 0 <= x <= 1, "in [0, 1]")
+DECAY = Bounds(lambda x: 0 <= x < 1, "in [0, 1)")
+SECONDS = Bounds(lambda x: 1 <= x <= 10**8, "in [1, 100000000]")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a key is in effect.
+
+    holds: of the configuration and the degrees (`trainer.job.Degrees`); otherwise: the words after "has no effect",
+    with `{0.table.key}` for values of the configuration; remedy: what would work. With a remedy a key without effect is
+    refused, without one it is told. general: the words where no configuration is known; "": `otherwise` without values.
+    """
+
+    holds: Callable[[Any, Any], bool]
+    otherwise: str
+    remedy: str = ""
+    general: str = ""
+
+    def words(self) -> str:
+        """Return when a key has no effect, for any configuration."""
+        return self.general or re.sub(r" = \{[^}]*\}", "", self.otherwise)
+
+
+# Conditions are cached: equal ones are one object, and keys that lack the same condition are told in one line.
+
+
+@cache
+def needs(*switches: str, remedy: str = "") -> Condition:
+    """Return the condition that one of these keys is on, or has a value."""
+    otherwise = f"without {' or '.join(switches)}"
+    return Condition(lambda config, _: any(attrgetter(key)(config) for key in switches), otherwise, remedy)
+
+
+@cache
+def needs_value(key: str, value: object) -> Condition:
+    """Return the condition that another key has this value."""
+    otherwise, general = f"with {key} = {{0.{key}!r}}", f"unless {key} = {value!r}"
+    return Condition(lambda config, _: attrgetter(key)(config) == value, otherwise, general=general)
+
+
+@cache
+def unless(key: str, value: object, why: str = "", remedy: str = "") -> Condition:
+    """Return the condition that another key does not have this value."""
+    return Condition(lambda config, _: attrgetter(key)(config) != value, f"with {key} = {value!r}{why}", remedy)
+
+
+@dataclass(frozen=True)
+class Key:
+    """All that is known of a key but its text, the docstring below its field.
+
+    example: a value that works, where the default is None; when: all of them must hold.
+    """
+
+    kind: Any
+    default: object
+    bounds: Bounds | None = None
+    unit: str = ""
+    example: object = None
+    when: tuple[Condition, ...] = ()
+
+
+def key(
+    default: Any,
+    bounds: Bounds | None = None,
+    unit: str = "",
+    *,
+    example: object = None,
+    when: Condition | tuple[Condition, ...] = (),
+) -> Any:
+    """Return a field with what `Key` knows; a key with a type and a default alone needs no such call."""
+    when = when if isinstance(when, tuple) else (when,)
+    metadata = {"bounds": bounds, "unit": unit, "example": example, "when": when}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@cache
+def keys_of(schema: type) -> dict[str, Key]:
+    """Return every key of a schema as "table.key"."""
+    return {
+        f"{table}.{field.name}": Key(get_type_hints(kind)[field.name], field.default, **field.metadata)
+        for table, kind in get_type_hints(schema).items()
+        for field in dataclasses.fields(kind)
+    }

@@ -1,0 +1,50 @@
+"""What the fields of the schema say of their keys, checked: bounds, and that a key that is set has an effect.
+
+A key that is set (differs from its default) and has no effect is told in one line: the feature that it belongs to may
+be switched off for one run. It is refused where the run would not do what the key asks for.
+"""
+
+from operator import attrgetter
+
+from trainer.config.errors import ConfigError
+from trainer.config.keys import Condition, keys_of
+from trainer.config.schema import JobConfig
+from trainer.config.values import shown
+from trainer.job.degrees import Degrees
+
+
+def check_bounds(config: JobConfig) -> None:
+    for name, key in keys_of(type(config)).items():
+        value = attrgetter(name)(config)
+        if key.bounds is not None and value is not None and not key.bounds.test(value):
+            works = key.example if key.default is None else key.default
+            raise ConfigError(f"{name} = {value!r} must be {key.bounds.words}, such as {works!r}")
+
+
+def check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:
+    """Return one line for each reason why some keys that are set have no effect.
+
+    Raises:
+        ConfigError: a key that has no effect although the run needs it, with what would work.
+    """
+    notes = []
+    for missing, names in _without_effect(config, degrees).items():
+        if missing.remedy:
+            raise ConfigError(f"{_told(missing, names[:1], config)}; {missing.remedy}")
+        notes.append(_told(missing, names, config))
+    return tuple(notes)
+
+
+def _without_effect(config: JobConfig, degrees: Degrees) -> dict[Condition, list[str]]:
+    """Keys that are set in vain, below the first condition of theirs that does not hold."""
+    found: dict[Condition, list[str]] = {}
+    for name, key in keys_of(type(config)).items():
+        missing = next((condition for condition in key.when if not condition.holds(config, degrees)), None)
+        if missing is not None and attrgetter(name)(config) != key.default:
+            found.setdefault(missing, []).append(name)
+    return found
+
+
+def _told(missing: Condition, names: list[str], config: JobConfig) -> str:
+    listed = ", ".join(f"{name} = {shown(attrgetter(name)(config))}" for name in names)
+    return f"{listed} {'has' if len(names) == 1 else 'have'} no effect {missing.otherwise.format(config)}"
