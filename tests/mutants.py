@@ -589,6 +589,27 @@ SETTINGS = (
         "if missing is None and attrgetter(name)(config) != key.default:",
         "tests/unit/test_job_unused.py",
     ),
+    Mutant(
+        "a key that the run needs is told and not refused",
+        "trainer/job/keys.py",
+        "if missing.remedy:",
+        "if not missing:",
+        "tests/unit/test_job_unused.py",
+    ),
+    Mutant(
+        "a number may have any value",
+        "trainer/job/keys.py",
+        "value is not None and not key.bounds.test(value):",
+        "value is not None and not key.bounds:",
+        "tests/unit/test_job.py",
+    ),
+    Mutant(
+        "a condition of a key is forgotten",
+        "trainer/config/keys.py",
+        "when = when if isinstance(when, tuple) else (when,)",
+        "when = when if isinstance(when, tuple) else ()",
+        "tests/unit/test_config_keys.py",
+    ),
 )
 
 CACHES = (

@@ -1,6 +1,7 @@
-"""`--help`, made of the schema: lines of text, as our own parser reads the options.
+"""`--help`: what the schema says of each key, as text.
 
-tyro and argparse bring a parser each, which reads no TOML, knows no older spelling and words errors in its own way.
+Our parser reads files and command lines alike and says what would work. tyro or argparse would be a second parser, of
+which only the help would be used.
 """
 
 import ast
