@@ -60,16 +60,12 @@ class Job:
 
     config_file: str | None = None
     """TOML file to read; for the command line only (a file inherits from another with base = "other.toml")."""
-
     dump_folder: str = "./outputs"
     """Folder for everything the run writes; made when missing."""
-
     description: str = ""
     """A line about the run, for its reader; printed at the start."""
-
     print_config: bool = False
     """Print the effective configuration as TOML, then train; --print-config prints it and ends."""
-
     max_minutes: float | None = key(None, POSITIVE, "minutes", example=60.0)
     """Minutes after which the run stops cleanly, at the end of the step during which they pass; None: no limit."""
 
@@ -80,24 +76,18 @@ class Profiling:
 
     enable_profiling: bool = False
     """Write a trace of the profiler for every rank, with the parts of a step as named regions (Chrome's format)."""
-
     save_traces_folder: str = key("profile_trace", when=_TRACES)
     """Folder of the traces, inside job.dump_folder."""
-
     profile_freq: int = key(
         100, AT_LEAST_ONE, "steps", when=needs("profiling.enable_profiling", "profiling.enable_memory_snapshot")
     )
     """Steps from one trace (and memory snapshot) to the next; at least profiler_warmup + profiler_active."""
-
     profiler_active: int = key(1, AT_LEAST_ONE, "steps", when=_TRACES)
     """Steps that a trace records."""
-
     profiler_warmup: int = key(3, NOT_NEGATIVE, "steps", when=_TRACES)
     """Steps before them in which the profiler runs and nothing is kept."""
-
     enable_memory_snapshot: bool = False
     """Record every allocation on the GPU, and write it every profile_freq steps and when memory runs out; CUDA only."""
-
     save_memory_snapshot_folder: str = key("memory_snapshot", when=needs("profiling.enable_memory_snapshot"))
     """Folder of the snapshots, inside job.dump_folder."""
 
@@ -108,13 +98,10 @@ class Metrics:
 
     log_freq: int = key(10, AT_LEAST_ONE, "steps")
     """Steps between two log lines."""
-
     enable_tensorboard: bool = False
     """Write TensorBoard event files as well."""
-
     save_tb_folder: str = key("tb", when=needs("metrics.enable_tensorboard"))
     """Folder of the event files, inside job.dump_folder."""
-
     enable_color_printing: bool = True
     """Colours in the log, on a terminal only."""
 
@@ -125,28 +112,20 @@ class Model:
 
     name: str = "llama3"
     """Model family: llama3."""
-
     flavor: str = "debugmodel"
     """Size within the family; llama3 has debugmodel, 1B, 3B, 8B, 70B, 405B."""
-
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
     """Normalisation before each block; np_layernorm has no parameters."""
-
     tokenizer_path: str | None = None
     """BPE file in tiktoken's format (tokenizer.model), or its folder; None: the small one of the program."""
-
     rope_theta: float | None = key(None, POSITIVE, example=500000.0)
     """Base of the rotary frequencies; None: the flavor's."""
-
     sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=_SHORT_WINDOW)
     """Tokens that a token sees, itself and those before it; None: all before it."""
-
     sliding_window_every: int = key(1, AT_LEAST_ONE, "layers", when=(_WINDOW, _SHORT_WINDOW))
     """Every n-th layer, from the first on, has the window, the others see everything."""
-
     attention_sinks: bool = False
     """A learnt logit per head that takes a share of the attention and gives nothing: a head may look nowhere."""
-
     rope_scaling: float | None = key(None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0)
     """Factor of Llama 3.1's frequency scaling; None: the flavor's."""
 
@@ -162,22 +141,16 @@ class Optimizer:
 
     name: Literal["AdamW", "Adam"] = "AdamW"
     """AdamW decays the weights themselves, Adam adds the decay to the gradient."""
-
     lr: float = key(8e-4, POSITIVE)
     """Peak learning rate; lr_scheduler scales it."""
-
     beta1: float = key(0.9, DECAY)
     """Decay of the running mean of the gradient."""
-
     beta2: float = key(0.95, DECAY)
     """Decay of the running mean of its square."""
-
     eps: float = key(1e-8, POSITIVE)
     """Added to the root of the second moment."""
-
     weight_decay: float = key(0.1, NOT_NEGATIVE)
     """Weight decay of the matrices (not of norms and embeddings)."""
-
     implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
     """One kernel per parameter, per list of parameters, or for the whole update."""
 
@@ -188,16 +161,12 @@ class LRScheduler:
 
     warmup_steps: int = key(200, NOT_NEGATIVE, "steps")
     """Steps of the linear warm-up; a run may be shorter than its warm-up."""
-
     total_steps: int | None = key(None, AT_LEAST_ONE, "steps", example=10000, when=_AFTER_WARMUP)
     """Steps after which the decay has ended; None: training.steps."""
-
     decay_ratio: float | None = key(None, SHARE, example=0.2, when=_AFTER_WARMUP)
     """Share of the total, at its end, during which the rate decays; None: from the end of warm-up on."""
-
     decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", when=(_AFTER_WARMUP, _DECAYS))
     """Shape of the decay."""
-
     min_lr_factor: float = key(0.0, SHARE, when=(_AFTER_WARMUP, _DECAYS))
     """Share of optimizer.lr that is left at the end of the decay."""
 
@@ -219,49 +188,34 @@ class Training:
 
     dataset: str = "python_stdlib"
     """Documents: python_stdlib (the interpreter's own sources), text (one per file) or jsonl (one per line)."""
-
     dataset_path: str | None = None
     """File, folder or glob of the data sets text and jsonl; python_stdlib takes none."""
-
     local_batch_size: int = key(8, AT_LEAST_ONE, "rows")
     """Rows per data-parallel rank and micro-batch."""
-
     global_batch_size: int = key(-1, unit="rows")
     """Rows per step: a multiple of local_batch_size x data-parallel degree (by accumulation); -1: that product."""
-
     seq_len: int = key(2048, AT_LEAST_ONE, "tokens")
     """Tokens per row; a multiple of parallelism.tensor_parallel_degree."""
-
     attention_mask: Literal["causal", "document"] = "causal"
     """What a token sees: all before it in its row, or in its document, where positions count from its start."""
-
     max_norm: float = key(1.0, POSITIVE)
     """Largest norm of the gradient, which is scaled down to it."""
-
     steps: int = key(10000, AT_LEAST_ONE, "steps")
     """Optimizer steps of the run."""
-
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Data type in which parameters and optimizer state are stored."""
-
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type in which the model computes; auto: bfloat16 on CUDA (but for float64 runs), training.dtype on CPU."""
-
     mixed_precision_reduce: Literal["float32", "bfloat16"] = key("float32", when=(_NOT_FLOAT64, _REDUCED))
     """Data type in which gradients are reduced."""
-
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
-
     gc_freq: int = key(50, AT_LEAST_ONE, "steps")
     """Steps between two runs of Python's garbage collector, on all ranks at once."""
-
     seed: int = key(0, Bounds(lambda x: 0 <= x < 2**63, "in [0, 2**63)"))
     """Seed of the initial weights and of the order of the data."""
-
     deterministic: bool = False
     """Use only deterministic kernels: slower, and the same bits in every run of one layout."""
-
     data_streams: int = key(64, AT_LEAST_ONE, "streams")
     """Logical streams the data is dealt to, which fix its order; a multiple of the data-parallel degree."""
 
@@ -279,22 +233,16 @@ class Checkpoint:
 
     enable: bool = False
     """Save checkpoints, and start from the latest one that is there."""
-
     folder: str = key("checkpoint", when=_SAVING)
     """Folder of the checkpoints, inside job.dump_folder."""
-
     interval: int = key(500, AT_LEAST_ONE, "steps", when=_SAVING)
     """Steps from one checkpoint to the next; the last step of a run is always saved."""
-
     keep_latest_k: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: keep all)"), "checkpoints", when=_SAVING)
     """Checkpoints to keep, the oldest are deleted."""
-
     load_step: int = key(-1, when=needs("checkpoint.enable", remedy="switch it on, or leave the step out"))
     """Step to start from, one of those saved; -1: the latest."""
-
     async_mode: Literal["disabled", "async"] = key("disabled", when=_SAVING)
     """async: write a copy in the background while training goes on."""
-
     stop_timeout_seconds: int = key(120, SECONDS, "seconds")
     """Seconds in which a stop by SIGTERM or SIGINT has finished its step and saved; after them it ends at once."""
 
@@ -305,10 +253,8 @@ class ActivationCheckpoint:
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
     """Keep all; only the input of each layer; as selective_ac_option says; or what the compiler can in a budget."""
-
     selective_ac_option: str = key("op", when=needs_value("activation_checkpoint.mode", "selective"))
     """For selective: "op" keeps attention and every second matrix product; "2" recomputes every 2nd layer in full."""
-
     memory_budget: float = key(
         0.5, Bounds(lambda x: 0 < x < 1, "in (0, 1)"), when=needs_value("activation_checkpoint.mode", "memory_budget")
     )
@@ -326,10 +272,8 @@ class Compile:
 
     enable: bool = False
     """Compile: less time and memory a step, some minutes at the start."""
-
     components: tuple[Literal["model", "loss"], ...] = key(("model", "loss"), when=_COMPILED)
     """What is compiled: the layers, the loss."""
-
     backend: Literal["inductor", "aot_eager", "eager"] = key("inductor", when=_COMPILED)
     """inductor makes kernels; aot_eager and eager only trace, to find out where an error comes from."""
 
@@ -340,21 +284,16 @@ class Float8:
 
     enable: bool = False
     """Multiply in float8 in the linear modules; on GPUs of compute capability 8.9 or more, or emulated."""
-
     recipe_name: Literal["tensorwise", "rowwise"] = key("tensorwise", when=_FLOAT8)
     """One scale for a tensor (fastest), or one for each row and column (closer to high precision)."""
-
     enable_fsdp_float8_all_gather: bool = key(False, when=(_FLOAT8, SHARDED))
     """FSDP casts its shards and gathers weights in float8: less traffic; tensorwise only."""
-
     precompute_float8_dynamic_scale_for_fsdp: bool = key(
         False, when=(_FLOAT8, needs("float8.enable_fsdp_float8_all_gather"), SHARDED, _NO_OFFLOAD)
     )
     """For this all-gather, find the scales of all weights by one reduction a step instead of one a weight."""
-
     filter_fqns: tuple[str, ...] = key(("output",), when=_FLOAT8)
     """Modules whose name contains one of these stay in high precision, such as "output", "layers.0." or "wk"."""
-
     emulate: bool = key(False, when=_FLOAT8)
     """Float8's rounding without its kernels: slow, on any machine."""
 
