@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.distributed.harness import TINY
 from tests.distributed.pool import WorkerPool
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel import live
 from trainer.distributed.context_parallel.attention import ContextParallelAttention, context_parallel_attention
 from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.execution import communicators
 from trainer.distributed.context_parallel.live import LivePlan, opened
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
 from trainer.distributed.context_parallel.planning.mask import (
@@ -161,7 +161,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
                 relative(x, whole[:, :, part], whole) if whole.any() else x.norm().item()
                 for x, whole, part in zip(got, wanted[:4], (mine[0], *mine[:3]), strict=True)
             ]
-            (run,) = opened._runs.values()
+            (run,) = live._executions.values()
             shape = AttentionShape(BATCH, *case.heads, case.head_dim, case.dtype.itemsize)
             costs = [
                 attention_cost(run.plan, shape, way, case.options.heads_per_pass) for way in ("forward", "backward")
@@ -357,7 +357,7 @@ def test_a_kernel_that_is_asked_for_is_used(pool: WorkerPool) -> None:
 def own_communicators_case(cases: list[Case]) -> tuple[list[dict], int]:
     """As where one communicator is one queue: gradients of keys and values travel over another one."""
     made = mock.Mock(wraps=dist.new_group)
-    with mock.patch.object(live, "_queues", return_value=True), mock.patch.object(dist, "new_group", made):
+    with mock.patch.object(communicators, "_is_queue", return_value=True), mock.patch.object(dist, "new_group", made):
         results = attention_case(cases)
     return results, sum(call.kwargs.get("group_desc") == "cp_gradients" for call in made.call_args_list)
 
