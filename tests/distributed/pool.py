@@ -129,6 +129,25 @@ def free_port() -> int:
             return port
 
 
+def forget_meshes() -> None:
+    """Clear what DTensor caches by mesh: one of the next case looks the same, but has other groups.
+
+    A training process has one set of groups for all its life.
+    """
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
+
+    # A version that lacks one of these private names does not cache there.
+    caches = (
+        (debug, "_clear_sharding_prop_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+        (getattr(_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_cached", None), "cache_clear"),
+        (_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear"),
+    )
+    for owner, name in caches:
+        getattr(owner, name, lambda: None)()
+
+
 def _serve(connection: Connection, device: str) -> None:
     """Body of a worker: one case after another until the pool hangs up."""
     if device == "cpu":
@@ -155,6 +174,7 @@ def _serve(connection: Connection, device: str) -> None:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             _send(connection, (False, traceback.format_exc(), not is_peer_failure(error)))
+        forget_meshes()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # the next case compiles for itself
         # Models are cyclic, and keep their process groups, with two threads each, until they are collected.

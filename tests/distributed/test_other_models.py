@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed.pool import WorkerPool
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
-from trainer.distributed.context_parallel import intercept
 from trainer.distributed.context_parallel.context import ContextParallel, context_parallel
 from trainer.distributed.context_parallel.planning.mask import documents
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations import intercept
 from trainer.integrations.transformers import register_transformers_attention
 from trainer.runtime.process_group import Process, process_group
 

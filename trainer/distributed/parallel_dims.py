@@ -28,6 +28,11 @@ _FLATTENED = {
 }
 
 
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return a mesh as one line of ranks."""
+    return mesh._flatten(name)
+
+
 class ParallelDims:
     """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in the design: pp, dp_replicate, dp_shard, cp,
     cp_ring, cp_a2a, tp, dp, dp_shard_cp, dp_cp, pp_cp_tp, world.
@@ -42,7 +47,7 @@ class ParallelDims:
         self._root = init_device_mesh(device_type, sizes, mesh_dim_names=_DIMS)
         self._meshes = {name: self._root[name] for name in _DIMS}
         for name, parts in _FLATTENED.items():
-            self._meshes[name] = self._root[parts]._flatten(name)
+            self._meshes[name] = flattened(self._root[parts], name)
 
     def __getitem__(self, name: str) -> DeviceMesh:
         return self._meshes[name]

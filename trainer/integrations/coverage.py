@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer.distributed.context_parallel.intercept import outside_of_graphs
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.inspection import is_tokenwise, layer_kinds
+from trainer.integrations.intercept import outside_of_graphs
 
 _ATTENTION = re.compile(r"(Attention|Attn)\d*$")
 

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainer.distributed.context_parallel.intercept import Interception, is_intercepted
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.inspection import Allowed
+from trainer.integrations.intercept import Interception, is_intercepted
 from trainer.integrations.watch import ModelWatch
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from trainer.distributed.context_parallel.intercept import outside_of_graphs
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.integrations.intercept import outside_of_graphs
 
 
 def depends_on_length(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.distributed.context_parallel.intercept import Call, attend, refusal_of_call
+from trainer.integrations.intercept import Call, attend, refusal_of_call
 
 _SDPA_OF_TRANSFORMERS = "transformers.integrations.sdpa_attention"
 # What transformers passes to an attention function that does not change attention; anything else must be empty.

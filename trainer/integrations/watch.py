@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from trainer.distributed.context_parallel.intercept import Call, outside_of_graphs
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.coverage import Coverage
@@ -33,6 +32,7 @@ from trainer.integrations.inspection import (
     refusal_of_module,
     takes_positions,
 )
+from trainer.integrations.intercept import Call, outside_of_graphs
 from trainer.integrations.positions import Positions
 from trainer.integrations.rotary import GlobalLength, depends_on_length
 from trainer.integrations.transformers import refusal_of_window, told_by_transformers

@@ -16,14 +16,6 @@ from trainer.job.degrees import Degrees
 from trainer.models.args import ModelArgs, has_windows
 
 
-def uses_planned_attention(config: JobConfig) -> bool:
-    """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
-    model = config.model
-    several = config.parallelism.context_parallel_degree > 1
-    masked = config.training.attention_mask != "causal" or model.sliding_window is not None
-    return several or masked or model.attention_sinks
-
-
 def resolve_attention(
     config: JobConfig, shape: ModelArgs, device_type: str
 ) -> tuple[ContextParallelOptions | None, str]:
@@ -38,7 +30,7 @@ def resolve_attention(
     """
     parallelism = config.parallelism
     able_kernels(parallelism.context_parallel_kernel, None, None, shape.head_dim, bands=has_windows(shape))
-    if not uses_planned_attention(config):
+    if not config.plans_attention:
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     heads, kv_heads = shape.n_heads // tp, shape.n_kv_heads // tp

@@ -72,24 +72,6 @@ def process_group(process: Process, comm: Comm, records: Path | None = None, sto
         raise
     else:
         dist.destroy_process_group()
-    finally:
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Clear what DTensor caches by mesh: one of the next process group looks the same, but has other groups."""
-    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
-
-    # No public names as of torch 2.13; a version that lacks one of them does not cache there.
-    caches = (
-        (debug, "_clear_sharding_prop_cache"),
-        (_redistribute, "clear_redistribute_planner_cache"),
-        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
-        (getattr(_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_cached", None), "cache_clear"),
-        (_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear"),
-    )
-    for owner, name in caches:
-        getattr(owner, name, lambda: None)()
 
 
 def is_peer_failure(error: Exception) -> bool:

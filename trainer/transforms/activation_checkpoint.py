@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainer.config.schema import ActivationCheckpoint
+from trainer.transforms.forward import replace_forward
 
 CONTEXT_PARALLEL_ATTENTION = "trainer::context_parallel_attention"
 
@@ -58,7 +59,7 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, config: ActivationCheckpo
         every = config.every
     for number, layer in layers.items():
         if (int(number) + 1) % every == 0:
-            layer.forward = types.MethodType(forward, layer)
+            replace_forward(layer, "activation checkpointing", types.MethodType(forward, layer))
 
 
 # Functions of the block, not closures over it: torch.compile then makes one graph for all blocks. The arguments go

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.config.errors import ConfigError
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.compilation import CompileOptions
+from trainer.transforms.forward import replace_forward
 
 logger = logging.getLogger("trainer")
 F = TypeVar("F", bound=Callable)
@@ -29,7 +30,7 @@ def apply_compile(blocks: Sequence[nn.Module], options: CompileOptions, *, embed
     # It asks to look for in-place operators in checkpointed blocks, on every rank; there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in blocks:
-        block.forward = _compiled(block.forward, options)
+        replace_forward(block, "compile", _compiled(block.forward, options))
     if embedding is not None:
         embedding.register_forward_hook(_wait_inside_autograd)
 

@@ -18,6 +18,7 @@ from trainer.distributed.context_parallel.autocast import add_autocast_rule
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.marks import Mark
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.transforms.forward import replace_forward
 
 
 @torch.library.custom_op("trainer::context_parallel_attention", mutates_args=())
@@ -156,7 +157,7 @@ class ContextParallelAttention(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _refuse_dropout(module)
-        module.forward = _forward_of(self.is_causal, self.sliding_window or 0)
+        replace_forward(module, "context parallelism", _forward_of(self.is_causal, self.sliding_window or 0))
         module._context_parallel_mark = Mark(device_mesh.get_group())
         return module
 

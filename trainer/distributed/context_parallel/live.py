@@ -21,6 +21,7 @@ from trainer.distributed.context_parallel.marks import parallelised_modules
 from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.parallel_dims import flattened
 from trainer.distributed.sharding.layout import AxisLayout
 
 _live: dict[int, "LivePlan"] = {}
@@ -138,7 +139,7 @@ def flat_mesh(
             f"context_parallel with method {options.method!r} got a mesh of shape {mesh.shape}; give "
             + (f"one of shape {shape}, ring x all-to-all ranks" if shape else "a 1-D mesh")
         )
-    return mesh._flatten("cp"), (mesh.get_group(0), mesh.get_group(1))
+    return flattened(mesh, "cp"), (mesh.get_group(0), mesh.get_group(1))
 
 
 def any_plan_open(mesh: DeviceMesh) -> bool:

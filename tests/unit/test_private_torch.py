@@ -1,0 +1,282 @@
+"""Private and unstable names of PyTorch: each is used in one module, and a test says what breaks when one goes.
+
+A new use of a private name fails here until the table says what it is for.
+"""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.checkpoint.files import _ALLOWED
+from trainer.transforms.activation_checkpoint import KEPT_OPERATORS, MATRIX_PRODUCTS
+
+ROOT = Path(__file__).resolve().parents[2]
+CP = "trainer/distributed/context_parallel"
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private name: the one module that uses it, what breaks without it, and whether this PyTorch has it."""
+
+    module: str
+    breaks: str
+    there: Callable[[], object]
+
+
+def operator(name: str, *arguments: str) -> Callable[[], bool]:
+    """Whether an aten operator still begins with these arguments, which are given by position."""
+    return lambda: (
+        [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments][: len(arguments)] == [*arguments]
+    )
+
+
+def imports(module: str, name: str) -> Callable[[], object]:
+    return lambda: getattr(__import__(module, fromlist=[name]), name)
+
+
+def timeout() -> object:
+    """As `exchange` finds it, of a group of one."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options).options._timeout
+
+
+_QKV = ("query", "key", "value")
+_GRAD = ("grad_out", *_QKV, "out", "logsumexp")
+_VARLEN = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
+_EFFICIENT = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_CPU, _CUDA, _FLEX = (f"{CP}/execution/kernels/{name}.py" for name in ("cpu", "cuda", "flex"))
+_GROUPS, _INTERCEPT = "trainer/runtime/process_group.py", "trainer/integrations/intercept.py"
+_INSPECTION, _COMPILE = "trainer/integrations/inspection.py", "trainer/transforms/compile.py"
+_CPU_FLASH, _CUDNN = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"
+
+PRIVATE = {
+    # attention kernels
+    _CPU_FLASH: Private(_CPU, "the kernel of CPUs", operator(_CPU_FLASH, *_QKV, "dropout_p", "is_causal")),
+    f"{_CPU_FLASH}_backward": Private(
+        _CPU, "the kernel of CPUs", operator(f"{_CPU_FLASH}_backward", *_GRAD, "dropout_p", "is_causal")
+    ),
+    "_flash_attention_forward": Private(
+        _CUDA, "cuda_flash and varlen", operator("_flash_attention_forward", *_QKV, *_VARLEN, "return_debug_mask")
+    ),
+    "_flash_attention_backward": Private(
+        _CUDA, "cuda_flash and varlen", operator("_flash_attention_backward", *_GRAD, *_VARLEN, "rng_state", "unused")
+    ),
+    "_efficient_attention_forward": Private(
+        _CUDA,
+        "the kernel efficient",
+        operator(
+            *("_efficient_attention_forward", *_QKV, "bias", *_EFFICIENT),
+            *("dropout_p", "custom_mask_type", "compute_log_sumexp"),
+        ),
+    ),
+    "_efficient_attention_backward": Private(
+        _CUDA,
+        "the kernel efficient",
+        operator(
+            *("_efficient_attention_backward", "grad_out_", *_QKV, "bias", "out", *_EFFICIENT, "logsumexp"),
+            *("dropout_p", "philox_seed", "philox_offset", "custom_mask_type", "bias_requires_grad"),
+        ),
+    ),
+    _CUDNN: Private(
+        _CUDA,
+        "the kernel cudnn",
+        operator(_CUDNN, *_QKV, "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask"),
+    ),
+    f"{_CUDNN}_backward": Private(
+        _CUDA,
+        "the kernel cudnn",
+        operator(f"{_CUDNN}_backward", *_GRAD, "philox_seed", "philox_offset", "attn_bias", *_VARLEN),
+    ),
+    "_dispatch_tls_local_exclude_set": Private(
+        _FLEX, "flex's backward inside an operator", lambda: torch._C._dispatch_tls_local_exclude_set()
+    ),
+    "_dispatch_tls_local_include_set": Private(
+        _FLEX, "flex's backward inside an operator", lambda: torch._C._dispatch_tls_local_include_set()
+    ),
+    "_ForceDispatchKeyGuard": Private(
+        _FLEX, "flex's backward inside an operator", lambda: torch._C._ForceDispatchKeyGuard
+    ),
+    "_current_level": Private(
+        f"{CP}/attention.py",
+        "the refusal of forward-mode differentiation",
+        lambda: isinstance(torch.autograd.forward_ad._current_level, int),
+    ),
+    # meshes and groups
+    "_flatten": Private("trainer/distributed/parallel_dims.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
+    "_concatenate": Private(
+        "trainer/distributed/parallel_dims.py", "the 2-D mesh of HSDP", lambda: dist.DeviceMesh._concatenate
+    ),
+    "_world": Private(
+        _GROUPS, "time-outs of all groups", lambda: isinstance(dist.distributed_c10d._world.pg_map, dict)
+    ),
+    "_set_pg_timeout": Private(
+        _GROUPS,
+        "time-outs of groups",
+        lambda: [*inspect.signature(dist.distributed_c10d._set_pg_timeout).parameters][:2] == ["timeout", "group"],
+    ),
+    "_dump_fr_trace": Private(
+        _GROUPS, "the flight record (without it a line says so)", lambda: torch._C._distributed_c10d._dump_fr_trace
+    ),
+    "_timeout": Private(
+        "trainer/distributed/sharding/exchange.py", "the time-out of waiting for a message on CPUs", timeout
+    ),
+    "_get_backend": Private(
+        "trainer/distributed/sharding/exchange.py",
+        "the time-out of waiting for a message on CPUs",
+        lambda: dist.ProcessGroup._get_backend,
+    ),
+    "_PipelineScheduleRuntime": Private(
+        "trainer/distributed/pipeline_parallel.py",
+        "pipeline_parallel_schedule_csv",
+        imports("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime"),
+    ),
+    "_load_csv": Private(
+        "trainer/distributed/pipeline_parallel.py",
+        "pipeline_parallel_schedule_csv",
+        lambda: [*inspect.signature(torch_schedules()._PipelineScheduleRuntime._load_csv).parameters][1] == "filename",
+    ),
+    # checkpoints and the schedule of the learning rate
+    "_slice_file": Private(
+        "trainer/checkpoint/files.py",
+        "check sums of what is loaded",
+        lambda: dist.checkpoint.FileSystemReader._slice_file,
+    ),
+    # the compiler
+    "enable_symm_mem_for_group": Private(
+        _COMPILE,
+        "asynchronous tensor parallelism",
+        imports("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
+    ),
+    "counters": Private(_COMPILE, "the count of compilations", imports("torch._dynamo.utils", "counters")),
+    "get_cpp_compiler": Private(
+        _COMPILE, "the sentence on a missing compiler", imports("torch._inductor.cpp_builder", "get_cpp_compiler")
+    ),
+    "InvalidCxxCompiler": Private(
+        _COMPILE, "the sentence on a missing compiler", imports("torch._inductor.exc", "InvalidCxxCompiler")
+    ),
+    "_functorch": Private(
+        _COMPILE,
+        "pipelines that split the backward, and memory_budget, under compile",
+        lambda: all(hasattr(torch._functorch.config, x) for x in ("donated_buffer", "activation_memory_budget")),
+    ),
+    # models of others
+    "HigherOrderOperator": Private(_INTERCEPT, "interception", imports("torch._ops", "HigherOrderOperator")),
+    "OpOverload": Private(_INTERCEPT, "interception", imports("torch._ops", "OpOverload")),
+    "OpOverloadPacket": Private(_INTERCEPT, "interception", imports("torch._ops", "OpOverloadPacket")),
+    "_native_multi_head_attention": Private(
+        _INTERCEPT, "refusal of fused attention", lambda: torch._native_multi_head_attention
+    ),
+    "_transformer_encoder_layer_fwd": Private(
+        _INTERCEPT, "refusal of fused attention", lambda: torch._transformer_encoder_layer_fwd
+    ),
+    **{
+        name: Private(_INSPECTION, "the list of layers that mix tokens", imports(f"torch.nn.modules.{module}", name))
+        for module, names in {
+            "batchnorm": "_BatchNorm",
+            "instancenorm": "_InstanceNorm",
+            "pooling": "_AvgPoolNd _MaxPoolNd _AdaptiveAvgPoolNd _AdaptiveMaxPoolNd",
+            "padding": "_ConstantPadNd",
+            "conv": "_ConvNd",
+        }.items()
+        for name in names.split()
+    },
+    # memory
+    "_record_memory_history": Private(
+        "trainer/components/profiling.py", "memory snapshots", lambda: torch.cuda.memory._record_memory_history
+    ),
+    "_dump_snapshot": Private(
+        "trainer/components/profiling.py", "memory snapshots", lambda: torch.cuda.memory._dump_snapshot
+    ),
+}
+# Not PyTorch's, or no name at all: modules on the way to a name, a namedtuple's method, os._exit, in-place foreach.
+OTHERS = frozenset({"_C", "_distributed_c10d", "_replace", "_exit", "_getframe", "_foreach_mul_", "_foreach_norm"})
+OURS = frozenset({"_context_parallel_mark", "_forward_replaced_by", "_attn_implementation", "_tensor"})
+
+
+def torch_schedules():
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Names of PyTorch that are private, or that come from a private module, in the order of the text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            for alias in node.names:
+                if any(part.startswith("_") for part in f"{node.module}.{alias.name}".split(".")):
+                    yield alias.name
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            name = ast.unparse(node.args[1]).strip("'")
+            if name.startswith("_"):
+                yield name
+
+
+def uses() -> dict[str, set[str]]:
+    """Private name -> the modules that use it."""
+    found: dict[str, set[str]] = {}
+    for path in [*(ROOT / "trainer").rglob("*.py"), ROOT / "train.py"]:
+        for name in private_names(ast.parse(path.read_text())):
+            found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    return {name: modules for name, modules in found.items() if name not in OTHERS | OURS}
+
+
+def test_every_private_name_is_in_the_table_and_in_one_module() -> None:
+    assert uses() == {name: {private.module} for name, private in PRIVATE.items()}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_this_pytorch_has_it(name: str) -> None:
+    private = PRIVATE[name]
+    try:
+        there = private.there()
+    except (AttributeError, ImportError) as error:
+        there, why = False, f": {error}"
+    else:
+        why = ""
+    assert there is not False, f"{private.module} cannot do without {name}; {private.breaks} broke{why}"
+
+
+def test_the_scan_sees_a_private_name() -> None:
+    text = "from torch._inductor import x\nimport torch\ntorch.foo._bar()\ngetattr(torch, '_baz')\nself._mine"
+    assert sorted(private_names(ast.parse(text))) == ["_bar", "_baz", "x"]
+
+
+# ---- names in strings
+
+
+def test_operators_that_are_kept_exist_by_these_names() -> None:
+    """A renamed operator would be computed again without a word."""
+    for module in ("torch.nn.attention.flex_attention", "torch.nn.attention.varlen", f"{CP}.attention"):
+        importlib.import_module(module.replace("/", "."))  # they register operators
+    known = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    assert {*KEPT_OPERATORS, *MATRIX_PRODUCTS} <= known | {torch._higher_order_ops.flex_attention.name()}
+
+
+def test_classes_of_checkpoints_exist_by_these_names() -> None:
+    """A renamed class would block resuming from every checkpoint."""
+    for module, names in _ALLOWED.items():
+        for name in names:
+            assert imports(module, name)() is not None
+
+
+def test_what_a_schedule_of_learning_rates_saves_has_these_names() -> None:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(nn.Linear(1, 1).parameters()), lambda step: 1.0)
+    assert {"last_epoch", "_step_count", "_last_lr"} <= scheduler.state_dict().keys()
+
+
+def test_inductors_settings_have_these_names() -> None:
+    """They are options of `torch.compile`, which refuses one that it does not know."""
+    assert {"_micro_pipeline_tp", "emulate_precision_casts", "deterministic"} <= {*torch._inductor.list_options()}
