@@ -10,8 +10,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from trainer.config.errors import ConfigError, SharedConfigError
@@ -92,16 +93,23 @@ def train(job: ResolvedJob, notes: Iterable[str] = ()) -> int:
             print(f"rank {process.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             reports.failed(error)
             return 1
-        started = time.monotonic()
-        line = reports.lost(error)
-        if line is not None:
-            print(f"error: {line}", file=sys.stderr, flush=True)
-        # A launcher ends all ranks when the first one has ended: let that be the one that has the cause, or else the
-        # one that says it.
-        grace = _GRACE_SECONDS if line is not None else 1.2 * _GRACE_SECONDS
-        time.sleep(max(started + grace - time.monotonic(), 0))
+        _tell_what_was_lost(partial(reports.lost, error))
         return LOST_PEERS
     return 0
+
+
+def _tell_what_was_lost(find: Callable[[], str | None]) -> None:
+    """Say what `find` returns, if this rank is to say it, and give the other ranks time to end first.
+
+    A launcher ends all ranks when the first one has ended: let that be the one that has the cause, or else the one that
+    says it.
+    """
+    started = time.monotonic()
+    line = find()
+    if line is not None:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    grace = _GRACE_SECONDS if line is not None else 1.2 * _GRACE_SECONDS
+    time.sleep(max(started + grace - time.monotonic(), 0))
 
 
 @contextmanager

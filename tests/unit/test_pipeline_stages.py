@@ -16,7 +16,8 @@ MODULES = FLAVORS["debugmodel"].module_names()  # 4 layers
 
 
 def plan(*arguments: str, modules: tuple[str, ...] = MODULES) -> PipelinePlan:
-    made = pipeline_plan(parse_command_line([*arguments]).config, modules)
+    config = parse_command_line([*arguments]).config
+    made = pipeline_plan(config.parallelism, modules, config.training.local_batch_size)
     assert made is not None
     return made
 
@@ -30,7 +31,7 @@ def modules_of(n_layers: int) -> tuple[str, ...]:
 
 
 def test_without_a_degree_there_is_no_plan():
-    assert pipeline_plan(parse_command_line([]).config, MODULES) is None
+    assert pipeline_plan(parse_command_line([]).config.parallelism, MODULES, 8) is None
 
 
 @pytest.mark.parametrize(("n_layers", "degree"), [(4, 2), (4, 4), (32, 4), (33, 4), (80, 16), (126, 7), (5, 3)])

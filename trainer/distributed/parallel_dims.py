@@ -10,22 +10,42 @@ For dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1) the eight ranks stand s
     matrices with 1 (tp), reads other data than 2, 4, 6 (dp), and the same as 1.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.job.degrees import Degrees
 
-# Outermost first: what talks most stands innermost, inside a node.
+
+@dataclass(frozen=True)
+class Factorisation:
+    """One way to write the number of ranks as a product of degrees, and the meshes that follow from it.
+
+    dims: names of `Degrees.sizes`, outermost first: what talks most stands innermost, inside a node. flattened: 1-D
+    meshes of several of them, always built, also at size one, so that no caller branches.
+    """
+
+    dims: tuple[str, ...]
+    flattened: Mapping[str, tuple[str, ...]]
+
+
 _DIMS = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_a2a", "tp")
-_CP = ("cp_ring", "cp_a2a")  # the ring over groups of neighbours, and neighbours that divide the heads
-# Flattened 1-D meshes, always built, also at size one, so that no caller branches.
-_FLATTENED = {
-    "cp": _CP,  # who shares a sequence
-    "dp": ("dp_replicate", "dp_shard"),  # who reads which data
-    "dp_shard_cp": ("dp_shard", *_CP),  # who shards parameters
-    "dp_cp": ("dp_replicate", "dp_shard", *_CP),  # over what losses and token counts are summed
-    "pp_cp_tp": ("pp", *_CP, "tp"),  # who reads the same batch
-    "world": _DIMS,
-}
+_CP = ("cp_ring", "cp_a2a")  # the ring over groups of ranks, and the ranks of a group, which divide the heads
+# Another factorisation of the same ranks, such as one with experts, stands beside this one.
+FACTORISATIONS = (
+    Factorisation(
+        _DIMS,
+        {
+            "cp": _CP,  # who shares a sequence
+            "dp": ("dp_replicate", "dp_shard"),  # who reads which data
+            "dp_shard_cp": ("dp_shard", *_CP),  # who shards parameters
+            "dp_cp": ("dp_replicate", "dp_shard", *_CP),  # over what losses and token counts are summed
+            "pp_cp_tp": ("pp", *_CP, "tp"),  # who reads the same batch
+            "world": _DIMS,
+        },
+    ),
+)
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -34,20 +54,23 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 class ParallelDims:
-    """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in the design: pp, dp_replicate, dp_shard, cp,
-    cp_ring, cp_a2a, tp, dp, dp_shard_cp, dp_cp, pp_cp_tp, world.
+    """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in `FACTORISATIONS`.
 
     Needs an initialised process group of `degrees.world_size` ranks.
     """
 
-    def __init__(self, degrees: Degrees, device_type: str) -> None:
+    def __init__(
+        self, degrees: Degrees, device_type: str, factorisations: Sequence[Factorisation] = FACTORISATIONS
+    ) -> None:
         self.degrees = degrees
-        ring, heads = degrees.cp // degrees.cp_a2a, degrees.cp_a2a
-        sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, ring, heads, degrees.tp)
-        self._root = init_device_mesh(device_type, sizes, mesh_dim_names=_DIMS)
-        self._meshes = {name: self._root[name] for name in _DIMS}
-        for name, parts in _FLATTENED.items():
-            self._meshes[name] = flattened(self._root[parts], name)
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._roots: list[DeviceMesh] = []
+        sizes = degrees.sizes()
+        for way in factorisations:
+            root = init_device_mesh(device_type, tuple(sizes[name] for name in way.dims), mesh_dim_names=way.dims)
+            self._meshes |= {name: root[name] for name in way.dims}
+            self._meshes |= {name: flattened(root[parts], name) for name, parts in way.flattened.items()}
+            self._roots.append(root)
 
     def __getitem__(self, name: str) -> DeviceMesh:
         return self._meshes[name]
@@ -66,7 +89,7 @@ class ParallelDims:
     @property
     def hybrid_mesh(self) -> DeviceMesh:
         """(ring, all-to-all) ranks that share a sequence: 2-D."""
-        return self._root[_CP]
+        return self._roots[0][_CP]
 
     @property
     def parameter_mesh(self) -> DeviceMesh:

@@ -13,7 +13,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
-from trainer.config.schema import JobConfig, Parallelism
+from trainer.config.schema import Parallelism
 
 _KEY = "parallelism.pipeline_parallel_"
 
@@ -68,23 +68,23 @@ class PipelinePlan:
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
 
-def pipeline_plan(config: JobConfig, modules: Sequence[str]) -> PipelinePlan | None:
-    """The plan of a configuration, None without pipeline parallelism.
+def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], rows: int) -> PipelinePlan | None:
+    """Return the plan of these settings, None without pipeline parallelism.
 
-    modules: names of the model's modules in the order of the forward, the layers as `layers.0`, `layers.1`, ...
+    modules: names of the model's modules in the order of the forward, the layers as `layers.0`, `layers.1`, ...; rows:
+    of one pass, `training.local_batch_size`.
 
     Raises:
         ConfigError: stages, schedule and micro-batches that do not fit.
     """
-    parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
         return None
-    micro_batches = _micro_batches(config)
+    micro_batches = _micro_batches(parallelism, rows)
     if parallelism.pipeline_parallel_schedule_csv is not None:
-        return _plan_of_csv(config, modules, micro_batches)
+        return _plan_of_csv(parallelism, modules, micro_batches, rows)
     name, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     schedule = SCHEDULES[name]
-    stages = _stages(config, modules, (schedule.stages_per_rank or 2) * degree)
+    stages = _stages(parallelism, modules, (schedule.stages_per_rank or 2) * degree)
     per_rank, rest = divmod(len(stages), degree)
     if rest or per_rank != (schedule.stages_per_rank or per_rank):
         wanted = f"{schedule.stages_per_rank} per rank" if schedule.stages_per_rank else "a multiple of the ranks"
@@ -100,7 +100,7 @@ def pipeline_plan(config: JobConfig, modules: Sequence[str]) -> PipelinePlan | N
             f"{len(stages)} stages; use {(schedule.stages_per_rank or 2) * degree} stages"
             + (f", or one of {', '.join(fitting)}" if fitting else "")
         )
-    _check_micro_batches(config, schedule, micro_batches, len(stages))
+    _check_micro_batches(parallelism, schedule, micro_batches, len(stages), rows)
     last = 2 * degree - 1
     ranks = tuple(min(s, last - s) if schedule.v_shaped else s % degree for s in range(len(stages)))
     return PipelinePlan(stages, ranks, micro_batches, name, splits_backward=schedule.splits_backward)
@@ -109,9 +109,8 @@ def pipeline_plan(config: JobConfig, modules: Sequence[str]) -> PipelinePlan | N
 # ---- micro-batches
 
 
-def _micro_batches(config: JobConfig) -> int:
+def _micro_batches(parallelism: Parallelism, rows: int) -> int:
     """Micro-batches of one pass through the pipeline."""
-    parallelism, rows = config.parallelism, config.training.local_batch_size
     number, size = parallelism.pipeline_parallel_microbatches, parallelism.pipeline_parallel_microbatch_size
     if number is not None and size != Parallelism.pipeline_parallel_microbatch_size:
         raise ConfigError(
@@ -126,15 +125,17 @@ def _micro_batches(config: JobConfig) -> int:
     return value if number is not None else rows // value
 
 
-def _check_micro_batches(config: JobConfig, schedule: Schedule, micro_batches: int, stages: int) -> None:
-    parallelism, degree = config.parallelism, config.parallelism.pipeline_parallel_degree
+def _check_micro_batches(
+    parallelism: Parallelism, schedule: Schedule, micro_batches: int, stages: int, rows: int
+) -> None:
+    degree = parallelism.pipeline_parallel_degree
     needed = 0
     if schedule.fills_stages and micro_batches < stages:
         rule, needed = f"at least as many micro-batches as its {stages} stages", stages
     elif schedule.rounds and micro_batches % max(1, micro_batches // degree):
         rule, needed = f"equal rounds of at least {degree} micro-batches, as a multiple of {degree} makes", degree
     if needed:
-        rows, number = config.training.local_batch_size, parallelism.pipeline_parallel_microbatches
+        number = parallelism.pipeline_parallel_microbatches
         enough = math.ceil(micro_batches / needed) * needed
         works = f"a local_batch_size of {enough * (rows // micro_batches)}"
         if number is not None:
@@ -149,9 +150,8 @@ def _check_micro_batches(config: JobConfig, schedule: Schedule, micro_batches: i
 # ---- stages
 
 
-def _stages(config: JobConfig, modules: Sequence[str], default: int) -> tuple[tuple[str, ...], ...]:
+def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> tuple[tuple[str, ...], ...]:
     """Modules of each stage: as listed, as split at the named layers, or dealt evenly over so many stages."""
-    parallelism = config.parallelism
     ways = ("module_fqns", "split_points", "layers_per_stage")
     given = [way for way in ways if getattr(parallelism, f"pipeline_parallel_{way}")]
     if len(given) > 1:
@@ -160,7 +160,7 @@ def _stages(config: JobConfig, modules: Sequence[str], default: int) -> tuple[tu
         return _listed(parallelism.pipeline_parallel_module_fqns, modules)
     if parallelism.pipeline_parallel_split_points:
         return _split(parallelism.pipeline_parallel_split_points, modules)
-    return _dealt(parallelism, modules, config.model.flavor, default)
+    return _dealt(parallelism, modules, default)
 
 
 def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -195,7 +195,7 @@ def _split(points: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ..
     return tuple(tuple(modules[a:b]) for a, b in pairwise(edges))
 
 
-def _dealt(parallelism: Parallelism, modules: Sequence[str], flavor: str, number: int) -> tuple[tuple[str, ...], ...]:
+def _dealt(parallelism: Parallelism, modules: Sequence[str], number: int) -> tuple[tuple[str, ...], ...]:
     """Layers dealt so that the fullest stage is as light as can be; what is before and after them counts as layers."""
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first, last = modules.index(layers[0]), modules.index(layers[-1]) + 1
@@ -208,7 +208,7 @@ def _dealt(parallelism: Parallelism, modules: Sequence[str], flavor: str, number
         fewer = "a lower degree" + ", or '1F1B' with one stage a rank" * several + ", or more a stage" * bool(per_stage)
         raise ConfigError(
             f"{_KEY}degree = {parallelism.pipeline_parallel_degree} with {_KEY}schedule = "
-            f"{parallelism.pipeline_parallel_schedule!r} makes {number} stages, and model.flavor = {flavor!r} has only "
+            f"{parallelism.pipeline_parallel_schedule!r} makes {number} stages, and the model has only "
             f"{len(layers)} layers; use fewer stages ({fewer}), or name each stage's modules in {_KEY}module_fqns"
         )
     weights = [1 + before * (stage == 0) + after * (stage == number - 1) for stage in range(number)]
@@ -238,61 +238,76 @@ def _source(parallelism: Parallelism) -> str:
 _ACTION = re.compile(r"([0-9]{1,6})(F|B|I|W)([0-9]{1,6})")
 
 
-def _plan_of_csv(config: JobConfig, modules: Sequence[str], micro_batches: int) -> PipelinePlan:
-    parallelism = config.parallelism
-    path, degree = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
+def _plan_of_csv(parallelism: Parallelism, modules: Sequence[str], micro_batches: int, rows: int) -> PipelinePlan:
+    path = parallelism.pipeline_parallel_schedule_csv
     key = f"{_KEY}schedule_csv = {path!r}"
     if parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
         raise ConfigError(f"{key} takes the place of {_KEY}schedule; leave one of them out")
+    lines = _lines(path, key, parallelism.pipeline_parallel_degree)
+    actions, ranks = _actions(lines, key)
+    stages = max(ranks) + 1
+    _check_actions(actions, key, stages, micro_batches, rows)
+    split = any(action == "I" for _, action, _ in actions)
+    made = _stages(parallelism, modules, stages)
+    if len(made) != stages:
+        raise ConfigError(f"{key} has {stages} stages, and {_source(parallelism)} makes {len(made)}; use as many")
+    return PipelinePlan(made, tuple(ranks[s] for s in range(stages)), micro_batches, "csv", path, split)
+
+
+def _lines(path: str, key: str, degree: int) -> list[list[str]]:
+    """The cells of the file, a line for each rank."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
-            rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
+            lines = [[cell.strip() for cell in line] for line in csv.reader(file)]
     except (OSError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{key} cannot be read ({reason}); name a file with one line per pipeline rank") from None
-    if len(rows) != degree:
-        raise ConfigError(f"{key} has {len(rows)} lines, and {_KEY}degree = {degree}; give one line per rank")
-    done: dict[tuple[int, int], str] = {}
+    if len(lines) != degree:
+        raise ConfigError(f"{key} has {len(lines)} lines, and {_KEY}degree = {degree}; give one line per rank")
+    return lines
+
+
+def _actions(lines: list[list[str]], key: str) -> tuple[list[tuple[int, str, int]], dict[int, int]]:
+    """(stage, action, micro-batch) of every cell, rank by rank, and the rank of each stage."""
+    actions: list[tuple[int, str, int]] = []
     ranks: dict[int, int] = {}
-    forwards: dict[int, list[int]] = {}
-    for rank, row in enumerate(rows):
-        for cell in filter(None, row):
+    for rank, line in enumerate(lines):
+        for cell in filter(None, line):
             match = _ACTION.fullmatch(cell)
             if match is None:
                 raise ConfigError(
                     f"{key} has the cell {cell!r} for rank {rank}; write stage, action and micro-batch, such as 0F0, "
                     "with F forward, B backward, or I and W for its halves"
                 )
-            stage, action, micro_batch = int(match[1]), match[2], int(match[3])
+            stage = int(match[1])
             if ranks.setdefault(stage, rank) != rank:
                 raise ConfigError(f"{key} runs stage {stage} on ranks {ranks[stage]} and {rank}; give it one rank")
-            done[stage, micro_batch] = done.get((stage, micro_batch), "") + action
-            if action == "F":
-                forwards.setdefault(stage, []).append(micro_batch)
+            actions.append((stage, match[2], int(match[3])))
         if rank not in ranks.values():
             raise ConfigError(f"{key} has no stage for rank {rank}; give every rank one at least")
-    stages = max(ranks) + 1
-    for stage in range(stages):
-        for micro_batch in range(micro_batches):
-            actions = done.pop((stage, micro_batch), "nothing")
-            if actions not in ("FB", "FIW"):
-                raise ConfigError(
-                    f"{key} does {actions} for micro-batch {micro_batch} of stage {stage}; each of the {micro_batches} "
-                    "micro-batches needs, in this order, F and B, or F, I and W"
-                )
+    return actions, ranks
+
+
+def _check_actions(actions: list[tuple[int, str, int]], key: str, stages: int, micro_batches: int, rows: int) -> None:
+    """Check that every stage does all for each micro-batch, and the last one its forwards in order."""
+    done: dict[tuple[int, int], str] = {}
+    for stage, action, micro_batch in actions:
+        done[stage, micro_batch] = done.get((stage, micro_batch), "") + action
+    for place in ((stage, micro_batch) for stage in range(stages) for micro_batch in range(micro_batches)):
+        found = done.pop(place, "nothing")
+        if found not in ("FB", "FIW"):
+            raise ConfigError(
+                f"{key} does {found} for micro-batch {place[1]} of stage {place[0]}; each of the {micro_batches} "
+                "micro-batches needs, in this order, F and B, or F, I and W"
+            )
     if done:
-        stage, micro_batch = min(done)
         raise ConfigError(
-            f"{key} has micro-batch {micro_batch}, and training.local_batch_size = {config.training.local_batch_size} "
-            f"makes only {micro_batches}; use as many as the file has"
+            f"{key} has micro-batch {min(done)[1]}, and training.local_batch_size = {rows} makes only {micro_batches}; "
+            "use as many as the file has"
         )
-    if (order := forwards[stages - 1]) != sorted(order):  # a loss is found by its place among them
+    order = [micro_batch for stage, action, micro_batch in actions if (stage, action) == (stages - 1, "F")]
+    if order != sorted(order):  # a loss is found by its place among them
         raise ConfigError(
             f"{key} runs the forwards of the last stage, {stages - 1}, for the micro-batches {order}; run them in the "
             f"order 0, 1, ..., as backwards and other stages need not"
         )
-    split = any("I" in cell for row in rows for cell in row)
-    made = _stages(config, modules, stages)
-    if len(made) != stages:
-        raise ConfigError(f"{key} has {stages} stages, and {_source(parallelism)} makes {len(made)}; use as many")
-    return PipelinePlan(made, tuple(ranks[s] for s in range(stages)), micro_batches, "csv", path, split)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig
+from trainer.config.schema import JobConfig, Parallelism
 from trainer.distributed.context_parallel.planning.auto import choose
 from trainer.distributed.context_parallel.planning.capabilities import able_kernels
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
@@ -33,7 +33,6 @@ def resolve_attention(
     if not config.plans_attention:
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    heads, kv_heads = shape.n_heads // tp, shape.n_kv_heads // tp
     method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees
     if degree == 1:
         return ContextParallelOptions(kernel=parallelism.context_parallel_kernel, multiple_of=tp), ""
@@ -53,21 +52,11 @@ def resolve_attention(
         documents = config.training.attention_mask == "document"
         local = _local_shape(config, shape, device_type)
         options, reason = choose(options, _layer_masks(config, shape), degree, local, hybrids=not documents)
-    head_degree = options.head_degree(degree)
     try:
-        check_heads(heads, head_degree, options.method)
+        check_heads(shape.n_heads // tp, options.head_degree(degree), options.method)
     except ValueError as error:
         raise ConfigError(f"parallelism.{error}") from None
-    passes = parallelism.context_parallel_heads_per_pass
-    if passes and method == "auto":
-        raise ConfigError(
-            f"parallelism.context_parallel_heads_per_pass = {passes} depends on the method, and "
-            "context_parallel_method = 'auto' leaves it open; name the method ('all_gather', 'all_to_all', 'hybrid'), "
-            "or leave the heads out"
-        )
-    if passes:
-        _check_passes(passes, options.method, HeadShare.passes(heads, kv_heads, head_degree)[0].per_rank)
-    return replace(options, heads_per_pass=passes), reason
+    return replace(options, heads_per_pass=_checked_passes(parallelism, options, shape)), reason
 
 
 def with_head_degree(degrees: Degrees, options: ContextParallelOptions | None) -> Degrees:
@@ -117,9 +106,19 @@ def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:
         )
 
 
-def _check_passes(number: int, method: str, kv_heads: int) -> None:
-    if number >= kv_heads:
+def _checked_passes(parallelism: Parallelism, options: ContextParallelOptions, shape: ModelArgs) -> int:
+    passes, tp = parallelism.context_parallel_heads_per_pass, parallelism.tensor_parallel_degree
+    if passes and parallelism.context_parallel_method == "auto":
         raise ConfigError(
-            f"parallelism.context_parallel_heads_per_pass = {number} must be less than the {kv_heads} key/value heads "
-            f"that a rank works on with context_parallel_method = {method!r}; use fewer, or leave it out"
+            f"parallelism.context_parallel_heads_per_pass = {passes} depends on the method, and "
+            "context_parallel_method = 'auto' leaves it open; name the method ('all_gather', 'all_to_all', 'hybrid'), "
+            "or leave the heads out"
         )
+    head_degree = options.head_degree(parallelism.context_parallel_degree)
+    kv_heads = HeadShare.passes(shape.n_heads // tp, shape.n_kv_heads // tp, head_degree)[0].per_rank
+    if passes >= kv_heads and passes:
+        raise ConfigError(
+            f"parallelism.context_parallel_heads_per_pass = {passes} must be less than the {kv_heads} key/value heads "
+            f"that a rank works on with context_parallel_method = {options.method!r}; use fewer, or leave it out"
+        )
+    return passes

@@ -34,6 +34,11 @@ class Degrees:
         """Number of data-parallel ranks, each of which reads its own batch."""
         return self.dp_replicate * self.dp_shard
 
+    def sizes(self) -> dict[str, int]:
+        """Return the degree of every dimension of a mesh, by its name."""
+        given = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp_a2a", "tp")}
+        return given | {"cp_ring": self.cp // self.cp_a2a}
+
     def text(self) -> str:
         """Return `dp_replicate 2 x dp_shard 2 x tp 2`: the degrees above one."""
         parts = [f"{name} {getattr(self, name)}" for name in _KEYS if getattr(self, name) > 1]

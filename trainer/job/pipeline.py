@@ -20,7 +20,7 @@ def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None
             f"model.flavor = {config.model.flavor!r} has one matrix for both; use 1, with context, tensor or data "
             f"parallelism in its place"
         )
-    plan = pipeline_plan(config, model.module_names())
+    plan = pipeline_plan(config.parallelism, model.module_names(), config.training.local_batch_size)
     if plan is None:
         return None
     if ("norm",) in plan.stages and not model.norms_have_parameters:

@@ -47,64 +47,53 @@ def context_parallel(
     intercept_sdpa: bool | nn.Module = False,
     allow_modules: Collection[type | str] = (),
 ) -> Iterator[ContextParallel]:
-    """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; whole again afterwards.
+    """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
 
-    mesh: 1-D, or for `hybrid` 2-D: (groups of the ring, neighbours that divide the heads).
-    buffers: tensors that every rank holds alike, such as tokens, labels, rotary tables; the first one's length is that
-    of the sequence. A longer one (a rotary table) gives its first rows. buffer_seq_dims: each one's sequence dimension.
-    no_restore_buffers: those that nobody needs afterwards. The same tensor given twice is cut once.
-    mask: what may see what, such as packed documents, beside what each attention says of itself (causal, full, window);
-    one for all sequences of the batch, or one for each. sequences: of the batch, as many as the mask tells apart unless
-    given; a pipeline schedule, which cuts the handle into micro-batches, needs them.
-    options: how attention is spread; `method` and `load_balancer` take the place of its fields. load_balancer: also a
-    layout that was made ahead.
+    mesh: 1-D, or for `hybrid` 2-D: (ring, ranks that divide the heads).
+    buffers: tensors that all ranks hold alike, such as tokens, labels and rotary tables. The first one's length is that
+    of the sequence; a longer one gives its first rows. buffer_seq_dims: the sequence dimension of each.
+    no_restore_buffers: buffers that nobody needs afterwards.
+    mask: what may see what, beside what each attention says of itself: one for all sequences of the batch, or one each.
+    sequences: of the batch, for a pipeline schedule that cuts the handle; as many as the mask tells apart unless given.
+    options: how attention is spread; `method` and `load_balancer` (a name, or a layout) replace its fields.
     check_consistency: compare plan and buffers of all ranks first, by a hash.
-
-    intercept_sdpa: calls of F.scaled_dot_product_attention run over all ranks too, in models that know nothing of this
-    one. The model itself in place of True is judged at once, otherwise at its first call. allow_modules: parts of it
-    that are right although they would be refused: classes, their names, dotted names of modules, or kinds of layers
-    (docs/transformers.md: what is refused, and how to check a model).
+    intercept_sdpa: run calls of F.scaled_dot_product_attention over all ranks too; the model itself in place of True is
+    judged at once. allow_modules: classes, names or kinds of modules that are not to be refused (docs/transformers.md).
 
     Attention whose module has the style `ContextParallelAttention` runs over all ranks; other attention stays local.
 
     Raises:
-        ContextParallelError: nested; a buffer that is too short, requires gradients, or is an inference tensor; a mask
-            or a layout for another length, a mask for another number of `sequences`; ranks that differ; or,
-            at the end, no attention ran although modules of this process are parallelised over `mesh`.
+        ContextParallelError: nested; buffers, a mask or a layout that do not fit; ranks that differ; or, at the end, no
+            attention ran although modules of this process are parallelised over `mesh`.
     """
     options = _options(options, method, load_balancer)
     mesh, groups = flat_mesh(mesh, options)
     if check_consistency:  # before what one rank alone might find wrong
         _check_ranks_agree(mesh, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
-    if any_plan_open(mesh):
-        raise ContextParallelError(
-            "a context or region is open already over this mesh; leave it before entering `context_parallel`"
-        )
     cuts = _distinct(buffers, buffer_seq_dims)
-    seq_len = cuts[0][0].shape[cuts[0][1]]
-    _check_buffers(cuts, seq_len)
+    seq_len = _check_buffers(cuts)
     check_mask(mask, seq_len, seq_len, sequences)
-    layout = load_balancer
-    if not isinstance(layout, AxisLayout):
-        layout = options.layout(seq_len, mesh.size(), mask)
-    _check_layout(layout, seq_len, mesh.size())
-    dropped = {id(x) for x in no_restore_buffers or ()}
-    if dropped - {id(x) for x, _ in cuts}:
-        raise ContextParallelError(
-            "no_restore_buffers of context_parallel names a tensor that is none of its buffers; name it in both"
-        )
-    live = LivePlan(mesh, layout, mask, options, groups=groups)
+    given = isinstance(load_balancer, AxisLayout)
+    layout = load_balancer if given else options.layout(seq_len, mesh.size(), mask)
+    live = LivePlan(mesh, _checked(layout, seq_len, mesh), mask, options, groups=groups)
     with (
         opened(live, sequences) as handle,
-        _cut(cuts, layout.indices(mesh.get_local_rank()), dropped),
+        _cut(cuts, layout.indices(mesh.get_local_rank()), no_restore_buffers or ()),
         _intercepting(handle, live, intercept_sdpa, allow_modules),
     ):
         yield ContextParallel(handle, layout, live)
 
 
 @contextmanager
-def _cut(cuts: Sequence[tuple[torch.Tensor, int]], rows: np.ndarray, dropped: Collection[int]) -> Iterator[None]:
-    """Inside, each buffer has only these rows of its dimension. Restore it after, unless its id is in `dropped`."""
+def _cut(
+    cuts: Sequence[tuple[torch.Tensor, int]], rows: np.ndarray, not_restored: Collection[torch.Tensor]
+) -> Iterator[None]:
+    """Inside, each buffer has only these rows of its dimension."""
+    dropped = {id(x) for x in not_restored}
+    if dropped - {id(x) for x, _ in cuts}:
+        raise ContextParallelError(
+            "no_restore_buffers of context_parallel names a tensor that is none of its buffers; name it in both"
+        )
     whole: list[tuple[torch.Tensor, torch.Tensor]] = []
     indices = torch.from_numpy(rows)
     try:
@@ -158,7 +147,9 @@ def _distinct(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[tupl
     return list(cuts.values())
 
 
-def _check_buffers(cuts: list[tuple[torch.Tensor, int]], seq_len: int) -> None:
+def _check_buffers(cuts: list[tuple[torch.Tensor, int]]) -> int:
+    """Check the buffers, and return the length of the sequence."""
+    seq_len = cuts[0][0].shape[cuts[0][1]]
     for number, (x, dim) in enumerate(cuts):
         if x.requires_grad:
             raise ContextParallelError(
@@ -175,14 +166,21 @@ def _check_buffers(cuts: list[tuple[torch.Tensor, int]], seq_len: int) -> None:
                 f"buffer {number} of context_parallel has {x.shape[dim]} rows in dimension {dim}, fewer than the "
                 f"sequence's {seq_len}, which the first buffer has; give the right dimension, or a longer buffer"
             )
+    return seq_len
 
 
-def _check_layout(layout: AxisLayout, seq_len: int, degree: int) -> None:
-    if (layout.length, layout.degree) != (seq_len, degree):
+def _checked(layout: AxisLayout, seq_len: int, mesh: DeviceMesh) -> AxisLayout:
+    """Return the layout, if it fits a sequence on a mesh over which no context is open."""
+    if any_plan_open(mesh):
+        raise ContextParallelError(
+            "a context or region is open already over this mesh; leave it before entering `context_parallel`"
+        )
+    if (layout.length, layout.degree) != (seq_len, mesh.size()):
         raise ContextParallelError(
             f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
-            f"are {seq_len} on {degree}; make it for them, or name a load balancer"
+            f"are {seq_len} on {mesh.size()}; make it for them, or name a load balancer"
         )
+    return layout
 
 
 def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.Tensor]) -> None:

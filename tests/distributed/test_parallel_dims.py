@@ -1,0 +1,49 @@
+"""Laws of the meshes of a job: who stands where, in one factorisation of the ranks and in two at once."""
+
+from dataclasses import dataclass
+
+from tests.distributed.pool import WorkerPool
+from trainer.config import parse_command_line
+from trainer.distributed.parallel_dims import FACTORISATIONS, Factorisation, ParallelDims
+from trainer.job.degrees import Degrees
+from trainer.runtime.process_group import Process, process_group
+
+
+@dataclass(frozen=True)
+class ExpertDegrees(Degrees):
+    """Experts over `ep` of the ranks that shard parameters: a second factorisation of dp_shard x cp."""
+
+    ep: int = 1
+
+    def sizes(self) -> dict[str, int]:
+        return super().sizes() | {"ep": self.ep, "beside_ep": self.dp_shard * self.cp // self.ep}
+
+
+EXPERTS = Factorisation(("pp", "dp_replicate", "beside_ep", "ep", "tp"), {"ep_tp": ("ep", "tp")})
+
+
+def meshes_case(degrees: Degrees, factorisations: tuple[Factorisation, ...]) -> dict[str, list[int]]:
+    """Mesh -> its ranks, as seen from this one."""
+    process = Process.from_environment()
+    with process_group(process, parse_command_line([]).config.comm):
+        dims = ParallelDims(degrees, "cpu", factorisations)
+        names = [name for way in factorisations for name in (*way.dims, *way.flattened)]
+        return {name: dims[name].mesh.tolist() for name in names}
+
+
+def test_ranks_stand_as_the_picture_says(pool: WorkerPool) -> None:
+    degrees = Degrees(dp_replicate=1, dp_shard=1, cp=2, tp=2, pp=1, world_size=4)
+    meshes = pool.run(4, meshes_case, degrees, FACTORISATIONS)
+    assert [each["tp"] for each in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [each["cp"] for each in meshes] == [each["dp_shard_cp"] for each in meshes] == [[0, 2], [1, 3]] * 2
+    assert all(each["pp_cp_tp"] == each["world"] == [0, 1, 2, 3] for each in meshes)
+    assert [each["dp"] for each in meshes] == [[rank] for rank in range(4)]
+
+
+def test_a_second_factorisation_stands_beside_the_first(pool: WorkerPool) -> None:
+    degrees = ExpertDegrees(dp_replicate=1, dp_shard=2, cp=2, tp=1, pp=1, world_size=4, ep=2)
+    both = pool.run(4, meshes_case, degrees, (*FACTORISATIONS, EXPERTS))
+    assert [each["ep"] for each in both] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [each["beside_ep"] for each in both] == [[0, 2], [1, 3]] * 2
+    assert [each["dp_shard"] for each in both] == [[0, 2], [1, 3]] * 2
+    assert [each["cp"] for each in both] == [[0, 1], [0, 1], [2, 3], [2, 3]]
