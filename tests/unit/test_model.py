@@ -143,9 +143,62 @@ def test_rope_depends_on_distance_only(rotate):
     assert scores == pytest.approx([scores[0]] * len(scores), rel=1e-12)
 
 
+def rotation_and_gradient(x: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    rotated = apply_rope(x, table)
+    return [rotated.detach(), *torch.autograd.grad(rotated, x, weights)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 0), (torch.bfloat16, 0)]
+)
+@pytest.mark.parametrize("rows", [None, 2], ids=["one table", "a table per row"])
+def test_complex_and_real_rotation_agree(
+    dtype: torch.dtype, tolerance: float, rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager code multiplies complex numbers, compiled code real ones: the same values and gradients.
+
+    Both round to half precision once, at the end.
+    """
+    generator = torch.Generator().manual_seed(0)
+    table = precompute_freqs_cis(6, 8, 5e5, None, torch.promote_types(dtype, torch.float32))
+    if rows is not None:
+        table = table[torch.randint(6, (rows, 6), generator=generator)]
+    x, weights = torch.randn(2, 2, 6, 3, 8, dtype=torch.float64, generator=generator).to(dtype)
+    eager = rotation_and_gradient(x, table, weights)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    real = rotation_and_gradient(x, table, weights)
+    for one, other in zip(eager, real, strict=True):
+        assert one.dtype == other.dtype == dtype
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+def test_compiled_rotation_has_no_complex_numbers() -> None:
+    """Inductor has no kernels for them."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    table, x = precompute_freqs_cis(4, 8, 5e5, None, torch.float32), torch.ones(1, 4, 2, 8)
+    compiled = torch.compile(apply_rope, backend=backend, fullgraph=True)(x, table)
+    torch.testing.assert_close(compiled, apply_rope(x, table))
+    (graph,) = graphs
+    values = [node.meta["example_value"] for node in graph.graph.nodes if "example_value" in node.meta]
+    assert len(values) > 5
+    assert not any(value.is_complex() for value in values if isinstance(value, torch.Tensor))
+
+
+def test_rotation_has_second_derivatives() -> None:
+    table = precompute_freqs_cis(3, 4, 5e5, None, torch.float64)
+    x = torch.randn(1, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: apply_rope(x, table).sin(), (x,))
+
+
 def test_the_two_ways_to_pair_differ_by_the_order_of_channels():
     table = precompute_freqs_cis(4, 8, 5e5, None, torch.float64)
-    x = torch.randn(2, 3, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 4, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     halves = torch.cat((torch.arange(0, 8, 2), torch.arange(1, 8, 2)))  # of adjacent pairs
     torch.testing.assert_close(apply_rope_to_halves(x[..., halves], table), apply_rope(x, table)[..., halves])
 

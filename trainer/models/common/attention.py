@@ -87,9 +87,10 @@ class Attention(nn.Module):
         self, x: torch.Tensor, freqs_cis: torch.Tensor, attention_plan: torch.Tensor | None = None
     ) -> torch.Tensor:
         # The number of heads is read off the projections: tensor parallelism leaves each rank some of them.
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        freqs_cis = freqs_cis.narrow(-3, 0, q.shape[2])
-        q, k = self.rotate(q, freqs_cis), self.rotate(k, freqs_cis)  # (B, H, S, D), (B, K, S, D)
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, S, H, D)
+        freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
+        q, k = self.rotate(q, freqs_cis), self.rotate(k, freqs_cis)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D) twice
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention(q, k, v, sinks=sinks, plan=attention_plan)
         return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, dim)
