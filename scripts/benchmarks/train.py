@@ -141,26 +141,33 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    about = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    about = common_parser(__doc__)
+    add = about.add_argument
+    add("--features", metavar="A,B+C", help=f"default: all that the device can do, one by one: {', '.join(FEATURES)}")
+    add("--no-memory", action="store_true", help="time only")
+    return about
+
+
+def common_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of what `settled_work` reads."""
+    about = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = about.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--flavor", default="debugmodel", help="of llama3 (default: debugmodel)")
     add("--layers", type=int, help="in place of the flavor's")
     add("--seq-len", type=int, default=2048, help="tokens of a row (default: 2048)")
     add("--rows", type=int, default=1, help="of a step (default: 1)")
-    add("--steps", type=int, default=5, help="of a block (default: 5)")
-    add("--rounds", type=int, default=10, help="blocks of each loop (default: 10)")
-    add("--features", metavar="A,B+C", help=f"default: all that the device can do, one by one: {', '.join(FEATURES)}")
-    add("--no-memory", action="store_true", help="time only")
+    add("--steps", type=int, default=5, help="measured together, as one block (default: 5)")
+    add("--rounds", type=int, default=10, help="blocks of each contender (default: 10)")
     add("--json", type=Path, metavar="FILE", help="write the result there, as an object")
     return about
 
 
-def settled(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Work, dict[str, JobConfig]]:
-    """What is measured, and the variants: the trainer as it is, then feature by feature.
+def settled_work(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Work, list[str]]:
+    """Return what is measured, and the trainer's options for it.
 
     Raises:
-        ConfigError: values that nothing can be measured with, or a feature that is none or that cannot run here.
+        ConfigError: values that nothing can be measured with.
     """
     for name in ("layers", "seq_len", "rows", "steps", "rounds"):
         value = getattr(args, name)
@@ -181,6 +188,16 @@ def settled(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Work, d
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     work = Work(parse_command_line(base).config, device, args.steps, args.rounds)
     check_common(work.config)
+    return work, base
+
+
+def settled(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Work, dict[str, JobConfig]]:
+    """Return what is measured, and the variants: the trainer as it is, then feature by feature.
+
+    Raises:
+        ConfigError: values that nothing can be measured with, or a feature that is none or that cannot run here.
+    """
+    work, base = settled_work(args, overrides)
     variants = {"trainer": work.config}
     # By default not the reference kernel, which is slow.
     wanted = FEATURES[:-1] if args.features is None else [name for name in args.features.split(",") if name]
@@ -245,11 +262,11 @@ def check(config: JobConfig, work: Work) -> None:
         choose_kernel(work.device.type, work.compute_dtype, job.model.head_dim, job.attention.kernel, bands=True)
 
 
-def described(work: Work, argv: Sequence[str]) -> Row:
+def described(work: Work, argv: Sequence[str], script: str = "scripts/benchmarks/train.py") -> Row:
     """What the rows were measured on."""
     shape, training = work.shape(), work.config.training
     device = torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else "cpu"
-    return made_with("scripts/benchmarks/train.py", argv, device=device) | {
+    return made_with(script, argv, device=device) | {
         "threads": torch.get_num_threads(),
         "flavor": work.config.model.flavor,
         "layers": shape.n_layers,
