@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -11,10 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
+from scripts.plan_tables import Case
 from trainer.distributed.context_parallel.planning.mask import ANY, Band
-
-if TYPE_CHECKING:
-    from scripts.show_plan import Case
 
 Color = tuple[float, ...]
 Point = tuple[float, float]
@@ -27,7 +24,7 @@ _SMALLEST_LABEL = 0.05
 """A piece whose width or height is less than this share of the sequence gets no number."""
 
 
-def draw(case: "Case", output: Path, rank: int | None = None) -> None:
+def draw(case: Case, output: Path, rank: int | None = None) -> None:
     """Write the picture, SVG or PNG by the file's ending; the same case gives the same file. rank: others are pale."""
     width, height, side = 9.6, 5.85, 4.7  # inches
     strip, gap, left, bottom = 0.15, 0.04, 0.65, 0.15
@@ -51,7 +48,7 @@ def draw(case: "Case", output: Path, rank: int | None = None) -> None:
         figure.savefig(output, dpi=160, metadata=metadata)
 
 
-def _draw_square(axes: Axes, case: "Case", rank: int | None) -> None:
+def _draw_square(axes: Axes, case: Case, rank: int | None) -> None:
     seq_len = case.layout.length
     for r in range(0, case.degree, case.neighbours):  # neighbours compute the same pairs, for other heads
         is_pale = rank is not None and rank // case.neighbours != r // case.neighbours
@@ -100,7 +97,7 @@ def _clipped(corners: list[Point], sign: int, bound: float) -> list[Point]:
     return kept
 
 
-def _draw_owners(axes: Axes, case: "Case", *, is_upright: bool) -> None:
+def _draw_owners(axes: Axes, case: Case, *, is_upright: bool) -> None:
     """Who owns which tokens; queries run down, keys to the right."""
     seq_len = case.layout.length
     for r in range(case.degree):
@@ -126,7 +123,7 @@ def _tokens(numbers: Sequence[int]) -> list[str]:
     return [f"{n >> 10}k" if n and not n % 1024 else f"{n:,}" for n in numbers]
 
 
-def _draw_stages(axes: Axes, case: "Case", rank: int | None) -> None:
+def _draw_stages(axes: Axes, case: Case, rank: int | None) -> None:
     """A legend with numbers: each rank's visible pairs at each stage, as a share of the mean rank's, and what it sends.
 
     One unit is the width of all stages together across, and one rank's row down.
@@ -164,11 +161,11 @@ def _draw_stages(axes: Axes, case: "Case", rank: int | None) -> None:
     axes.axis("off")
 
 
-def _rank_color(case: "Case", rank: int) -> Color:
+def _rank_color(case: Case, rank: int) -> Color:
     return to_rgb(_RANKS[rank]) if case.degree <= len(_RANKS) else tuple(hsv_to_rgb((rank / case.degree, 0.6, 0.9)))
 
 
-def _stage_color(case: "Case", rank: int, stage: int, *, is_pale: bool) -> Color:
+def _stage_color(case: Case, rank: int, stage: int, *, is_pale: bool) -> Color:
     """The colour of a rank, or of the first of its neighbours, lighter with each stage."""
     if is_pale:
         return _PALE

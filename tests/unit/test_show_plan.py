@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from scripts.plan_picture import polygon
-from scripts.show_plan import Case, build, main, parse_documents, parser
+from scripts.plan_tables import Case
+from scripts.show_plan import build, main, parse_documents, parser
 from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.sharding.layout import LOAD_BALANCERS, head_tail
