@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from scripts.benchmarks.context_parallel_tiles import Problem
 from trainer.distributed.context_parallel.attention import context_parallel_attention
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.live import LivePlan, opened
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding import exchange
@@ -99,7 +100,7 @@ class Share:
             out, lse = run.forward(q, k, v, self._problem.scale)
             peaks["forward"] = meter.peak
         with PeakBytes(q, k, v, dout, out, lse) as meter:
-            gradients = run.backward(dout, q, k, v, out, lse, self._problem.scale)
+            gradients = run.backward(BackwardInputs(dout, q, k, v, out, lse), self._problem.scale)
             peaks["backward"] = meter.peak
         del gradients
         return {"bytes_sent": dict(Counter(exchange.bytes_sent) - before), "peak_bytes": peaks}

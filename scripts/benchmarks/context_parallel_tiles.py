@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash
@@ -121,8 +121,8 @@ class Tiles:
         gradients = []
         for rows, calls in self._backward:
             gradients.append(torch.zeros_like(rows, dtype=lse.dtype))
-            given = self._dout, self._q, *unpack(rows), out, lse
-            add_gradients(dq, *unpack(gradients[-1]), *given, calls, self._kernel, self._scale)
+            given = BackwardInputs(self._dout, self._q, *unpack(rows), out, lse)
+            add_gradients((dq, *unpack(gradients[-1])), given, calls, self._kernel, self._scale)
         return [dq, *gradients]
 
 

@@ -30,7 +30,7 @@ from tests.unit.test_kernels import (
     visible,
 )
 from trainer.distributed.context_parallel.execution.kernels import cuda, flex
-from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
 from trainer.distributed.context_parallel.execution.kernels.flex import Flex
@@ -374,7 +374,7 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
     # FULL, CAUSAL, INV_CAUSAL, and BI_CAUSAL with 2 keys more than queries, of which both calls are
     assert counts == {"flash_forward": 4}
     whole_out, whole_lse = torch.randn_like(q), torch.randn_like(q[..., 0]) + 4
-    grads = kernel.backward_many(cotangent, q, k, v, whole_out, whole_lse, CALLS, scale=0.3)
+    grads = kernel.backward_many(BackwardInputs(cotangent, q, k, v, whole_out, whole_lse), CALLS, scale=0.3)
     assert counts == {"flash_forward": 4, "flash_backward": 4}
     assert len(results) == len(grads) == len(CALLS)
     single = CudaFlash(OPS)
@@ -575,7 +575,7 @@ def test_many_calls_on_a_gpu():
     q, k, v, cotangent = on_gpu(4, 2, 12, 13, 64, torch.bfloat16)
     out, lse = torch.randn_like(q), torch.randn_like(q[..., 0], dtype=torch.float32) + 4
     results = kernel.forward_many(q, k, v, CALLS, scale=0.125)
-    grads = kernel.backward_many(cotangent, q, k, v, out, lse, CALLS, scale=0.125)
+    grads = kernel.backward_many(BackwardInputs(cotangent, q, k, v, out, lse), CALLS, scale=0.125)
     for call, result, grad in zip(CALLS, results, grads, strict=True):
         rows, keys = slice(*call.q), slice(*call.kv)
         parts = q[:, :, rows], k[:, :, keys], v[:, :, keys]

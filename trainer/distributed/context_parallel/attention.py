@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from trainer.distributed.context_parallel.autocast import add_autocast_rule
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.marks import Mark
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
@@ -85,7 +86,7 @@ def _context_parallel_attention_backward(
     dout, q, k, v = map(_rows_contiguous, (dout, q, k, v))
     run = live.execution(q, k, v, sequences, is_causal=is_causal, window=window)
     # Output and log-sum-exp hold the sink's share, so that the tiles' probabilities are those beside a sink.
-    gradients = run.backward(dout, q, k, v, out, lse, scale)
+    gradients = run.backward(BackwardInputs(dout, q, k, v, out, lse), scale)
     return *gradients, q.new_empty(0) if sinks is None else _sink_gradient(dout, out, lse, sinks)
 
 

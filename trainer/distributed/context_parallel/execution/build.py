@@ -1,8 +1,5 @@
 """From a plan to what carries it out."""
 
-from typing import Protocol
-
-import torch
 import torch.distributed as dist
 
 from trainer.distributed.context_parallel.execution.communicators import gradient_group, started
@@ -12,28 +9,8 @@ from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
 from trainer.distributed.context_parallel.planning.lowering import lower
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 
-
-class Execution(Protocol):
-    """Attention of this rank's queries over the whole sequence; both directions are collectives."""
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
-        ...
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k, v."""
-        ...
+# Both have `forward(q, k, v, scale)` and `backward(BackwardInputs, scale)`, which are collectives.
+Execution = StagedExecution | HeadExchange
 
 
 def build_execution(

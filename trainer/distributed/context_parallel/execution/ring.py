@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from trainer.distributed.context_parallel.execution.gather import gather_rows, reduce_rows
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.stages import (
     Merged,
     StageRun,
@@ -72,22 +73,14 @@ class StagedExecution(StageRun):
         return unfold_batch(total.out, whole_q).to(q.dtype), unfold_batch(total.lse, whole_q)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-        kv_dtype: torch.dtype | None = None,
+        self, given: BackwardInputs, scale: float, kv_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k, v, from the arguments alone: K and V travel again, dK and dV travel home.
 
         kv_dtype: of the gradients of k and v, if others are added to them; by default theirs.
         """
-        inputs = q, k, v
-        dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in (dout, q, k, v, out, lse))
+        inputs = given.q, given.k, given.v
+        dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in given)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         b, kv_heads, rows, d = k.shape
         own_gradient = k.new_zeros(rows, 2, b, kv_heads, d, dtype=lse.dtype)
@@ -100,8 +93,8 @@ class StagedExecution(StageRun):
                 gradient = k.new_zeros(item.stage.rows, 2, *held.k.shape[:2], d, dtype=lse.dtype)
             heads = query_heads(item.kv_heads, q, k)
             dout_, q_, out_, lse_, dq_ = (x[:, heads] for x in (dout, q, out, lse, dq))
-            dkv = unpack(gradient)
-            add_gradients(dq_, *dkv, dout_, q_, held.k, held.v, out_, lse_, item.calls, self.kernel, scale)
+            of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
+            add_gradients((dq_, *unpack(gradient)), of_item, item.calls, self.kernel, scale)
             returning.add(item.stage, gradient, own_gradient, self)
             returning = _return_gradients(item, gradient, self)
             pending.wait()

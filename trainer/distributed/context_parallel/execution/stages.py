@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.planning.lowering import Call, LoweredPlan
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.sharding.ranges import Ranges, size
@@ -86,34 +86,26 @@ def attend(
 
 
 def add_gradients(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    totals: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    given: BackwardInputs,
     calls: Sequence[Call],
     kernel: Kernel,
     scale: float,
 ) -> None:
-    """Add the gradients of a stage's calls to dq (B, H, S, D), dk, dv (B, K, T, D)."""
+    """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D)."""
     if kernel.capabilities.many and len(calls) > 1:
-        results = kernel.backward_many(dout, q, k, v, out, lse, calls, scale=scale)
+        results = kernel.backward_many(given, calls, scale=scale)
     else:
-        results = (_call_gradients(call, dout, q, k, v, out, lse, kernel, scale) for call in calls)
+        results = (kernel.backward(*_of_call(given, call), relation=call.relation, scale=scale) for call in calls)
     for call, parts in zip(calls, results, strict=True):
-        for total, part, where in zip((dq, dk, dv), parts, (call.q, call.kv, call.kv), strict=True):
+        for total, part, where in zip(totals, parts, (call.q, call.kv, call.kv), strict=True):
             total[:, :, slice(*where)] += part
 
 
-def _call_gradients(call, dout, q, k, v, out, lse, kernel, scale):
+def _of_call(given: BackwardInputs, call: Call) -> BackwardInputs:
     rows, columns = slice(*call.q), slice(*call.kv)
-    dout, q, out, lse = (x[:, :, rows] for x in (dout, q, out, lse))
-    k, v = (x[:, :, columns] for x in (k, v))
-    return kernel.backward(dout, q, k, v, out, lse, relation=call.relation, scale=scale)
+    places = (rows, rows, columns, columns, rows, rows)
+    return BackwardInputs(*(x[:, :, place] for x, place in zip(given, places, strict=True)))
 
 
 def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.stages import as_before, fold_batch, unfold_batch, with_next
 from trainer.distributed.context_parallel.planning.heads import HeadShare, aligned
@@ -76,19 +77,10 @@ class HeadExchange:
             arrival.put()
         return unfold_batch(out, whole_q), unfold_batch(lse, whole_q)
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, given: BackwardInputs, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k, v, from the arguments alone: everything is exchanged again."""
-        inputs = q, k, v
-        dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in (dout, q, k, v, out, lse))
+        inputs = given.q, given.k, given.v
+        dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in given)
         passes = self._passes(q, k)
         # Gradients of one head's copies are added up, in float32; without copies they are complete when they leave.
         gradient_dtype = lse.dtype if passes[0].copies > 1 else q.dtype
@@ -101,8 +93,8 @@ class HeadExchange:
             if following is not None:
                 incoming = _to_heads([q, dout, out, lse], [k, v], following, self, kind="qkv_dout")
             all_q, all_dout, all_out, all_lse, *all_kv = arrived.assembled(self)
-            given = all_dout, all_q, *all_kv, all_out, all_lse  # (B, h, R, ...), keys (B, k, R, D)
-            all_dq, *all_dkv = self.inner.backward(*given, scale, gradient_dtype)
+            inside = BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)  # (B, h, R, ...), keys (B, k, R, D)
+            all_dq, *all_dkv = self.inner.backward(inside, scale, gradient_dtype)
             returning.append(_to_rows([all_dq], all_dkv, [dq, dk, dv], share, self, kind="dqkv"))
         for arrival in returning:
             arrival.put()

@@ -7,12 +7,23 @@ The backward is given the output and the log-sum-exp of the WHOLE attention, of 
 are then those of the whole, and the gradients of all tiles add up (Liu et al., Ring Attention, arXiv 2310.01889).
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from trainer.distributed.context_parallel.planning.capabilities import Capabilities
 from trainer.distributed.context_parallel.planning.mask import Relation
+
+
+class BackwardInputs(NamedTuple):
+    """What a backward needs: q, out and its cotangent (B, H, S, D), k and v (B, K, T, D), lse (B, H, S)."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 class Kernel(Protocol):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from trainer.distributed.context_parallel.execution.kernels.base import hidden_pairs, repeated, summed
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, hidden_pairs, repeated, summed
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.distributed.context_parallel.planning.lowering import Call
 from trainer.distributed.context_parallel.planning.mask import Relation
@@ -156,7 +156,8 @@ class Varlen:
         return self.forward_many(q, k, v, (_whole(q, k, relation),), scale=scale)[0]
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
-        return self.backward_many(dout, q, k, v, out, lse, (_whole(q, k, relation),), scale=scale)[0]
+        given = BackwardInputs(dout, q, k, v, out, lse)
+        return self.backward_many(given, (_whole(q, k, relation),), scale=scale)[0]
 
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[Call, ...], *, scale: float
@@ -181,18 +182,10 @@ class Varlen:
         return [results[i] for i in range(len(calls))]
 
     def backward_many(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        calls: tuple[Call, ...],
-        *,
-        scale: float,
+        self, given: BackwardInputs, calls: tuple[Call, ...], *, scale: float
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """dout, out, lse: of all queries, over all keys -> (dq, dk, dv) of each call, to be added up."""
+        dout, q, k, v, out, lse = given
         results: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         batch, size = q.shape[0], q.shape[3]
         dout, out = dout.to(q.dtype), out.to(q.dtype)
