@@ -40,7 +40,7 @@ from trainer.models.model_spec import model_spec
 from trainer.runtime import writing_to
 from trainer.runtime.agreement import agreed
 from trainer.runtime.determinism import set_determinism
-from trainer.runtime.garbage import manual_garbage_collection
+from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
 from trainer.transforms.compile import (
@@ -163,6 +163,8 @@ class Trainer:
         training = self.config.training
         torch.manual_seed(training.seed)
         set_determinism(training.deterministic)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         # The sequence-parallel embedding returns a view; nothing here works on it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 

@@ -1,5 +1,9 @@
-"""Python's garbage collector, run when all ranks run it: collections at random times make the others wait."""
+"""What is done with memory that is free again.
 
+Python's garbage collector runs when all ranks run it: collections at random times make the others wait.
+"""
+
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,3 +31,19 @@ def manual_garbage_collection(freq: int) -> Iterator[GarbageCollector]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def keep_freed_memory() -> None:
+    """Keep host memory that is free again, where the C library is glibc.
+
+    It returns each large block to the system, and logits and their gradients are such: their pages would be mapped and
+    cleared anew in every step.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
