@@ -35,6 +35,7 @@ from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
 from trainer.models.args import has_windows
+from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
 from trainer.runtime import writing_to
@@ -256,6 +257,7 @@ class Trainer:
         self.optimizer.zero_grad()
         for part in self.parts:
             precompute_scales(part, self.config.float8)
+            normalise_auxiliary_losses(part, valid.clamp(min=1))
         rows = [
             self.forward_backward(batch, valid.clamp(min=1), last=i == len(batches) - 1)
             for i, batch in enumerate(batches)
@@ -268,6 +270,7 @@ class Trainer:
         lr = self.lr_scheduler.get_last_lr()[0]
         with region("optimizer"):
             self.optimizer.step()
+            self.spec.after_step(self.parts, self.dims)
         self.lr_scheduler.step()
         if self.metrics.due(step):
             row_losses = all_reduce(row_sums, self.dims["cp"]) / row_counts.clamp(min=1)

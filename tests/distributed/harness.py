@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -63,6 +64,8 @@ class Record:
     limits: list[float] = field(default_factory=list)
     """What clipping promises their common norm to be."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """At the end, like the weights."""
     metrics: list[dict] = field(default_factory=list)
     local_elements: int = 0
     """Elements of parameters that this rank holds."""
@@ -102,9 +105,11 @@ class RecordingTrainer(Trainer):
         self.record.limits.append(min(norm, self.config.training.max_norm))
         return norm
 
-    def of_all_stages(self, value: Callable[[nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A tensor for every parameter of the model, by name; a collective."""
-        mine = {name: whole(value(p)) for part in self.parts for name, p in part.named_parameters()}
+    def of_all_stages(
+        self, value: Callable[[torch.Tensor], torch.Tensor], named: Callable = nn.Module.named_parameters
+    ) -> dict[str, torch.Tensor]:
+        """A tensor for every parameter, or whatever is `named`, of the model, by name; a collective."""
+        mine = {name: whole(value(x)) for part in self.parts for name, x in named(part)}
         of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(self.dims.size("pp"))]
         torch.distributed.all_gather_object(of_ranks, mine, group=self.dims["pp"].get_group())
         return {name: x for stages in of_ranks for name, x in stages.items()}
@@ -173,6 +178,8 @@ def run_layout(arguments: list[str], fault: str | None = None) -> Record:
             for p in (p for part in trainer.parts for p in part.parameters()):
                 record.local_elements += (p.to_local() if isinstance(p, DTensor) else p).numel()
             record.weights = trainer.of_all_stages(lambda p: p)
+            named_buffers = partial(nn.Module.named_buffers, remove_duplicate=False)
+            record.buffers = trainer.of_all_stages(lambda x: x, named_buffers)
         if process.rank == 0:
             lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
             record.metrics = [json.loads(line) for line in lines]
@@ -233,7 +240,8 @@ def assert_parity(got: Record, wanted: Record, tolerance: float) -> None:
         # Clipping is part of both runs: what it promises is checked by itself.
         norm = math.sqrt(sum(grad.double().square().sum().item() for grad in mine.values()))
         compare(f"step {step} norm after clipping", norm, got.limits[step - 1])
-    assert got.weights.keys() == wanted.weights.keys()
-    for name, weight in wanted.weights.items():
-        compare(f"weight {name}", got.weights[name], weight)
+    for kind, mine, theirs in (("weight", got.weights, wanted.weights), ("buffer", got.buffers, wanted.buffers)):
+        assert mine.keys() == theirs.keys()
+        for name, x in theirs.items():
+            compare(f"{kind} {name}", mine[name], x)
     assert not problems, "\n".join(problems)

@@ -1,9 +1,22 @@
 """The toy family, as the registry finds it."""
 
+from collections.abc import Sequence
+
 from tests.toy_family.model import ToyDecoder
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.common.parallelize import parallelize_decoder
 from trainer.models.common.stages import keep_stage
 from trainer.models.model_spec import ModelSpec
+
+
+def balance_channels(parts: Sequence[ToyDecoder], dims: ParallelDims) -> None:
+    """Move the biases by the share of positive channels in the whole batch."""
+    for layer in (layer for part in parts for layer in part.layers.values()):
+        positive, tokens = all_reduce(all_reduce(layer.counts, dims["dp_cp"]), dims["tp"])
+        layer.bias += 0.1 * (0.5 - positive / tokens)
+        layer.counts.zero_()
+
 
 SPEC = ModelSpec(
     name="toy",
@@ -11,4 +24,5 @@ SPEC = ModelSpec(
     keep_stage=keep_stage,
     parallelize=parallelize_decoder,
     cp_buffers=lambda part: [(part.freqs_cis, 0)],
+    after_step=balance_channels,
 )

@@ -38,7 +38,7 @@ class StepMetrics:
 
     step: int
     loss: float
-    """Mean over all tokens of the step that have a label."""
+    """Mean cross entropy of all tokens of the step that have a label, without auxiliary losses."""
     loss_max: float
     """Largest mean loss of one row (sequence) of the step."""
     grad_norm: float

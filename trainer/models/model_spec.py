@@ -1,7 +1,7 @@
 """What a model must bring to be trained."""
 
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ class Decoder(Protocol):
         ...
 
     def init_buffers(self, device: torch.device) -> None:
-        """Compute the buffers that are not part of a checkpoint."""
+        """Give every buffer its first value; those that are persistent are part of a checkpoint."""
         ...
 
 
@@ -54,6 +54,12 @@ class ModelSpec:
     """Apply tensor and data parallelism to the model on meta, or a stage of it, in place."""
     cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]]
     """(a part of the model) -> its buffers that have a row per token, each with that dimension."""
+    after_step: Callable[[Sequence[Decoder], ParallelDims], None] = lambda parts, dims: None
+    """Move state that no gradient moves, in place, after each optimizer step; `parts` are those of this rank.
+
+    What a forward counts for it is of this rank's tokens (`dp_cp`, with sequence parallelism also `tp`), and the
+    forward of a recomputed block runs twice: use shares of what was counted, not numbers.
+    """
 
 
 def model_spec(name: str) -> ModelSpec:
