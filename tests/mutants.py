@@ -11,6 +11,7 @@ _LAYOUT = "tests/distributed/test_parity.py::test_layout_equals_single_process"
 _ATTENTION = "tests/distributed/test_context_parallel.py"
 _GUARDS = "tests/distributed/test_context_guards.py"
 _CHECKPOINT = "tests/distributed/test_checkpoint.py"
+_FAMILY = "tests/distributed/test_model_family.py"
 _LOOP = "tests/distributed/test_loop.py"
 
 
@@ -404,6 +405,44 @@ MODELS_OF_OTHERS = (
     ),
 )
 
+FAMILIES = (
+    Mutant(
+        "an auxiliary loss is not divided by the labels of the step",
+        "trainer/models/common/auxiliary_loss.py",
+        "_AddGradient.apply(x, loss / self.labels)",
+        "_AddGradient.apply(x, loss)",
+        f"{_FAMILY}::test_gradients_are_those_of_the_token_losses_and_the_auxiliary_ones",
+    ),
+    Mutant(
+        "an auxiliary loss is divided by the labels of one micro-batch",
+        "trainer/trainer.py",
+        "normalise_auxiliary_losses(part, valid.clamp(min=1))",
+        'normalise_auxiliary_losses(part, count_valid(batches[0]["labels"]).clamp(min=1))',
+        f"{_FAMILY}::test_gradients_are_those_of_the_token_losses_and_the_auxiliary_ones",
+    ),
+    Mutant(
+        "the hook after a step is not called",
+        "trainer/trainer.py",
+        "self.spec.after_step(self.parts, self.dims)",
+        "pass",
+        f"{_FAMILY}::test_a_checkpoint_of_one_layout_is_loaded_by_another",
+    ),
+    Mutant(
+        "rotary rows of keys keep their order",
+        "trainer/models/llama3/state_dict.py",
+        'if part in ("attention.wq", "attention.wk"):',
+        'if part == "attention.wq":',
+        "tests/unit/test_state_dict.py",
+    ),
+    Mutant(
+        "a tensor that is missing is not told",
+        "trainer/models/state_dict.py",
+        "if wanted:",
+        "if not wanted:",
+        "tests/unit/test_state_dict.py",
+    ),
+)
+
 LAYOUTS = (
     Mutant(
         "tied weights come apart under TP",
@@ -718,6 +757,7 @@ MUTANTS = (
     *PLANS,
     *EXECUTION,
     *MODELS_OF_OTHERS,
+    *FAMILIES,
     *LAYOUTS,
     *DATA,
     *CHECKPOINTS,

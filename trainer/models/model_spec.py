@@ -41,6 +41,16 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
+class Counterpart:
+    """A tensor of a model of Hugging Face that holds the values of one of ours: its name, and the change of layout."""
+
+    name: str
+    to_hf: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    """Whole tensor -> whole tensor; it also works on meta."""
+    from_hf: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One model family. Everything the trainer calls; parallelism is applied from outside, by `parallelize`."""
 
@@ -54,6 +64,8 @@ class ModelSpec:
     """Apply tensor and data parallelism to the model on meta, or a stage of it, in place."""
     cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]]
     """(a part of the model) -> its buffers that have a row per token, each with that dimension."""
+    state_dict_adapter: Callable[[Any, str], Counterpart] | None = None
+    """(shape, name of a parameter or persistent buffer) -> its counterpart at Hugging Face, for `state_dict.py`."""
     after_step: Callable[[Sequence[Decoder], ParallelDims], None] = lambda parts, dims: None
     """Move state that no gradient moves, in place, after each optimizer step; `parts` are those of this rank.
 
