@@ -10,7 +10,7 @@ import glob
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -22,9 +22,6 @@ from trainer.data.tokenizer import replace_surrogates
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-# name -> file ending that a folder is searched for; None: the data set needs no path
-DATASETS: dict[str, str | None] = {"python_stdlib": None, "text": ".txt", "jsonl": ".jsonl"}
 
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _HEAD = 1 << 16  # bytes of a text file that `check_source` looks at
@@ -38,6 +35,26 @@ class DocumentSource(Protocol):
     def __getitem__(self, i: int) -> str: ...
 
 
+@dataclass(frozen=True)
+class Source:
+    """A kind of data set.
+
+    open: files -> documents. start: files -> its documents, or what stands for them, one by one as far as they are
+    counted; it checks the first. ending: of the files that a folder is searched for; None: there are no files.
+    """
+
+    open: Callable[[list[str]], DocumentSource]
+    start: Callable[[list[str]], Iterable[object]]
+    ending: str | None = None
+
+
+DATASETS = {
+    "python_stdlib": Source(lambda files: list(_python_stdlib()), lambda files: _python_stdlib()),
+    "text": Source(lambda files: TextFiles(tuple(_not_empty(files))), lambda files: _checked_texts(files), ".txt"),
+    "jsonl": Source(lambda files: _open_jsonl(files), lambda files: _checked_lines(files), ".jsonl"),
+}
+
+
 def open_source(name: str, path: str | None = None) -> DocumentSource:
     """The documents of data set `name` at `path`.
 
@@ -45,11 +62,8 @@ def open_source(name: str, path: str | None = None) -> DocumentSource:
         ConfigError: unknown data set, a path that fits nothing, or data that cannot be read; for a bad line or file
             further on, the message names it.
     """
-    ending = _checked_name(name, path)
-    if ending is None:
-        return list(_python_stdlib())
-    files = _files(name, path, ending)
-    return TextFiles(tuple(file for file in files if os.path.getsize(file))) if name == "text" else _open_jsonl(files)
+    source, files = _found(name, path)
+    return source.open(files)
 
 
 def check_source(name: str, path: str | None, data_streams: int) -> None:
@@ -59,17 +73,8 @@ def check_source(name: str, path: str | None, data_streams: int) -> None:
         ConfigError: unknown data set; a path missing, superfluous, or fitting nothing; no data; a first line that is
             no object with "text"; fewer documents than `data_streams`.
     """
-    ending = _checked_name(name, path)
-    if ending is None:
-        documents: Iterable[object] = _python_stdlib()
-    elif name == "text":
-        files = [file for file in _files(name, path, ending) if os.path.getsize(file)]
-        if files:
-            _check_head(files[0])
-        documents = files
-    else:
-        documents = _checked_start(_lines(_files(name, path, ending)))
-    check_count(name, path, sum(1 for _ in islice(documents, data_streams)), data_streams)
+    source, files = _found(name, path)
+    check_count(name, path, sum(1 for _ in islice(source.start(files), data_streams)), data_streams)
 
 
 def check_count(name: str, path: str | None, documents: int, data_streams: int) -> None:
@@ -90,7 +95,7 @@ def check_count(name: str, path: str | None, documents: int, data_streams: int) 
         )
 
 
-def _checked_name(name: str, path: str | None) -> str | None:
+def _found(name: str, path: str | None) -> tuple[Source, list[str]]:
     if name not in DATASETS:
         if name.startswith("c4"):
             raise ConfigError(
@@ -99,17 +104,17 @@ def _checked_name(name: str, path: str | None) -> str | None:
                 " 'python_stdlib'"
             )
         raise ConfigError(f"training.dataset = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
-    ending = DATASETS[name]
+    ending = DATASETS[name].ending
     if ending is None and path:
         raise ConfigError(
             f"training.dataset_path = {path!r} would do nothing, {name} needs none; leave it out, or choose"
-            " training.dataset = 'text' or 'jsonl'"
+            f" training.dataset = {' or '.join(repr(other) for other, source in DATASETS.items() if source.ending)}"
         )
     if ending is not None and not path:
         raise ConfigError(
             f"training.dataset = {name!r} needs training.dataset_path; give a {ending} file, a folder, or a glob"
         )
-    return ending
+    return DATASETS[name], [] if ending is None else _files(name, path, ending)
 
 
 def _files(name: str, path: str, ending: str) -> list[str]:
@@ -169,14 +174,22 @@ class TextFiles:
             raise ConfigError(f"{self.files[i]} cannot be read ({error.strerror}); restore it or start anew") from None
 
 
-def _check_head(file: str) -> None:
-    try:
-        with open(file, "rb") as stream:
-            codecs.getincrementaldecoder("utf-8")().decode(stream.read(_HEAD))
-    except UnicodeDecodeError as error:
-        raise _not_utf8(file, error) from None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); give files that you may read") from None
+def _not_empty(files: list[str]) -> list[str]:
+    return [file for file in files if os.path.getsize(file)]
+
+
+def _checked_texts(files: list[str]) -> list[str]:
+    """The files that are not empty, the start of the first one read."""
+    files = _not_empty(files)
+    for file in files[:1]:
+        try:
+            with open(file, "rb") as stream:
+                codecs.getincrementaldecoder("utf-8")().decode(stream.read(_HEAD))
+        except UnicodeDecodeError as error:
+            raise _not_utf8(file, error) from None
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read ({error.strerror}); give files that you may read") from None
+    return files
 
 
 def _not_utf8(file: str, error: UnicodeDecodeError) -> ConfigError:
@@ -268,8 +281,8 @@ def _lines(files: Iterable[str]) -> Iterator[_Line]:
             raise ConfigError(f"{file} cannot be read ({error.strerror}); give files that you may read") from None
 
 
-def _checked_start(lines: Iterator[_Line]) -> Iterator[_Line]:
-    for i, line in enumerate(lines):
+def _checked_lines(files: list[str]) -> Iterator[_Line]:
+    for i, line in enumerate(_lines(files)):
         if i == 0:
             line.text()
         yield line
