@@ -1,6 +1,7 @@
 """Context-parallel attention against attention of one process, with random cotangents; and the context's promises."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -179,10 +180,10 @@ def attention_case(cases: list[Case]) -> list[dict]:
     return results
 
 
-def assert_exact(pool: WorkerPool, degree: int, cases: list[Case]) -> None:
+def assert_exact(pool: WorkerPool, degree: int, cases: list[Case], run: Callable = attention_case) -> None:
     """Outputs and gradients are those of one process, collectives and bytes are those of the plan."""
     problems = []
-    for rank, results in enumerate(pool.run(degree, attention_case, cases)):
+    for rank, results in enumerate(pool.run(degree, run, cases)):
         for case, result in zip(cases, results, strict=True):
             tolerance = TOLERANCE[case.dtype]
             sent = {kind: size for kind, size in result["sent"].items() if size}
