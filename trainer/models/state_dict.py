@@ -11,34 +11,32 @@ from trainer.models.model_spec import Counterpart, ModelSpec
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-def to_hf(spec: ModelSpec, args: Any, tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole tensors of a model of shape `args` as its counterpart at Hugging Face has them.
+def to_hf(spec: ModelSpec, args: Any, tensors: Named) -> Named:
+    """Yield the whole tensors of a model of shape `args` as its counterpart at Hugging Face has them, perhaps as views.
 
-    A parameter that several modules share counts once, under the first of its names. What is yielded may be a view.
+    A parameter that several modules share counts once, under the first of its names.
 
     Raises:
         ConfigError: the family has no counterpart there; a surplus, missing or misshapen tensor, by its name.
     """
-    counterparts = _counterparts(spec, args).items()
-    return _converted({name: (ours.shape, hf.name, hf.to_hf) for name, (ours, hf) in counterparts}, tensors)
+    wanted = {name: (ours.shape, hf.name, hf.to_hf) for name, ours, hf in _counterparts(spec, args)}
+    return _converted(wanted, tensors)
 
 
-def from_hf(spec: ModelSpec, args: Any, tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
+def from_hf(spec: ModelSpec, args: Any, tensors: Named) -> Named:
     """Yield the tensors of Hugging Face's model as ours of shape `args` has them; the reverse of `to_hf`."""
-    counterparts = _counterparts(spec, args).items()
-    return _converted({hf.name: (hf.to_hf(ours).shape, name, hf.from_hf) for name, (ours, hf) in counterparts}, tensors)
+    wanted = {hf.name: (hf.to_hf(ours).shape, name, hf.from_hf) for name, ours, hf in _counterparts(spec, args)}
+    return _converted(wanted, tensors)
 
 
-def _counterparts(spec: ModelSpec, args: Any) -> dict[str, tuple[torch.Tensor, Counterpart]]:
-    """Every tensor of the model, on meta, with its counterpart."""
+def _counterparts(spec: ModelSpec, args: Any) -> list[tuple[str, torch.Tensor, Counterpart]]:
+    """Every tensor of the model, by name and on meta, with its counterpart."""
     if spec.state_dict_adapter is None:
         raise ConfigError(f"model.name = {spec.name!r} has no counterpart in Hugging Face's transformers")
     with torch.device("meta"):
         state = spec.build(args).state_dict(keep_vars=True)
-    names: dict[torch.Tensor, str] = {}
-    for name, tensor in state.items():
-        names.setdefault(tensor, name)
-    return {name: (tensor, spec.state_dict_adapter(args, name)) for tensor, name in names.items()}
+    first_names = {tensor: name for name, tensor in reversed(state.items())}
+    return [(name, x, spec.state_dict_adapter(args, name)) for name, x in state.items() if first_names[x] == name]
 
 
 def _converted(wanted: dict[str, tuple], tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
