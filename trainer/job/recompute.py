@@ -14,7 +14,8 @@ def check_activation_checkpoint(
     """Check what the backward is to compute again.
 
     Raises:
-        ConfigError: layers that the model lacks, or recomputation in a backward that is split.
+        ConfigError: layers that the model lacks, recomputation in a backward that is split, or what the compiler cannot
+            recompute.
     """
     settings = config.activation_checkpoint
     option = settings.selective_ac_option
@@ -30,4 +31,13 @@ def check_activation_checkpoint(
             f"activation_checkpoint.mode = {settings.mode!r} would compute a layer again for each group of its "
             f"weights, about ten times, as {pipeline.schedule} splits the backward; use 'none', compile.enable, or "
             f"{pipeline.whole_backward}"
+        )
+    whole_layers = settings.mode == "full" or (settings.mode == "selective" and option != "op")
+    degree = config.parallelism.tensor_parallel_degree
+    if whole_layers and compilation.chooses_recomputation and degree > 1 and not config.plans_attention:
+        # As of torch 2.13 the compiler would keep a mesh as if it were a tensor, and stop with an assertion.
+        raise ConfigError(
+            f"activation_checkpoint.mode = {settings.mode!r} recomputes whole layers, which the compiler cannot do with "
+            f"parallelism.tensor_parallel_degree = {degree}; use mode 'memory_budget' with a small memory_budget, such "
+            "as 0.01, which recomputes as much, or leave compile.enable out"
         )
