@@ -251,6 +251,27 @@ PLANS = (
         "tests/unit/test_plan.py",
     ),
     Mutant(
+        "auto launches documents one by one",
+        f"{_CP}/planning/capabilities.py",
+        "if many and calls > _MANY_CALLS:",
+        "if many and calls < _MANY_CALLS:",
+        "tests/unit/test_kernels.py",
+    ),
+    Mutant(
+        "a forward that was replaced before is dropped",
+        "trainer/transforms/forward.py",
+        "if late:",
+        "if late and not late:",
+        "tests/unit/test_forward.py",
+    ),
+    Mutant(
+        "plans are made anew for each step",
+        f"{_CP}/planning/methods.py",
+        "_KEPT = 16",
+        "_KEPT = 0",
+        _GUARDS,
+    ),
+    Mutant(
         "a causal tile with more keys is cut one key off",
         f"{_CP}/planning/lowering.py",
         "extra = kv_stop - kv_start - (q_stop - q_start)\n    if tile",

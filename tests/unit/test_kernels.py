@@ -245,6 +245,21 @@ def test_the_choice(device: str, dtype: torch.dtype, head_dim: int, name: str, b
     assert choose_kernel(device, dtype, head_dim, bands=bands).name == name
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "calls", "name"),
+    [
+        ("cuda", torch.bfloat16, 4, "cuda_flash"),
+        ("cuda", torch.bfloat16, 5, "varlen"),
+        ("cuda", torch.float32, 500, "efficient"),
+        ("cpu", torch.float32, 500, "cpu_flash"),
+    ],
+)
+def test_auto_takes_one_launch_for_many_calls_where_a_kernel_has_it(
+    device: str, dtype: torch.dtype, calls: int, name: str
+) -> None:
+    assert choose_kernel(device, dtype, 64, calls=calls).name == name
+
+
 def test_names_are_unique_and_found():
     kernels = [CpuFlash(), *CUDA_KERNELS, Math()]
     assert len({kernel.name for kernel in kernels}) == len(kernels)

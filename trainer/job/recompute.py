@@ -37,7 +37,7 @@ def check_activation_checkpoint(
     if whole_layers and compilation.chooses_recomputation and degree > 1 and not config.plans_attention:
         # As of torch 2.13 the compiler would keep a mesh as if it were a tensor, and stop with an assertion.
         raise ConfigError(
-            f"activation_checkpoint.mode = {settings.mode!r} recomputes whole layers, which the compiler cannot do with "
-            f"parallelism.tensor_parallel_degree = {degree}; use mode 'memory_budget' with a small memory_budget, such "
-            "as 0.01, which recomputes as much, or leave compile.enable out"
+            f"activation_checkpoint.mode = {settings.mode!r} recomputes whole layers, which the compiler cannot do "
+            f"with parallelism.tensor_parallel_degree = {degree}; use mode 'memory_budget' with a small memory_budget, "
+            "such as 0.01, which recomputes as much, or leave compile.enable out"
         )
