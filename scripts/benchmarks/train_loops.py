@@ -40,7 +40,8 @@ WARMUP = 3
 """Steps before the first block: the compiler's are among them."""
 _BATCHES = 32
 """Prepared for the bare loop, which goes round them."""
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
+# Settings of glibc's mallopt, and values at which what is freed goes back to the system, and so is seen to be free.
+_GIVE_BACK = {-1: 1 << 16, -3: 1 << 16, -4: 1 << 16}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX
 
 Row = dict[str, object]
 
@@ -255,18 +256,27 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        _give_back()
         self._before = 0 if device.type == "cuda" else _resident("VmRSS")
 
     def reset(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._before is not None:
+            _give_back()  # a trainer of this process keeps what is freed
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
 
     def read(self) -> float | None:
         """GiB; None where it is not known."""
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _resident("VmHWM")
         return None if peak is None or self._before is None else round((peak - self._before) / 2**30, 4)
+
+
+def _give_back() -> None:
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        for setting, value in _GIVE_BACK.items():
+            libc.mallopt(setting, value)
+        libc.malloc_trim(0)
 
 
 def _resident(field: str) -> int | None:
@@ -297,8 +307,6 @@ def memory_of(work: Work, config: JobConfig | None) -> Row:
 def _measure_memory(connection: Connection, threads: int, work: Work, config: JobConfig | None) -> None:
     try:
         torch.set_num_threads(threads)
-        if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-            libc.mallopt(_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the system, and so is seen to be free
         flavor, _, layers = work.config.model.flavor.partition(":")
         if layers:
             with_layers(flavor, int(layers))

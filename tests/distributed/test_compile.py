@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import train
 from tests.distributed import harness
@@ -128,7 +129,8 @@ def kept_case(arguments: list[str]) -> tuple[int, Counter[str]]:
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter):
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            storage = (x.to_local() if isinstance(x, DTensor) else x).untyped_storage()
+            kept[storage.data_ptr()] = storage
         return x
 
     exchange.calls.clear()
@@ -144,6 +146,17 @@ def test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again(poo
     little, calls_little = pool.run(2, kept_case, [*BUDGET, *cp2, "--activation_checkpoint.memory_budget=0.1"])[0]
     assert little < some < everything
     assert calls == calls_some == calls_little
+
+
+def test_the_compiler_recomputes_whole_layers_of_tensor_parallelism(pool: WorkerPool) -> None:
+    """`full` keeps as little with PyTorch's own attention as with planned attention, and trains the same."""
+    tp2, window = LAYOUTS["tp2"][1], "--model.sliding_window=15"  # of 16 tokens: one pair is hidden
+    full, compiled = "--activation_checkpoint.mode=full", ["--compile.enable", "--compile.backend=aot_eager"]
+    everything, _ = pool.run(2, kept_case, [*compiled, *tp2])[0]
+    by_compiler, _ = pool.run(2, kept_case, [full, *compiled, *tp2])[0]
+    by_checkpoints, _ = pool.run(2, kept_case, [full, *compiled, *tp2, window])[0]
+    assert by_compiler < 1.1 * by_checkpoints < everything
+    assert_parity(pool.run(2, run_layout, [PRECISION, full, *compiled, *tp2])[0], reference(pool, PRECISION), 1e-10)
 
 
 def recompiled_case(folder: str, new: int) -> list[str]:

@@ -154,6 +154,7 @@ def test_the_ends_of_ranges(key: str, value: str, fine: bool):
 
 DEGREES = "parallelism.data_parallel_shard_degree"
 TP = "--parallelism.tensor_parallel_degree"
+AC_OPTION = "--activation_checkpoint.selective_ac_option"
 CP = "--parallelism.context_parallel_"
 RULES = [
     (
@@ -277,9 +278,10 @@ RULES = [
     (["--job.dump_folder", "one.txt/deep/down"], 1, ["job.dump_folder = 'one.txt/deep/down'", "one.txt is a file"]),
     (["--job.dump_folder", "broken"], 1, ["job.dump_folder = 'broken'", "broken link"]),
     (["--job.dump_folder", ""], 1, ["job.dump_folder = ''", "./outputs"]),
-    *(
-        (["--compile.enable", f"{TP}=2", "--activation_checkpoint.mode", *mode], 2, ["whole layers", "such as 0.01"])
-        for mode in (["full"], ["selective", "--activation_checkpoint.selective_ac_option=2"])
+    (
+        ["--compile.enable", f"{TP}=2", *("--activation_checkpoint.mode", "selective"), f"{AC_OPTION}=2"],
+        2,
+        ["selective_ac_option = '2'", "some layers whole", "tensor_parallel_degree = 2", "'op'"],
     ),
     (["--activation_checkpoint.mode=memory_budget"], 1, ["mode = 'memory_budget'", "compile.enable", "'selective'"]),
     (

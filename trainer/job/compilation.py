@@ -24,6 +24,9 @@ class CompileOptions:
     """A pipeline runs each backward twice, once for inputs and once for weights."""
     memory_budget: float | None
     """Share of the activations that the compiler may keep; None: all that it wants."""
+    recomputes_layers: bool
+    """The compiler recomputes whole layers by a budget of 0. With tensor parallelism and PyTorch's own attention it
+    cannot take them from activation checkpointing: as of torch 2.13 it would keep a mesh as if it were a tensor."""
 
     @property
     def any(self) -> bool:
@@ -45,14 +48,19 @@ def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileO
     settings, activations = config.compile, config.activation_checkpoint
     if not settings.components:
         raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
+    model = settings.enable and "model" in settings.components
+    tensor_parallel = config.parallelism.tensor_parallel_degree > 1 and not config.plans_attention
+    recomputes_layers = activations.mode == "full" and model and settings.backend != "eager" and tensor_parallel
+    budget = activations.memory_budget if activations.mode == "memory_budget" else None
     options = CompileOptions(
-        model=settings.enable and "model" in settings.components,
+        model=model,
         loss=settings.enable and "loss" in settings.components,
         backend=settings.backend,
         overlaps_tensor_parallel=config.parallelism.overlaps_tensor_parallel,
         rounds_as_eager=config.float8.enable and config.float8.recipe_name == "rowwise",
         splits_backward=splits_backward,
-        memory_budget=activations.memory_budget if activations.mode == "memory_budget" else None,
+        memory_budget=0.0 if recomputes_layers else budget,
+        recomputes_layers=recomputes_layers,
     )
     if options.overlaps_tensor_parallel and not (options.model and options.backend == "inductor"):
         raise ConfigError(

@@ -32,12 +32,11 @@ def check_activation_checkpoint(
             f"weights, about ten times, as {pipeline.schedule} splits the backward; use 'none', compile.enable, or "
             f"{pipeline.whole_backward}"
         )
-    whole_layers = settings.mode == "full" or (settings.mode == "selective" and option != "op")
     degree = config.parallelism.tensor_parallel_degree
-    if whole_layers and compilation.chooses_recomputation and degree > 1 and not config.plans_attention:
-        # As of torch 2.13 the compiler would keep a mesh as if it were a tensor, and stop with an assertion.
-        raise ConfigError(
-            f"activation_checkpoint.mode = {settings.mode!r} recomputes whole layers, which the compiler cannot do "
-            f"with parallelism.tensor_parallel_degree = {degree}; use mode 'memory_budget' with a small memory_budget, "
-            "such as 0.01, which recomputes as much, or leave compile.enable out"
+    some_layers = settings.mode == "selective" and option != "op"
+    if some_layers and compilation.chooses_recomputation and degree > 1 and not config.plans_attention:
+        raise ConfigError(  # see CompileOptions.recomputes_layers
+            f"activation_checkpoint.selective_ac_option = {option!r} recomputes some layers whole, which the compiler "
+            f"cannot do with parallelism.tensor_parallel_degree = {degree}; use 'op', the mode 'full' or "
+            "'memory_budget', or leave compile.enable out"
         )

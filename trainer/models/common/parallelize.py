@@ -38,7 +38,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             window = block.attention.inner_attention.sliding_window
             style = ContextParallelAttention(sliding_window=window)
             parallelize_module(block, dims["cp"], {"attention.inner_attention": style})
-    apply_activation_checkpoint(model.layers, config.activation_checkpoint)
+    if not job.compilation.recomputes_layers:
+        apply_activation_checkpoint(model.layers, config.activation_checkpoint)
     apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
     # A tied matrix is used at both ends of the forward: it stays gathered, with the root's own parameters.
     tied = model.args.tie_embeddings
