@@ -468,7 +468,7 @@ LAYOUTS = (
     Mutant(
         "tied weights come apart under TP",
         "trainer/distributed/tensor_parallel.py",
-        "    with ties_kept(module):\n",
+        "    with preserve_ties(module):\n",
         "    with nullcontext():\n",
         _PAIRS,
     ),

@@ -1,4 +1,4 @@
-"""Parallelism: meshes, layouts and what is applied to a model from outside. These are the public names."""
+"""Public names of parallelism: meshes, layouts, and functions that parallelise a model from outside."""
 
 from trainer.lazy import lazy_exports
 

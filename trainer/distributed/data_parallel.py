@@ -1,8 +1,8 @@
-"""FSDP, HSDP and DDP, all through `fully_shard`, with gradients that are SUMS over the ranks.
+"""FSDP, HSDP and DDP through `fully_shard`, with gradients that are SUMS over the ranks.
 
-The loss is already divided by the number of valid tokens of the whole step, so FSDP's averaging is switched off:
-weight gradients then equal those of a single device for every choice of degrees, also when ranks hold different
-numbers of valid tokens, or none.
+The loss is already divided by the number of valid tokens of the whole step, so FSDP's averaging is switched off.
+Gradients then match a single-device run for all degrees, also when ranks hold different numbers of valid tokens, or
+none.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from trainer.job.record import ResolvedJob
 
 @dataclass(frozen=True)
 class DataParallelOptions:
-    """What `apply_data_parallel` needs to know: dtypes of compute and of gradient reduction, resharding, offload."""
+    """Settings of `apply_data_parallel`."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard_after_forward: bool = True
     reshard_last: bool = False
-    """Also free the last unit after the forward, although the backward wants it at once."""
+    """Whether to free the last unit after the forward too, although the backward needs it first."""
     cpu_offload: bool = False
     forward_prefetch: int = 0
-    """Units gathered ahead of the one that runs; 0: one, by FSDP's own means."""
+    """How many units to gather ahead of the running one; 0: one, which is FSDP's default."""
     backward_prefetch: int = 0
 
     @classmethod
@@ -40,7 +40,7 @@ class DataParallelOptions:
         return cls(
             param_dtype=getattr(torch, job.compute_dtype),
             reduce_dtype=reduce,
-            # The micro-batches of a pipeline follow one another: parameters stay for the next one.
+            # In a pipeline parameters stay gathered for the next micro-batch.
             reshard_after_forward=how == "always" or (how == "default" and not pipelined),
             reshard_last=how == "always",
             cpu_offload=config.training.enable_cpu_offload,
@@ -52,11 +52,11 @@ class DataParallelOptions:
 def apply_data_parallel(
     model: nn.Module, units: Sequence[nn.Module], last: nn.Module | None, mesh: DeviceMesh, options: DataParallelOptions
 ) -> None:
-    """Shard (and replicate) the parameters of `model` over `mesh`, gathering unit by unit.
+    """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
-    units: modules gathered on their own, in the order of the forward; last: one more whose parameters the backward
-    wants first, so that they stay gathered (unless `reshard_last`). What is left belongs to the root. Nothing is
-    wrapped where there is nothing to shard, to cast or to offload.
+    units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose parameters
+    the backward needs first; it stays gathered unless `reshard_last`. All other parameters belong to the root. The
+    model is left as it is where there is nothing to shard, to cast or to offload.
     """
     storage = next(model.parameters()).dtype
     if mesh.size() == 1 and options.param_dtype == storage and not options.cpu_offload:
@@ -65,23 +65,22 @@ def apply_data_parallel(
         "mesh": mesh,
         # Inputs keep their dtype: rotary tables stay float32 beside bfloat16 activations.
         "mp_policy": MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        if options.cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy(),
     }
-    for unit in units:
-        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **settings)
+    reshard = dict.fromkeys(units, options.reshard_after_forward)
     if last is not None:
-        fully_shard(last, reshard_after_forward=options.reshard_last, **settings)
+        reshard[last] = options.reshard_last
+    for unit, after_forward in reshard.items():
+        fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
-    _prefetch([*units, *([] if last is None else [last])], options)
+    _prefetch([*reshard], options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
 
 
 def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions) -> None:
-    """Name for each unit those that are gathered while it runs."""
+    """Tell each unit which units to gather while it runs."""
     for i, unit in enumerate(units):
         if options.forward_prefetch:
             unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + options.forward_prefetch]))
@@ -90,12 +89,12 @@ def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions) -> None
 
 
 def sum_gradients(module: FSDPModule) -> None:
-    """Reduce gradients by plain sums. Both calls are needed: gloo has no pre-multiplied sum."""
+    """Reduce gradients by plain sums. Both calls are needed, because gloo has no pre-multiplied sum."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 
 def reduce_across_replicas(model: nn.Module, now: bool) -> None:
-    """Say whether the next backward also sums gradients over dp_replicate; the last micro-batch of a step must."""
+    """Set whether the next backward sums gradients over dp_replicate too; the last micro-batch of a step must."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(now)

@@ -1,13 +1,13 @@
-"""Degrees -> meshes.
+"""The meshes of a job, built from its degrees.
 
-For dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1) the eight ranks stand so; tp neighbours are adjacent:
+Eight ranks for dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1); the ranks of a tp group are adjacent:
 
     dp_replicate 0:  dp_shard 0: [0 1]   dp_shard 1: [2 3]
     dp_replicate 1:  dp_shard 0: [4 5]   dp_shard 1: [6 7]
                                  tp                tp
 
-    rank 0 shards its parameters with ranks 0, 2 (dp_shard_cp), replicates them with 4 (dp_replicate), cuts
-    matrices with 1 (tp), reads other data than 2, 4, 6 (dp), and the same as 1.
+    Rank 0 shards its parameters with rank 2 (dp_shard_cp), replicates them on rank 4 (dp_replicate) and cuts its
+    matrices with rank 1 (tp). It reads the same data as rank 1, and other data than ranks 2, 4 and 6 (dp).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from trainer.job.degrees import Degrees
 class Factorisation:
     """One way to write the number of ranks as a product of degrees, and the meshes that follow from it.
 
-    dims: names of `Degrees.sizes`, outermost first: what talks most stands innermost, inside a node. flattened: 1-D
-    meshes of several of them, always built, also at size one, so that no caller branches.
+    dims: names of `Degrees.sizes`, outermost first; the dimension that communicates most is innermost, inside a node.
+    flattened: 1-D meshes over several dims. They are built at size one too, so that no caller branches.
     """
 
     dims: tuple[str, ...]
@@ -31,8 +31,8 @@ class Factorisation:
 
 
 _DIMS = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_a2a", "tp")
-_CP = ("cp_ring", "cp_a2a")  # the ring over groups of ranks, and the ranks of a group, which divide the heads
-# Another factorisation of the same ranks, such as one with experts, stands beside this one.
+_CP = ("cp_ring", "cp_a2a")  # the ring over head groups, and the ranks of a head group
+# Another factorisation of the same ranks, such as one with experts, is another entry.
 FACTORISATIONS = (
     Factorisation(
         _DIMS,
@@ -40,7 +40,7 @@ FACTORISATIONS = (
             "cp": _CP,  # who shares a sequence
             "dp": ("dp_replicate", "dp_shard"),  # who reads which data
             "dp_shard_cp": ("dp_shard", *_CP),  # who shards parameters
-            "dp_cp": ("dp_replicate", "dp_shard", *_CP),  # over what losses and token counts are summed
+            "dp_cp": ("dp_replicate", "dp_shard", *_CP),  # who sums losses and token counts
             "pp_cp_tp": ("pp", *_CP, "tp"),  # who reads the same batch
             "world": _DIMS,
         },
@@ -49,7 +49,7 @@ FACTORISATIONS = (
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh as one line of ranks."""
+    """Return the 1-D mesh of all ranks of a mesh."""
     return mesh._flatten(name)
 
 
@@ -79,23 +79,23 @@ class ParallelDims:
         return self._meshes[name].size()
 
     def rank(self, name: str) -> int:
-        """This process's place in the mesh of that name."""
+        """Return this process's rank in the mesh of that name."""
         return self._meshes[name].get_local_rank()
 
     def group_names(self) -> str:
-        """Return the names of this rank's process groups, which depend on the layout and the order of making."""
+        """Return the names of this rank's process groups; they depend on the degrees and the order of creation."""
         return " ".join(mesh.get_group().group_name for mesh in self._meshes.values())
 
     @property
     def hybrid_mesh(self) -> DeviceMesh:
-        """(ring, all-to-all) ranks that share a sequence: 2-D."""
+        """The 2-D mesh (ring, all-to-all) of the ranks that share a sequence."""
         return self._roots[0][_CP]
 
     @property
     def parameter_mesh(self) -> DeviceMesh:
-        """Mesh for `fully_shard`: 1-D (dp_shard_cp), or 2-D (dp_replicate, dp_shard_cp) with replicas.
+        """The mesh for `fully_shard`: 1-D (dp_shard_cp), or 2-D (dp_replicate, dp_shard_cp) with replicas.
 
-        A 2-D mesh means HSDP to `fully_shard`; plain data parallelism is the same with a second size of one.
+        With a 2-D mesh `fully_shard` does HSDP; plain data parallelism is HSDP with a second size of one.
         """
         if self.size("dp_replicate") == 1:
             return self["dp_shard_cp"]

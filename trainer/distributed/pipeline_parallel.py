@@ -1,7 +1,7 @@
 """The stages of this rank and the schedule that runs them (torch.distributed.pipelining).
 
-Shapes of what travels are known ahead, (rows of a micro-batch, tokens of this rank, dim), so that the schedule needs no
-forward of its own to find them. Gradients are sums, as everywhere: nothing is divided by the number of micro-batches.
+The shape of the hidden states is known, (sequences of a micro-batch, tokens of this rank, dim), so that the schedule
+runs no extra forward to find it. Gradients are sums; they are not divided by the number of micro-batches.
 """
 
 import logging
@@ -22,19 +22,19 @@ LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Pipeline:
-    """One pass of a batch through all stages, forward and backward, cut into micro-batches.
+    """Runs batches through all stages, forward and backward, cut into micro-batches.
 
-    parts: the stages of this rank, in the order of `plan.stages_of(rank)`; mesh: the 1-D pipeline mesh; dim, dtype: of
-    the hidden states; tp: ranks over which they are cut in the sequence.
+    model_parts: the stages of this rank, in the order of `plan.stages_of(rank)`; mesh: the 1-D pipeline mesh; dim,
+    dtype: of the hidden states; tp: ranks that shard them along the sequence.
 
     Raises:
-        ConfigError: the plan's CSV file is no schedule that can run.
+        ConfigError: the schedule of the plan's CSV file cannot run.
     """
 
     def __init__(
         self,
         plan: PipelinePlan,
-        parts: Sequence[nn.Module],
+        model_parts: Sequence[nn.Module],
         mesh: DeviceMesh,
         *,
         device: torch.device,
@@ -43,7 +43,7 @@ class Pipeline:
         tp: int,
     ) -> None:
         self.plan = plan
-        self.parts = parts
+        self.model_parts = model_parts
         self._mesh, self._device, self._dim, self._dtype, self._tp = mesh, device, dim, dtype, tp
         self._numbers = plan.stages_of(mesh.get_local_rank())
         self.has_first, self.has_last = 0 in self._numbers, len(plan.stages) - 1 in self._numbers
@@ -51,39 +51,39 @@ class Pipeline:
         self._schedule = None
         self._group = mesh.get_group()
         self._loss: LossFunction | None = None
-        # At an error it would print the whole schedule, on every rank.
+        # At an error PyTorch would print the whole schedule on every rank.
         logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
-        self._prepare((plan.micro_batches, tp))  # of any shape: to see that the schedule can run
+        self._prepare((plan.micro_batches, tp))  # any shape shows whether the schedule can run
 
     def step(
-        self, tokens: torch.Tensor, labels: torch.Tensor, loss: LossFunction, **per_row: torch.Tensor | None
+        self, tokens: torch.Tensor, labels: torch.Tensor, loss: LossFunction, **per_sequence: torch.Tensor | None
     ) -> None:
-        """Forward and backward of the whole batch; gradients add up. A collective over the pipeline.
+        """Run forward and backward of the whole batch, and add to the gradients. A collective over the pipeline.
 
-        tokens, labels: (B, S), of which the first and the last stage make use; loss: (last part, its hidden states,
-        labels) of a micro-batch -> a sum, to be differentiated; per_row: arguments of every part's forward that are cut
-        with the rows, (B, ...).
+        tokens, labels: (B, S), used by the first and the last stage; loss: (last model part, its hidden states, labels)
+        of a micro-batch -> a sum to differentiate; per_sequence: (B, ...), arguments of every model part's forward,
+        which are cut into micro-batches too.
         """
         if self._shape != tokens.shape:
             self._prepare(tuple(tokens.shape))
         self._loss = loss
-        given = {name: x for name, x in per_row.items() if x is not None}
+        given = {name: x for name, x in per_sequence.items() if x is not None}
         arguments = (tokens,) if self.has_first else ()
         try:
             self._schedule.step(*arguments, target=labels if self.has_last else None, return_outputs=False, **given)
         except RuntimeError as error:
-            # Around what a stage has raised it puts one that only lists the stage's arguments.
+            # PyTorch wraps a stage's exception in one that only lists the stage's arguments.
             raise (error.__cause__ or error) from None
         finally:
             self._loss = None
             for stage in self._stages:
-                stage.clear_runtime_states()  # else gradients of what was received live on to the next step
+                stage.clear_runtime_states()  # else gradients of received tensors live on to the next step
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long stages wait for each other's messages; a collective over the pipeline.
 
-        On gloo a group keeps for messages the time-out with which it was made, and `set_group_timeout` sees to
-        collectives alone: the stages get a new group.
+        `set_group_timeout` changes collectives alone: for messages, a gloo group keeps the time-out with which it was
+        made. So the stages get a new group.
         """
         if dist.get_backend(self._group) != "gloo":
             return
@@ -95,11 +95,10 @@ class Pipeline:
             self._prepare(self._shape)
 
     def _prepare(self, shape: tuple[int, int]) -> None:
-        rows, length = shape
-        hidden = torch.empty(
-            rows // self.plan.micro_batches, length // self._tp, self._dim, dtype=self._dtype, device="meta"
-        ).requires_grad_()
-        tokens = torch.empty(rows // self.plan.micro_batches, length, dtype=torch.int64, device="meta")
+        sequences, length = shape[0] // self.plan.micro_batches, shape[1]
+        tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(sequences, length // self._tp, self._dim, dtype=self._dtype, device="meta")
+        hidden.requires_grad_()
         self._stages = [
             PipelineStage(
                 part,
@@ -110,7 +109,7 @@ class Pipeline:
                 output_args=hidden,
                 group=self._group,
             )
-            for number, part in zip(self._numbers, self.parts, strict=True)
+            for number, part in zip(self._numbers, self.model_parts, strict=True)
         ]
         self._schedule, self._shape = self._build(self._stages), shape
 
@@ -132,4 +131,4 @@ class Pipeline:
         return kind(stages[0] if single else stages, self.plan.micro_batches, **settings)
 
     def _micro_batch_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self._loss(self.parts[-1], hidden, labels)
+        return self._loss(self.model_parts[-1], hidden, labels)

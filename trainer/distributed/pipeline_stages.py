@@ -1,7 +1,7 @@
-"""Which modules make a pipeline stage, which rank runs it, and in how many micro-batches. Torch-free.
+"""The plan of a pipeline: the modules and the rank of each stage, and the number of micro-batches. Torch-free.
 
-A stage is a list of module names. Stages lie on ranks in a loop (stage s on rank s mod P) or as a V (rank r has stages
-r and 2P - 1 - r), as the schedule wants.
+A stage is a list of module names. The schedule places stages on ranks in a loop (stage s on rank s mod P) or as a V
+(rank r has stages r and 2P - 1 - r).
 """
 
 import csv
@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
@@ -20,17 +20,17 @@ _KEY = "parallelism.pipeline_parallel_"
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule of `torch.distributed.pipelining` asks for."""
+    """What a schedule of `torch.distributed.pipelining` requires."""
 
     stages_per_rank: int | None = None
-    """So many; None: any number."""
+    """None: any number."""
     v_shaped: bool = False
     splits_backward: bool = False
-    """The gradients of weights are computed apart from those of inputs."""
+    """The gradients of weights are computed apart from the gradients of inputs."""
     rounds: bool = False
-    """Micro-batches run in rounds of at least as many as there are ranks, all of one size."""
+    """Micro-batches run in rounds of equal size, each of at least as many micro-batches as ranks."""
     fills_stages: bool = False
-    """At least as many micro-batches as stages."""
+    """There must be at least as many micro-batches as stages."""
 
 
 SCHEDULES = {
@@ -46,42 +46,42 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The stages of a pipeline: their modules and ranks, and the micro-batches of one pass."""
+    """The stages of a pipeline, their modules and ranks, and the number of micro-batches of one pass."""
 
     stages: tuple[tuple[str, ...], ...]
-    """Names of the modules of each stage, in the order of the forward."""
+    """Module names of each stage, in the order of the forward."""
     ranks: tuple[int, ...]
     """The pipeline rank of each stage."""
     micro_batches: int
     schedule: str
     csv: str | None = None
-    """File with the order of computations, in place of a named schedule."""
+    """File of a custom schedule, which replaces a named one."""
     splits_backward: bool = False
 
     @property
     def whole_backward(self) -> str:
-        """What to use in its place where the backward may not be split, as the end of a message."""
+        """What to use where the backward may not be split, as the end of a message."""
         return "a file without I and W" if self.csv else "the schedule 'Interleaved1F1B'"
 
     def stages_of(self, rank: int) -> list[int]:
-        """Numbers of the stages that a pipeline rank runs."""
+        """Return the numbers of the stages that a pipeline rank runs."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
 
-def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], rows: int) -> PipelinePlan | None:
+def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], batch_size: int) -> PipelinePlan | None:
     """Return the plan of these settings, None without pipeline parallelism.
 
-    modules: names of the model's modules in the order of the forward, the layers as `layers.0`, `layers.1`, ...; rows:
-    of one pass, `training.local_batch_size`.
+    modules: names of the model's modules in the order of the forward, the layers as `layers.0`, `layers.1`, ...;
+    batch_size: sequences of one pass, `training.local_batch_size`.
 
     Raises:
-        ConfigError: stages, schedule and micro-batches that do not fit.
+        ConfigError: stages, schedule and micro-batches do not fit together.
     """
     if parallelism.pipeline_parallel_degree == 1:
         return None
-    micro_batches = _micro_batches(parallelism, rows)
+    micro_batches = _micro_batches(parallelism, batch_size)
     if parallelism.pipeline_parallel_schedule_csv is not None:
-        return _plan_of_csv(parallelism, modules, micro_batches, rows)
+        return _plan_of_csv(parallelism, modules, micro_batches, batch_size)
     name, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     schedule = SCHEDULES[name]
     stages = _stages(parallelism, modules, (schedule.stages_per_rank or 2) * degree)
@@ -100,7 +100,7 @@ def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], rows: int) -
             f"{len(stages)} stages; use {(schedule.stages_per_rank or 2) * degree} stages"
             + (f", or one of {', '.join(fitting)}" if fitting else "")
         )
-    _check_micro_batches(parallelism, schedule, micro_batches, len(stages), rows)
+    _check_micro_batches(parallelism, schedule, micro_batches, len(stages), batch_size)
     last = 2 * degree - 1
     ranks = tuple(min(s, last - s) if schedule.v_shaped else s % degree for s in range(len(stages)))
     return PipelinePlan(stages, ranks, micro_batches, name, splits_backward=schedule.splits_backward)
@@ -109,24 +109,24 @@ def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], rows: int) -
 # ---- micro-batches
 
 
-def _micro_batches(parallelism: Parallelism, rows: int) -> int:
-    """Micro-batches of one pass through the pipeline."""
+def _micro_batches(parallelism: Parallelism, batch_size: int) -> int:
+    """Return the number of micro-batches of one pass."""
     number, size = parallelism.pipeline_parallel_microbatches, parallelism.pipeline_parallel_microbatch_size
     if number is not None and size != Parallelism.pipeline_parallel_microbatch_size:
         raise ConfigError(
             f"{_KEY}microbatches = {number} and {_KEY}microbatch_size = {size} are two ways to say one thing; keep one"
         )
     key, value = ("microbatches", number) if number is not None else ("microbatch_size", size)
-    if rows % value:
-        fitting = [str(n) for n in range(1, rows + 1) if rows % n == 0]
+    if batch_size % value:
+        fitting = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
         raise ConfigError(
-            f"{_KEY}{key} = {value} must divide training.local_batch_size = {rows}; use one of {', '.join(fitting)}"
+            f"{_KEY}{key} = {value} must divide training.local_batch_size = {batch_size}; use one of {fitting}"
         )
-    return value if number is not None else rows // value
+    return value if number is not None else batch_size // value
 
 
 def _check_micro_batches(
-    parallelism: Parallelism, schedule: Schedule, micro_batches: int, stages: int, rows: int
+    parallelism: Parallelism, schedule: Schedule, micro_batches: int, stages: int, batch_size: int
 ) -> None:
     degree = parallelism.pipeline_parallel_degree
     needed = 0
@@ -137,13 +137,13 @@ def _check_micro_batches(
     if needed:
         number = parallelism.pipeline_parallel_microbatches
         enough = math.ceil(micro_batches / needed) * needed
-        works = f"a local_batch_size of {enough * (rows // micro_batches)}"
+        works = f"a local_batch_size of {enough * (batch_size // micro_batches)}"
         if number is not None:
             works = f"{_KEY}microbatches = {enough} with a local_batch_size that it divides"
         raise ConfigError(
             f"{_KEY}schedule = {parallelism.pipeline_parallel_schedule!r} takes {rule}, and training.local_batch_size "
-            f"= {rows} makes {micro_batches} of {rows // micro_batches} row(s); use {works}, or the schedule "
-            f"{'GPipe' if stages == degree else 'LoopedBFS'!r}"
+            f"= {batch_size} makes {micro_batches} of {batch_size // micro_batches} sequence(s); use {works}, or the "
+            f"schedule {'GPipe' if stages == degree else 'LoopedBFS'!r}"
         )
 
 
@@ -151,7 +151,7 @@ def _check_micro_batches(
 
 
 def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> tuple[tuple[str, ...], ...]:
-    """Modules of each stage: as listed, as split at the named layers, or dealt evenly over so many stages."""
+    """Return the modules of each stage: as listed, split at the named modules, or dealt over `default` stages."""
     ways = ("module_fqns", "split_points", "layers_per_stage")
     given = [way for way in ways if getattr(parallelism, f"pipeline_parallel_{way}")]
     if len(given) > 1:
@@ -196,7 +196,7 @@ def _split(points: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ..
 
 
 def _dealt(parallelism: Parallelism, modules: Sequence[str], number: int) -> tuple[tuple[str, ...], ...]:
-    """Layers dealt so that the fullest stage is as light as can be; what is before and after them counts as layers."""
+    """Deal layers to stages so that the fullest stage is as light as possible; both ends count as some layers."""
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first, last = modules.index(layers[0]), modules.index(layers[-1]) + 1
     before = parallelism.pipeline_parallel_first_stage_less_layers
@@ -214,13 +214,11 @@ def _dealt(parallelism: Parallelism, modules: Sequence[str], number: int) -> tup
     weights = [1 + before * (stage == 0) + after * (stage == number - 1) for stage in range(number)]
     counts = [1] * number
     for _ in range(len(layers) - number):
-        # Of equal ones the latest: earlier stages keep the activations of more micro-batches.
+        # Among equals the last one: earlier stages keep the activations of more micro-batches.
         lightest = min(range(number), key=lambda stage: (weights[stage], -stage))
         weights[lightest] += 1
         counts[lightest] += 1
-    edges = [0]
-    for count in counts:
-        edges.append((edges[-1] or first) + count)
+    edges = [0, *accumulate(counts[1:], initial=first + counts[0])]
     edges[-1] += len(modules) - last
     return tuple(tuple(modules[a:b]) for a, b in pairwise(edges))
 
@@ -232,13 +230,13 @@ def _source(parallelism: Parallelism) -> str:
     return "the model"
 
 
-# ---- a schedule of one's own
+# ---- custom schedules
 
 
 _ACTION = re.compile(r"([0-9]{1,6})(F|B|I|W)([0-9]{1,6})")
 
 
-def _plan_of_csv(parallelism: Parallelism, modules: Sequence[str], micro_batches: int, rows: int) -> PipelinePlan:
+def _plan_of_csv(parallelism: Parallelism, modules: Sequence[str], micro_batches: int, batch_size: int) -> PipelinePlan:
     path = parallelism.pipeline_parallel_schedule_csv
     key = f"{_KEY}schedule_csv = {path!r}"
     if parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
@@ -246,7 +244,7 @@ def _plan_of_csv(parallelism: Parallelism, modules: Sequence[str], micro_batches
     lines = _lines(path, key, parallelism.pipeline_parallel_degree)
     actions, ranks = _actions(lines, key)
     stages = max(ranks) + 1
-    _check_actions(actions, key, stages, micro_batches, rows)
+    _check_actions(actions, key, stages, micro_batches, batch_size)
     split = any(action == "I" for _, action, _ in actions)
     made = _stages(parallelism, modules, stages)
     if len(made) != stages:
@@ -255,7 +253,7 @@ def _plan_of_csv(parallelism: Parallelism, modules: Sequence[str], micro_batches
 
 
 def _lines(path: str, key: str, degree: int) -> list[list[str]]:
-    """The cells of the file, a line for each rank."""
+    """Return the cells of the file, a line for each rank."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             lines = [[cell.strip() for cell in line] for line in csv.reader(file)]
@@ -268,7 +266,7 @@ def _lines(path: str, key: str, degree: int) -> list[list[str]]:
 
 
 def _actions(lines: list[list[str]], key: str) -> tuple[list[tuple[int, str, int]], dict[int, int]]:
-    """(stage, action, micro-batch) of every cell, rank by rank, and the rank of each stage."""
+    """Return (stage, action, micro-batch) of every cell, rank by rank, and the rank of each stage."""
     actions: list[tuple[int, str, int]] = []
     ranks: dict[int, int] = {}
     for rank, line in enumerate(lines):
@@ -288,8 +286,10 @@ def _actions(lines: list[list[str]], key: str) -> tuple[list[tuple[int, str, int
     return actions, ranks
 
 
-def _check_actions(actions: list[tuple[int, str, int]], key: str, stages: int, micro_batches: int, rows: int) -> None:
-    """Check that every stage does all for each micro-batch, and the last one its forwards in order."""
+def _check_actions(
+    actions: list[tuple[int, str, int]], key: str, stages: int, micro_batches: int, batch_size: int
+) -> None:
+    """Check that every stage runs every micro-batch, and the last stage its forwards in order."""
     done: dict[tuple[int, int], str] = {}
     for stage, action, micro_batch in actions:
         done[stage, micro_batch] = done.get((stage, micro_batch), "") + action
@@ -302,11 +302,11 @@ def _check_actions(actions: list[tuple[int, str, int]], key: str, stages: int, m
             )
     if done:
         raise ConfigError(
-            f"{key} has micro-batch {min(done)[1]}, and training.local_batch_size = {rows} makes only {micro_batches}; "
-            "use as many as the file has"
+            f"{key} has micro-batch {min(done)[1]}, and training.local_batch_size = {batch_size} makes only "
+            f"{micro_batches}; use as many as the file has"
         )
     order = [micro_batch for stage, action, micro_batch in actions if (stage, action) == (stages - 1, "F")]
-    if order != sorted(order):  # a loss is found by its place among them
+    if order != sorted(order):  # the schedule finds a loss by its place among the forwards
         raise ConfigError(
             f"{key} runs the forwards of the last stage, {stages - 1}, for the micro-batches {order}; run them in the "
             f"order 0, 1, ..., as backwards and other stages need not"

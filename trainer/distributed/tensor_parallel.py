@@ -1,7 +1,7 @@
-"""Tensor parallelism with sequence parallelism for decoder blocks, and the loss over a vocabulary that is cut.
+"""Tensor parallelism with sequence parallelism for decoder blocks, and the loss over a sharded vocabulary.
 
-Between blocks each tp rank holds its part of the sequence, (B, S / tp, dim); attention and feed-forward see the whole
-sequence and their part of the heads or the hidden dimension (Korthikanti et al., arXiv 2205.05198).
+Between blocks each tp rank holds a part of the sequence, (B, S / tp, dim). Inside attention and feed-forward it holds
+the whole sequence and a part of the heads or of the hidden dimension (Korthikanti et al., arXiv 2205.05198).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -12,11 +12,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from trainer.distributed.ties import ties_kept
+from trainer.distributed.ties import preserve_ties
 
 
 class LocalParameter(ParallelStyle):
-    """Style for a module whose forward gives its `weight`, one element a head: each rank gets those of its heads."""
+    """Style for a module whose forward returns its `weight`, (H,): each rank gets the elements of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
@@ -26,17 +26,17 @@ class LocalParameter(ParallelStyle):
         return distribute_module(module, device_mesh, partition, output_fn=lambda _part, x, _mesh: x.to_local())
 
 
-def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
-    """Apply `plan` (submodule name -> style) over the 1-D `mesh`; a parameter that two submodules share stays one."""
-    with ties_kept(module):
-        parallelize_module(module, mesh, plan)
+def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
+    """Apply `styles` (submodule name -> style) over the 1-D `mesh`; tied parameters stay tied."""
+    with preserve_ties(module):
+        parallelize_module(module, mesh, styles)
 
 
 def loss_context(tp_mesh: DeviceMesh, *, disabled: bool) -> AbstractContextManager:
-    """Context for loss AND backward: logits stay cut over the vocabulary and are never gathered."""
+    """Return the context for loss AND backward in which logits stay sharded over the vocabulary."""
     return loss_parallel() if tp_mesh.size() > 1 and not disabled else nullcontext()
 
 
 def logits_layout(*, disable_loss_parallel: bool) -> Shard | Replicate:
-    """Where the logits of the output projection lie: cut over the vocabulary for the parallel loss, or whole."""
+    """Return the placement of the logits: sharded over the vocabulary for the parallel loss, or replicated."""
     return Replicate() if disable_loss_parallel else Shard(-1)

@@ -1,4 +1,4 @@
-"""Parameters that several modules share (tied embeddings) stay shared when PyTorch replaces parameters one by one."""
+"""Tied parameters, such as embedding and output, while PyTorch replaces parameters one by one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +7,11 @@ from torch import nn
 
 
 @contextmanager
-def ties_kept(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters may be replaced (`parallelize_module`, `to_empty`); afterwards, what was one is one again."""
+def preserve_ties(module: nn.Module) -> Iterator[None]:
+    """Tie again, at the end, the parameters that modules shared at the start.
+
+    Inside, parameters may be replaced (`parallelize_module`, `to_empty`).
+    """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):

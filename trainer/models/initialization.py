@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.distributed.ties import ties_kept
+from trainer.distributed.ties import preserve_ties
 from trainer.models.model_spec import Decoder
 
 
@@ -26,7 +26,7 @@ def initialize(model: nn.Module | Decoder, *, seed: int, device: torch.device, o
     device: where weights are drawn (one whole parameter of it at a time) and where the model computes;
     offload: keep the weights in host memory.
     """
-    with ties_kept(model):
+    with preserve_ties(model):
         model.to_empty(device="cpu" if offload else device)
     for name, parameter in model.named_parameters():
         generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))

@@ -1,4 +1,4 @@
-"""Who owns which rows of an axis, and how rows travel. These are the public names."""
+"""Public names of sharding: layouts, which say which rank owns which rows of an axis."""
 
 from trainer.lazy import lazy_exports
 

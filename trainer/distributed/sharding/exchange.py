@@ -1,7 +1,7 @@
-"""The one door for collectives of our own (FSDP's and DTensor's are theirs): calls and bytes are counted by kind.
+"""All collectives that this project calls itself (FSDP and DTensor have their own), with calls and bytes counted.
 
-`exchange` is the one that knows rows: each rank states which rows of an axis it wants, and fetches them from owners.
-A halo, a change from any uneven layout to any other, a gather and a scatter are all that; its adjoint adds up.
+`exchange` moves rows: each rank states which rows of an axis it wants, and gets them from their owners. A halo, a
+change of layout, a gather and a scatter are exchanges. The adjoint adds up the gradients of a row at its owner.
 """
 
 from collections import Counter
@@ -18,30 +18,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Offsets, Range, intersection, size, union
 
-# kind -> calls of this process; what tests compare with what a step should cost
+# kind -> calls of this process; tests compare them with the cost of a plan
 calls: Counter[str] = Counter()
-# kind -> bytes that this process sent to others, but for `all_reduce` and `all_gather`, which are for a few numbers
+# kind -> bytes that this process sent to others; `all_reduce` and `all_gather` move a few numbers and are not counted
 bytes_sent: Counter[str] = Counter()
 
 
 def all_reduce(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = "sum") -> torch.Tensor:
-    """Sum, maximum or minimum of `x` over a 1-D mesh or a group, in place; nothing is sent over one rank.
+    """Reduce `x` over a 1-D mesh or a group, in place, and return it; over one rank nothing is sent.
 
     x: contiguous, of one shape on every rank; op: `sum`, `max` or `min`.
     """
     if over.size() > 1:
         calls["all_reduce"] += 1
-        group = over.get_group() if isinstance(over, DeviceMesh) else over
-        dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=group)
+        dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=_group(over))
     return x
 
 
 def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Tensor:
-    """The `x` of every rank of a 1-D mesh or a group: (size, *x.shape), in its order."""
+    """Return the `x` of every rank of a 1-D mesh or a group, in its order: (size, *x.shape)."""
     gathered = x.new_empty(over.size(), *x.shape)
     calls["all_gather"] += 1
-    _all_gather(gathered.view(-1), x.reshape(-1), group=over.get_group() if isinstance(over, DeviceMesh) else over)
+    _all_gather(gathered.view(-1), x.reshape(-1), group=_group(over))
     return gathered
+
+
+def _group(over: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    return over.get_group() if isinstance(over, DeviceMesh) else over
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ class Transfer:
 
 
 class Pending:
-    """Transfers under way. Their tensors are kept until `wait`, after which they may be read and written.
+    """Transfers under way. Their tensors may be read and written after `wait`.
 
-    Keeping them is what lets the memory of a tensor that another stream works on be reused only afterwards.
-    arrived: called once by `wait`, when everything is there. timeout: how long to wait; None: as the group says.
+    kept: tensors that are kept alive until then, because another stream still uses their memory. arrived: what `wait`
+    calls once, when everything has arrived. timeout: how long to wait; None: the group's time-out.
     """
 
     def __init__(
@@ -78,15 +81,11 @@ class Pending:
 
 
 def send_receive(
-    transfers: Sequence[Transfer],
-    group: dist.ProcessGroup,
-    *,
-    kind: str,
-    arrived: Callable[[], None] | None = None,
+    transfers: Sequence[Transfer], group: dist.ProcessGroup, *, kind: str, arrived: Callable[[], None] | None = None
 ) -> Pending:
-    """Start all transfers of this rank; between two ranks, both must list them in the same order.
+    """Start all transfers of this rank. Two ranks must list the transfers between them in the same order.
 
-    kind: under which name calls and sent bytes are counted. Nothing is called when there is nothing to transfer.
+    kind: the name under which calls and sent bytes are counted. Empty transfers are skipped.
     """
     transfers = [transfer for transfer in transfers if transfer.tensor.numel()]
     if not transfers:
@@ -99,15 +98,14 @@ def send_receive(
 
 
 def message_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long to wait for a message of this group, where that must be said: gloo's messages, unlike its
-    collectives, keep the time-out with which the group was made."""
+    """Return how long to wait for a gloo message: `wait` would use the time-out with which the group was made."""
     if dist.get_backend(group) != "gloo":
         return None
     return group._get_backend(torch.device("cpu")).options._timeout  # no public name as of torch 2.13
 
 
 def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:
-    """Start gathering the contiguous `x` of every rank, alike in shape: ((size, *x.shape), handle)."""
+    """Start gathering the contiguous `x` of every rank, all of one shape; return ((size, *x.shape), handle)."""
     size = group.size()
     gathered = x.new_empty(size, *x.shape)
     _count(kind, x.nbytes * (size - 1))
@@ -116,7 +114,7 @@ def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tu
 
 
 def reduce_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:
-    """Start adding x[r] of every rank at rank r; x: (size, ...), contiguous: (the sum, x.shape[1:], handle)."""
+    """Start summing x[r] of every rank at rank r; return (sum of shape x.shape[1:], handle). x: contiguous."""
     size = group.size()
     summed = x.new_empty(x.shape[1:])
     _count(kind, summed.nbytes * (size - 1))
@@ -127,7 +125,7 @@ def reduce_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tu
 def all_to_all(
     sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: dist.ProcessGroup, *, kind: str
 ) -> tuple[torch.Tensor, Pending]:
-    """Start sending to each rank its piece of `sent` (1-D): (pieces of all ranks one after another, handle).
+    """Start sending each rank its piece of `sent` (1-D); return (the pieces of all ranks, one after another; handle).
 
     send_sizes, receive_sizes: elements to and from each rank; any may be 0.
     """
@@ -156,7 +154,7 @@ class Movement:
     """What one rank sends and receives in an exchange of rows.
 
     sent[r]: places in its shard that go to rank r, in order; received[r]: places in its result that come from rank r.
-    rows: of the result; what comes from nobody lies outside the axis.
+    rows: number of rows of the result; rows outside the axis come from no rank.
     """
 
     sent: tuple[tuple[Range, ...], ...]
@@ -166,7 +164,7 @@ class Movement:
 
 @lru_cache(maxsize=256)
 def plan_movement(layout: AxisLayout, wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
-    """What `rank` sends and receives when every rank r wants the ranges wanted[r]: pure integers."""
+    """Return what `rank` sends and receives when every rank r wants the ranges wanted[r]."""
     own = Offsets(layout.ranges[rank])
     sent = tuple(tuple(place for _, place in _common(ranges, own)) for ranges in wanted)
     received = tuple(tuple(place for place, _ in _common(wanted[rank], Offsets(ranges))) for ranges in layout.ranges)
@@ -174,7 +172,7 @@ def plan_movement(layout: AxisLayout, wanted: tuple[tuple[Range, ...], ...], ran
 
 
 def _common(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]]:
-    """Parts of `wanted` that one rank owns, in order: (place among what is wanted, place in the shard)."""
+    """Return the parts of `wanted` that one rank owns, in order: (place in the wanted rows, place in the shard)."""
     parts, before = [], 0
     for start, stop in wanted:
         for first, last in intersection(union([(start, stop)]), owned.ranges):
@@ -193,15 +191,15 @@ def exchange(
     group: dist.ProcessGroup,
     outside: str = "zeros",
 ) -> torch.Tensor:
-    """The rows that this rank wants, one range after another in dimension `dim`; differentiable, a collective.
+    """Return the rows that this rank wants, range after range in dimension `dim`; differentiable, a collective.
 
-    x: this rank's shard, `layout.local_length(rank)` rows in `dim`. wanted: for each rank of the group, alike on all of
-    them, half-open ranges of the axis; they may overlap, and reach beyond its ends, where rows are zeros
-    (outside="refuse": an error). The adjoint adds up, in the order of ranks, what a row gave to whom.
+    x: this rank's shard, `layout.local_length(rank)` rows in `dim`. wanted: the half-open ranges that each rank of the
+    group wants, the same list on every rank. Ranges may overlap. Rows beyond the ends of the axis are zeros, or with
+    outside="refuse" an error. The adjoint adds up, in the order of ranks, the gradients of all copies of a row.
 
     Raises:
-        ValueError: a shard of another length, ranges for another number of ranks or with ends in the wrong order, or
-            rows outside that are refused.
+        ValueError: a shard of another length, ranges for another number of ranks, a range that ends before it begins,
+            or rows outside the axis that are refused.
     """
     rank = group.rank()
     wanted = tuple(tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted)
@@ -224,7 +222,7 @@ def exchange(
 
 
 class _Exchange(torch.autograd.Function):
-    """One node, so that a rank that sends or receives nothing still takes part, forward and backward."""
+    """One node of the graph, so that a rank without rows to send or receive still joins, forward and backward."""
 
     @staticmethod
     def forward(ctx, x, movement, dim, group):
@@ -252,7 +250,7 @@ def _swap(
     received: tuple[tuple[Range, ...], ...],
     group: dist.ProcessGroup,
 ) -> list[torch.Tensor]:
-    """Rows at some places to each rank; the rows that each rank sent here."""
+    """Send rows at some places to each rank; return the rows that each rank sent here."""
     shape = rows.shape[1:]
     width = shape.numel()
     parts = [rows[start:stop].reshape(-1) for places in sent for start, stop in places]
@@ -264,7 +262,7 @@ def _swap(
 
 
 def put_rows(rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool) -> None:
-    """Put, or add, the rows of `piece` one range after another to some places of `rows`, in place."""
+    """Write, or add, the rows of `piece` to the ranges `places` of `rows`, one after another, in place."""
     offset = 0
     for start, stop in places:
         part = piece[offset : offset + stop - start]

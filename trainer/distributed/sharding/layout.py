@@ -1,11 +1,11 @@
-"""Who owns which rows of an axis, such as the tokens of a sequence: pure data, no torch.
+"""Layouts: which rank owns which rows of an axis, such as the tokens of a sequence. Torch-free.
 
-A layout lists for each rank the half-open ranges of the global axis that it holds, in order. The one permutation that
-follows serves tokens, labels, positions, rotary tables and the way back. Shards may be uneven, and empty.
+A layout lists for each rank, in order, the half-open ranges of the global axis that it owns. The same permutation cuts
+tokens, labels, positions and rotary tables, and undoes the cut. Shards may be uneven, and empty.
 
     head_tail, 16 tokens on 2 ranks:   rank 0: [0, 4) [12, 16)     rank 1: [4, 12)
     contiguous:                        rank 0: [0, 8)              rank 1: [8, 16)
-    balanced:                          blocks dealt by what each costs under the batch's mask
+    balanced:                          blocks dealt by their cost under the batch's mask
 """
 
 import heapq
@@ -19,7 +19,7 @@ from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, size, un
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """ranges[r]: what rank r holds of [0, length), ascending, disjoint, none empty, together everything."""
+    """A layout. ranges[r]: the ascending, disjoint, non-empty ranges of rank r; all ranks together own [0, length)."""
 
     name: str
     length: int
@@ -36,24 +36,24 @@ class AxisLayout:
 
     @property
     def degree(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.ranges)
 
     def local_length(self, rank: int) -> int:
-        """Number of tokens that `rank` holds."""
+        """Return the number of tokens that `rank` owns."""
         return size(self.ranges[rank])
 
     def indices(self, rank: int) -> np.ndarray:
-        """Global positions of the tokens of `rank`, in its order: (length,) int64."""
+        """Return the global positions of the tokens of `rank`, in its order: (local length,) int64."""
         parts = [np.arange(start, stop, dtype=np.int64) for start, stop in self.ranges[rank]]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def order(self) -> np.ndarray:
-        """Global positions of the shards laid one after another: (length,) int64; its argsort undoes the cut."""
+        """Return the global positions of all shards, one after another: (length,) int64; its argsort undoes the cut."""
         return np.concatenate([self.indices(rank) for rank in range(self.degree)])
 
     def cut(self, pieces: int, *, multiple_of: int = 1) -> "AxisLayout":
-        """Every shard cut into so many, as equal as can be: rank r's are those of ranks r * pieces and following."""
+        """Return the layout with each shard cut into `pieces`; rank r's become ranks r * pieces and following."""
         shards = []
         for rank, ranges in enumerate(self.ranges):
             places = Offsets(ranges)
@@ -61,31 +61,26 @@ class AxisLayout:
                 shards.append(tuple(places.ranges_at(start, stop)))
         return AxisLayout(self.name, self.length, tuple(shards))
 
-    def repeated(self, rows: int) -> "AxisLayout":
-        """The layout of `rows` sequences laid one after another, each cut like this one."""
-        if rows == 1:
+    def repeated(self, sequences: int) -> "AxisLayout":
+        """Return the layout of so many sequences laid one after another, each cut like this one."""
+        if sequences == 1:
             return self
-        return AxisLayout(
-            self.name,
-            self.length * rows,
-            tuple(
-                union((start + b * self.length, stop + b * self.length) for b in range(rows) for start, stop in shard)
-                for shard in self.ranges
-            ),
-        )
+        offsets = [number * self.length for number in range(sequences)]
+        shards = (union((start + x, stop + x) for x in offsets for start, stop in shard) for shard in self.ranges)
+        return AxisLayout(self.name, self.length * sequences, tuple(shards))
 
 
 def contiguous(seq_len: int, degree: int, *, multiple_of: int = 1) -> AxisLayout:
-    """Rank r holds the r-th piece. Under a causal mask the last rank computes almost twice the mean."""
+    """Give rank r the r-th piece. Under a causal mask the last rank computes almost twice the mean."""
     cuts = _cuts(seq_len, degree, multiple_of)
     return AxisLayout("contiguous", seq_len, tuple(union([piece]) for piece in pairwise(cuts)))
 
 
 def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> AxisLayout:
-    """2 * degree pieces, of which rank r holds number r and number 2 * degree - 1 - r (round robin, zigzag).
+    """Cut 2 * degree pieces, and give rank r number r and number 2 * degree - 1 - r (round robin, zigzag).
 
-    Under a causal mask every rank computes the same when 2 * degree pieces divide the sequence; otherwise the first
-    pieces are longer by `multiple_of` tokens.
+    Under a causal mask all ranks compute the same if 2 * degree divides the length; otherwise the first pieces are
+    longer by `multiple_of` tokens.
     """
     pieces = list(pairwise(_cuts(seq_len, 2 * degree, multiple_of)))
     ranges = (union([pieces[rank], pieces[-1 - rank]]) for rank in range(degree))
@@ -93,14 +88,14 @@ def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> AxisLayout:
 
 
 def balanced(work: np.ndarray, degree: int, *, multiple_of: int = 1) -> AxisLayout:
-    """Blocks dealt by their cost, so that every rank has as many tokens as the others and about as much attention.
+    """Deal blocks by their cost, so that every rank has as many tokens as the others and about as much attention.
 
-    work: (seq_len,) visible keys of each token (`Mask.work`). Blocks are the largest power of two, times `multiple_of`,
-    that leaves 32 a rank. From the most expensive on, each goes to the rank with the least work so far that still lacks
-    a block; the last few tokens, that make no whole round of blocks, are cut into one piece a rank.
+    work: (seq_len,) visible keys of each token (`Mask.work`). The block size is `multiple_of` times the largest power
+    of two that leaves 32 blocks a rank. Blocks are dealt from the most expensive on, each to the rank with the least
+    work so far that still lacks a block. The last tokens, too few for a round of blocks, are cut into one piece a rank.
     """
     seq_len = len(work)
-    _cuts(seq_len, degree, multiple_of)  # refuses what cannot be cut
+    _cuts(seq_len, degree, multiple_of)  # raises if it cannot be cut
     units = seq_len // multiple_of // (_BLOCKS_PER_RANK * degree)
     block = multiple_of * (1 << max(units.bit_length() - 1, 0))
     rounds = seq_len // (block * degree)
@@ -120,7 +115,7 @@ def balanced(work: np.ndarray, degree: int, *, multiple_of: int = 1) -> AxisLayo
 
 
 LAYOUTS = {"head_tail": head_tail, "contiguous": contiguous}
-"""Layouts that depend on the length alone."""
+"""Layouts that depend only on the length."""
 
 LOAD_BALANCERS = (*LAYOUTS, "balanced")
 
@@ -130,7 +125,7 @@ _BLOCKS_PER_RANK = 32
 def build_layout(
     name: str, seq_len: int, degree: int, *, multiple_of: int = 1, work: np.ndarray | None = None
 ) -> AxisLayout:
-    """The layout of that name; `balanced` deals by `work` (seq_len,), as under a causal mask where it is None."""
+    """Return the layout of that name; `balanced` deals by `work` (seq_len,), or None for a causal mask's work."""
     if name == "balanced":
         work = np.arange(1, seq_len + 1) if work is None else work
         return balanced(work, degree, multiple_of=multiple_of)
@@ -138,7 +133,7 @@ def build_layout(
 
 
 def _cuts(seq_len: int, pieces: int, multiple_of: int) -> list[int]:
-    """Ends of `pieces` pieces as equal as multiples of `multiple_of` can be, the longer ones first."""
+    """Return the ends of pieces of almost equal length, all multiples of `multiple_of`, the longer ones first."""
     if seq_len < 0 or pieces < 1 or multiple_of < 1 or seq_len % multiple_of:
         raise ValueError(
             f"a sequence of {seq_len} tokens cannot be cut into {pieces} pieces whose lengths are multiples of "

@@ -1,4 +1,4 @@
-"""Algebra of half-open integer ranges: what layouts, masks and plans are made of. Torch-free."""
+"""Algebra of half-open integer ranges, of which layouts, masks and plans are made. Torch-free."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +11,12 @@ Ranges = tuple[Range, ...]
 
 
 def size(ranges: Iterable[Range]) -> int:
-    """How many numbers they hold."""
+    """Return the sum of the lengths of some ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def union(ranges: Iterable[Range]) -> Ranges:
-    """All their numbers; ranges may overlap, be empty, and come in any order."""
+    """Return all numbers of some ranges, which may overlap, be empty, and come in any order."""
     joined: list[Range] = []
     for start, stop in sorted(ranges):
         if start >= stop:
@@ -30,9 +30,9 @@ def union(ranges: Iterable[Range]) -> Ranges:
 
 
 def intersection(a: Ranges, b: Ranges) -> Ranges:
-    """Numbers in both."""
+    """Return the numbers that are in both."""
     common, i, j = [], 0, 0
-    if a and b:  # skip what lies before the other's first
+    if a and b:  # skip ranges before the other's first one
         i, j = _first_after(a, b[0][0]), _first_after(b, a[0][0])
     while i < len(a) and j < len(b):
         start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -46,7 +46,7 @@ def intersection(a: Ranges, b: Ranges) -> Ranges:
 
 
 def difference(a: Ranges, b: Ranges) -> Ranges:
-    """Numbers of a that are not in b."""
+    """Return the numbers of `a` that are not in `b`."""
     left, j = [], 0
     for start, stop in a:
         while j < len(b) and b[j][1] <= start:
@@ -63,7 +63,7 @@ def difference(a: Ranges, b: Ranges) -> Ranges:
 
 
 class Offsets:
-    """Where rows of some ranges lie when the ranges are laid one after another."""
+    """The places of numbers when their ranges are laid one after another."""
 
     def __init__(self, ranges: Ranges) -> None:
         self.ranges = ranges
@@ -73,25 +73,25 @@ class Offsets:
             self._before.append(self._before[-1] + stop - start)
 
     def __call__(self, number: int) -> int:
-        """How many numbers of the ranges are below `number`: the place of `number`, if it is one of them."""
+        """Return how many numbers of the ranges are below `number`, which is its place if the ranges hold it."""
         i = bisect_right(self._starts, number) - 1
         if i < 0:
             return 0
         return self._before[i] + min(number, self.ranges[i][1]) - self._starts[i]
 
     def places(self, parts: Sequence[Range]) -> Ranges:
-        """Where `parts`, each inside one of the ranges, lie; those that follow each other as one."""
+        """Return the places of `parts`, each inside one of the ranges; adjacent places become one range."""
         return union((self(start), self(stop - 1) + 1) for start, stop in parts)
 
     def ranges_at(self, start: int, stop: int) -> Iterator[Range]:
-        """The numbers that lie at places [start, stop), as ranges."""
+        """Yield the numbers at places [start, stop), as ranges."""
         for (first, last), before in zip(self.ranges, self._before, strict=False):
             part = max(start - before, 0) + first, min(stop - before, last - first) + first
             if part[0] < part[1]:
                 yield part
 
     def borders(self, start: int, stop: int) -> Iterable[int]:
-        """Starts and stops of the ranges that lie in [start, stop]."""
+        """Yield the starts and stops of ranges that are in [start, stop]."""
         i = max(bisect_right(self._starts, start) - 1, 0)
         while i < len(self.ranges) and self.ranges[i][0] <= stop:
             yield from (b for b in self.ranges[i] if start <= b <= stop)
@@ -99,5 +99,5 @@ class Offsets:
 
 
 def _first_after(ranges: Ranges, number: int) -> int:
-    """Index of the first range that ends after `number`, or one before it."""
+    """Return the index of the first range that ends after `number`, or of the range before it."""
     return max(bisect_right(ranges, (number, number)) - 1, 0)
