@@ -26,7 +26,7 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.context import ContextParallel, context_parallel
 from trainer.distributed.context_parallel.planning.mask import documents
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.integrations import intercept
+from trainer.integrations import interception
 from trainer.integrations.transformers import register_transformers_attention
 from trainer.runtime.process_group import Process, process_group
 
@@ -397,7 +397,7 @@ def test_with_sharded_parameters(pool: WorkerPool, reentrant: bool | None) -> No
 
 def not_entered_again_case(reentrant: bool) -> str:
     """With a backward in which the mode is off, as it is unless it is entered again."""
-    with ranks() as mesh, mock.patch.object(intercept, "_BACKWARD", {}):
+    with ranks() as mesh, mock.patch.object(interception, "_BACKWARD", {}):
         try:
             run_case(Case("Llama", reentrant=reentrant), mesh)
         except ContextParallelError as error:

@@ -1,4 +1,4 @@
-"""Models that this project did not write. Public names; see docs/transformers.md."""
+"""Public names of what runs models that this project did not write; see docs/transformers.md."""
 
 from trainer.lazy import lazy_exports
 

@@ -1,5 +1,7 @@
-"""Which layers of a model attended through the context: one that did not, beside others that did, mixes no tokens or
-mixes them where nobody sees it."""
+"""Which layers of a model attended through the context.
+
+A layer that did not, although others did, either mixes no tokens or mixes them where the context does not see it.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,15 +12,15 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations.calls import outside_of_graphs
 from trainer.integrations.inspection import is_tokenwise, layer_kinds
-from trainer.integrations.intercept import outside_of_graphs
 
 _ATTENTION = re.compile(r"(Attention|Attn)\d*$")
 
 
 @dataclass
 class _Stack:
-    """Layers that stand side by side in an nn.ModuleList, and which of them attended. kinds: by the configuration."""
+    """The layers of an nn.ModuleList, and which of them attended. kinds: of layers, by the configuration."""
 
     name: str
     kinds: list[str]
@@ -38,8 +40,8 @@ class _Stack:
 class Coverage:
     """Hooks that count the context's attention calls of each attention module and each layer of a model.
 
-    A call that the context does not see (from another thread, a function compiled by torch.jit, a library of its own)
-    leaves its module without one.
+    The context does not see a call from another thread, a function compiled by torch.jit or a C++ library. The module
+    of such a call counts none.
     """
 
     def __init__(self, live: LivePlan, is_in_force: Callable[[], bool]) -> None:
@@ -51,7 +53,7 @@ class Coverage:
         self._stacks: list[_Stack] = []
 
     def hook(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-        """Put hooks on the attention modules and layers among `modules`, by dotted name; the handles remove them."""
+        """Put hooks on attention modules and layers; return handles that remove them. modules: by dotted name."""
         handles, kinds = [], []
         for name, module in modules.items():
             kinds = layer_kinds(getattr(module, "config", None)) or kinds
@@ -69,10 +71,10 @@ class Coverage:
         """Start counting a forward of the whole model."""
         if self._root in (None, root):
             self._root, self._without = root, []
-            self._before[root] = self._live.calls  # the hooks of a model that is found by its call come too late for it
+            self._before[root] = self._live.calls  # a model found by its call gets hooks too late for it
 
     def end(self, root: nn.Module) -> str | None:
-        """Return what of the forward escaped the context, or None."""
+        """Return why a part of the forward escaped the context, or None."""
         if root is not self._root:
             return None
         self._root = None
@@ -99,7 +101,7 @@ class Coverage:
 
         @outside_of_graphs
         def after(module: nn.Module, args: tuple, result: object) -> None:
-            if self._root is not None:  # not when it is recomputed
+            if self._root is not None:  # it is not a recomputation
                 ended(self._live.calls > self._before[module])
 
         return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]

@@ -1,6 +1,6 @@
-"""What a model is made of: whether anything but attention mixes its tokens, and whether its positions can be given.
+"""Whether a model can be context parallel: only attention mixes its tokens, and its positions can be given.
 
-The rules read modules and configurations, not names of models. They import no library of models: a module with a
+The rules read modules and configurations, not names of models, and import no library of models. A module with a
 `config` and a `main_input_name` counts as a model of transformers.
 """
 
@@ -16,7 +16,7 @@ from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 _SCAN_PARAMETERS = frozenset(
     {"A_log", "dt_bias", "time_decay", "time_first", "time_mix_key", "recurrent_param", "recurrent_gate_weight"}
 )
-# Where a configuration lists the kinds of its layers, and the kinds that are attention or mix no tokens.
+# Keys under which a configuration lists the kinds of its layers; kinds that are attention, or mix no tokens.
 _KINDS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern", "mixer_types")
 _ATTENTION_KINDS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention", "full", "sliding", "global", "local"}
@@ -38,7 +38,7 @@ _MIXING = {
 
 
 class Allowed:
-    """Modules that a user checked by hand: classes, names of classes, dotted names in the model, or kinds of layers."""
+    """Modules that a user checked by hand, by class, class name, dotted name in the model, or kind of layers."""
 
     def __init__(self, entries: Collection[type | str]) -> None:
         self._entries = tuple(entries)
@@ -59,7 +59,7 @@ class Allowed:
 
     @property
     def unused(self) -> list[str]:
-        """Return entries that named nothing so far."""
+        """The entries that named nothing so far."""
         return [x.__name__ if isinstance(x, type) else x for x in self._entries if x not in self._used]
 
 
@@ -78,10 +78,10 @@ def takes_positions(model: nn.Module) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def parts(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (dotted name, module) of a model, without what is allowed and without inner models of images or sound.
+def checked_modules(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (dotted name, module) of a model, without allowed modules and inner models of images or sound.
 
-    An inner model is left out because a model of text and images runs on text alone; `ModelWatch` refuses its call.
+    A model of text and images runs on text alone, without its inner models; `ModelWatch` refuses calls of them.
     """
     seen: set[nn.Module] = set()
 
@@ -101,21 +101,20 @@ def parts(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn.Module]]:
 def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed) -> str | None:
     """Return why a model cannot be context parallel over sequences of seq_len tokens, or None.
 
-    It depends on modules and configurations alone, so that every rank comes to the same result.
+    The result depends on modules and configurations alone, so that it is the same on every rank.
     """
-    found = list(parts(root, allowed))
-    models = [(name, module) for name, module in found if is_model(module)]
-    for _, module in models:
-        refusal = _refusal_of_configuration(module, seq_len, allowed)
-        if refusal:
+    found = list(checked_modules(root, allowed))
+    models = [module for _, module in found if is_model(module)]
+    for module in models:
+        if refusal := _refusal_of_configuration(module, seq_len, allowed):
             return refusal
     for name, module in found:
         refusal = refusal_of_module(name or "the model", module, seq_len)
         if refusal and not mixes_if_called(module):
             return refusal
-    if models and not any(takes_positions(module) for _, module in models if reads_text(module)):
+    if models and not any(takes_positions(module) for module in models if reads_text(module)):
         return (
-            f"the forward of {_class_name(models[0][1])} takes no `position_ids`, so that every rank would count "
+            f"the forward of {type(models[0]).__name__} takes no `position_ids`, so that every rank would count "
             f"positions from 0; use a model that takes them, or, {_ALLOW}"
         )
     return None
@@ -124,35 +123,27 @@ def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed) -> str | N
 _ALLOW = "if it is right for a part of a sequence, name it in `context_parallel(allow_modules=[...])`"
 
 
-def _class_name(module: nn.Module) -> str:
-    return type(module).__name__
-
-
 def refusal_of_module(name: str, module: nn.Module, seq_len: int) -> str | None:
-    """Return why a module of this dotted name, by itself, cannot be context parallel, or None."""
+    """Return why a module of this dotted name cannot be context parallel, whatever the model around it, or None."""
     what = _what_mixes(module)
     if what:
         return (
-            f"{name} ({_class_name(module)}) is {what}, which mixes tokens outside of attention, and a rank has only "
+            f"{name} ({type(module).__name__}) is {what}, which mixes tokens outside of attention, and a rank has only "
             f"some of them; use a model in which attention alone mixes tokens, or, {_ALLOW}"
         )
     scale = getattr(module, "floor_scale", None)
     is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
     if is_tuned and scale and seq_len >= scale:
         return (
-            f"{name} ({_class_name(module)}) scales attention by positions that it counts from 0 on every rank; use "
+            f"{name} ({type(module).__name__}) scales attention by positions that it counts from 0 on every rank; use "
             f"sequences of fewer than {int(scale)} tokens (`floor_scale`), or `attn_temperature_tuning=False`"
         )
     return None
 
 
 def mixes_if_called(module: nn.Module) -> bool:
-    """Return whether a module mixes the positions of images, which a model that is given text alone does not call."""
-    return _of_images(module) and _what_mixes(module) is not None
-
-
-def _of_images(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(("2d", "3d"))
+    """Return whether a module mixes the positions of images: a model that gets text alone does not call it."""
+    return type(module).__name__.endswith(("2d", "3d")) and _what_mixes(module) is not None
 
 
 def _what_mixes(module: nn.Module) -> str | None:
@@ -169,7 +160,7 @@ def _what_mixes(module: nn.Module) -> str | None:
 
 
 def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) -> str | None:
-    config, name = model.config, _class_name(model)
+    config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         return (
             f"{name} is an encoder-decoder, whose two sequences cannot both be cut by one context; use a decoder-only "
@@ -197,9 +188,9 @@ def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) 
 
 
 def moves_tokens(name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any], length: int) -> bool:
-    """Return whether a call of F.pad, roll or cumsum works along tokens, so many of a rank.
+    """Return whether a call of F.pad, roll or cumsum works along the tokens of a rank.
 
-    x: (B, tokens, ...) or (..., tokens, D), before the call; shifted: after it.
+    x: (B, tokens, ...) or (..., tokens, D), before the call; shifted: after it; length: tokens of the rank.
     """
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 3:
         return False
@@ -213,7 +204,7 @@ def moves_tokens(name: str, x: object, shifted: torch.Tensor, args: tuple, kwarg
 
 
 def layer_kinds(config: object) -> list[str]:
-    """Return the kind of each layer, as the configuration lists them; empty where it lists none."""
+    """Return the kind of each layer by the configuration, or an empty list."""
     for key in _KINDS:
         kinds = getattr(config, key, None)
         if kinds and all(isinstance(kind, str) for kind in kinds):
@@ -222,5 +213,5 @@ def layer_kinds(config: object) -> list[str]:
 
 
 def is_tokenwise(kinds: list[str], layer: int, layers: int) -> bool:
-    """Return whether the configuration says that a layer of so many attends to nothing."""
+    """Return whether, by the configuration, one of so many layers mixes no tokens."""
     return len(kinds) == layers and kinds[layer] in _TOKENWISE_KINDS

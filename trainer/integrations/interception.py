@@ -1,23 +1,55 @@
-"""Run a model that this project did not write inside a context: the interception of its attention, and the watch."""
+"""Run a model that this project did not write inside a context: its attention runs over all ranks.
 
-from collections.abc import Collection, Iterator
+A torch function mode, in force in one context and one thread, gives calls of `F.scaled_dot_product_attention` to the
+context-parallel operator. No function is replaced, and the model stays as it is. A mode is off while it handles a call,
+and `loss.backward()` is such a call. So backward runs with the mode entered again, and recomputed attention is context
+parallel too.
+
+A model that says something about the tokens of one rank, such as a dense mask, says nothing about the whole sequence.
+Such a call is refused.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from types import BuiltinFunctionType
+from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.distributed.sharding.exchange import all_gather
+from trainer.integrations.calls import NOT_COMPILED, Call, attend, is_intercepted, outside_of_graphs, refusal_of_call
 from trainer.integrations.inspection import Allowed
-from trainer.integrations.intercept import Interception, is_intercepted
+from trainer.integrations.transformers import told_by_transformers
 from trainer.integrations.watch import ModelWatch
+
+_ATEN = torch.ops.aten.scaled_dot_product_attention
+_ATTENTION_CALLS = frozenset({F.scaled_dot_product_attention, _ATEN, _ATEN.default})
+# They attend inside one call, where no mode is in force.
+_CLOSED_CALLS = frozenset(
+    {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
+)
+# They move rows along a dimension, which may be the dimension of tokens.
+_SHIFTS = frozenset({F.pad, torch.roll, torch.Tensor.roll, torch.cumsum, torch.Tensor.cumsum})
+# Operators of one kernel, which models may call in place of F.scaled_dot_product_attention.
+_KERNELS = re.compile("scaled_dot_product|flash_att|efficient_attention|cudnn_attention|varlen_att|flex_attention")
 
 
 @contextmanager
 def intercepting(
     handle: torch.Tensor, live: LivePlan, model: nn.Module | None, allow_modules: Collection[type | str]
 ) -> Iterator[None]:
-    """Intercept attention under an open plan, of which some must run. Arguments as of `context_parallel`.
+    """Intercept attention under an open plan. Arguments as of `context_parallel`.
 
     Raises:
         ContextParallelError: as an `Interception` and a `ModelWatch`; at the end, if no attention ran or an entry of
@@ -38,3 +70,164 @@ def intercepting(
             f"allow_modules of context_parallel names {allowed.unused}, and the model has no such module or kind of "
             "layers; give classes, their names, dotted names of modules, or kinds of layers, and only those it has"
         )
+
+
+class Interception(TorchFunctionMode):
+    """The mode in which attention calls run over the ranks of an open plan, also during backward.
+
+    handle: the plan's, for the whole batch; a call may hold fewer sequences if all have the same mask. watch: what
+    observes the models that run.
+
+    Raises:
+        ContextParallelError: another interception is in force, or a rank has fewer than two tokens; and from calls that
+            cannot be context parallel: a mask, dropout, heads of unequal size. A refusal of a rank's first call is an
+            error on all ranks, so that no rank waits for another.
+    """
+
+    def __init__(self, handle: torch.Tensor, live: LivePlan, watch: ModelWatch) -> None:
+        super().__init__()
+        if is_intercepted(handle):
+            raise ContextParallelError(
+                "`intercept_sdpa` is in force already, for another mesh; an attention call can run over one only"
+            )
+        shortest = min(map(live.layout.local_length, range(live.layout.degree)))
+        if shortest < 2:
+            # transformers takes a single query for a step of generation, and calls its attention not causal.
+            raise ContextParallelError(
+                f"`intercept_sdpa` with {live.layout.length} tokens leaves a rank {shortest}, and models take a "
+                f"single token for a step of generation; use at least {2 * live.layout.degree} tokens and the load "
+                "balancer 'head_tail' or 'contiguous'"
+            )
+        self._handle = handle
+        self._live = live
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            # The compiler then breaks its graph here, or raises where it may not (fullgraph).
+            raise ContextParallelError(NOT_COMPILED)
+        if func in _ATTENTION_CALLS:
+            return self._attend(_sdpa_call(told_by_transformers(sys._getframe(1)), *args, **kwargs))
+        if func is attend:
+            return self._attend(*args)
+        if func is is_intercepted:
+            return True
+        if func is F.embedding:
+            self._watch.on_embedding(args[0])
+        if func in _SHIFTS:
+            shifted = func(*args, **kwargs)
+            self._watch.on_shift(func.__name__, args[0], shifted, args[1:], kwargs)
+            return shifted
+        if func in _CLOSED_CALLS or _is_kernel(func):
+            raise ContextParallelError(
+                f"{func.__name__} attends inside of one call, which `intercept_sdpa` does not reach; let the model "
+                "call F.scaled_dot_product_attention itself"
+            )
+        if func in _BACKWARD:
+            with self:
+                return _BACKWARD[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+    # After a graph break the compiler may still trace the functions that are called from there. A collective would then
+    # wait for a result that nobody computes.
+    @outside_of_graphs
+    def _attend(self, call: Call) -> torch.Tensor:
+        refusal = call.refusal or self._watch.on_attention(call)
+        if self._watch.has_news:
+            refusal = self._raise_together(refusal)
+        if refusal:
+            raise ContextParallelError(refusal)
+        scale = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
+        return context_parallel_attention(
+            call.q, call.k, call.v, self._handle, scale, call.is_causal, call.window, call.sinks
+        )[0]
+
+    def _raise_together(self, refusal: str | None) -> str | None:
+        """Return why this rank must raise: its own refusal, or that of other ranks or of all. A collective."""
+        mesh = self._live.mesh
+        mine = torch.tensor([refusal is not None, self._watch.flags], dtype=torch.int64, device=mesh.device_type)
+        ranks = all_gather(mine, mesh).tolist()
+        refusing = [rank for rank, (refused, _) in enumerate(ranks) if refused]
+        if refusing and refusal is None:
+            return (
+                f"rank(s) {refusing} of the group cannot do this attention call context parallel; their message says "
+                "why"
+            )
+        return refusal or self._watch.refusal_of_ranks([flags for _, flags in ranks])
+
+
+@lru_cache(maxsize=4096)
+def _is_kernel(func: Callable) -> bool:
+    """Return whether a torch function is an attention kernel."""
+    kinds = OpOverload | OpOverloadPacket | HigherOrderOperator | BuiltinFunctionType
+    return isinstance(func, kinds) and bool(_KERNELS.search(func.__name__))
+
+
+def _sdpa_call(
+    told: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Call:
+    """Return a `Call` from the parameters of F.scaled_dot_product_attention."""
+    refusal = refusal_of_call(query, key, value, attn_mask, dropout_p)
+    if refusal is None and query.shape[1] != key.shape[1] and not enable_gqa:
+        refusal = f"{query.shape[1]} query heads and {key.shape[1]} key/value heads need enable_gqa=True"
+    return Call(query, key, value, scale, is_causal, refusal=refusal, told=told)
+
+
+def _tensor_backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _backward(
+    tensors: Sequence[torch.Tensor | GradientEdge], *args: Any, inputs: Sequence | None = None, **kwargs: Any
+) -> None:
+    for x in inputs or ():
+        if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf:
+            x.retain_grad()  # as torch does where it is given the tensor
+    torch.autograd.backward(_edges(tensors), *args, inputs=None if inputs is None else _edges(inputs), **kwargs)
+
+
+def _grad(
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[torch.Tensor | GradientEdge],
+    *args: Any,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    allow_unused = allow_unused or materialize_grads
+    edges = _edges(outputs), _edges(inputs)
+    grads = torch.autograd.grad(*edges, *args, create_graph=create_graph, allow_unused=allow_unused, **kwargs)
+    if not materialize_grads:
+        return grads
+    pairs = zip(grads, inputs, strict=True)
+    return tuple(torch.zeros_like(x, requires_grad=create_graph) if grad is None else grad for grad, x in pairs)
+
+
+def _edges(tensors: Sequence[torch.Tensor | GradientEdge]) -> list[GradientEdge]:
+    """Return edges of the graph in place of tensors: torch would call the mode again for tensors, not for edges."""
+    return [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x in tensors]
+
+
+_BACKWARD: dict[Callable, Callable] = {
+    torch.Tensor.backward: _tensor_backward,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _grad,
+}

@@ -1,4 +1,7 @@
-"""Positions that a model was given or made up, against where this rank's tokens stand."""
+"""Check that a model uses the positions at which this rank's tokens stand."""
+
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import torch
@@ -9,11 +12,11 @@ _RESTARTED, _NOT_GLOBAL, _NOT_BY_DOCUMENT = 1, 2, 4
 
 
 class Positions:
-    """The positions that a rank's part of the model works with, as far as it was seen.
+    """The positions that a model was seen to use on this rank.
 
-    A model that is given none counts its part of the sequence from 0. This is right where the part begins a sequence,
-    or is one document of which the positions begin anew, and only if the other ranks count alike. `flags` is what the
-    ranks compare; `are_wrong` decides on those of all ranks.
+    A model without positions counts a rank's part of the sequence from 0. This is right if the part begins a sequence
+    or a document, and only if the other ranks count in the same way. So the ranks compare their `flags`, and
+    `are_wrong` judges them together.
     """
 
     def __init__(self, live: LivePlan) -> None:
@@ -24,7 +27,7 @@ class Positions:
         self.flags = 0
 
     def see(self, positions: object) -> None:
-        """Look at what may be positions: an integer tensor (..., tokens of this rank), else nothing."""
+        """Check a value that may be positions: an integer tensor (..., tokens of this rank)."""
         if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
             return
         if positions.ndim == 0 or positions.shape[-1] != len(self._global):
@@ -44,24 +47,21 @@ class Positions:
 
     @staticmethod
     def are_wrong(flags: list[int]) -> bool:
-        """Return whether a rank counted its part from 0, and all together neither the row nor its documents."""
-        everything = 0
-        for each in flags:
-            everything |= each
-        return everything == _RESTARTED | _NOT_GLOBAL | _NOT_BY_DOCUMENT
+        """Return whether a rank counted from 0, and all ranks together neither the sequence nor its documents."""
+        return reduce(or_, flags) == _RESTARTED | _NOT_GLOBAL | _NOT_BY_DOCUMENT
 
 
 def _agree(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return for each row of x (rows, n) whether it is `places` (n,) plus an offset, as tables of positions have."""
+    """Return for each row of x (rows, n) whether it is `places` (n,) plus an offset, which some tables have."""
     offset = x - places
     return (offset == offset[:, :1]).all(1) & (offset[:, 0] >= 0)
 
 
 def _places_in_documents(live: LivePlan, tokens: np.ndarray) -> list[np.ndarray]:
-    """For each row of the mask, the places of tokens counted from the first key that each one may see."""
+    """Return, for each sequence of the mask, the places of tokens counted from the first key that each may see."""
     places = []
-    for row in range(live.mask.sequences):
-        bands = live.mask.sequence(row).bands
+    for number in range(live.mask.sequences):
+        bands = live.mask.sequence(number).bands
         starts = np.array([band.q_start for band in bands], dtype=np.int64)
         band = np.searchsorted(starts, tokens, side="right") - 1
         firsts = np.array([band.kv_start for band in bands], dtype=np.int64)

@@ -1,7 +1,7 @@
 """Rotary tables that depend on the largest position: transformers' `dynamic` and `longrope`.
 
-Their frequencies follow from `max(position_ids) + 1`, which on a rank is that of its part. A rank gives its module one
-more position, the largest of all ranks, and drops the row of the table that comes of it.
+Their frequencies depend on `max(position_ids) + 1`, and a rank has the positions of its part only. So each rank appends
+the largest position of all ranks to its own, and drops the last row of the table.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.integrations.intercept import outside_of_graphs
+from trainer.integrations.calls import outside_of_graphs
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -24,13 +24,13 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 class GlobalLength:
-    """Hooks that show a rotary module the largest position of all ranks of a mesh. A collective for each call."""
+    """Hooks that give a rotary module the largest position of all ranks of a mesh. Each call is a collective."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
-        """Put the hooks on a module; the handles remove them."""
+        """Put the hooks on a module; return handles that remove them."""
         return [
             module.register_forward_pre_hook(self._lengthen, with_kwargs=True),
             module.register_forward_hook(self._shorten),

@@ -1,4 +1,4 @@
-"""Attention by the registry of Hugging Face's transformers, and what transformers says of its calls of SDPA."""
+"""The attention function for the registry of Hugging Face's transformers, and how transformers calls SDPA."""
 
 from types import FrameType
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.integrations.intercept import Call, attend, refusal_of_call
+from trainer.integrations.calls import Call, attend, refusal_of_call
 
 _SDPA_OF_TRANSFORMERS = "transformers.integrations.sdpa_attention"
-# What transformers passes to an attention function that does not change attention; anything else must be empty.
+# Arguments of transformers' attention functions that do not change attention; any other one must be empty.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
     | {"output_router_logits", "num_items_in_batch", "sliding_window"}
@@ -17,11 +17,10 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def register_transformers_attention(name: str = "context_parallel") -> None:
-    """Offer attention under this name to transformers' models: `model.set_attn_implementation(name)`.
+    """Register context-parallel attention for transformers' models: `model.set_attn_implementation(name)`.
 
-    It runs where `context_parallel(..., intercept_sdpa=True)` is in force, and is an error elsewhere. Beside what the
-    interception of F.scaled_dot_product_attention does, it honours sliding windows and attention sinks. Needs
-    transformers 5.
+    It runs inside `context_parallel(..., intercept_sdpa=True)`, and is an error elsewhere. Unlike an intercepted
+    F.scaled_dot_product_attention, it honours sliding windows and attention sinks. Needs transformers 5.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -42,7 +41,7 @@ def _transformers_attention(
     s_aux: torch.Tensor | None = None,
     **told: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention by transformers' interface: query (B, H, S, D), unrepeated key and value, sinks -> (B, S, H, D)."""
+    """Attend by transformers' interface: query (B, H, S, D), unrepeated key and value, sinks -> (B, S, H, D)."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = told.get("sliding_window") or 0
     refusal = refusal_of_call(query, key, value, attention_mask, dropout)
@@ -69,7 +68,7 @@ def _transformers_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> torch.Tensor | None:
-    """None where nothing is hidden beside what an attention says of itself; else a mask, for attention to refuse."""
+    """Return None if an attention's own arguments tell all that it hides; else a mask, which attention refuses."""
     says_itself = (allow_is_causal_skip or allow_is_bidirectional_skip) and q_length == kv_length
     if says_itself and (attention_mask is None or bool(attention_mask.all())):
         return None
@@ -77,10 +76,10 @@ def _transformers_mask(
 
 
 def told_by_transformers(caller: FrameType | None) -> dict[str, Any]:
-    """Return what transformers told its function that calls F.scaled_dot_product_attention, if that is the caller.
+    """Return the arguments of the transformers function that calls F.scaled_dot_product_attention, or an empty dict.
 
-    Whether a window hides anything it decides by the length of this rank's part, and where it decides that none does,
-    nothing of the window is left in the call itself.
+    transformers decides by the length of this rank's part whether a window hides anything. If it decides that the
+    window does not, the call itself does not show it.
     """
     while caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
         caller = caller.f_back  # other modes
@@ -90,7 +89,7 @@ def told_by_transformers(caller: FrameType | None) -> dict[str, Any]:
 
 
 def refusal_of_window(call: Call, seq_len: int) -> str | None:
-    """Return why a call cannot be honoured that lost its sliding window on the way to SDPA, or None."""
+    """Return why a call cannot be context parallel: it lost its sliding window on the way to SDPA. Else None."""
     window = call.told.get("sliding_window")
     if window and not call.window and window < seq_len:
         return (

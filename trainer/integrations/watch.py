@@ -1,7 +1,7 @@
-"""What a model does inside a context, seen by hooks on its modules that are removed with the context.
+"""Checks of the models that run inside a context, by hooks that are removed with the context.
 
-A model is found at its first call, or given. What it is made of is judged before it runs. While it runs, the hooks see
-which positions its parts work with, and which layers attend without the context.
+A model is given, or found at its first call. Its modules and configuration are checked before it runs. While it runs,
+the hooks see which positions its modules use, and which layers attend without the context.
 """
 
 import inspect
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,22 +19,22 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations.calls import Call, outside_of_graphs
 from trainer.integrations.coverage import Coverage
 from trainer.integrations.inspection import (
     Allowed,
+    checked_modules,
     is_model,
     mixes_if_called,
     moves_tokens,
-    parts,
     reads_text,
     refusal_of_model,
     refusal_of_module,
     takes_positions,
 )
-from trainer.integrations.intercept import Call, outside_of_graphs
 from trainer.integrations.positions import Positions
 from trainer.integrations.rotary import GlobalLength, depends_on_length
-from trainer.integrations.transformers import refusal_of_window, told_by_transformers
+from trainer.integrations.transformers import refusal_of_window
 
 _POSITIONS = re.compile("rotary|rope|position", re.IGNORECASE)
 
@@ -43,19 +42,19 @@ _POSITIONS = re.compile("rotary|rope|position", re.IGNORECASE)
 class ModelWatch:
     """Hooks on the models that run in one context and one thread.
 
-    is_in_force: whether attention is intercepted where it is called. model: the one that will run, if it is known.
-    allowed: modules that a user checked by hand.
+    is_in_force: returns whether attention is intercepted where it is called. model: the model that will run, if it is
+    known. allowed: modules that a user checked by hand.
 
     Raises:
-        ContextParallelError: when a model is found or given that cannot be context parallel, and when it is called in
-            a way that is wrong for a part of a sequence; alike on every rank.
+        ContextParallelError: a model cannot be context parallel, or is called in a way that is wrong for a part of a
+            sequence; the same on every rank.
     """
 
     def __init__(
         self, live: LivePlan, is_in_force: Callable[[], bool], model: nn.Module | None, allowed: Allowed
     ) -> None:
         self.has_news = True
-        """Whether a model was found since the ranks compared what they saw."""
+        """Whether a model was found since the ranks last compared their flags."""
         self._live = live
         self._model = model
         self._allowed = allowed
@@ -83,26 +82,22 @@ class ModelWatch:
         while self._handles:
             self._handles.pop().remove()
 
-    # ---- what the interception asks
+    # ---- for the interception
 
     @property
     def flags(self) -> int:
-        """What this rank saw of positions, as `refusal_of_ranks` reads it."""
+        """What this rank saw of positions, for `refusal_of_ranks`."""
         return self._positions.flags
 
-    def told(self, caller: FrameType | None) -> dict[str, Any]:
-        """Return what the caller of F.scaled_dot_product_attention knows of this attention beside its arguments."""
-        return told_by_transformers(caller)
-
     def on_embedding(self, indices: object) -> None:
-        """Look at the indices of a table, which may be one of positions."""
+        """Check the indices of a table, which may be positions."""
         if self.has_news and not self._reads_tokens:
             self._positions.see(indices)
 
     def on_shift(self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Look at a call of F.pad, torch.roll or torch.cumsum, which mixes tokens where it works along them.
+        """Check a call of F.pad, torch.roll or torch.cumsum, which mixes tokens if it works along them.
 
-        Its refusal waits for the next attention call, at which ranks may still compare, or the end of the forward.
+        Its refusal waits for the next attention call, where ranks may still compare, or for the end of the forward.
         """
         length = self._live.layout.local_length(self._live.mesh.get_local_rank())
         if self._in_allowed == 0 and moves_tokens(name, x, shifted, args, kwargs, length):
@@ -113,13 +108,13 @@ class ModelWatch:
             )
 
     def on_attention(self, call: Call) -> str | None:
-        """Return why an attention call cannot be honoured, from what is the same on every rank, or None."""
+        """Return why a call cannot be context parallel, by what is the same on every rank, or None."""
         if self.has_news:
             self._positions.see(call.told.get("position_ids"))
         return self._shift or refusal_of_window(call, self._live.layout.length)
 
     def refusal_of_ranks(self, flags: list[int]) -> str | None:
-        """Return why positions are wrong, from the flags of every rank, or None. The ranks have compared."""
+        """Return why positions are wrong, by the flags of all ranks, or None."""
         self.has_news = False
         if not Positions.are_wrong(flags):
             return None
@@ -130,11 +125,11 @@ class ModelWatch:
             "documents together with their mask"
         )
 
-    # ---- hooks, which the compiler leaves its graph for
+    # ---- hooks, at which the compiler breaks its graph
 
     @outside_of_graphs
     def _on_call(self, module: nn.Module, args: tuple) -> None:
-        """Find a model: a module that is called and belongs to none so far."""
+        """Adopt a called module that belongs to no known model."""
         if module not in self._known and threading.get_ident() == self._thread:
             self._adopt(module)
             self._coverage.begin(module)
@@ -145,7 +140,7 @@ class ModelWatch:
         if refusal:
             raise ContextParallelError(refusal)
         self.has_news = True
-        found = dict(parts(root, self._allowed))
+        found = dict(checked_modules(root, self._allowed))
         for name, module in found.items():
             self._hook(module, root)
             if mixes_if_called(module):
@@ -173,16 +168,17 @@ class ModelWatch:
                 tokens = module.get_input_embeddings()
                 self._handles.append(tokens.register_forward_pre_hook(self._before_tokens))
                 self._handles.append(tokens.register_forward_hook(self._after_tokens))
-        elif depends_on_length(module):
-            if module is root:
-                raise ContextParallelError(
-                    f"{type(module).__name__} has a rotary table that depends on the largest position, and was called "
-                    "by itself; give the model that it belongs to as `context_parallel(intercept_sdpa=model)`"
-                )
+            return
+        by_length = depends_on_length(module)
+        if by_length and module is root:
+            raise ContextParallelError(
+                f"{type(module).__name__} has a rotary table that depends on the largest position, and was called by "
+                "itself; give the model that it belongs to as `context_parallel(intercept_sdpa=model)`"
+            )
+        if by_length or _POSITIONS.search(type(module).__name__):
             self._handles.append(module.register_forward_pre_hook(self._see_positions, with_kwargs=True))
+        if by_length:
             self._handles += self._length.hook(module)
-        elif _POSITIONS.search(type(module).__name__):
-            self._handles.append(module.register_forward_pre_hook(self._see_positions, with_kwargs=True))
 
     @outside_of_graphs
     def _see_positions(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -213,7 +209,7 @@ class ModelWatch:
     @outside_of_graphs
     def _after_root(self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         if is_model(root):
-            _check_inputs(root, args, kwargs)  # a model that is found by its call has no hook before that call
+            _check_inputs(root, args, kwargs)  # a model found by its call had no hook before that call
             _check_logits(root, getattr(result, "logits", None), self._live)
         refusal = self._coverage.end(root) or self._shift
         if refusal:
@@ -221,7 +217,7 @@ class ModelWatch:
 
 
 def _check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
-    """Raise where a model has logits of other things than tokens, such as of the last token of a rank's part."""
+    """Raise if a model has no logits for each token, but for example for the last token of a rank's part."""
     length = live.layout.local_length(live.mesh.get_local_rank())
     if isinstance(logits, torch.Tensor) and (logits.ndim < 3 or logits.shape[-2] != length):
         raise ContextParallelError(
@@ -232,11 +228,12 @@ def _check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
 
 @outside_of_graphs
 def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise where a model of transformers was called in a way that is wrong for a part of a sequence."""
+    """Raise if a model of transformers was called in a way that is wrong for a part of a sequence."""
     given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     given |= given.get("kwargs", {})
     name = type(model).__name__
-    if takes_positions(model) and given.get("position_ids") is None and not _skips_text(given):
+    has_text = any(given.get(key) is not None for key in ("input_ids", "inputs_embeds"))
+    if takes_positions(model) and given.get("position_ids") is None and has_text:
         raise ContextParallelError(
             f"{name} got no `position_ids`, and would count positions from 0 on every rank; give it global "
             "`position_ids`, cut as a buffer of `context_parallel`"
@@ -246,10 +243,6 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
             f"{name} got `labels`, which it shifts within the part of a rank and divides by the tokens of that part; "
             "shift and cut labels as a buffer, and take the loss from the logits"
         )
-
-
-def _skips_text(given: dict[str, Any]) -> bool:
-    return given.get("input_ids") is None and given.get("inputs_embeds") is None
 
 
 @outside_of_graphs
