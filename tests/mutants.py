@@ -237,7 +237,7 @@ PLANS = (
         "tests/unit/test_plan.py",
     ),
     Mutant(
-        "rows that a neighbour has come from their owner too",
+        "rows that the rank on the way has come from their owner too",
         f"{_CP}/planning/schedules.py",
         "yield Message(owner, rank, difference(held, there))",
         "yield Message(owner, rank, held)",

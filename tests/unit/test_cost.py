@@ -35,9 +35,9 @@ def cost_of_all(
     direction: str,
     heads_per_pass: int = 0,
     kv_layout: AxisLayout | None = None,
-    neighbours: int = 1,
+    head_degree: int = 1,
 ) -> list[tuple[RankPlan, Cost]]:
-    options = {"head_degree": neighbours} if method == "hybrid" else {}
+    options = {"head_degree": head_degree} if method == "hybrid" else {}
     plans = [make_plan(layout, mask, method, rank, kv_layout=kv_layout, **options) for rank in range(layout.degree)]
     return [(plan, attention_cost(plan, shape, direction, heads_per_pass)) for plan in plans]
 
@@ -74,20 +74,20 @@ def widths(mask: Mask, shape: AttentionShape) -> int:
 
 
 @given(problems(), st.sampled_from([*METHODS]), st.sampled_from(DIRECTIONS), st.integers(1, 6))
-def test_all_ranks_together_do_the_work_of_one(problem: Problem, method: str, direction: str, neighbours: int):
+def test_all_ranks_together_do_the_work_of_one(problem: Problem, method: str, direction: str, head_degree: int):
     """Two products for each visible pair forward, five backward, whatever the method."""
     layout, kv_layout, mask, shape = problem
     heads = shape.heads * layout.degree  # so that all-to-all divides them
     shape = AttentionShape(shape.batch, heads, heads, shape.head_dim, shape.itemsize)
     per_pair = {"forward": 4, "backward": 10}[direction] * shape.head_dim * heads * widths(mask, shape)
-    neighbours = math.gcd(neighbours, layout.degree)
-    costs = cost_of_all(layout, mask, method, shape, direction, 0, kv_layout, neighbours)
+    head_degree = math.gcd(head_degree, layout.degree)
+    costs = cost_of_all(layout, mask, method, shape, direction, 0, kv_layout, head_degree)
     assert sum(cost.flops for _, cost in costs) == per_pair * mask.dense().sum()
     for plan, cost in costs:
         if method in ("ring", "all_gather"):
             assert cost.flops == per_pair * mask.dense()[:, layout.indices(plan.rank)].sum()
-        else:  # neighbours do the same, for other heads
-            first = 0 if method == "all_to_all" else plan.rank - plan.rank % neighbours
+        else:  # the ranks of a head group do the same, for other heads
+            first = 0 if method == "all_to_all" else plan.rank - plan.rank % head_degree
             assert cost.flops == costs[first][1].flops
 
 
@@ -223,14 +223,14 @@ def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tupl
     st.integers(1, 6),
 )
 def test_exchanged_bytes_are_those_of_the_pieces(
-    problem: Problem, method: str, direction: str, heads_per_pass: int, neighbours: int
+    problem: Problem, method: str, direction: str, heads_per_pass: int, head_degree: int
 ):
     """And between the two exchanges, those of the messages of a ring."""
     layout, kv_layout, mask, shape = problem
-    neighbours = layout.degree if method == "all_to_all" else math.gcd(neighbours, layout.degree)
-    shape = AttentionShape(shape.batch, shape.heads * neighbours, shape.kv_heads, shape.head_dim, shape.itemsize)
-    replicated = math.lcm(shape.kv_heads, neighbours)
-    per_rank, group = replicated // neighbours, shape.heads // replicated
+    head_degree = layout.degree if method == "all_to_all" else math.gcd(head_degree, layout.degree)
+    shape = AttentionShape(shape.batch, shape.heads * head_degree, shape.kv_heads, shape.head_dim, shape.itemsize)
+    replicated = math.lcm(shape.kv_heads, head_degree)
+    per_rank, group = replicated // head_degree, shape.heads // replicated
     summed = "S" if replicated > shape.kv_heads else "k"
     there, back = {"forward": ("qkk", "qL"), "backward": ("qqqLkk", "q" + 2 * summed)}[direction]
     lengths = [
@@ -238,29 +238,29 @@ def test_exchanged_bytes_are_those_of_the_pieces(
     ]
     passes = [min(heads_per_pass or per_rank, per_rank - i) for i in range(0, per_rank, heads_per_pass or per_rank)]
     width = widths(mask, shape)
-    for plan, cost in cost_of_all(layout, mask, method, shape, direction, heads_per_pass, kv_layout, neighbours):
-        first = plan.rank - plan.rank % neighbours
+    for plan, cost in cost_of_all(layout, mask, method, shape, direction, heads_per_pass, kv_layout, head_degree):
+        first = plan.rank - plan.rank % head_degree
         sent: Counter[str] = Counter()
         for kv_heads in passes:
             heads = kv_heads * group, kv_heads
-            for rank in set(range(first, first + neighbours)) - {plan.rank}:
+            for rank in set(range(first, first + head_degree)) - {plan.rank}:
                 sent[KINDS[direction][0]] += pieces(lengths[plan.rank], shape, width, heads, there)
                 sent[KINDS[direction][1]] += pieces(lengths[rank], shape, width, heads, back)
         if method == "hybrid":
-            groups = [groups_of(x, neighbours) for x in (layout, kv_layout)]
-            ring = make_plan(groups[0], mask, "ring", plan.rank // neighbours, kv_layout=groups[1])
+            groups = [groups_of(x, head_degree) for x in (layout, kv_layout)]
+            ring = make_plan(groups[0], mask, "ring", plan.rank // head_degree, kv_layout=groups[1])
             sent += walked(ring, shape, direction, width, passes)
             stages: tuple[Stage, ...] = getattr(ring, direction)
             assert cost.calls["kv"] == len(passes) * sum(bool(stage.messages) for stage in stages)
             assert cost.calls["dkv"] == len(passes) * sum(bool(stage.home) for stage in stages)
         assert +cost.bytes_sent == +sent
-        assert [cost.calls[kind] for kind in KINDS[direction]] == [len(passes) * (neighbours > 1)] * 2
+        assert [cost.calls[kind] for kind in KINDS[direction]] == [len(passes) * (head_degree > 1)] * 2
 
 
-def groups_of(layout: AxisLayout, neighbours: int) -> AxisLayout:
-    """What neighbours own together."""
-    firsts = range(0, layout.degree, neighbours)
-    return AxisLayout("groups", layout.length, tuple(union(sum(layout.ranges[r : r + neighbours], ())) for r in firsts))
+def groups_of(layout: AxisLayout, head_degree: int) -> AxisLayout:
+    """What the ranks of a head group own together."""
+    groups = (union(sum(layout.ranges[r : r + head_degree], ())) for r in range(0, layout.degree, head_degree))
+    return AxisLayout("groups", layout.length, tuple(groups))
 
 
 def test_all_to_all_with_fewer_heads_at_a_time_needs_less_memory():

@@ -1,1 +1,1 @@
-"""What attention is to be computed where, and what travels: integers only, no torch."""
+"""Plans of attention: what each rank computes, sends and receives. Integers only, torch-free."""

@@ -1,25 +1,25 @@
-"""Which method, where the configuration leaves it open: by what the busiest rank sends for one layer. Torch-free."""
+"""The choice of a method for `auto`, by how much the busiest rank sends for one layer. Torch-free."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES, Capabilities
+from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
-from trainer.distributed.context_parallel.planning.lowering import Call, lower
+from trainer.distributed.context_parallel.planning.lowering import lower
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding.layout import AxisLayout
 
-# Below so many tokens a rank, a stage's tile is too short to hide a message behind it (about 800 on NVLink for Llama 3
-# 8B), and the N - 1 messages of a ring cost more than the memory that it saves.
+# With fewer tokens a rank, tiles are too short to hide messages (about 800 tokens for Llama 3 8B on NVLink), and the N - 1
+# messages of a ring cost more than the memory that it saves.
 SHORT_SHARD = 1024
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to spread attention: what the busiest rank sends forward and backward, and how many kernels it starts."""
+    """A way to spread attention, with the most bytes that a rank sends in both directions and the most kernel calls."""
 
     options: ContextParallelOptions
     bytes_sent: int
@@ -41,12 +41,13 @@ def choose(
     batch: Mask | None = None,
     hybrids: bool = True,
 ) -> tuple[ContextParallelOptions, str]:
-    """Options with the method that sends least, and the reason in words; cached.
+    """Return options with the method that sends least, and the reason in words; cached.
 
-    masks: of the model's layers, each once; shape: local heads. batch: what the documents of one batch hide beside;
-    hybrids: whether the mesh may be cut in two. A tenth more counts as alike. Among those the ring comes first, whose
-    messages hide behind what is computed if shards are long (if not, all-gather, which sends more in fewer messages),
-    then what starts the fewest kernels, those of `options.kernel`.
+    masks: the different masks of the model's layers. shape: with local heads. batch: the documents of one batch.
+    hybrids: whether the mesh may be 2-D. Methods that send up to a tenth more than the least count as equal. Among them
+    the ring is first if shards are long, because its messages travel while tiles are computed; if shards are short,
+    all-gather replaces it, with fewer messages. Without a ring, the method with the fewest calls of `options.kernel` is
+    first.
     """
     candidates = sorted(_candidates(options, masks, degree, shape, batch, hybrids), key=lambda c: c.bytes_sent)
     near = [c for c in candidates if c.bytes_sent <= 1.1 * candidates[0].bytes_sent]
@@ -78,7 +79,7 @@ def _candidates(
     batch: Mask | None,
     hybrids: bool,
 ) -> Iterator[Candidate]:
-    # What `balanced` deals is known with each batch; until then head and tail stands for it.
+    # The layout of `balanced` depends on the batch; before the first batch, head_tail represents it.
     balancer = "head_tail" if options.load_balancer == "balanced" and batch is None else options.load_balancer
     masks = masks if batch is None else tuple(mask & batch for mask in masks)
     for name, method in METHODS.items():
@@ -92,21 +93,18 @@ def _candidates(
 def _busiest(
     way: ContextParallelOptions, layout: AxisLayout, masks: tuple[Mask, ...], shape: AttentionShape
 ) -> tuple[int, int]:
-    """The most bytes that a rank sends, forward and backward, and the most kernels that one starts."""
-    # Which kernel `auto` takes depends on the device; the least able one stands for it.
+    """Return the most bytes that a rank sends, forward and backward, and the most kernel calls of a rank's forward."""
+    # The kernel that `auto` takes depends on the device; the least capable one represents it.
     capabilities = CAPABILITIES.get(way.kernel, CAPABILITIES["cpu_flash"])
     heads = way.head_degree(layout.degree)
-    # Ranks that differ by their place in a group that divides the heads do the same.
+    # All ranks of a head group send as much.
     ranks = range(0, layout.degree, heads)
     busiest = kernels = 0
-    # The first ones send most under a causal mask; of the others a few stand for all.
+    # Under a causal mask the first ones send most; a few of the others represent the rest.
     for rank in sorted({*ranks[:2], *ranks[:: max(len(ranks) // 8, 1)], ranks[-1]}):
         plans = [make_plan(layout, mask, way.method, rank, head_degree=heads) for mask in masks]
         directions = [attention_cost(plan, shape, d) for plan in plans for d in ("forward", "backward")]
         busiest = max(busiest, sum(cost.bytes_sent.total() for cost in directions))
-        kernels = max(kernels, sum(_kernels(lower(plan, capabilities).forward, capabilities) for plan in plans))
+        calls = [len(stage) for plan in plans for stage in lower(plan, capabilities).forward]
+        kernels = max(kernels, sum(map(bool, calls) if capabilities.many else calls))
     return busiest, kernels
-
-
-def _kernels(calls: tuple[tuple[Call, ...], ...], capabilities: Capabilities) -> int:
-    return sum(bool(stage) if capabilities.many else len(stage) for stage in calls)

@@ -1,4 +1,4 @@
-"""What each kernel can do, and which one `auto` takes: torch-free, so that a setting is checked without torch."""
+"""What each kernel can do, and the kernel that `auto` takes. Torch-free, so that settings are checked without torch."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from trainer.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel can do. Everything not named here (any scale, grouped heads, float64 results merged) all can.
+    """What a kernel can do. All kernels take any scale and grouped heads.
 
-    device: `cpu`, `cuda`, or None for any; dtypes: names of torch's; max_head_dim, head_dim_multiple: sizes of a head.
-    bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call of any
-    size; masks: they can be computed with a dense mask, over pieces. many: many tiles in one launch.
+    device: `cpu`, `cuda`, or None for any; dtypes: names of torch dtypes; max_head_dim, head_dim_multiple: of the size
+    of a head. bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call
+    of any size; masks: both with a dense mask, over pieces. many: many tiles in one launch.
     """
 
     device: str | None
@@ -24,7 +24,7 @@ class Capabilities:
     many: bool = False
 
     def lacks(self, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool) -> list[str]:
-        """What of this the kernel cannot do, in words; device and type None where they are not known yet."""
+        """Return what the kernel cannot do, in words; device_type and dtype are None if not known yet."""
         lacks = []
         if device_type and self.device not in (None, device_type):
             lacks.append(f"tensors on {device_type}")
@@ -48,18 +48,18 @@ CAPABILITIES: dict[str, Capabilities] = {
     "flex": Capabilities("cuda", _HALVES | {"float32"}, max_head_dim=256, bottom_right=True, bands=True),
     "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
 }
-"""Every kernel; the class of each refers to its entry."""
+"""All kernels by name; each kernel's class refers to its entry."""
 
-# cuDNN builds a plan for each new shape and flex compiles a program for it, so that `auto` takes neither.
+# For each new shape cuDNN builds a plan and flex compiles a program, so `auto` takes neither.
 _AUTO = ("cpu_flash", "cuda_flash", "efficient", "math")
-_MANY_CALLS = 4  # in a stage, above which one launch for all of them saves more than its gathering of rows costs
+_MANY_CALLS = 4  # of a stage; with more calls, one launch saves more than the copy of its rows costs
 
 
 def able_kernels(name: str, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool) -> list[str]:
-    """Return the kernels that can do this; name: the one that is asked for, or `auto`.
+    """Return the kernels that can do this. name: the configured kernel, or `auto`.
 
     Raises:
-        ConfigError: a kernel that is none, or cannot do it; the sentence names those that can.
+        ConfigError: an unknown kernel, or one that cannot do it; the message names kernels that can.
     """
     lacks = {each: c.lacks(device_type, dtype, head_dim, bands=bands) for each, c in CAPABILITIES.items()}
     able = [each for each in lacks if not lacks[each]]
@@ -76,10 +76,10 @@ def able_kernels(name: str, device_type: str | None, dtype: str | None, head_dim
 
 
 def auto_kernel(able: list[str], calls: int) -> str:
-    """Return the kernel that `auto` means among those that can do it, for stages of at most so many calls.
+    """Return the kernel that `auto` takes among the able ones. calls: the most tiles of a stage.
 
-    The rule: one launch for all calls (varlen) where a stage has more than a few, as with packed documents; else the
-    device's flash attention, memory-efficient attention where that cannot do it, and `math` where nothing else can.
+    If a stage has more than four tiles, as with packed documents, and `varlen` is able, it is `varlen`: one launch for
+    all tiles. Else it is the first able one of `cpu_flash`, `cuda_flash`, `efficient` and `math`.
     """
     many = [name for name in able if CAPABILITIES[name].many]
     if many and calls > _MANY_CALLS:

@@ -1,11 +1,12 @@
-"""What carrying out a plan costs a rank, as exact numbers: collectives, bytes, FLOPs, memory. Torch-free.
+"""The exact cost of a plan for a rank: collectives, bytes, FLOPs, memory. Torch-free.
 
-Tests compare them with what was counted at the door; pictures and the choice of a method read them.
+Tests compare it with the counters of `exchange.py`; tables and the choice of a method use it.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from trainer.distributed.context_parallel.planning.heads import HeadShare, aligned, passes_of
 from trainer.distributed.context_parallel.planning.plan import RankPlan
@@ -13,7 +14,7 @@ from trainer.distributed.context_parallel.planning.plan import RankPlan
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Local sizes of one attention call; itemsize: bytes of an element of q, k, v."""
+    """The local sizes of one attention call; itemsize: bytes of an element of q, k, v."""
 
     batch: int
     heads: int
@@ -23,13 +24,13 @@ class AttentionShape:
 
     @property
     def accumulator(self) -> int:
-        """Bytes of an element of what is merged and summed: float32 at least."""
+        """Bytes of an element of merged results and summed gradients, which are float32 at least."""
         return max(self.itemsize, 4)
 
 
 @dataclass
 class Cost:
-    """Of one rank. calls, bytes_sent: by kind, as `exchange` counts them; workspace: bytes (see `attention_cost`)."""
+    """The cost for one rank. calls, bytes_sent: by kind, as `exchange.py` counts them; workspace: bytes of buffers."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes_sent: Counter[str] = field(default_factory=Counter)
@@ -42,18 +43,16 @@ class Cost:
 
 
 def attention_cost(plan: RankPlan, shape: AttentionShape, direction: str, heads_per_pass: int = 0) -> Cost:
-    """Cost of one attention call of this rank in one direction, `forward` or `backward`.
+    """Return the cost of one attention call of the plan's rank in one direction, `forward` or `backward`.
 
-    workspace: the most that buffers of K and V (and of their gradients) take at once, beside inputs and results: what
-    is worked on, what arrives, and with collectives and all-to-all the piece of memory that they receive into.
+    workspace: the most bytes that buffers of K and V (and their gradients) take at once, beside inputs and results. It
+    counts the rows of this stage and of the next one, and the receive buffers of collectives and all-to-all.
     """
     width = shape.batch if plan.sequences == 1 else 1
     is_backward = direction == "backward"
-    if plan.inner is None:
-        cost = _staged(plan, shape, width, is_backward, heads_per_pass)
-    else:
-        cost = _exchanged(plan, shape, width, is_backward, heads_per_pass)
-    # Two products forward; backward the scores again, and four products of their size.
+    cost_of = _staged if plan.inner is None else _exchanged
+    cost = cost_of(plan, shape, width, is_backward, heads_per_pass)
+    # Two products in the forward; in the backward the scores again, and four products of their size.
     cost.flops = (10 if is_backward else 4) * plan.pairs * shape.head_dim * (shape.heads // plan.head_degree) * width
     return cost
 
@@ -73,18 +72,20 @@ def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool
                 cost.sends("dkv", plan.rows_sent_for(stage, stage.home) * dkv)
             gathered = plan.degree * plan.longest * stage.collective
             alive.append(stage.rows * (kv + dkv * is_backward) + gathered * (dkv if is_backward else kv))
-    cost.workspace = max(before + after for before, after in zip(alive, [*alive[1:], 0], strict=True))
+    cost.workspace = _most_alive(alive)
     return cost
+
+
+def _most_alive(buffers: list[int]) -> int:
+    """Return the most bytes of two buffers that follow each other."""
+    return max(map(sum, pairwise([*buffers, 0])))
 
 
 def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int) -> Cost:
     cost = Cost()
-    q_lengths, kv_lengths = (
-        [layout.local_length(r) for r in range(plan.head_degree)] for layout in plan.head_group_layouts
-    )
+    lengths = [[layout.local_length(r) for r in range(plan.head_degree)] for layout in plan.head_group_layouts]
     here = plan.rank % plan.head_degree
     others = [r for r in range(plan.head_degree) if r != here]
-    mine = q_lengths[here], kv_lengths[here]
     alive = [0]
     for share in HeadShare.passes(shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass):
         kv_heads = share.stop - share.start
@@ -92,27 +93,26 @@ def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: b
         inside = _staged(plan.inner, part, width, is_backward, 0)
         cost.calls += inside.calls
         cost.bytes_sent += inside.bytes_sent
-        there = list(
-            _pieces(shape, width, kv_heads, share, ("q", "q", "q", "lse", "k", "k") if is_backward else ("q", "k", "k"))
-        )
-        back = list(_pieces(shape, width, kv_heads, share, ("q", "dk", "dk") if is_backward else ("q", "lse")))
-        size = sum(aligned(mine[of_keys] * row) for of_keys, row in there)
+        there, back = ([*_pieces(shape, width, kv_heads, share, names)] for names in _TRAVELLING[is_backward])
+        size = sum(aligned(lengths[of_keys][here] * row) for of_keys, row in there)
         cost.sends("qkv_dout" if is_backward else "qkv", size * len(others))
-        cost.sends(
-            "dqkv" if is_backward else "out",
-            sum(aligned((q_lengths, kv_lengths)[of_keys][r] * row) for r in others for of_keys, row in back),
-        )
-        # What arrives from the others, and all rows in their order.
-        rows = [2 * sum(lengths) - lengths[here] for lengths in (q_lengths, kv_lengths)]
+        size = sum(aligned(lengths[of_keys][r] * row) for r in others for of_keys, row in back)
+        cost.sends("dqkv" if is_backward else "out", size)
+        # The rows that arrive from the others, and all rows in their order.
+        rows = [2 * sum(each) - each[here] for each in lengths]
         alive.append(sum(rows[of_keys] * row for of_keys, row in there) + inside.workspace)
-    cost.workspace = max(before + after for before, after in zip(alive, [*alive[1:], 0], strict=True))
+    cost.workspace = _most_alive(alive)
     return cost
+
+
+# Names of the tensors that go to the ranks of the heads, and back: forward, backward.
+_TRAVELLING = ((("q", "k", "k"), ("q", "lse")), (("q", "q", "q", "lse", "k", "k"), ("q", "dk", "dk")))
 
 
 def _pieces(
     shape: AttentionShape, width: int, kv_heads: int, share: HeadShare, names: tuple[str, ...]
 ) -> Iterator[tuple[bool, int]]:
-    """(whether a row is a key's, bytes of a row) of each tensor that goes to a rank."""
+    """Yield (whether a row belongs to a key, bytes of a row) for each tensor that a rank gets."""
     queries = width * kv_heads * share.group
     for name in names:
         if name == "q":

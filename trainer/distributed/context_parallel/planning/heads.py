@@ -1,4 +1,4 @@
-"""Which heads a rank works on, and which of them travel together."""
+"""The heads that each rank has, and the passes in which they travel."""
 
 import math
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from trainer.distributed.sharding.ranges import Range
 
 @dataclass(frozen=True)
 class HeadShare:
-    """Heads that each rank works on in one pass of all-to-all: of its `per_rank` key/value heads, start to stop.
+    """The heads of each rank in one pass of all-to-all: of its `per_rank` key/value heads, start to stop.
 
-    copies: how often each key/value head is replicated; group: query heads for each of the replicated ones.
+    copies: how often each key/value head is replicated; group: query heads for each replicated key/value head.
     """
 
     per_rank: int
@@ -21,10 +21,10 @@ class HeadShare:
 
     @classmethod
     def passes(cls, heads: int, kv_heads: int, degree: int, heads_per_pass: int = 0) -> list["HeadShare"]:
-        """The passes, with `heads_per_pass` key/value heads a rank in each, or (0) all of them in one.
+        """Return the passes, each with `heads_per_pass` key/value heads of a rank; 0: all in one.
 
         Raises:
-            ValueError: the degree does not divide the query heads; the sentence lists those that do.
+            ValueError: the degree does not divide the query heads; the message lists degrees that do.
         """
         check_heads(heads, degree)
         replicated = math.lcm(kv_heads, degree)
@@ -33,27 +33,27 @@ class HeadShare:
         return [cls(per_rank, copies, group, *part) for part in passes_of(per_rank, heads_per_pass)]
 
     def keys(self, rank: int) -> list[int]:
-        """Key/value heads of `rank`, a replicated one as often as it has copies there."""
+        """Return the key/value heads of `rank`, a replicated one as often as it has copies there."""
         first = rank * self.per_rank
         return [head // self.copies for head in range(first + self.start, first + self.stop)]
 
     def queries(self, rank: int) -> slice:
-        """Query heads of `rank`."""
+        """Return the query heads of `rank`."""
         first = rank * self.per_rank
         return slice((first + self.start) * self.group, (first + self.stop) * self.group)
 
 
 def passes_of(kv_heads: int, heads_per_pass: int) -> list[Range]:
-    """Key/value heads of each pass: so many at a time, the last ones fewer; 0: all at once."""
+    """Return the key/value heads of each pass, `heads_per_pass` or (the last one) fewer; 0: all in one."""
     size = heads_per_pass or max(kv_heads, 1)
     return [(start, min(start + size, kv_heads)) for start in range(0, kv_heads, size)]
 
 
 def check_heads(heads: int, degree: int, method: str = "all_to_all") -> None:
-    """Check that so many ranks can divide the query heads.
+    """Check that `degree` divides the query heads.
 
     Raises:
-        ValueError: it cannot; the sentence lists the degrees that work.
+        ValueError: it does not; the message lists degrees that do.
     """
     if heads % degree:
         works = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
@@ -64,5 +64,5 @@ def check_heads(heads: int, degree: int, method: str = "all_to_all") -> None:
 
 
 def aligned(size: int) -> int:
-    """Bytes that a piece takes in an all-to-all, where tensors of several types lie side by side."""
+    """Return the bytes that a piece takes in an all-to-all of tensors of several types."""
     return -(-size // 16) * 16

@@ -1,10 +1,10 @@
-"""A plan's tiles as calls that a kernel can do: torch-free.
+"""A plan's tiles as calls of a kernel. Torch-free.
 
-A tile beyond the capabilities of a kernel is cut into calls within them. What no cut can bring within is refused when
-the kernel is chosen.
+A tile that a kernel cannot compute in one call is cut into several. `capabilities.py` refuses kernels for which no cut
+helps.
 
     CAUSAL, more keys than queries    FULL over the first keys, CAUSAL over a square at the end
-    BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, with FULL and CAUSAL where it can be
+    BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from trainer.distributed.sharding.ranges import Range, Ranges, intersection, uni
 
 @dataclass(frozen=True)
 class Call:
-    """One tile for the kernel. fresh: no earlier call of the plan had any of its queries, so nothing is merged."""
+    """One tile for the kernel. fresh: no earlier call of the plan had any of its queries, so no result is merged."""
 
     q: Range
     kv: Range
@@ -39,7 +39,7 @@ class LoweredPlan:
 
 @lru_cache(maxsize=16)
 def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
-    """Return the plan's tiles as calls of a kernel that can do so much; cached, as plans are."""
+    """Return the plan with its tiles as calls of a kernel with these capabilities; cached, as plans are."""
     return LoweredPlan(plan, *(tuple(_calls(stages, capabilities)) for stages in (plan.forward, plan.backward)))
 
 
@@ -55,7 +55,7 @@ def _calls(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[tu
 
 
 def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
-    """The tile as one or more that the kernel can do, with the same pairs."""
+    """Yield tiles that the kernel can compute, with the same pairs."""
     (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
     extra = kv_stop - kv_start - (q_stop - q_start)
     if tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
@@ -68,13 +68,13 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
 
 
 def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
-    """A BI_CAUSAL or INV_CAUSAL over pieces of queries: masks only where a diagonal runs."""
+    """Yield a BI_CAUSAL or INV_CAUSAL tile over pieces of queries, with a mask only where a diagonal runs."""
     (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
     rows = max(_FEWEST_ROWS, min(_MOST_ROWS, extra + 1))
     for start in range(q_start, q_stop, rows):
         q = start, min(start + rows, q_stop)
         count = q[1] - start
-        first = kv_start + start - q_start  # the first query sees from here
+        first = kv_start + start - q_start  # the first key of the first query
         last = kv_stop if tile.relation is Relation.INV_CAUSAL else first + extra + count
         if tile.relation is Relation.BI_CAUSAL and extra < count:
             yield Tile(q, (first, last), Relation.BI_CAUSAL)  # narrower than the piece: both diagonals at once
@@ -87,5 +87,5 @@ def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
             yield Tile(q, (last - count, last), Relation.CAUSAL)
 
 
-# A mask costs memory and time for each of its pairs, a call costs time for itself.
+# A mask costs memory and time for each of its pairs, and each call has a fixed cost.
 _FEWEST_ROWS, _MOST_ROWS = 64, 512

@@ -1,21 +1,20 @@
-"""What may attend to what, as ranges: torch-free, and never a dense (S, S) tensor.
+"""Masks as ranges of queries and keys, never as a dense (S, S) tensor. Torch-free.
 
-A mask is a list of bands. A band relates a range of queries to a range of keys: all pairs of them, or those with
-lower <= key - query <= upper. Bands do not share a query, so that each query sees one interval of keys, and the
-intersection of two masks is again a mask: ranges are intersected, bounds taken from the stricter side.
+A mask is a list of bands. A band holds the pairs of a range of queries and a range of keys, all of them or those with
+lower <= key - query <= upper. No two bands share a query, so that each query sees one interval of keys. Therefore the
+intersection of two masks is again a mask, with intersected ranges and the stricter bounds.
 
     causal, 4 queries          documents of 2 and 3 tokens, causal        sliding window 2
     q [0, 4) kv [0, 4) <= 0    q [0, 2) kv [0, 2) <= 0                    q [0, 4) kv [0, 4) -1 <= . <= 0
                                q [2, 5) kv [2, 5) <= 0
 
-Keys may be more or fewer than queries. Then the last query stands at the last key: bottom-right alignment.
+With more or fewer keys than queries, the last query stands at the last key (bottom-right alignment).
 """
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,19 +23,19 @@ import numpy as np
 from trainer.distributed.sharding.ranges import Range
 
 ANY = 1 << 60
-"""A bound that binds nothing."""
+"""A bound that hides nothing."""
 
 
 class Relation(Enum):
-    """How n queries see a range of m keys, the last query standing at the last key if there is a diagonal."""
+    """Which of the keys j = 0 ... m - 1 each of the queries i = 0 ... n - 1 sees."""
 
     FULL = "full"
     CAUSAL = "causal"
-    """Up to the diagonal: query i sees the keys j <= i + m - n."""
+    """Query i sees the keys j <= i + m - n."""
     BI_CAUSAL = "bi_causal"
-    """From one diagonal to the other: i <= j <= i + m - n."""
+    """Query i sees the keys i <= j <= i + m - n."""
     INV_CAUSAL = "inv_causal"
-    """From the diagonal that begins at the first key on: j >= i."""
+    """Query i sees the keys j >= i."""
 
     @property
     def upper(self) -> bool:
@@ -49,7 +48,7 @@ class Relation(Enum):
         return self in (Relation.BI_CAUSAL, Relation.INV_CAUSAL)
 
     def pairs(self, n: int, m: int) -> int:
-        """Number of visible pairs of n queries and m keys; m >= n, unless FULL."""
+        """Return the number of visible pairs of n queries and m keys; m >= n, unless FULL."""
         return n * m - (n * (n - 1) // 2) * (self.upper + self.lower)
 
 
@@ -64,17 +63,17 @@ class Band(NamedTuple):
     upper: int = ANY
 
     def visible(self, query: int) -> Range:
-        """Keys that a query of this band sees; (x, x) if none."""
+        """Return the keys that a query of this band sees; (x, x) if none."""
         start = max(self.kv_start, query + self.lower)
         return start, max(start, min(self.kv_stop, query + self.upper + 1))
 
     def hull(self, start: int, stop: int) -> Range:
-        """Keys that some query of [start, stop), a part of this band's, sees: they lie together."""
+        """Return the keys that some query of [start, stop), a part of this band, sees; they are one range."""
         first = max(self.kv_start, start + self.lower)
         return first, max(first, min(self.kv_stop, stop + self.upper))
 
     def shifted(self, queries: int, keys: int) -> "Band":
-        """The same band, further on by so many queries and keys."""
+        """Return the band moved on by so many queries and keys."""
         moved = (self.q_start + queries, self.q_stop + queries, self.kv_start + keys, self.kv_stop + keys)
         lower, upper = (b if abs(b) >= ANY else b + keys - queries for b in (self.lower, self.upper))
         return Band(*moved, lower, upper)
@@ -82,10 +81,10 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """Visible pairs of q_len queries and kv_len keys, for each of so many sequences of a batch.
+    """The visible pairs of q_len queries and kv_len keys, for each of some sequences of a batch.
 
-    bands: ascending, no query in two of them. With sequences = 1 they hold for every sequence of any batch.
-    Otherwise the sequences are laid one after another: number b has queries b * q_len + i and keys b * kv_len + j.
+    bands: ascending, no query in two of them. With sequences = 1 they hold for every sequence of any batch. Otherwise
+    the sequences lie one after another: sequence b has the queries b * q_len + i and the keys b * kv_len + j.
     """
 
     q_len: int
@@ -97,8 +96,7 @@ class Mask:
         """Check the bands.
 
         Raises:
-            ValueError: negative lengths, bands that descend or share a query, that are empty, or that leave their
-                sequence.
+            ValueError: negative lengths, or bands that descend, share a query, are empty or leave their sequence.
         """
         if min(self.q_len, self.kv_len) < 0 or self.sequences < 1:
             raise ValueError(
@@ -122,10 +120,10 @@ class Mask:
             q_end = band.q_stop
 
     def __and__(self, other: "Mask") -> "Mask":
-        """Pairs that both masks show.
+        """Return the mask of the pairs that both masks show.
 
         Raises:
-            ValueError: the masks are for other lengths, or other numbers of sequences (one goes with any number).
+            ValueError: the masks have different lengths or numbers of sequences (1 goes with any number).
         """
         if (self.q_len, self.kv_len) != (other.q_len, other.kv_len) or (
             self.sequences != other.sequences and 1 not in (self.sequences, other.sequences)
@@ -139,14 +137,14 @@ class Mask:
         return Mask(self.q_len, self.kv_len, tuple(bands), sequences)
 
     def repeated(self, sequences: int) -> "Mask":
-        """Return the mask for so many sequences: the one of all, for each of them, or the mask as it is."""
+        """Return the mask for so many sequences; a mask for one sequence is repeated."""
         return self if self.sequences == sequences else by_sequence([self] * sequences)
 
     def sequence(self, number: int) -> "Mask":
         """Return the mask of one sequence.
 
         Raises:
-            IndexError: there are not so many.
+            IndexError: the mask has no such sequence.
         """
         if self.sequences == 1:
             return self
@@ -156,19 +154,14 @@ class Mask:
         bands = (b.shifted(-first, -number * self.kv_len) for b in self.bands if first <= b.q_start < last)
         return Mask(self.q_len, self.kv_len, tuple(bands))
 
-    @cached_property
-    def _table(self) -> np.ndarray:
-        """The bands as an array (number, 6) of int64."""
-        return np.array(self.bands, dtype=np.int64).reshape(-1, 6)
-
     @property
     def has_windows(self) -> bool:
-        """Whether somewhere early keys of a band are hidden."""
+        """Whether some band has a lower bound."""
         return any(band.lower > -ANY for band in self.bands)
 
     def work(self) -> np.ndarray:
-        """Number of visible keys of each query, summed over the rows: (q_len,) int64."""
-        table = self._table
+        """Return the number of visible keys of each query, summed over the sequences: (q_len,) int64."""
+        table = np.array(self.bands, dtype=np.int64).reshape(-1, 6)
         lengths = table[:, 1] - table[:, 0]
         queries = np.repeat(table[:, 0] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
         kv_start, kv_stop, lower, upper = (np.repeat(column, lengths) for column in table[:, 2:].T)
@@ -178,34 +171,34 @@ class Mask:
         return work
 
     def area(self) -> int:
-        """Number of visible pairs, over all rows."""
+        """Return the number of visible pairs of all sequences."""
         return int(self.work().sum())
 
     def dense(self) -> np.ndarray:
-        """(rows, q_len, kv_len) bool, for tests and pictures of short sequences."""
+        """Return the visible pairs of short sequences, for tests: (sequences, q_len, kv_len) bool."""
         visible = np.zeros((self.sequences, self.q_len, self.kv_len), dtype=bool)
         for band in self.bands:
             for query in range(band.q_start, band.q_stop):
-                row, i = divmod(query, self.q_len)
-                start, stop = band.visible(query)
-                visible[row, i, start - row * self.kv_len : stop - row * self.kv_len] = True
+                number, i = divmod(query, self.q_len)
+                start, stop = (key - number * self.kv_len for key in band.visible(query))
+                visible[number, i, start:stop] = True
         return visible
 
 
 def full(q_len: int, kv_len: int | None = None) -> Mask:
-    """Every query sees every key."""
+    """Return the mask in which every query sees every key."""
     kv_len = q_len if kv_len is None else kv_len
     return Mask(q_len, kv_len, (Band(0, q_len, 0, kv_len),) if q_len and kv_len else ())
 
 
 def causal(q_len: int, kv_len: int | None = None) -> Mask:
-    """A query sees the keys up to its own place; the last query stands at the last key."""
+    """Return the mask in which a query sees the keys up to its own place; the last query stands at the last key."""
     whole = full(q_len, kv_len)
     return Mask(q_len, whole.kv_len, tuple(b._replace(upper=whole.kv_len - q_len) for b in whole.bands))
 
 
 def sliding_window(q_len: int, window: int, kv_len: int | None = None, *, is_causal: bool = True) -> Mask:
-    """A query sees the last `window` keys up to its own place; if not `is_causal`, as many after it as before.
+    """Return the mask in which a query sees the last `window` keys; if not `is_causal`, as many after as before it.
 
     Raises:
         ValueError: a window below 1.
@@ -219,14 +212,14 @@ def sliding_window(q_len: int, window: int, kv_len: int | None = None, *, is_cau
 
 
 def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *, is_causal: bool = False) -> Mask:
-    """Documents packed into one row: a token sees its own document only.
+    """Return the mask of documents packed into one sequence: a token sees only its own document.
 
-    lengths: tokens of each document, in order; kv_lengths: keys of each, if they differ from the queries. is_causal:
-    within each document up to its own place, a document's last query at its last key.
+    lengths: tokens of each document, in order; kv_lengths: keys of each, if not as many as queries. is_causal: whether
+    a token sees only keys up to its own place; a document's last query stands at its last key.
 
     Raises:
         ValueError: a negative length, or key lengths for another number of documents.
-        TypeError: a length that is not a whole number.
+        TypeError: a length is not an integer.
     """
     kv_lengths = lengths if kv_lengths is None else kv_lengths
     lengths, kv_lengths = ([operator.index(length) for length in x] for x in (lengths, kv_lengths))
@@ -244,10 +237,10 @@ def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *
 
 
 def cumulative(ends: Sequence[int], *, is_causal: bool = False) -> Mask:
-    """`documents` by cumulative lengths: [0, end of the first, end of the second, ..., length of the row].
+    """Return `documents` of cumulative lengths: [0, end of the first, end of the second, ..., sequence length].
 
     Raises:
-        ValueError: they do not begin with 0, or descend.
+        ValueError: the lengths do not begin with 0, or descend.
     """
     if not len(ends) or ends[0] != 0 or any(stop < start for start, stop in pairwise(ends)):
         raise ValueError(f"cumulative lengths {list(ends)[:8]} must begin with 0 and never descend")
@@ -255,10 +248,10 @@ def cumulative(ends: Sequence[int], *, is_causal: bool = False) -> Mask:
 
 
 def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
-    """`documents` by the document's number of each token: (S,) for all rows alike, or (B, S) row by row.
+    """Return `documents` of the document number of each token: (S,) for all sequences, or (B, S) for each.
 
     Raises:
-        ValueError: a number that comes back after another one: a document lies in one piece.
+        ValueError: a number comes back after another one, so that its document is not in one piece.
     """
     if ids.ndim == 2:
         return by_sequence([documents_of(row, is_causal=is_causal) for row in ids])
@@ -272,10 +265,10 @@ def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
 
 
 def by_sequence(masks: Sequence[Mask]) -> Mask:
-    """Return one mask from those of the sequences of a batch.
+    """Return the mask of a batch from one mask for each sequence.
 
     Raises:
-        ValueError: none, or masks of different lengths, or of several sequences themselves.
+        ValueError: no masks, masks of different lengths, or a mask of several sequences.
     """
     shapes = {(mask.q_len, mask.kv_len, mask.sequences) for mask in masks}
     if len(shapes) != 1 or next(iter(shapes))[2] != 1:
@@ -288,7 +281,7 @@ def by_sequence(masks: Sequence[Mask]) -> Mask:
 
 
 def _overlay(a: Iterable[Band], b: Iterable[Band]) -> Iterator[Band]:
-    """Bands of the pairs that both lists show."""
+    """Yield the bands of the pairs that both lists show."""
     left, right = iter(a), iter(b)
     x, y = next(left, None), next(right, None)
     while x is not None and y is not None:

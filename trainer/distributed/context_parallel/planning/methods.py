@@ -1,10 +1,10 @@
-"""The methods of context parallelism, one record each, and the plans that they make. Nothing else knows their names.
+"""The methods of context parallelism, one record each, and the plans that they make. No other module names a method.
 
-ring          K/V go round; each rank has all heads of its rows (`schedules.py`).
-all_gather    K/V of all ranks at once.
+ring          K/V go round the ranks; each rank has all heads of its rows (`schedules.py`).
+all_gather    Each rank gets K/V of all ranks at once.
 all_to_all    Each rank has some of the heads and the whole sequence (Ulysses, arXiv 2309.14509).
-hybrid        All-to-all among consecutive ranks, a ring over such groups: rank i * A + a is number a of group i, and
-              works on its share of the heads of all the rows that group i owns (USP, arXiv 2405.07719).
+hybrid        All-to-all in head groups of A consecutive ranks, and a ring over the groups. Rank i * A + a is number a
+              of group i; it has its share of the heads, and all rows of its group (USP, arXiv 2405.07719).
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from trainer.distributed.context_parallel.planning.schedules import Schedule, al
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import union
 
-# Plans of a batch of ten thousand documents take megabytes, and other documents come with the next batch.
+# A plan of ten thousand documents takes megabytes, and the next batch has other documents.
 _KEPT = 16
 
 
@@ -26,9 +26,9 @@ _KEPT = 16
 class Method:
     """One way to spread attention over ranks.
 
-    schedule: how K/V travel, between ranks or between the groups that share the heads. divides_heads: whether ranks
-    divide the heads; two_level: only those of a group do, so that the mesh is 2-D, (ring, heads). passes: whether
-    key/value heads can travel a few at a time. hidden: whether messages travel under what is computed; for shards too
+    schedule: how K/V travel between ranks, or between head groups. divides_heads: whether ranks divide the heads.
+    two_level: whether only the ranks of a head group do, so that the mesh is 2-D, (ring, heads). passes: whether
+    key/value heads can travel a few at a time. hidden: whether messages travel while tiles are computed; for shards too
     short for that, `auto` takes the method `when_short`.
     """
 
@@ -40,13 +40,13 @@ class Method:
     when_short: str = ""
 
     def head_degree(self, degree: int, hybrid_degrees: tuple[int, int] | None = None) -> int:
-        """Return how many of `degree` ranks divide the heads among them; 1: each rank works on all heads."""
+        """Return how many of `degree` ranks divide the heads; 1: each rank has all heads."""
         if not self.divides_heads:
             return 1
         return (hybrid_degrees or (1,))[0] if self.two_level else degree
 
     def ways(self, degree: int, heads: int) -> Iterator[tuple[int, int] | None]:
-        """Return the hybrid degrees, or None for a method without, with which the method can spread so many heads."""
+        """Yield the hybrid degrees (None if the method has none) with which it can spread so many heads."""
         if self.two_level:
             sizes = (a for a in range(2, degree) if degree % a == 0 and heads % a == 0)
             yield from ((a, degree // a) for a in sizes)
@@ -71,13 +71,13 @@ def make_plan(
     kv_layout: AxisLayout | None = None,
     head_degree: int | None = None,
 ) -> RankPlan:
-    """Return what `rank` of the layout's degree does; cached.
+    """Return the plan of a rank; cached.
 
-    kv_layout: who owns which keys, if they are not as many as the queries. head_degree: for `hybrid`, how many
-    consecutive ranks divide the heads; it divides the degree.
+    kv_layout: the layout of the keys, if they are not as many as the queries. head_degree: for `hybrid`, the size of a
+    head group, which divides the degree.
 
     Raises:
-        ValueError: a method that is none, a mask for sequences of another length, a head degree that does not divide.
+        ValueError: an unknown method, a mask for another length, or a head degree that does not divide the degree.
     """
     kv_layout = kv_layout or layout
     if method not in METHODS:
@@ -97,7 +97,7 @@ def _plan(layout: AxisLayout, kv_layout: AxisLayout, mask: Mask, method: str, ra
     if head_degree == 1:
         needs = _needs(layout, kv_layout, mask)
         return RankPlan(method, rank, layout, kv_layout, needs.sequences, *METHODS[method].schedule(needs, rank))
-    # A group that divides the heads is one rank of the schedule.
+    # A head group is one rank of the schedule.
     needs = _needs(*(_of_groups(x, head_degree) for x in (layout, kv_layout)), mask)
     group, stages = rank // head_degree, METHODS[method].schedule(needs, rank // head_degree)
     inner = RankPlan("ring", group, *needs.layouts, needs.sequences, *stages)
@@ -110,6 +110,6 @@ def _needs(q_layout: AxisLayout, kv_layout: AxisLayout, mask: Mask) -> Needs:
 
 
 def _of_groups(layout: AxisLayout, ranks: int) -> AxisLayout:
-    """What each group of so many consecutive ranks owns together."""
+    """Return the layout over groups of so many consecutive ranks."""
     groups = (union(sum(layout.ranges[i : i + ranks], ())) for i in range(0, layout.degree, ranks))
     return AxisLayout(layout.name, layout.length, tuple(groups))

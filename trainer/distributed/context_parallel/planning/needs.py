@@ -1,4 +1,4 @@
-"""Who needs what: the keys that each rank's queries see under a mask."""
+"""The keys that each rank needs, because its queries see them under a mask."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from trainer.distributed.sharding.ranges import Range, Ranges, intersection, uni
 
 
 class Needs:
-    """What every rank of a layout needs under a mask, computed at first use.
+    """The needs of all ranks of a layout under a mask, computed at first use.
 
-    Sequences of a batch with masks of their own are one sequence here, laid one after another.
+    Sequences with different masks lie one after another here, as one sequence.
     """
 
     def __init__(self, q_layout: AxisLayout, kv_layout: AxisLayout, mask: Mask) -> None:
@@ -40,11 +40,11 @@ class Needs:
         return self._held[key]
 
     def tiles(self, rank: int, held: Ranges) -> tuple[Tile, ...]:
-        """Return the tiles of attention of the rank's queries over the keys that it holds."""
+        """Return the tiles of the rank's queries and the held keys."""
         return tiles_of(self._pieces(self.q_ranges[rank]), held)
 
     def _pieces(self, queries: Ranges) -> Iterator[Piece]:
-        """Parts of `queries` that lie in one band, with their place among the queries."""
+        """Yield the parts of `queries` that lie in one band, with their place among the queries."""
         place = 0
         for start, stop in queries:
             number = bisect_right(self._band_stops, start)

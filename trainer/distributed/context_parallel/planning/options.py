@@ -1,4 +1,4 @@
-"""How attention is spread over ranks: settings, and the plan of one batch. Torch-free."""
+"""Settings of context parallelism, and the plan of one batch. Torch-free."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout, buil
 
 
 class ContextParallelError(RuntimeError):
-    """Context parallelism is not in force where it should be, or used in a way that cannot be right."""
+    """Context parallelism is not active where it should be, or is used in a way that cannot be right."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class ContextParallelOptions:
     """How attention is spread over the ranks.
 
     method: `ring`, `all_gather`, `all_to_all` or `hybrid`; load_balancer: `head_tail`, `contiguous` or `balanced`;
-    kernel: `auto`, or the name of one; heads_per_pass: key/value heads that travel at a time, 0 for all;
-    hybrid_degrees: for `hybrid`, how many neighbours divide the heads, and how many groups of them make the ring;
-    multiple_of: what divides each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
+    kernel: `auto`, or the name of a kernel; heads_per_pass: key/value heads that travel at a time, 0 for all;
+    hybrid_degrees: for `hybrid`, the size of a head group, and the number of groups, which make the ring; multiple_of:
+    a divisor of each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
 
     Raises:
-        ContextParallelError: a value that is none of these, or one that changes nothing.
+        ContextParallelError: a value that is none of these, or one that has no effect.
     """
 
     method: str = "ring"
@@ -66,18 +66,18 @@ class ContextParallelOptions:
         return METHODS[self.method]
 
     def head_degree(self, degree: int) -> int:
-        """Return how many of `degree` ranks divide the heads among them; 1: every rank works on all heads."""
+        """Return how many of `degree` ranks divide the heads; 1: every rank has all heads."""
         return self.spread.head_degree(degree, self.hybrid_degrees)
 
     def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> AxisLayout:
-        """Who owns which tokens of a batch; `balanced` deals by what is visible of `mask` under a causal mask."""
+        """Return the layout of a batch; `balanced` deals by the work under a causal mask, intersected with `mask`."""
         return _layout(self, seq_len, degree, mask if self.load_balancer == "balanced" else None)
 
 
 @lru_cache(maxsize=4)
 def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Mask | None) -> AxisLayout:
     work = None if mask is None else (causal(seq_len) & mask).work()
-    # The ranks of a group share what one rank of the ring over groups would own.
+    # The ranks of a head group share what one rank of the ring would own.
     group = options.head_degree(degree) if options.spread.two_level else 1
     unit = options.multiple_of * group
     if seq_len % unit:
@@ -88,10 +88,10 @@ def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Ma
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What context parallelism needs to know of a batch, made where the batch is made.
+    """The context-parallel plan of a batch, made with the batch.
 
-    mask: which tokens see each other, beside what each attention says of itself; layout: who owns which; options: how
-    its attention is spread; reason: why so, where that was chosen for this batch.
+    mask: which tokens may see each other, to be intersected with the mask of each attention; layout: who owns which
+    tokens; options: how attention is spread; reason: why, if the method was chosen for this batch.
     """
 
     mask: Mask
@@ -107,9 +107,9 @@ class BatchPlan:
         options: ContextParallelOptions,
         choose: Callable[[Mask], tuple[ContextParallelOptions, str]] | None = None,
     ) -> "BatchPlan":
-        """Plan packed rows: `document_ids` (B, S) are the documents that must not see each other.
+        """Return the plan of packed sequences: `document_ids` (B, S) number documents that do not see each other.
 
-        choose: what gives options and reason for a mask, in the place of `options`.
+        choose: returns options and reason for a mask, and replaces `options`.
         """
         ids = batch["document_ids"]
         mask = documents_of(ids)

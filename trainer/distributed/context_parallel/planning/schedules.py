@@ -1,10 +1,10 @@
-"""Schedules of K/V: at which stage which rows travel, and which tiles are computed. Both directions begin locally.
+"""Schedules: the rows of K/V that travel at each stage, and the tiles that are computed. Stage 0 is local.
 
-ring          Forward: K/V move from rank r to r - 1; at stage s rank r works on what rank (r + s) mod N owns. A row
-              comes from the rank before on the way if that one works on it too, else from its owner. For causal
-              head_tail that is 25 % less in total than a ring in which everything goes round.
-              Backward: the other way round, from r to r + 1, farthest first, so that the first rank on the way that
-              sees a row fetches it from its owner, and its gradient (dK, dV) is added up on the way home.
+ring          Forward: K/V move from rank r to r - 1; at stage s rank r has the rows that rank (r + s) mod N owns. A row
+              comes from the previous rank on its way if that rank needs it too, else from its owner. For causal
+              head_tail this sends 25 % less in total than a ring in which every row goes round.
+              Backward: K/V move from rank r to r + 1, from the farthest owner first. The first rank on the way that
+              needs a row gets it from its owner. Its gradient (dK, dV) is added up on the way home.
 
                   forward, N = 4: whose K/V rank r holds        backward
                   stage   1 2 3                                 stage   1 2 3
@@ -13,8 +13,8 @@ ring          Forward: K/V move from rank r to r - 1; at stage s rank r works on
                   rank 2  3 0 1                                 rank 2  1 0 3
                   rank 3  0 1 2                                 rank 3  2 1 0
 
-all_gather    Stage 0 is what a rank owns itself, stage 1 everything else that it sees, straight from the owners; by the
-              collective (and the gradients back by reduce-scatter) unless the mask leaves less than half of that.
+all_gather    Stage 1 has all needed rows of other ranks. They come by all-gather, and gradients return by
+              reduce-scatter. If less than half of all rows is needed, messages from the owners replace both.
 
 Ring attention: arXiv 2310.01889.
 """
@@ -26,7 +26,7 @@ from trainer.distributed.context_parallel.planning.plan import Message, Stage
 from trainer.distributed.sharding.ranges import difference, intersection, size
 
 Schedule = tuple[tuple[Stage, ...], tuple[Stage, ...]]
-"""Stages of one rank, forward and backward; stage 0 of both is local."""
+"""The stages of one rank, forward and backward; stage 0 of both is local."""
 
 
 def ring(needs: Needs, rank: int) -> Schedule:
@@ -39,7 +39,7 @@ def ring(needs: Needs, rank: int) -> Schedule:
 
 
 def all_gather(needs: Needs, rank: int) -> Schedule:
-    """Return two stages, of which the second has everything of other ranks."""
+    """Return two stages, the second with all needed rows of other ranks."""
     local, degree = _local(needs, rank), needs.degree
     wanted = sum(size(difference(needs.keys(r), needs.kv_ranges[r])) for r in range(degree))
     if not wanted:
@@ -59,12 +59,12 @@ def all_gather(needs: Needs, rank: int) -> Schedule:
 
 
 def _local(needs: Needs, rank: int) -> Stage:
-    """What a rank owns itself."""
+    """Return the stage of the rows that a rank owns."""
     return Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank]))
 
 
 def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """In the order of posting: between any two ranks both sides then post alike, so that messages match."""
+    """Sort messages in the order of posting, which is the same on both sides, so that messages match."""
     return tuple(sorted((m for m in messages if m.ranges), key=lambda m: (m.source, m.target, m.ranges)))
 
 
@@ -72,13 +72,13 @@ def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 def _steps(needs: Needs, direction: int) -> list[int]:
-    """Steps of the ring at which some rank has work: without the idle ones, messages travel under earlier work."""
+    """Return the steps of the ring at which some rank has work; without idle steps, messages hide behind work."""
     ranks, steps = range(needs.degree), range(1, needs.degree)
     return [s for s in steps if any(needs.held(rank, (rank - direction * s) % needs.degree) for rank in ranks)]
 
 
 def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
-    """Stage `step` of a ring in which K/V move by `direction`; they left their owner `step` hops ago."""
+    """Return the stage of a ring in which K/V move by `direction`, and left their owner `step` hops ago."""
     held = needs.held(rank, (rank - direction * step) % needs.degree)
     messages = [*_arrivals(needs, rank, step, direction), *_departures(needs, rank, step, direction)]
     home = [] if direction < 0 else [*_homeward(needs, rank, step), *_returns(needs, rank, step)]
@@ -86,36 +86,33 @@ def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
 
 
 def _arrivals(needs: Needs, rank: int, step: int, direction: int) -> Iterator[Message]:
-    """What `rank` receives to work on at `step`."""
-    owner, before = (rank - direction * step) % needs.degree, (rank - direction) % needs.degree
-    yield from _split(needs, rank, owner, before)
+    """Yield what `rank` receives for `step`."""
+    owner, previous = (rank - direction * step) % needs.degree, (rank - direction) % needs.degree
+    yield from _split(needs, rank, owner, previous)
 
 
 def _departures(needs: Needs, rank: int, step: int, direction: int) -> Iterator[Message]:
-    """What `rank` sends for the others' `step`: on to its neighbour, and of its own to one with a gap before it."""
+    """Yield what `rank` sends for others' `step`: to the next rank, and its own rows to a rank after a gap."""
     for target in {(rank + direction) % needs.degree, (rank + direction * step) % needs.degree}:
         yield from (m for m in _arrivals(needs, target, step, direction) if m.source == rank)
 
 
 def _homeward(needs: Needs, rank: int, step: int) -> Iterator[Message]:
-    """Where the gradients that `rank` has after `step` go: to the next rank if it adds to them, else home."""
+    """Yield where the gradients of `rank` go after `step`: to the next rank if it adds to them, else home."""
     owner = (rank - step) % needs.degree
     for message in _split(needs, rank, owner, (rank + 1) % needs.degree):
         yield Message(rank, message.source, message.ranges)
 
 
 def _returns(needs: Needs, rank: int, step: int) -> Iterator[Message]:
-    """Gradients that reach `rank` after the others' `step`: from its neighbour, and of its own from any rank."""
+    """Yield the gradients that reach `rank` after others' `step`: from the previous rank, and home from any."""
     for source in {(rank - 1) % needs.degree, (rank + step) % needs.degree}:
         yield from (m for m in _homeward(needs, source, step) if m.target == rank)
 
 
-def _split(needs: Needs, rank: int, owner: int, neighbour: int) -> Iterator[Message]:
-    """What `rank` needs of `owner`: from the neighbour as far as it has it too, the rest from the owner."""
+def _split(needs: Needs, rank: int, owner: int, via: int) -> Iterator[Message]:
+    """Yield the rows of `owner` that `rank` needs: from the rank `via` if it needs them too, else from `owner`."""
     held = needs.held(rank, owner)
-    if neighbour == owner:
-        yield Message(owner, rank, held)
-        return
-    there = needs.held(neighbour, owner)
-    yield Message(neighbour, rank, intersection(held, there))
+    there = needs.held(via, owner) if via != owner else ()
+    yield Message(via, rank, intersection(held, there))
     yield Message(owner, rank, difference(held, there))

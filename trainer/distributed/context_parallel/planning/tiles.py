@@ -1,9 +1,7 @@
-"""Which tiles of attention a rank computes: the queries that it has times the keys that it holds, under a mask.
-Torch-free.
+"""The tiles of attention that a rank computes: its queries times the keys that it holds, under a mask. Torch-free.
 
-A query sees one interval of keys (`mask.py`), and what is held of it lies together: one interval of places in the
-buffer. As a function of the query both ends of it are made of flat and rising stretches; where neither end changes its
-slope, the queries make one tile.
+A query sees one interval of keys (`mask.py`), so it sees one interval of places in the buffer of held keys. From query
+to query each end of the interval stays or moves on by one. Queries between two changes of these slopes make one tile.
 
     causal, queries [4, 8) of a rank that holds the keys [0, 3) and [5, 7)
 
@@ -24,7 +22,7 @@ from trainer.distributed.sharding.ranges import Offsets, Range, Ranges
 
 @dataclass(frozen=True)
 class Tile:
-    """Local query rows times rows of what the stage holds, places counted in each from 0."""
+    """Queries times keys: places among the local queries, and in the buffer of held keys."""
 
     q: Range
     kv: Range
@@ -32,16 +30,16 @@ class Tile:
 
     @property
     def pairs(self) -> int:
-        """Number of visible (query, key) pairs."""
+        """The number of visible (query, key) pairs."""
         return self.relation.pairs(self.q[1] - self.q[0], self.kv[1] - self.kv[0])
 
 
 Piece = tuple[int, int, int, Band]
-"""Queries [start, stop) of one band, the first one's place among the local queries."""
+"""Queries [start, stop) of one band, the place of the first among the local queries, and the band."""
 
 
 def tiles_of(pieces: Iterable[Piece], held: Ranges) -> tuple[Tile, ...]:
-    """Tiles that cover every visible pair of the pieces' queries and the held keys once."""
+    """Return tiles that cover every visible pair of the pieces' queries and the held keys once."""
     if not held:
         return ()
     places = Offsets(held)
@@ -60,7 +58,7 @@ def tiles_of(pieces: Iterable[Piece], held: Ranges) -> tuple[Tile, ...]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Local queries [start, start + count); the first and the last one's interval of places in the buffer."""
+    """Local queries [start, start + count), and the intervals of places that the first and the last one see."""
 
     start: int
     count: int
@@ -68,7 +66,7 @@ class _Rows:
     last: Range
 
     def followed_by(self, other: "_Rows") -> "_Rows | None":
-        """Both as one stretch, if their ends go on with the same slopes."""
+        """Return both as one stretch if the slopes of both ends continue, else None."""
         if other.start != self.start + self.count:
             return None
         for end in (0, 1):
@@ -82,16 +80,12 @@ class _Rows:
 
     def tile(self) -> Tile:
         lower, upper = (self.last[end] > self.first[end] for end in (0, 1))
-        relation = (
-            (Relation.BI_CAUSAL if upper else Relation.INV_CAUSAL)
-            if lower
-            else (Relation.CAUSAL if upper else Relation.FULL)
-        )
+        relation = next(each for each in Relation if (each.lower, each.upper) == (lower, upper))
         return Tile((self.start, self.start + self.count), (self.first[0], self.last[1]), relation)
 
 
 def _stretches(piece: Piece, places: Offsets) -> Iterator[_Rows]:
-    """The piece's queries in stretches on which both ends of what they see rise or stay."""
+    """Yield the piece's queries in stretches on which each end of their interval has one slope."""
     start, stop, place, band = piece
     cuts = {start, stop}
     for bound in (band.lower, band.upper):
