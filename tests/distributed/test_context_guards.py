@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_context_parallel import mesh_of_all
+from tests.masks import dense
 from trainer.config import ConfigError, parse_command_line
 from trainer.distributed import head_tail
 from trainer.distributed.context_parallel import (
@@ -226,7 +227,7 @@ def rows_case(order: str) -> float:
     process = Process.from_environment()
     masks = [documents([3, 5], is_causal=True), causal(8), documents([8, 0])]
     q = torch.randn(3, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    visible = torch.from_numpy((by_sequence(masks) & causal(8)).dense()).unsqueeze(1)
+    visible = torch.from_numpy(dense(by_sequence(masks) & causal(8))).unsqueeze(1)
     wanted = F.scaled_dot_product_attention(q, q, q, attn_mask=visible)
     table = torch.arange(20.0).reshape(10, 2)
     with process_group(process, parse_command_line([]).config.comm):

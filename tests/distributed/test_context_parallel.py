@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.harness import TINY
 from tests.distributed.pool import WorkerPool
+from tests.masks import dense
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import ContextParallelAttention, context_parallel_attention
 from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.execution import communicators
+from trainer.distributed.context_parallel.execution import build
 from trainer.distributed.context_parallel.live import LivePlan, opened
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
 from trainer.distributed.context_parallel.planning.mask import (
@@ -110,7 +111,7 @@ def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
     q, k, v, cotangent, *sinks = (x.to(torch.float64, copy=True) for x in case.inputs())
     leaves = [x.requires_grad_() for x in (q, k, v, *sinks)]
     group = q.shape[1] // k.shape[1]
-    visible = torch.from_numpy(case.whole_mask.dense()).unsqueeze(1)
+    visible = torch.from_numpy(dense(case.whole_mask)).unsqueeze(1)
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
     scores = scores.masked_fill(~visible, -1e300)
     for sink in sinks:
@@ -358,7 +359,7 @@ def test_a_kernel_that_is_asked_for_is_used(pool: WorkerPool) -> None:
 def own_communicators_case(cases: list[Case]) -> tuple[list[dict], int]:
     """As where one communicator is one queue: gradients of keys and values travel over another one."""
     made = mock.Mock(wraps=dist.new_group)
-    with mock.patch.object(communicators, "_is_queue", return_value=True), mock.patch.object(dist, "new_group", made):
+    with mock.patch.object(build, "_is_queue", return_value=True), mock.patch.object(dist, "new_group", made):
         results = attention_case(cases)
     return results, sum(call.kwargs.get("group_desc") == "cp_gradients" for call in made.call_args_list)
 
@@ -440,7 +441,7 @@ def _misplaced(mesh: DeviceMesh, module: nn.Module, options: ContextParallelOpti
         v = F.one_hot(tokens, seq_len).double().unsqueeze(1).repeat(1, mesh.size(), 1, 1).requires_grad_()
         k = torch.randn_like(v).detach()
         out = module(torch.zeros_like(k), k, v, plan=cp.attention_plan)
-        visible = torch.from_numpy((causal(seq_len) & mask).repeated(rows).dense())
+        visible = torch.from_numpy(dense((causal(seq_len) & mask).repeated(rows)))
         counts = visible.sum(2, keepdim=True).double()
         if not torch.allclose(out[:, 0] * counts[:, mine], visible[:, mine].double(), rtol=0, atol=1e-9):
             wrong.append("output")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.masks import dense
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
 from trainer.distributed.context_parallel.planning.heads import HeadShare, aligned, check_heads
 from trainer.distributed.context_parallel.planning.mask import (
@@ -82,10 +83,10 @@ def test_all_ranks_together_do_the_work_of_one(problem: Problem, method: str, di
     per_pair = {"forward": 4, "backward": 10}[direction] * shape.head_dim * heads * widths(mask, shape)
     head_degree = math.gcd(head_degree, layout.degree)
     costs = cost_of_all(layout, mask, method, shape, direction, 0, kv_layout, head_degree)
-    assert sum(cost.flops for _, cost in costs) == per_pair * mask.dense().sum()
+    assert sum(cost.flops for _, cost in costs) == per_pair * dense(mask).sum()
     for plan, cost in costs:
         if method in ("ring", "all_gather"):
-            assert cost.flops == per_pair * mask.dense()[:, layout.indices(plan.rank)].sum()
+            assert cost.flops == per_pair * dense(mask)[:, layout.indices(plan.rank)].sum()
         else:  # the ranks of a head group do the same, for other heads
             first = 0 if method == "all_to_all" else plan.rank - plan.rank % head_degree
             assert cost.flops == costs[first][1].flops

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.masks import dense
 from trainer.distributed.context_parallel.planning.mask import (
     Band,
     Mask,
@@ -54,17 +55,17 @@ def cut(total: int, ends: list[int]) -> list[int]:
     return np.diff([0, *sorted(min(end, total) for end in ends), total]).tolist()
 
 
-def check(mask: Mask, dense: np.ndarray) -> None:
+def check(mask: Mask, expected: np.ndarray) -> None:
     """The mask shows these pairs, (rows, q_len, kv_len), and counts them right."""
-    assert (mask.dense() == dense).all()
-    assert mask.dense().shape == dense.shape
-    assert (mask.work() == dense.sum(axis=(0, 2))).all()
+    assert (dense(mask) == expected).all()
+    assert dense(mask).shape == expected.shape
+    assert (mask.work() == expected.sum(axis=(0, 2))).all()
     assert mask.work().shape == (mask.q_len,)
-    assert mask.area() == dense.sum()
+    assert mask.area() == expected.sum()
     queries = [query for band in mask.bands for query in range(band.q_start, band.q_stop)]
     assert queries == sorted(set(queries))
     for row in range(mask.sequences):
-        assert (mask.sequence(row).dense()[0] == dense[row]).all()
+        assert (dense(mask.sequence(row))[0] == expected[row]).all()
 
 
 @st.composite
@@ -109,7 +110,7 @@ def test_an_intersection_shows_what_all_its_masks_show(data: st.DataObject, q_le
     (a, dense_a), (b, dense_b), (c, dense_c) = (data.draw(masks(q_len, kv_len, rows)) for _ in range(3))
     check(a & b, dense_a & dense_b)
     check(a & b & c, dense_a & dense_b & dense_c)
-    assert ((b & a).dense() == (a & b).dense()).all()
+    assert (dense(b & a) == dense(a & b)).all()
 
 
 @given(lengths)
@@ -119,9 +120,9 @@ def test_causal_of_equal_lengths_is_a_triangle(seq_len: int):
 
 
 def test_the_last_query_stands_at_the_last_key():
-    assert causal(2, 4).dense()[0].astype(int).tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert causal(4, 2).dense()[0].astype(int).tolist() == [[0, 0], [0, 0], [1, 0], [1, 1]]
-    assert sliding_window(2, 2, 4).dense()[0].astype(int).tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert dense(causal(2, 4))[0].astype(int).tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert dense(causal(4, 2))[0].astype(int).tolist() == [[0, 0], [0, 0], [1, 0], [1, 1]]
+    assert dense(sliding_window(2, 2, 4))[0].astype(int).tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
 
 
 @given(document_lengths, st.booleans())

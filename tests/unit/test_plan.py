@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.masks import dense
 from trainer.distributed.context_parallel.planning.mask import (
     Mask,
     Relation,
@@ -62,10 +63,10 @@ class Problem:
     def visible(self) -> np.ndarray:
         """(rows * q_len, rows * kv_len) bool: no query sees a key of another row."""
         mask = self.mask
-        dense = np.zeros((mask.sequences, mask.q_len, mask.sequences, mask.kv_len), dtype=bool)
-        for row, pairs in enumerate(mask.dense()):
-            dense[row, :, row] = pairs
-        return dense.reshape(mask.sequences * mask.q_len, mask.sequences * mask.kv_len)
+        visible = np.zeros((mask.sequences, mask.q_len, mask.sequences, mask.kv_len), dtype=bool)
+        for row, pairs in enumerate(dense(mask)):
+            visible[row, :, row] = pairs
+        return visible.reshape(mask.sequences * mask.q_len, mask.sequences * mask.kv_len)
 
     @cached_property
     def views(self) -> np.ndarray:

@@ -12,6 +12,7 @@ import pytest
 from scripts.plan_picture import polygon
 from scripts.plan_tables import Case
 from scripts.show_plan import build, main, parse_documents, parser
+from tests.masks import dense
 from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.sharding.layout import LOAD_BALANCERS, head_tail
@@ -162,7 +163,7 @@ def test_the_square_shows_each_visible_pair_once(mask: list[str], method: str, l
                         # A diagonal cuts half a square off at each end.
                         assert area_of(corners) == pytest.approx(seen.sum() - shown_before, abs=0.51)
                     assert seen.sum() - before == tile.pairs
-        assert (seen == each * case.mask.dense()[0]).all()
+        assert (seen == each * dense(case.mask)[0]).all()
 
 
 def area_of(corners: list[tuple[float, float]]) -> float:

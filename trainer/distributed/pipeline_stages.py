@@ -163,12 +163,16 @@ def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> t
     return _dealt(parallelism, modules, default)
 
 
+def _check_names(way: str, names: Sequence[str], modules: Sequence[str]) -> None:
+    for name in names:
+        if name not in modules:
+            raise ConfigError(f"{_KEY}{way} names {name!r}, which the model lacks{did_you_mean(name, modules)}")
+
+
 def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     stages = tuple(tuple(name.strip() for name in stage.split(",")) for stage in listed)
     names = [name for stage in stages for name in stage]
-    for name in names:
-        if name not in modules:
-            raise ConfigError(f"{_KEY}module_fqns names {name!r}, which the model lacks{did_you_mean(name, modules)}")
+    _check_names("module_fqns", names, modules)
     if names != list(modules):
         pairs = zip_longest(names, modules, fillvalue="the end")
         wrong, right = next((a, b) for a, b in pairs if a != b)
@@ -180,11 +184,7 @@ def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, .
 
 
 def _split(points: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    for point in points:
-        if point not in modules:
-            raise ConfigError(
-                f"{_KEY}split_points names {point!r}, which the model lacks{did_you_mean(point, modules)}"
-            )
+    _check_names("split_points", points, modules)
     places = [modules.index(point) for point in points]
     if places != sorted(set(places)) or places[0] == 0:
         raise ConfigError(

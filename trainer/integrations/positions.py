@@ -16,7 +16,7 @@ class Positions:
 
     A model without positions counts a rank's part of the sequence from 0. This is right if the part begins a sequence
     or a document, and only if the other ranks count in the same way. So the ranks compare their `flags`, and
-    `are_wrong` judges them together.
+    `wrong_ranks` judges them together.
     """
 
     def __init__(self, live: LivePlan) -> None:
@@ -41,14 +41,10 @@ class Positions:
             self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)
 
     @staticmethod
-    def were_counted_here(flags: int) -> bool:
-        """Return whether a rank with these flags counted from the start of its part."""
-        return bool(flags & _RESTARTED)
-
-    @staticmethod
-    def are_wrong(flags: list[int]) -> bool:
-        """Return whether a rank counted from 0, and all ranks together neither the sequence nor its documents."""
-        return reduce(or_, flags) == _RESTARTED | _NOT_GLOBAL | _NOT_BY_DOCUMENT
+    def wrong_ranks(flags: list[int]) -> list[int]:
+        """Return the ranks that counted their part from 0; none if all ranks counted the sequence or its documents."""
+        wrong = reduce(or_, flags) == _RESTARTED | _NOT_GLOBAL | _NOT_BY_DOCUMENT
+        return [rank for rank, each in enumerate(flags) if wrong and each & _RESTARTED]
 
 
 def _agree(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -116,9 +116,9 @@ class ModelWatch:
     def refusal_of_ranks(self, flags: list[int]) -> str | None:
         """Return why positions are wrong, by the flags of all ranks, or None."""
         self.has_news = False
-        if not Positions.are_wrong(flags):
+        ranks = Positions.wrong_ranks(flags)
+        if not ranks:
             return None
-        ranks = [rank for rank, each in enumerate(flags) if Positions.were_counted_here(each)]
         return (
             f"the model counts positions from 0 on rank(s) {ranks} of the group, where its tokens are not the "
             "sequence's first; give it global `position_ids`, cut as a buffer of `context_parallel`, or those of "

@@ -1,4 +1,4 @@
-"""What is done to a model that is not distribution: recomputation, compilation, float8. These are the public names."""
+"""Public names of transforms of a model on one rank: recomputation, compilation, float8."""
 
 from trainer.lazy import lazy_exports
 

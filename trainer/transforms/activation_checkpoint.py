@@ -1,7 +1,7 @@
-"""Activation checkpointing of decoder blocks: what the backward computes again instead of keeping it.
+"""Activation checkpointing of decoder blocks: activations that the backward recomputes instead of keeping them.
 
 A block's `forward` is replaced, on the instance, by one that runs the same code under `torch.utils.checkpoint`. No
-module is added: the names of parameters, from which weights are drawn and by which checkpoints are keyed, stay.
+module is added, so that parameters keep their names, from which weights are drawn and by which checkpoints are keyed.
 """
 
 import types
@@ -21,8 +21,8 @@ from trainer.transforms.forward import replace_forward
 
 CONTEXT_PARALLEL_ATTENTION = "trainer::context_parallel_attention"
 
-# By name, because some exist on some builds only and context parallelism registers its own when it is used. What is
-# kept is an operator's whole output: for attention also the log-sum-exp, so that no key or value travels again.
+# By name, because some operators exist on some builds only, and context parallelism registers its own at its first use.
+# An operator's whole output is kept, for attention also the log-sum-exp, so that no key or value travels again.
 KEPT_OPERATORS = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -42,11 +42,10 @@ MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
 
 
 def apply_activation_checkpoint(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None:
-    """Checkpoint all layers or every n-th, whole or operator by operator, as `config` says; in place.
+    """Checkpoint all layers or every n-th layer, whole or by operator, as `config` says; in place.
 
-    layers: by number, so that a pipeline's stages have those that the whole model has.
-
-    Call it after tensor parallelism and before `torch.compile` and `fully_shard`.
+    layers: by number, so that a pipeline's stages checkpoint the same layers as the whole model. Call it after tensor
+    parallelism, and before `torch.compile` and `fully_shard`.
     """
     if config.mode == "none":
         return
@@ -62,8 +61,8 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, config: ActivationCheckpo
             replace_forward(layer, "activation checkpointing", types.MethodType(forward, layer))
 
 
-# Functions of the block, not closures over it: torch.compile then makes one graph for all blocks. The arguments go
-# through as they are, whatever the block takes. Nothing here draws random numbers, so no generator state is kept.
+# Functions of the block, not closures over it, so that torch.compile makes one graph for all blocks. Blocks draw no
+# random numbers, so no generator state is kept.
 
 
 def _forward_keeping_inputs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +83,7 @@ def _checkpointed(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _contexts_keeping_exchanges() -> tuple[Any, Any]:
-    """The compiler chooses within its budget, but for attention over several ranks.
+    """Keep attention over several ranks; the compiler chooses the rest within its budget.
 
     Ranks with shards of different lengths might choose differently, and one would wait for an exchange of the other.
     """
@@ -97,19 +96,18 @@ def _keep_exchanges(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwar
 
 
 def _contexts_keeping_operators() -> tuple[Any, Any]:
-    """Contexts of one block's forward and of its recomputation."""
     return create_selective_checkpoint_contexts(_KeepOperators())
 
 
 class _KeepOperators:
-    """The policy of one call of one block: `KEPT_OPERATORS` and every second matrix product.
+    """The policy of one call of one block: keep `KEPT_OPERATORS` and every second matrix product.
 
-    The second, fourth, ... and not the first, third, ...: a block's last product (of seven, in Llama) only feeds the
-    residual sum, whose backward needs no input, so that keeping its output would save nothing.
+    It starts with the second product. A block's last one (of seven, in Llama) only feeds the residual sum, whose
+    backward needs no input, so that keeping its output would save nothing.
     """
 
     def __init__(self) -> None:
-        self.products: Counter[bool] = Counter()  # torch 2.11 also asks while it recomputes
+        self.products: Counter[bool] = Counter()  # by whether it recomputes; torch 2.11 asks then too
 
     def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = op.name().split(".")[0]  # without the overload

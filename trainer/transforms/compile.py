@@ -1,4 +1,4 @@
-"""torch.compile of decoder blocks, one graph each; all blocks of one shape share one compiled code. And of the loss."""
+"""torch.compile of the loss and of decoder blocks, one graph each; blocks of one shape share compiled code."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +16,18 @@ from trainer.transforms.forward import replace_forward
 
 logger = logging.getLogger("trainer")
 F = TypeVar("F", bound=Callable)
-_TAG = " rank "  # what comes before it in the key of the caches is the user's
+_TAG = " rank "  # the part of the caches' key before it belongs to the user
 
 
 def apply_compile(blocks: Sequence[nn.Module], options: CompileOptions, *, embedding: nn.Module | None = None) -> None:
-    """Compile the forward of each block as one graph, in place; modules and names stay as they are.
+    """Compile the forward of each block as one graph, in place; modules and names stay the same.
 
-    Call it after tensor parallelism and activation checkpointing, which become part of the graph, and before
-    `fully_shard`, whose gathering stays outside. embedding: what feeds the first block, if it is tensor-parallel.
+    embedding: the module before the first block, if it is tensor-parallel. Call it after tensor parallelism and
+    activation checkpointing, which become part of the graph, and before `fully_shard`, whose gathering stays outside.
     """
     if not options.model:
         return
-    # It asks to look for in-place operators in checkpointed blocks, on every rank; there are none.
+    # It warns of in-place operators in checkpointed blocks, on every rank; there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in blocks:
         replace_forward(block, "compile", _compiled(block.forward, options))
@@ -36,14 +36,14 @@ def apply_compile(blocks: Sequence[nn.Module], options: CompileOptions, *, embed
 
 
 def compiled_loss(loss: F, options: CompileOptions) -> F:
-    """Return `loss`, compiled if the options say so."""
+    """Return `loss`, or its compiled form if the options say so."""
     return _compiled(loss, options) if options.loss else loss
 
 
 def _compiled(function: F, options: CompileOptions) -> F:
     inductor = {}
     if torch.are_deterministic_algorithms_enabled():
-        inductor["deterministic"] = True  # kernels are not chosen by their time
+        inductor["deterministic"] = True  # kernels are not chosen by their measured time
     if options.overlaps_tensor_parallel:
         inductor["_micro_pipeline_tp"] = True
     if options.rounds_as_eager:
@@ -55,14 +55,14 @@ def _compiled(function: F, options: CompileOptions) -> F:
 
 @contextmanager
 def compiler_settings(options: CompileOptions) -> Iterator[None]:
-    """Around forward and backward: how the graphs that are compiled inside are divided between the two.
+    """Set how graphs that are compiled inside are divided between forward and backward; enter it around both.
 
-    Inductor's own settings are options of each function: it may compile a backward on another thread, which does not
-    see a context.
+    Inductor's settings are options of each function instead, because it may compile a backward on another thread, which
+    does not see a context.
     """
     settings = {}
     if options.splits_backward:
-        settings["donated_buffer"] = False  # else the first run overwrites what the second needs
+        settings["donated_buffer"] = False  # else the first run overwrites inputs of the second
     if options.memory_budget is not None:
         settings["activation_memory_budget"] = options.memory_budget
         # Process groups are arguments of graphs with tensor parallelism; they hold no tensors.
@@ -73,10 +73,10 @@ def compiler_settings(options: CompileOptions) -> Iterator[None]:
 
 
 def keep_caches_apart(dims: ParallelDims) -> None:
-    """Let this process find in the compiler's caches only what was compiled on this rank, for these process groups.
+    """Restrict the compiler's caches to code that was compiled on this rank, for these process groups.
 
-    Compiled code has the rank's part of a DTensor and the names of its groups in it, and the key of the cache has
-    neither: a second run would find another rank's code, and be wrong without an error (pytorch issue 188390).
+    Compiled code contains the rank's part of a DTensor and the names of its groups, but the key of the cache does not:
+    a second run would find another rank's code, and be wrong without an error (pytorch issue 188390).
     """
     settings = torch.compiler.config
     settings.cache_key_tag = (
@@ -95,16 +95,16 @@ def _check_symmetric_memory(device: torch.device) -> None:
 
 
 def share_memory(mesh: DeviceMesh) -> None:
-    """Let the ranks of a 1-D mesh read and write each other's memory: asynchronous tensor parallelism works by it."""
+    """Let the ranks of a 1-D mesh read and write each other's memory, for asynchronous tensor parallelism."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 class Recompilations:
-    """Counts the graphs that are compiled, and tells of those after the first steps: there should be none.
+    """A counter of compiled graphs, which warns of graphs that are compiled after the first steps.
 
-    first_step: of this run, after which the compiler may still meet something new once.
+    first_step: of this run; in the step after it, the compiler may still meet new shapes.
     """
 
     def __init__(self, options: CompileOptions, first_step: int) -> None:
@@ -113,7 +113,7 @@ class Recompilations:
         self._graphs = 0
 
     def step(self, step: int) -> None:
-        """To be called after each step."""
+        """Warn if the step compiled a graph; call it after each step."""
         if not self._enabled:
             return
         before, self._graphs = self._graphs, compiled_graphs()
@@ -123,26 +123,26 @@ class Recompilations:
 
 
 def compiled_graphs() -> int:
-    """Graphs that this process has compiled so far."""
+    """Return how many graphs this process has compiled so far."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 def _wait_inside_autograd(_module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
-    """Turn a result that may still be on its way into a plain tensor, by an operator that autograd sees.
+    """Turn an asynchronous result into a plain tensor, by an operator that autograd records.
 
-    A compiled block would unwrap it unseen: the gradient of a tensor-parallel embedding is then silently zero under
-    FSDP, and the first backward fails without (pytorch issue 179849).
+    A compiled block would unwrap it without autograd: under FSDP the gradient of a tensor-parallel embedding is then
+    zero without an error, and without FSDP the first backward fails (pytorch issue 179849).
     """
     return output * 1
 
 
 def check_compiler(options: CompileOptions, device: torch.device) -> None:
-    """Look for what compilation needs on this machine, before anything is built.
+    """Check that this machine can compile, before anything is built.
 
     Raises:
-        ConfigError: there is no C++ compiler; for asynchronous tensor parallelism, no memory that GPUs share.
+        ConfigError: there is no C++ compiler; for asynchronous tensor parallelism, GPUs cannot share memory.
     """
     if options.overlaps_tensor_parallel:
         _check_symmetric_memory(device)

@@ -1,7 +1,7 @@
-"""Matrix products in float8 through torchao, which is imported only where they are switched on.
+"""Matrix products in float8 through torchao, which is imported only if they are enabled.
 
-Weights, gradients and optimizer state keep their data type; what goes into a product is scaled and rounded to float8
-at each use: tensorwise with one scale for a tensor, rowwise with one for each row (torchao's "dynamic scaling").
+Weights, gradients and optimizer state keep their dtype. The inputs of a product are scaled and rounded to float8 at
+each use: tensorwise with one scale for a tensor, rowwise with one scale for each row (torchao's "dynamic scaling").
 """
 
 import logging
@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Float8
 
-# Ada, Hopper, and what came after; AMD's MI300 counts as 9.4.
+# Ada, Hopper and later; AMD's MI300 counts as 9.4.
 _CAPABILITY = (8, 9)
 
 
 def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> None:
-    """Let the linear modules of `model` multiply in float8, in place; the names of parameters stay.
+    """Let the linear modules of `model` multiply in float8, in place; parameters keep their names.
 
-    model: on meta, whole or a stage of it, before tensor parallelism. Modules whose name contains one of
-    `filter_fqns` stay as they are. sharded: whether FSDP gathers weights, which it can do in float8.
+    model: on meta, whole or a stage, before tensor parallelism. Modules whose name contains one of `filter_fqns` are
+    left out. sharded: whether FSDP gathers weights, which it can do in float8.
     """
     if not config.enable:
         return
@@ -34,7 +34,7 @@ def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> N
         torchao.Float8LinearConfig.from_recipe_name(config.recipe_name),
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather and sharded,
         emulate=config.emulate,
-        # The gradient of a weight sums over tokens, of which a rank may have any number: kernels want multiples of 16.
+        # The gradient of a weight sums over a rank's tokens, and kernels need a multiple of 16 of them.
         pad_inner_dim=True,
     )
 
@@ -45,15 +45,15 @@ def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> N
 
 
 def precompute_scales(model: nn.Module, config: Float8) -> None:
-    """Before a step: the scales of all weights for its float8 all-gathers, by one reduction over the ranks."""
+    """Compute the scales of all weights for a step's float8 all-gathers, by one reduction over the ranks."""
     if config.enable and config.precompute_float8_dynamic_scale_for_fsdp:
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def without_float8_cast(tensor: torch.Tensor) -> torch.Tensor:
-    """A weight that is gathered in float8 as the plain tensor it is made of, in the same memory.
+    """Return a weight without the wrapper for float8 all-gathers, in the same memory.
 
-    For checkpoints: a file of the wrapped one could be read only where torchao is installed.
+    For checkpoints: a file of the wrapped weight could be read only with torchao installed.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -66,10 +66,10 @@ def without_float8_cast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_float8_machine(settings: Float8, device: torch.device, *, norms_have_parameters: bool = True) -> None:
-    """Look for what float8 needs on this machine, before anything is built.
+    """Check that this machine can train in float8, before anything is built.
 
     Raises:
-        ConfigError: torchao is not installed, the device has no float8 products, or it cannot gather them.
+        ConfigError: torchao is not installed, or the device cannot multiply or gather in float8.
     """
     if not settings.enable:
         return
@@ -90,7 +90,7 @@ def check_float8_machine(settings: Float8, device: torch.device, *, norms_have_p
             f"float8.enable = true needs a GPU of compute capability {needed} or more, and this is a {found}; set "
             f"float8.emulate = true for its rounding alone, which is slow, or leave float8.enable out"
         )
-    # Beside anything else, weights travel as bytes; alone in their FSDP unit, as float8, which gloo does not know.
+    # Float8 weights alone in their FSDP unit travel as float8, which gloo does not support; with others, as bytes.
     alone = not norms_have_parameters or not any(part in "output" for part in settings.filter_fqns)
     if settings.enable_fsdp_float8_all_gather and device.type == "cpu" and alone:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _torchao() -> ModuleType:
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Inside, these loggers say errors only: an import warns of kernels for other machines, and of its own code."""
+    """Let these loggers report errors only: an import warns of kernels for other machines, and of its own code."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

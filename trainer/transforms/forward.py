@@ -1,11 +1,11 @@
-"""The one place where a module's forward is replaced, from outside and in a stated order.
+"""The only function that replaces a module's forward from outside, in a fixed order of features.
 
-    context parallelism      attention of one module becomes attention over ranks
-    activation checkpointing the block's forward, computed again in the backward
-    compile                  whatever the block's forward is by then, as one graph
+    context parallelism      attention of a module becomes attention over ranks
+    activation checkpointing the block's forward is recomputed in the backward
+    compile                  the block's forward of that moment becomes one graph
 
-FSDP comes last and works by hooks. Nothing is replaced twice by the same feature, or by an earlier one of the list; a
-forward that somebody else has put on the instance is refused, as it would be dropped without a word.
+FSDP comes last and works by hooks. A feature replaces a forward once, and not after a later feature of the list. A
+forward that was set on the instance by other code is refused, because it would be dropped without a message.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ ORDER = ("context parallelism", "activation checkpointing", "compile")
 
 
 def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]) -> None:
-    """Let `forward` be what calling the module runs.
+    """Replace the forward of a module.
 
-    feature: one of `ORDER`; the last of them takes what it finds, whoever put it there.
+    feature: one of `ORDER`; the last one wraps any forward, also one that other code has set.
 
     Raises:
-        RuntimeError: out of order, a second time, or over a forward that none of these features has put there.
+        RuntimeError: out of order, a second time, or over a forward that other code has set.
     """
     before: tuple[str, ...] = module.__dict__.get("_forward_replaced_by", ())
     kind = type(module).__name__

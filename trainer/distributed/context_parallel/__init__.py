@@ -1,4 +1,4 @@
-"""Context parallelism: one sequence over many ranks. Public names; see docs/context_parallelism.md."""
+"""Public names of context parallelism, one sequence over many ranks; see docs/context_parallelism.md."""
 
 from trainer.lazy import lazy_exports
 

@@ -1,8 +1,8 @@
-"""Context-parallel attention as one operator, and the style that puts it in the place of a model's attention.
+"""Context-parallel attention as one operator, and the style that replaces a model's attention by it.
 
-The operator finds what to do by a handle, an argument of the model's forward (`live.py`). It is a `torch.library`
-operator, so that `torch.compile(fullgraph=True)` does not break on it and selective activation checkpointing can keep
-its output and log-sum-exp instead of communicating again.
+The operator finds its plan by a handle, an argument of the model's forward (`live.py`). It is a `torch.library`
+operator, so that `torch.compile(fullgraph=True)` works, and selective activation checkpointing can keep its output and
+log-sum-exp instead of communicating again.
 """
 
 import math
@@ -33,27 +33,27 @@ def context_parallel_attention(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
+    """Compute attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
 
-    q: (B, H, S, D); k, v: (B, K, T, D), K divides H, S and T this rank's rows; plan: handle, (B,) int64.
-    is_causal, window: what this attention hides, beside the mask of the context; a window shows the last so many
-    keys, or without is_causal as many on each side; 0: no window. Where keys are more or fewer than queries, the last
-    query stands at the last key.
-    sinks: (H,) logits, each as of one more key for every query of its head, whose value is zero (GPT-OSS; Xiao et al.,
-    arXiv 2309.17453). They are applied once, after everything is merged.
-    -> output as q, log-sum-exp (B, H, S), with the sink's share, in float32 at least; for queries that see no key 0,
-    and the sink, or -inf without one. Gradients go through the output alone.
+    q: (B, H, S, D); k, v: (B, K, T, D), K divides H, S and T this rank's rows; plan: the handle, (B,) int64.
+    is_causal, window: the mask of this attention, intersected with the mask of the context. A query sees the last
+    `window` keys, or without is_causal as many on each side; 0: no window. With more or fewer keys than queries, the
+    last query stands at the last key.
+    sinks: (H,) logits, each of one more key with value zero for all queries of its head (GPT-OSS; Xiao et al., arXiv
+    2309.17453). They are applied once, after all results are merged.
+    -> output as q, log-sum-exp (B, H, S) with the sink's share, in float32 at least. A query that sees no key has the
+    output 0, and as log-sum-exp the sink, or -inf without one. Gradients flow through the output alone.
 
     Raises:
-        ContextParallelError: no context is open, the inputs were not cut by it, the method cannot divide the heads, a
-            scale that is not above 0, or forward-mode differentiation.
+        ContextParallelError: no context is open or it did not cut the inputs, the method cannot divide the heads, the
+            scale is not above 0, or forward-mode differentiation is used.
         ConfigError: the kernel cannot do it.
     """
     if not 0 < scale < math.inf:
         raise ContextParallelError(
             f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"
         )
-    # No public name as of torch 2.13. An operator's body does not see the tangents of `torch.func.jvp` themselves.
+    # No public name as of torch 2.13. The body of an operator does not see the tangents of `torch.func.jvp`.
     if forward_ad._current_level >= 0:
         raise ContextParallelError(
             "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
@@ -61,7 +61,7 @@ def context_parallel_attention(
         )
     live, sequences = resolve(plan)
     q, k, v = map(_rows_contiguous, (q, k, v))
-    run = live.execution(q, k, v, sequences, is_causal=is_causal, window=window)
+    run = live.execution(q, k, v, sequences, is_causal, window)
     live.calls += 1
     out, lse = run.forward(q, k, v, scale)
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
@@ -81,11 +81,11 @@ def _context_parallel_attention_backward(
     window: int,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, and the gradient of the sinks from this rank's queries ((0,) without sinks)."""
+    """Return dq, dk, dv, and the sinks' gradient of this rank's queries ((0,) without sinks)."""
     live, sequences = resolve(plan)
     dout, q, k, v = map(_rows_contiguous, (dout, q, k, v))
-    run = live.execution(q, k, v, sequences, is_causal=is_causal, window=window)
-    # Output and log-sum-exp hold the sink's share, so that the tiles' probabilities are those beside a sink.
+    run = live.execution(q, k, v, sequences, is_causal, window)
+    # Output and log-sum-exp include the sink, and so do the probabilities that tiles compute from them.
     gradients = run.backward(BackwardInputs(dout, q, k, v, out, lse), scale)
     return *gradients, q.new_empty(0) if sinks is None else _sink_gradient(dout, out, lse, sinks)
 
@@ -102,7 +102,7 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
 
 def _sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    # Its value is zero, so that what is left of the softmax's derivative is minus the mean.
+    # A sink's value is zero, so that only the mean term of the softmax's derivative is left.
     return -(share * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
@@ -138,11 +138,11 @@ add_autocast_rule("context_parallel_attention_backward", casts=0)
 
 
 class ContextParallelAttention(ParallelStyle):
-    """Style for an attention module whose forward is `(q, k, v, *, scale=None, sinks=None, plan=None)`, with q
-    (B, H, S, D), unrepeated k, v (B, K, S, D), sinks (H,): it then attends over the sequence of all ranks of the mesh.
+    """Style that makes an attention module attend over the sequence of all ranks of the mesh.
 
-    is_causal: whether a token sees later ones; sliding_window: it sees the last so many only, None for all.
-    Inside `context_parallel(...)`, the model passes the context's `attention_plan` on as `plan`.
+    The module's forward is `(q, k, v, *, scale=None, sinks=None, plan=None)`, with q (B, H, S, D), unrepeated k, v
+    (B, K, S, D), sinks (H,). Inside `context_parallel(...)`, the model passes the context's `attention_plan` as `plan`.
+    is_causal: whether later tokens are hidden; sliding_window: how many keys a token sees, None for all.
 
     Raises:
         ContextParallelError: a window below 1; a module with dropout, when the style is applied.
@@ -165,8 +165,10 @@ class ContextParallelAttention(ParallelStyle):
 
 @cache
 def _forward_of(is_causal: bool, window: int) -> partial:
-    """A partial of a function of this file, so that modules can be pickled. Modules of one kind share it: the compiler
-    guards on the object, and would compile each layer anew."""
+    """Return a partial of a function of this file, which can be pickled.
+
+    Modules of one kind share it: the compiler guards on the object, and would compile each layer again.
+    """
     return partial(_forward, is_causal=is_causal, window=window)
 
 
@@ -181,7 +183,7 @@ def _forward(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The forward of a parallelised module: attention as `context_parallel_attention`, its output alone."""
+    """Run as the forward of a parallelised module: return the output of `context_parallel_attention`."""
     if plan is None:
         raise ContextParallelError(
             "this attention is context parallel and got no plan; run the model inside `context_parallel(...)` "
@@ -192,7 +194,7 @@ def _forward(
 
 
 def _refuse_dropout(module: nn.Module) -> None:
-    """A mask of dropped pairs would have to be the same in every tile, and in the backward: it is not drawn at all."""
+    """Raise if a module has dropout: it would need the same random pairs in every tile and in the backward."""
     rates = [part.p for part in module.modules() if isinstance(part, nn.Dropout)]
     rates += [getattr(module, name, 0.0) for name in ("dropout", "dropout_p", "attention_dropout")]
     for rate in rates:

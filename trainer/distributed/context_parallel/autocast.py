@@ -1,4 +1,4 @@
-"""Rules for `torch.autocast`: an operator of ours casts what F.scaled_dot_product_attention casts there."""
+"""Rules for `torch.autocast`: this project's operators cast as F.scaled_dot_product_attention does."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def add_autocast_rule(name: str, *, casts: int) -> None:
-    """Give the operator `trainer::name` a rule: its first `casts` arguments get autocast's dtype, float64 stays.
+    """Register a rule for the operator `trainer::name`: cast its first `casts` arguments, but not float64.
 
-    Inside the operator autocast is off, so that what is float32 there stays so.
+    Inside the operator autocast is off, so that its float32 tensors stay float32.
     """
     for device_type, key in _KEYS.items():
         _LIBRARY.impl(name, _rule(getattr(torch.ops.trainer, name).default, device_type, casts), key)

@@ -20,7 +20,7 @@ from trainer.runtime.agreement import content_hash
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """What the open context offers: the handle for the model's forward, the layout, and the attention calls so far."""
+    """An open context: the handle for the model's forward, the layout, and the number of attention calls so far."""
 
     attention_plan: torch.Tensor
     layout: AxisLayout
@@ -49,33 +49,33 @@ def context_parallel(
 ) -> Iterator[ContextParallel]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
 
-    mesh: 1-D, or for `hybrid` 2-D: (ring, ranks that divide the heads).
-    buffers: tensors that all ranks hold alike, such as tokens, labels and rotary tables. The first one's length is that
-    of the sequence; a longer one gives its first rows. buffer_seq_dims: the sequence dimension of each.
-    no_restore_buffers: buffers that nobody needs afterwards.
-    mask: what may see what, beside what each attention says of itself: one for all sequences of the batch, or one each.
-    sequences: of the batch, for a pipeline schedule that cuts the handle; as many as the mask tells apart unless given.
+    mesh: 1-D, or for `hybrid` 2-D, (ring, head group).
+    buffers: tensors that are the same on all ranks, such as tokens, labels and rotary tables. The first one has the
+    global sequence length; of a longer one, the first rows are cut. buffer_seq_dims: the sequence dimension of each.
+    no_restore_buffers: buffers that stay cut.
+    mask: intersected with the mask of each attention: one for all sequences of the batch, or one for each.
+    sequences: of the batch, for a pipeline schedule that cuts the handle; by default as many as the mask has.
     options: how attention is spread; `method` and `load_balancer` (a name, or a layout) replace its fields.
     check_consistency: compare plan and buffers of all ranks first, by a hash.
-    intercept_sdpa: run calls of F.scaled_dot_product_attention over all ranks too; the model itself in place of True is
-    judged at once. allow_modules: classes, names or kinds of modules that are not to be refused (docs/transformers.md).
+    intercept_sdpa: run calls of F.scaled_dot_product_attention over all ranks too; with the model in place of True, it
+    is checked at once. allow_modules: classes, names or kinds of modules not to refuse (docs/transformers.md).
 
     Attention whose module has the style `ContextParallelAttention` runs over all ranks; other attention stays local.
 
     Raises:
-        ContextParallelError: nested; buffers, a mask or a layout that do not fit; ranks that differ; or, at the end, no
-            attention ran although modules of this process are parallelised over `mesh`.
+        ContextParallelError: a context is open already; buffers, mask or layout do not fit; ranks differ; or, at the
+            end, no attention ran although modules of this process are parallelised over `mesh`.
     """
     options = _options(options, method, load_balancer)
     mesh, groups = flat_mesh(mesh, options)
-    if check_consistency:  # before what one rank alone might find wrong
+    if check_consistency:  # before checks that might fail on one rank alone
         _check_ranks_agree(mesh, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
-    cuts = _distinct(buffers, buffer_seq_dims)
-    seq_len = _check_buffers(cuts)
+    cuts, seq_len = _cuts(buffers, buffer_seq_dims)
     check_mask(mask, seq_len, seq_len, sequences)
     given = isinstance(load_balancer, AxisLayout)
     layout = load_balancer if given else options.layout(seq_len, mesh.size(), mask)
-    live = LivePlan(mesh, _checked(layout, seq_len, mesh), mask, options, groups=groups)
+    _check_layout(layout, seq_len, mesh)
+    live = LivePlan(mesh, layout, mask, options, groups=groups)
     with (
         opened(live, sequences) as handle,
         _cut(cuts, layout.indices(mesh.get_local_rank()), no_restore_buffers or ()),
@@ -88,7 +88,7 @@ def context_parallel(
 def _cut(
     cuts: Sequence[tuple[torch.Tensor, int]], rows: np.ndarray, not_restored: Collection[torch.Tensor]
 ) -> Iterator[None]:
-    """Inside, each buffer has only these rows of its dimension."""
+    """Cut each buffer to these rows of its dimension; restore it at the end."""
     dropped = {id(x) for x in not_restored}
     if dropped - {id(x) for x, _ in cuts}:
         raise ContextParallelError(
@@ -98,7 +98,7 @@ def _cut(
     indices = torch.from_numpy(rows)
     try:
         for x, dim in cuts:
-            # `set_` moves the tensor to new memory: what else looks at the old one still sees it whole.
+            # `set_` gives the tensor new memory; views of the old memory still see the whole tensor.
             whole.append((x, x.detach()))
             x.set_(x.index_select(dim, indices.to(x.device)))
         yield
@@ -129,8 +129,8 @@ def _intercepting(
     return intercepting(handle, live, None if model is True else model, allow_modules)
 
 
-def _distinct(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
-    """(buffer, non-negative dimension), each tensor once."""
+def _cuts(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[list[tuple[torch.Tensor, int]], int]:
+    """Check the buffers; return (buffer, non-negative dimension) for each tensor, once, and the sequence length."""
     if not buffers or len(buffers) != len(dims):
         raise ContextParallelError(
             f"context_parallel got {len(buffers)} buffers and {len(dims)} sequence dimensions; give one dimension for "
@@ -144,13 +144,8 @@ def _distinct(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[tupl
                 "give its sequence dimension, the same one wherever it is named"
             )
         cuts[id(x)] = x, dim % x.ndim
-    return list(cuts.values())
-
-
-def _check_buffers(cuts: list[tuple[torch.Tensor, int]]) -> int:
-    """Check the buffers, and return the length of the sequence."""
-    seq_len = cuts[0][0].shape[cuts[0][1]]
-    for number, (x, dim) in enumerate(cuts):
+    seq_len = buffers[0].shape[dims[0]]
+    for number, (x, dim) in enumerate(cuts.values()):
         if x.requires_grad:
             raise ContextParallelError(
                 f"buffer {number} of context_parallel requires gradients and cannot be cut in place; cut it with an "
@@ -166,11 +161,11 @@ def _check_buffers(cuts: list[tuple[torch.Tensor, int]]) -> int:
                 f"buffer {number} of context_parallel has {x.shape[dim]} rows in dimension {dim}, fewer than the "
                 f"sequence's {seq_len}, which the first buffer has; give the right dimension, or a longer buffer"
             )
-    return seq_len
+    return list(cuts.values()), seq_len
 
 
-def _checked(layout: AxisLayout, seq_len: int, mesh: DeviceMesh) -> AxisLayout:
-    """Return the layout, if it fits a sequence on a mesh over which no context is open."""
+def _check_layout(layout: AxisLayout, seq_len: int, mesh: DeviceMesh) -> None:
+    """Check that a layout fits the sequence, and that no context is open over the mesh."""
     if any_plan_open(mesh):
         raise ContextParallelError(
             "a context or region is open already over this mesh; leave it before entering `context_parallel`"
@@ -180,11 +175,10 @@ def _checked(layout: AxisLayout, seq_len: int, mesh: DeviceMesh) -> AxisLayout:
             f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
             f"are {seq_len} on {mesh.size()}; make it for them, or name a load balancer"
         )
-    return layout
 
 
 def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.Tensor]) -> None:
-    """A collective: every rank learns which ranks plan something else, or hold other data, than most do."""
+    """Raise on all ranks if some ranks have another plan or other data than most ranks; a collective."""
     of_plan = torch.frombuffer(bytearray(repr(plan).encode()), dtype=torch.uint8)
     hashes_here = content_hash({"plan": of_plan}), content_hash({str(i): x for i, x in enumerate(buffers)})
     pair = torch.tensor(hashes_here, dtype=torch.int64, device=mesh.device_type)

@@ -1,4 +1,4 @@
-"""Checks of what a context and its attention are given."""
+"""Checks of the inputs of a context and of its attention."""
 
 import torch
 
@@ -19,11 +19,11 @@ def check_inputs(
 ) -> None:
     """Check the inputs of one attention call.
 
-    lengths: this rank's rows of queries and of keys; sequences: of the batch, 0 where any number will do; head_degree:
-    ranks that divide the heads.
+    lengths: this rank's rows of queries and of keys; sequences: of the batch, 0 for any number; head_degree: how many
+    ranks divide the heads.
 
     Raises:
-        ContextParallelError: inputs that the context did not cut, or heads that the method cannot divide.
+        ContextParallelError: the context did not cut the inputs, or the method cannot divide the heads.
     """
     alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
     if not alike or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
@@ -49,7 +49,7 @@ def check_inputs(
 
 
 def check_mask(mask: Mask | None, q_len: int, kv_len: int, sequences: int | None) -> None:
-    """Check that a mask is for sequences of these lengths, and for so many of them or for any number."""
+    """Check that a mask is for sequences of these lengths, and for this number of them (None: any number)."""
     if mask is None:
         return
     if (mask.q_len, mask.kv_len) != (q_len, kv_len) or mask.sequences not in (1, sequences or mask.sequences):

@@ -1,8 +1,7 @@
-"""The table of live plans: where the operator finds what to do, by the handle that the model passed it.
+"""The table of open plans, in which the operator finds its plan by the handle that the model passes to it.
 
-A handle is an int64 tensor (sequences,), one number for each sequence of the batch, which names an entry of the table
-and the sequence's place in the batch. As a tensor it goes through a compiled graph without compiling it again, and is
-cut with a micro-batch.
+A handle is an int64 tensor (sequences,). Its entry for a sequence of the batch names an entry of the table and the
+sequence's place in the batch. As a tensor, a handle does not recompile a graph, and is cut with a micro-batch.
 """
 
 import itertools
@@ -27,15 +26,15 @@ from trainer.distributed.sharding.layout import AxisLayout
 _live: dict[int, "LivePlan"] = {}
 _numbers = itertools.count(1)
 
-_SEQUENCES = 1 << 20  # of a batch that a handle can tell apart
+_SEQUENCES = 1 << 20  # the most sequences of a batch
 
 
 @dataclass(eq=False)
 class LivePlan:
-    """A context that is open: its layout and mask, and how often the operator ran under it.
+    """The plan of an open context: its layout and mask, and how often the operator ran in it.
 
-    mesh: 1-D. kv_layout: who owns which keys, where they are not as many as the queries. groups: over which K/V travel
-    in stages, and over which heads are exchanged; the mesh's unless given.
+    mesh: 1-D. kv_layout: the layout of the keys, if they are not as many as the queries. groups: the group over which
+    K/V travel in stages, and the group that exchanges heads; by default the mesh's.
     """
 
     mesh: DeviceMesh
@@ -48,22 +47,15 @@ class LivePlan:
     _executions: dict[tuple, Execution] = field(default_factory=dict)
 
     def execution(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: Sequence[int],
-        *,
-        is_causal: bool,
-        window: int,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequence[int], is_causal: bool, window: int
     ) -> Execution:
-        """Return what carries out attention of these shapes, for these sequences of the batch.
+        """Return the execution of attention of these shapes, for these sequences of the batch.
 
         Raises:
-            ContextParallelError: inputs that the context did not cut, or heads that the method cannot divide.
+            ContextParallelError: the context did not cut the inputs, or the method cannot divide the heads.
             ConfigError: the kernel cannot do it.
         """
-        # A mask for all sequences alike does not care which of them these are.
+        # With one mask for all sequences, the plan does not depend on which sequences these are.
         sequences = tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()
         key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), sequences, is_causal, window
         if key not in self._executions:
@@ -76,13 +68,9 @@ class LivePlan:
             calls = max(len(stage.tiles) for stage in plan.forward)
             choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
             kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls)
-            self._executions[key] = build_execution(
-                plan,
-                kernel,
-                self.groups or (self.mesh.get_group(),) * 2,
-                self.mesh.device_type,
-                self.options.heads_per_pass,
-            )
+            groups = self.groups or (self.mesh.get_group(),) * 2
+            execution = build_execution(plan, kernel, groups, self.mesh.device_type, self.options.heads_per_pass)
+            self._executions[key] = execution
         return self._executions[key]
 
     def _mask(self, sequences: tuple[int, ...], is_causal: bool, window: int) -> Mask:
@@ -102,7 +90,7 @@ class LivePlan:
 def opened(live: LivePlan, sequences: int | None) -> Iterator[torch.Tensor]:
     """Enter a plan into the table and yield its handle, (sequences,) int64, for the forward AND the backward.
 
-    sequences: of the batch; None: as many as the mask tells apart.
+    sequences: of the batch; None: as many as the mask has.
 
     Raises:
         ContextParallelError: at the end, no attention ran although modules of this process are parallelised over the
@@ -126,10 +114,10 @@ def opened(live: LivePlan, sequences: int | None) -> Iterator[torch.Tensor]:
 def flat_mesh(
     mesh: DeviceMesh, options: ContextParallelOptions
 ) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
-    """Return the mesh as one line of ranks, and the groups of `LivePlan`.
+    """Return the 1-D mesh of all ranks, and the groups of `LivePlan`.
 
     Raises:
-        ContextParallelError: a mesh of another shape than the method's.
+        ContextParallelError: the mesh has not the shape that the method needs.
     """
     if not options.spread.two_level and mesh.ndim == 1:
         return mesh, None
@@ -148,10 +136,10 @@ def any_plan_open(mesh: DeviceMesh) -> bool:
 
 
 def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
-    """Return the live plan that a handle names, and the sequences of its batch.
+    """Return the open plan that a handle names, and the handle's sequences of the batch.
 
     Raises:
-        ContextParallelError: outside the context, or of one that is closed.
+        ContextParallelError: no context is open, or the handle belongs to a closed one.
     """
     if not _live:
         raise ContextParallelError(
@@ -165,8 +153,7 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
             f"a handle of {len(entries)} sequences names {len(numbers)} plans; pass entries of one `attention_plan`"
         )
     number = numbers.pop()
-    live = _live.get(number)
-    if live is None:
+    if (live := _live.get(number)) is None:
         raise ContextParallelError(
             f"the plan {number} of this context-parallel attention belongs to a context that is closed; pass "
             "`attention_plan` of the open context to the model"

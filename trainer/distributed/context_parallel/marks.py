@@ -1,4 +1,4 @@
-"""Modules whose attention is context parallel, counted by group."""
+"""Marks of modules whose attention is context parallel, counted by group."""
 
 from weakref import WeakSet
 
@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Mark:
-    """What marks a module as parallelised over a group: copied with the module, and saved without the group."""
+    """A mark of a module that is parallelised over a group: copied with the module, but saved without the group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -25,5 +25,5 @@ _marks: WeakSet[Mark] = WeakSet()
 
 def parallelised_modules(mesh: DeviceMesh) -> int:
     """Return how many modules of this process run their attention over `mesh`."""
-    # By group: a mesh that is sliced again is another object, and one of an earlier job may look the same.
+    # Compared by group: slicing a mesh again makes another object, and the mesh of an earlier job may be equal.
     return sum(mark.group is mesh.get_group() for mark in _marks)

@@ -1,27 +1,29 @@
-"""Context parallelism on a part of a model: a region, and how tensors enter and leave it.
+"""Context parallelism on a part of a model: a region, and the functions with which tensors enter and leave it.
 
-Outside a region every rank of its group computes the same, on whole sequences; inside each has its rows. Attention in
-the region is parallelised by style and gets the region's plan; attention outside stays local and untouched.
+Outside a region every rank of its group computes the same, on whole sequences; inside, each rank has its own rows.
+Attention in the region has the style `ContextParallelAttention` and gets the region's plan. Other attention stays
+local.
 
-Where the two meet, a gradient on the outside has one of two placements, and the caller says which:
+At the border of a region, a gradient on the outside has one of two placements, which the caller names:
 
-    partial      the ranks' gradients are parts that add up to the whole. So it is where gradients are summed over the
-                 ranks anyway (FSDP over `dp_shard_cp`, as in the trainer) and each rank's loss is its part of the sum.
-    replicated   every rank has the whole gradient. So it is where nothing is summed afterwards.
+    partial      The ranks' gradients add up to the whole gradient. Use it if gradients are summed over the ranks anyway
+                 (FSDP over `dp_shard_cp`, as in the trainer) and each rank's loss is its part of the sum.
+    replicated   Every rank has the whole gradient. Use it if nothing is summed afterwards.
 
-            shard(x)                      unshard(y)                          replicate(w)
-    forward own rows                      all rows, on every rank             w
-    partial  own rows' gradient,          gradients of all ranks added up,    (nothing to do)
-             zeros elsewhere              own rows of it
-    replicated  own rows' gradients       own rows of it                      gradients of all ranks added up
-             of all ranks, put together
+                shard(x)                      unshard(y)                     replicate(w)
+    forward     own rows                      all rows, on every rank        w
+    partial     own rows' gradient,           own rows of the sum of all     (not needed)
+                zeros elsewhere               ranks' gradients
+    replicated  own rows' gradients of all    own rows of the gradient       sum of all ranks' gradients
+                ranks, put together
 
-Parameters that are used inside a region have partial gradients always: `replicate` them, or let FSDP sum them.
+Parameters that are used inside a region always have partial gradients: `replicate` them, or let FSDP sum them.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,9 +43,9 @@ PLACEMENTS = ("partial", "replicated")
 
 @dataclass(frozen=True)
 class Region:
-    """An open region: the handle for its attention, and its borders, for the layout it was opened with.
+    """An open region: the handle for its attention, and `shard`, `unshard` and `replicate` for its layout and group.
 
-    attention_plan: (sequences,) int64, for `plan=` of attention that has the style `ContextParallelAttention`.
+    attention_plan: (sequences,) int64, the `plan` of attention that has the style `ContextParallelAttention`.
     """
 
     attention_plan: torch.Tensor
@@ -52,15 +54,15 @@ class Region:
     live: LivePlan
 
     def shard(self, x: torch.Tensor, dim: int, *, grad: str = "partial") -> torch.Tensor:
-        """This rank's rows of a tensor that every rank has whole."""
+        """Return this rank's rows of a tensor that every rank has whole."""
         return shard(x, self.layout, dim, group=self.group, grad=grad)
 
     def unshard(self, x: torch.Tensor, dim: int, *, grad: str = "partial") -> torch.Tensor:
-        """All rows, on every rank, of a tensor of which each has its own."""
+        """Return all rows of a tensor of which each rank has its own."""
         return unshard(x, self.layout, dim, group=self.group, grad=grad)
 
     def replicate(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor that every rank has and uses; its gradient is the sum of what all ranks did with it."""
+        """Return a tensor that every rank uses in the region; its gradient is the sum of all ranks' gradients."""
         return replicate(x, self.group)
 
 
@@ -74,11 +76,11 @@ def region(
     kv_layout: AxisLayout | None = None,
     sequences: int | None = None,
 ) -> Iterator[Region]:
-    """A region over the ranks of a mesh, around forward AND backward; several may be open at once.
+    """Open a region over the ranks of a mesh, around forward AND backward; several may be open at once.
 
-    layout: who owns which of the region's tokens (`options.layout(...)` makes one); mask: what may see what, beside
-    what each attention says of itself. kv_layout: of the keys, for cross attention to another sharded sequence.
-    sequences: of the batch, as many as the mask tells apart unless given. mesh: 1-D; for `hybrid` (ring, all-to-all).
+    mesh: 1-D; for `hybrid` 2-D, (ring, head group). layout: who owns which tokens of the region (`options.layout(...)`
+    makes one); mask: intersected with the mask of each attention; kv_layout: the layout of the keys, for cross
+    attention to another sharded sequence; sequences: of the batch, by default as many as the mask has.
 
     Raises:
         ContextParallelError: a layout for another number of ranks; or, at the end, no attention ran in the region
@@ -100,7 +102,7 @@ def region(
 def shard(
     x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
 ) -> torch.Tensor:
-    """This rank's rows of x, which every rank has whole: `layout.length` rows in `dim`.
+    """Return this rank's rows of x, which every rank has whole: `layout.length` rows in `dim`.
 
     grad: placement of the gradient of x: `partial`, or `replicated` (a collective in the backward).
 
@@ -108,49 +110,54 @@ def shard(
         ContextParallelError: another placement, or another number of rows.
     """
     _check(x, dim, layout.length, grad)
-    if grad == "replicated":
-        return _ShardReplicated.apply(x, layout, dim, group)
-    return x.index_select(dim, _own_indices(x, layout, group))
+    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
+    return own_rows(x) if grad == "partial" else _WithAdjoint.apply(x, own_rows, all_rows)
 
 
 def unshard(
     x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
 ) -> torch.Tensor:
-    """All rows, in their global order, of which x has this rank's; a collective.
+    """Return all rows, in their global order, of which x has this rank's; a collective.
 
-    grad: placement of the gradient of the result: `partial` (each rank's is a part: added up in the backward, a
-    collective), or `replicated` (each has the whole: this rank's rows are taken).
+    grad: placement of the gradient of the result: `partial` (summed over the ranks in the backward, a collective), or
+    `replicated` (the backward takes this rank's rows).
 
     Raises:
         ContextParallelError: another placement, or another number of rows.
     """
     _check(x, dim, layout.local_length(group.rank()), grad)
-    if grad == "replicated":
-        return _UnshardReplicated.apply(x, layout, dim, group)
-    return _everything(x, layout, dim, group)
+    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
+    return all_rows(x) if grad == "partial" else _WithAdjoint.apply(x, all_rows, own_rows)
 
 
 def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """x, whose gradient is the sum of the gradients of all ranks, on every rank; a collective in the backward."""
-    return _Replicate.apply(x, group)
+    """Return x, with the sum of all ranks' gradients as gradient on every rank; a collective in the backward."""
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+        return all_reduce(total, group).to(gradient.dtype)
+
+    return _WithAdjoint.apply(x, lambda x: x.view_as(x), summed)
 
 
 def borrow(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
-    """Whole sequences of some samples -> this rank's rows of the samples of all ranks; a collective.
+    """Return this rank's rows of the samples of all ranks, from whole sequences of its own samples; a collective.
 
     x: (B, S, ...), the same on each `copies` consecutive ranks of the group (the context-parallel ranks of one
-    data-parallel rank), others on others -> (G * B, rows, ...), G the number of such sets of ranks, samples in the
-    order of ranks. The gradient of x is partial over its copies.
+    data-parallel rank) -> (G * B, rows, ...), with G such sets of ranks, samples in the order of ranks. The gradient of
+    x is partial over its copies.
 
     Raises:
         ContextParallelError: sequences of another length than the layout's, or copies that do not divide the ranks.
     """
-    samples, rank = _samples(x.shape[0], copies, group), group.rank()
+    sets, rank, each = _sets(copies, group), group.rank(), x.shape[0] * layout.length
     _check(x, 1, layout.length, "partial")
-    # Each copy sends a part of the rows that it has in common with the others.
-    cut = _sources(x.shape[0] * layout.length, copies, group)
+    # Each copy sends its part of the rows that the copies have in common.
+    shards = tuple(((s * each, (s + 1) * each),) for s in range(sets))
+    cut = AxisLayout("samples", each * sets, shards).cut(copies)
     before = sum(cut.local_length(copy) for copy in range(rank // copies * copies, rank))
     mine = x.flatten(0, 1).narrow(0, before, cut.local_length(rank))
+    samples = x.shape[0] * sets
     rows = exchange(mine, cut, layout.repeated(samples).ranges, dim=0, group=group, outside="refuse")
     return rows.unflatten(0, (samples, layout.local_length(rank)))
 
@@ -158,12 +165,12 @@ def borrow(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, cop
 def give_back(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
     """Undo `borrow`: this rank's rows of all samples (G * B, rows, ...) -> whole sequences (B, S, ...) of its own.
 
-    Each of the copies gets them; the gradient of the result is partial over them.
+    Every copy gets them; the gradient of the result is partial over the copies.
 
     Raises:
         ContextParallelError: another number of rows than the layout's, or copies that do not divide the ranks.
     """
-    sets = _samples(1, copies, group)
+    sets = _sets(copies, group)
     _check(x, 1, layout.local_length(group.rank()), "partial")
     if x.shape[0] % sets:
         raise ContextParallelError(f"{x.shape[0]} samples cannot be given back to {sets} sets of ranks alike")
@@ -173,25 +180,18 @@ def give_back(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, 
     return rows.unflatten(0, (x.shape[0] // sets, layout.length))
 
 
-def _samples(of_each: int, copies: int, group: dist.ProcessGroup) -> int:
+def _sets(copies: int, group: dist.ProcessGroup) -> int:
     if copies < 1 or group.size() % copies:
         raise ContextParallelError(f"{copies} copies do not divide the {group.size()} ranks of the region")
-    return of_each * group.size() // copies
+    return group.size() // copies
 
 
-def _sources(rows: int, copies: int, group: dist.ProcessGroup) -> AxisLayout:
-    """Who sends which rows of all samples, laid one after another; `rows` are those of one set of copies."""
-    sets = group.size() // copies
-    shards = tuple(((s * rows, (s + 1) * rows),) for s in range(sets))
-    return AxisLayout("samples", rows * sets, shards).cut(copies)
-
-
-def _everything(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     return exchange(x, layout, [[(0, layout.length)]] * layout.degree, dim=dim, group=group)
 
 
-def _own_indices(x: torch.Tensor, layout: AxisLayout, group: dist.ProcessGroup) -> torch.Tensor:
-    return torch.from_numpy(layout.indices(group.rank())).to(x.device)
+def _own_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return x.index_select(dim, torch.from_numpy(layout.indices(group.rank())).to(x.device))
 
 
 def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
@@ -204,39 +204,15 @@ def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
         )
 
 
-class _ShardReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layout, dim, group):
-        ctx.border = layout, dim, group
-        return x.index_select(dim, _own_indices(x, layout, group))
+class _WithAdjoint(torch.autograd.Function):
+    """Apply one function in the forward, and another one to the gradient in the backward."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return _everything(gradient, *ctx.border), None, None, None
-
-
-class _UnshardReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layout, dim, group):
-        ctx.border = layout, dim, group
-        return _everything(x, layout, dim, group)
+    def forward(ctx, x, function, adjoint):
+        ctx.adjoint = adjoint
+        return function(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        layout, dim, group = ctx.border
-        return gradient.index_select(dim, _own_indices(gradient, layout, group)), None, None, None
-
-
-class _Replicate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
-        return all_reduce(total, ctx.group).to(gradient.dtype), None
+        return ctx.adjoint(gradient), None, None

@@ -1,8 +1,8 @@
-"""Runs a plan of stages, forward and backward: the ring, and all-gather, which is a plan of two stages.
+"""Execution of a plan of stages, forward and backward: the ring, and all-gather, which has two stages.
 
-K and V travel as rows of one buffer, (rows, 2, B, K, D), unrepeated: any range of tokens is a contiguous piece of it.
-The next stage's rows travel while this stage's tiles are computed, so that two such buffers are alive, the one that is
-worked on and the one that arrives. Results are merged in float32 at least.
+K and V travel as rows of one buffer, (rows, 2, B, K, D), unrepeated, in which any range of tokens is contiguous. The
+next stage's rows travel while this stage's tiles are computed, so that two such buffers are alive. Results are merged
+in float32 at least.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from trainer.distributed.context_parallel.execution.gather import gather_rows, reduce_rows
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.stages import (
     Merged,
-    StageRun,
     add_gradients,
     as_before,
     attend,
@@ -27,15 +27,15 @@ from trainer.distributed.context_parallel.execution.stages import (
     with_next,
 )
 from trainer.distributed.context_parallel.planning.heads import passes_of
-from trainer.distributed.context_parallel.planning.lowering import Call
-from trainer.distributed.context_parallel.planning.plan import Message, Stage
+from trainer.distributed.context_parallel.planning.lowering import Call, LoweredPlan
+from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
 from trainer.distributed.sharding.exchange import Pending, Transfer, put_rows, send_receive
 from trainer.distributed.sharding.ranges import Offsets, Ranges, size
 
 
 @dataclass(frozen=True)
 class _Item:
-    """One step of the run: a stage, for some of the key/value heads."""
+    """One step of the execution: a stage, for some of the key/value heads."""
 
     stage: Stage
     calls: tuple[Call, ...]
@@ -45,7 +45,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Held:
-    """K and V that are worked on, (B, heads, T, D); rows: the buffer of which they are views, but for one's own."""
+    """The K and V of a stage, (B, heads, T, D); rows: the buffer of which they are views, None for own K and V."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -53,18 +53,32 @@ class _Held:
     places: Offsets | None = None
 
 
-class StagedExecution(StageRun):
-    """Run a plan of stages: the ring, and all-gather, which is a plan of two stages."""
+@dataclass(frozen=True)
+class StagedExecution:
+    """A plan of stages, the kernel that computes its tiles, and the communicators of K/V and of dK/dV.
+
+    heads_per_pass: key/value heads that travel at a time; 0: all.
+    """
+
+    lowered: LoweredPlan
+    kernel: Kernel
+    group: dist.ProcessGroup
+    gradient_group: dist.ProcessGroup
+    heads_per_pass: int = 0
+
+    @property
+    def plan(self) -> RankPlan:
+        return self.lowered.plan
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
+        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
         total = Merged(q)
         own = held = _Held(k, v)
-        for item, following in with_next(_items(self, self.plan.forward, self.lowered.forward, k.shape[1])):
+        for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
             incoming, pending = _fetch(following, own, held, self)
             heads = query_heads(item.kv_heads, q, k)
             attend(total, q[:, heads], held.k, held.v, heads, item.calls, self.kernel, scale)
@@ -75,9 +89,9 @@ class StagedExecution(StageRun):
     def backward(
         self, given: BackwardInputs, scale: float, kv_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k, v, from the arguments alone: K and V travel again, dK and dV travel home.
+        """Return the gradients of q, k, v: K and V travel again, and dK and dV travel to their owners.
 
-        kv_dtype: of the gradients of k and v, if others are added to them; by default theirs.
+        kv_dtype: of dk and dv, if the caller adds to them; by default the dtypes of k and v.
         """
         inputs = given.q, given.k, given.v
         dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in given)
@@ -86,7 +100,7 @@ class StagedExecution(StageRun):
         own_gradient = k.new_zeros(rows, 2, b, kv_heads, d, dtype=lse.dtype)
         own = held = _Held(k, v)
         returning = _Returning()
-        for item, following in with_next(_items(self, self.plan.backward, self.lowered.backward, kv_heads)):
+        for item, following in with_next(self._items(self.plan.backward, self.lowered.backward, kv_heads)):
             incoming, pending = _fetch(following, own, held, self)
             gradient = own_gradient
             if not item.is_local:
@@ -104,17 +118,16 @@ class StagedExecution(StageRun):
         gradients = zip((dq, *unpack(own_gradient)), inputs, types, strict=True)
         return tuple(as_before(x, like, dtype) for x, like, dtype in gradients)
 
+    def _items(self, stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], kv_heads: int) -> list[_Item]:
+        """Return the local stage for all heads, then the other stages for each pass of heads."""
+        items = [_Item(stages[0], calls[0], slice(0, kv_heads), is_local=True)]
+        for heads in passes_of(kv_heads, self.heads_per_pass):
+            items += [_Item(stage, part, slice(*heads)) for stage, part in zip(stages[1:], calls[1:], strict=True)]
+        return items
 
-def _items(run: StageRun, stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], kv_heads: int) -> list[_Item]:
-    """What is local for all heads, then the other stages, for a few heads at a time."""
-    items = [_Item(stages[0], calls[0], slice(0, kv_heads), is_local=True)]
-    for heads in passes_of(kv_heads, run.heads_per_pass):
-        items += [_Item(stage, part, slice(*heads)) for stage, part in zip(stages[1:], calls[1:], strict=True)]
-    return items
 
-
-def _fetch(following: _Item | None, own: _Held, held: _Held, run: StageRun) -> tuple[_Held, Pending]:
-    """Start what travels for the next item: (what will be held then, handle)."""
+def _fetch(following: _Item | None, own: _Held, held: _Held, run: StagedExecution) -> tuple[_Held, Pending]:
+    """Start the transfers for the next item; return (its K and V, handle)."""
     if following is None:
         return held, Pending()
     stage, heads = following.stage, following.kv_heads
@@ -122,7 +135,7 @@ def _fetch(following: _Item | None, own: _Held, held: _Held, run: StageRun) -> t
     rows = own.k.new_empty(stage.rows, 2, *mine.k.shape[:2], mine.k.shape[3])
     incoming = _Held(*unpack(rows), rows, stage.places)
     if stage.collective:
-        return incoming, gather_rows(mine.k, mine.v, rows, stage, run)
+        return incoming, gather_rows(mine.k, mine.v, rows, stage, run.plan, run.group)
     transfers, puts = [], []
     for message in stage.messages:
         if message.source == run.plan.rank:
@@ -134,21 +147,21 @@ def _fetch(following: _Item | None, own: _Held, held: _Held, run: StageRun) -> t
     return incoming, send_receive(transfers, run.group, kind="kv", arrived=lambda: [put() for put in puts])
 
 
-def _departing(message: Message, own: _Held, held: _Held, run: StageRun) -> torch.Tensor:
-    """Rows of a message that this rank sends, contiguous: its own, or some of those that it works on."""
+def _departing(message: Message, own: _Held, held: _Held, run: StagedExecution) -> torch.Tensor:
+    """Return the rows of a message that this rank sends, contiguous: its own rows, or rows of this stage."""
     if run.plan.owns(message.ranges[0]):
         return pack(own.k, own.v, run.plan.own.places(message.ranges))
     return _rows_at(held.rows, held.places.places(message.ranges))
 
 
 def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
-    """Some rows of a buffer, contiguous: a view where they lie together."""
+    """Return some rows of a buffer, contiguous; a view if they are adjacent."""
     parts = [rows[start:stop] for start, stop in places]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _arriving(rows: torch.Tensor, places: Ranges) -> tuple[torch.Tensor, list[Callable[[], object]]]:
-    """A contiguous tensor for rows that belong at some places of a buffer, and what puts them there."""
+    """Return a contiguous tensor for rows that belong to some places of a buffer, and functions that put them there."""
     if len(places) == 1:
         return rows[slice(*places[0])], []
     buffer = rows.new_empty(size(places), *rows.shape[1:])
@@ -157,15 +170,17 @@ def _arriving(rows: torch.Tensor, places: Ranges) -> tuple[torch.Tensor, list[Ca
 
 @dataclass
 class _Returning:
-    """Gradients of keys and values that travel back to their owners, or to the next rank that adds to them."""
+    """Gradients of keys and values on their way to their owners, or to the next rank, which adds to them."""
 
     pending: Pending = field(default_factory=Pending)
     arriving: list[tuple[Message, torch.Tensor]] = field(default_factory=list)
     reduced: torch.Tensor | None = None
     heads: slice | None = None
 
-    def add(self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: StageRun) -> None:
-        """Wait, and add what arrived to the gradients of this rank's own rows, or of those it works on at `stage`."""
+    def add(
+        self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: StagedExecution
+    ) -> None:
+        """Wait, and add the received gradients to those of this rank's own rows, or of the rows of `stage`."""
         self.pending.wait()
         if self.reduced is not None:
             own_gradient[:, :, :, self.heads] += self.reduced[: own_gradient.shape[0]]
@@ -176,10 +191,10 @@ class _Returning:
             put_rows(target, places.places(message.ranges), buffer, add=True)
 
 
-def _return_gradients(item: _Item, gradient: torch.Tensor, run: StageRun) -> _Returning:
-    """Start what travels after an item of the backward."""
+def _return_gradients(item: _Item, gradient: torch.Tensor, run: StagedExecution) -> _Returning:
+    """Start the transfers after an item of the backward."""
     if item.stage.collective:
-        reduced, pending = reduce_rows(gradient, item.stage, run)
+        reduced, pending = reduce_rows(gradient, item.stage, run.plan, run.gradient_group)
         return _Returning(pending, reduced=reduced, heads=item.kv_heads)
     transfers, arriving = [], []
     for message in item.stage.home:

@@ -1,56 +1,36 @@
-"""What running any plan needs: the calls of a stage forward and backward, and merging of partial results."""
+"""The parts of every execution: the calls of a stage, forward and backward, and the merging of partial results."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.planning.lowering import Call, LoweredPlan
+from trainer.distributed.context_parallel.planning.lowering import Call
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.sharding.ranges import Ranges, size
 
 
-@dataclass(frozen=True)
-class StageRun:
-    """A plan of stages, the kernel that computes its tiles, and the communicators of K/V and of dK/dV.
-
-    heads_per_pass: key/value heads that are worked on at a time; 0: all.
-    """
-
-    lowered: LoweredPlan
-    kernel: Kernel
-    group: dist.ProcessGroup
-    gradient_group: dist.ProcessGroup
-    heads_per_pass: int = 0
-
-    @property
-    def plan(self) -> RankPlan:
-        return self.lowered.plan
-
-
 def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
-    """The query heads that share these key/value heads; q, k: (B, H, S, D), (B, K, T, D)."""
+    """Return the query heads that share these key/value heads; q: (B, H, S, D), k: (B, K, T, D)."""
     group = q.shape[1] // k.shape[1]
     return slice(kv_heads.start * group, kv_heads.stop * group)
 
 
 class Merged:
-    """Running output (B, H, S, D) and log-sum-exp (B, H, S) of queries over the keys seen so far.
+    """The running output (B, H, S, D) and log-sum-exp (B, H, S) of queries over the keys so far, in float32 at least.
 
-    In float32 at least; queries that see no key have output 0 and log-sum-exp -inf.
+    Queries that see no key have output 0 and log-sum-exp -inf.
     """
 
     def __init__(self, q: torch.Tensor) -> None:
         dtype = torch.promote_types(q.dtype, torch.float32)
         b, h, s, d = q.shape
-        # (B, S, H, D) in memory: the output projection reads it so
+        # (B, S, H, D) in memory, as the output projection reads it
         self.out = q.new_zeros(b, s, h, d, dtype=dtype).transpose(1, 2)
         self.lse = q.new_full((b, h, s), -torch.inf, dtype=dtype)
 
     def add(self, heads: slice, call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the result of a call for some heads; a query that saw no key before counts for nothing."""
+        """Merge the result of a call for some heads; a query that saw no key before takes it as it is."""
         rows = slice(*call.q)
         total_out, total_lse = self.out[:, heads, rows], self.lse[:, heads, rows]
         if call.fresh:
@@ -72,7 +52,7 @@ def attend(
     kernel: Kernel,
     scale: float,
 ) -> None:
-    """Compute a stage's calls and merge them; q, k, v: of these query heads and their key/value heads, all rows."""
+    """Compute a stage's calls and merge their results; q, k, v: all rows of these query heads and their K/V heads."""
     if kernel.capabilities.many and len(calls) > 1:
         for call, (out, lse) in zip(calls, kernel.forward_many(q, k, v, calls, scale=scale), strict=True):
             total.add(heads, call, out, lse)
@@ -109,7 +89,7 @@ def _of_call(given: BackwardInputs, call: Call) -> BackwardInputs:
 
 
 def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
-    """(B, H, S, ...) -> (1, H, B * S, ...) where the plan tells sequences apart, else as it is."""
+    """Return (B, H, S, ...) as (1, H, B * S, ...) if sequences have masks of their own, else as it is."""
     if plan.sequences == 1:
         return x
     b, h, s, *rest = x.shape
@@ -117,7 +97,7 @@ def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
 
 
 def unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undo `fold_batch`, for the shape (B, H, S) of `like`: (B, H, S, D) lies in memory as (B, S, H, D)."""
+    """Undo `fold_batch`, for the shape (B, H, S) of `like`; (B, H, S, D) has the memory order (B, S, H, D)."""
     b, h, s = like.shape[:3]
     rest = x.shape[3:]
     if not rest:
@@ -126,12 +106,12 @@ def unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def as_before(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Undo `fold_batch`: of the shape and strides of `like`, (B, H, S, D), and of its type unless given.
+    """Undo `fold_batch`, and return the shape and strides of `like`, (B, H, S, D), and by default its dtype.
 
-    `x` itself, given up by the caller, where it is so already and shares its memory with nothing else; else a copy.
+    `x` is returned itself if it has them already and shares its memory with no other tensor, else copied.
     """
     x, result = unfold_batch(x, like), torch.empty_like(like, dtype=dtype)
-    # Of an empty tensor 0 == 0 bytes says nothing about sharing: operators must not return two views of one storage.
+    # For an empty tensor, 0 == 0 bytes does not exclude sharing, and operators must not return views of one storage.
     owns_memory = x.numel() > 0 and x.untyped_storage().nbytes() == x.nbytes
     if owns_memory and (x.dtype, x.stride()) == (result.dtype, result.stride()):
         return x
@@ -139,7 +119,7 @@ def as_before(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = N
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows of K and V (B, K, T, D) at some places -> (rows, 2, B, K, D), contiguous, or the first rows of `into`."""
+    """Return rows of K and V (B, K, T, D) as (rows, 2, B, K, D), contiguous, or as the first rows of `into`."""
     b, heads, _, d = k.shape
     rows = k.new_empty(size(places), 2, b, heads, d) if into is None else into
     offset = 0
@@ -152,11 +132,11 @@ def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | 
 
 
 def unpack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T, 2, B, K, D) -> K and V as views (B, K, T, D)."""
+    """Return K and V of (T, 2, B, K, D) as views (B, K, T, D)."""
     k, v = rows.permute(1, 2, 3, 0, 4)
     return k, v
 
 
 def with_next(items: Sequence) -> Iterator[tuple]:
-    """Each item with the one that follows, the last with None."""
+    """Yield each item with the next one, the last with None."""
     return zip(items, (*items[1:], None), strict=True)

@@ -12,7 +12,7 @@ from trainer.distributed.context_parallel.planning.methods import METHODS, make_
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding.layout import AxisLayout
 
-# With fewer tokens a rank, tiles are too short to hide messages (about 800 tokens for Llama 3 8B on NVLink), and the N - 1
+# With fewer tokens a rank, tiles are too short to hide messages (about 800 for Llama 3 8B on NVLink), and the N - 1
 # messages of a ring cost more than the memory that it saves.
 SHORT_SHARD = 1024
 

@@ -174,16 +174,6 @@ class Mask:
         """Return the number of visible pairs of all sequences."""
         return int(self.work().sum())
 
-    def dense(self) -> np.ndarray:
-        """Return the visible pairs of short sequences, for tests: (sequences, q_len, kv_len) bool."""
-        visible = np.zeros((self.sequences, self.q_len, self.kv_len), dtype=bool)
-        for band in self.bands:
-            for query in range(band.q_start, band.q_stop):
-                number, i = divmod(query, self.q_len)
-                start, stop = (key - number * self.kv_len for key in band.visible(query))
-                visible[number, i, start:stop] = True
-        return visible
-
 
 def full(q_len: int, kv_len: int | None = None) -> Mask:
     """Return the mask in which every query sees every key."""

@@ -1,1 +1,1 @@
-"""Kernels of one tile of attention: the only files that know which operator computes it."""
+"""Kernels that compute one tile of attention; no other files name their operators."""

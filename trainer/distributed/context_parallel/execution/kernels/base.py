@@ -1,10 +1,10 @@
-"""One tile of attention: (queries, keys, values) -> (output, log-sum-exp), and its backward.
+"""The interface of kernels, which compute one tile: (queries, keys, values) -> (output, log-sum-exp), and its backward.
 
 Shapes: q (B, H, S, D); k, v (B, K, T, D), K divides H; lse (B, H, S), in float32 at least. No tile is empty, and every
-query of a tile sees a key: the CPU kernel would kill the process on the first, and give 0 for the second.
+query of a tile sees a key: on an empty tile the CPU kernel would end the process, and without a key it would return 0.
 
-The backward is given the output and the log-sum-exp of the WHOLE attention, of which the tile is a part: probabilities
-are then those of the whole, and the gradients of all tiles add up (Liu et al., Ring Attention, arXiv 2310.01889).
+The backward gets the output and the log-sum-exp of the WHOLE attention, of which the tile is a part. So it computes the
+probabilities of the whole, and the gradients of all tiles add up (Liu et al., Ring Attention, arXiv 2310.01889).
 """
 
 from typing import NamedTuple, Protocol
@@ -16,7 +16,7 @@ from trainer.distributed.context_parallel.planning.mask import Relation
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward needs: q, out and its cotangent (B, H, S, D), k and v (B, K, T, D), lse (B, H, S)."""
+    """Inputs of a backward: q, out and its gradient dout (B, H, S, D), k and v (B, K, T, D), lse (B, H, S)."""
 
     dout: torch.Tensor
     q: torch.Tensor
@@ -27,7 +27,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Forward and backward of one tile, of a relation that the capabilities allow."""
+    """A kernel: forward and backward of one tile, of a relation that its capabilities allow."""
 
     name: str
     capabilities: Capabilities
@@ -35,7 +35,7 @@ class Kernel(Protocol):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, relation: Relation, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> output as q, lse."""
+        """Return the output, as q, and lse."""
         ...
 
     def backward(
@@ -50,12 +50,12 @@ class Kernel(Protocol):
         relation: Relation,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """-> dq, dk, dv, with the gradients of repeated key/value heads summed."""
+        """Return dq, dk, dv; gradients of repeated key/value heads are summed."""
         ...
 
 
 def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:
-    """(n, m) bool, true for pairs that the relation does not show."""
+    """Return (n, m) bool, true for pairs that the relation hides."""
     ones = torch.ones(n, m, dtype=torch.bool, device=device)
     hidden = torch.zeros_like(ones)
     if relation.upper:
@@ -66,10 +66,10 @@ def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> to
 
 
 def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(B, K, T, D) -> (B, heads, T, D), each key/value head repeated for the query heads that share it."""
+    """Repeat key/value heads for the query heads that share them: (B, K, T, D) -> (B, heads, T, D)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def summed(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Adjoint of `repeated`."""
+    """Sum repeated heads: the adjoint of `repeated`."""
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)

@@ -15,12 +15,12 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CU
 def choose_kernel(
     device_type: str, dtype: torch.dtype, head_dim: int, name: str = "auto", *, bands: bool = False, calls: int = 1
 ) -> Kernel:
-    """Return the kernel of that name, or with `auto` the one that `auto_kernel` says.
+    """Return the kernel of that name, or for `auto` the kernel that `auto_kernel` chooses.
 
-    bands: whether a sliding window is used; calls: the most tiles of a stage.
+    bands: whether the mask has a lower bound; calls: the most tiles of a stage.
 
     Raises:
-        ConfigError: a kernel that cannot do it; the sentence names those that can.
+        ConfigError: the named kernel cannot do it; the message names kernels that can.
     """
     able = able_kernels(name, device_type, str(dtype).removeprefix("torch."), head_dim, bands=bands)
     return KERNELS[auto_kernel(able, calls) if name == "auto" else name]

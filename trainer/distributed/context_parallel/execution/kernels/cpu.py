@@ -10,7 +10,7 @@ _aten = torch.ops.aten
 
 
 class CpuFlash:
-    """PyTorch's flash attention for CPUs, with grouped heads; a diagonal that it does not know is a mask."""
+    """PyTorch's flash attention for CPUs, with grouped heads; other diagonals than a square's become a mask."""
 
     name = "cpu_flash"
     capabilities = CAPABILITIES["cpu_flash"]
@@ -27,7 +27,7 @@ class CpuFlash:
 
     @staticmethod
     def _mask(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> tuple[bool, torch.Tensor | None]:
-        """(the kernel's own switch, mask in q's dtype)."""
+        """Return (the kernel's own `is_causal`, mask in q's dtype)."""
         square = q.shape[2] == k.shape[2]
         if relation is Relation.FULL or (relation is Relation.CAUSAL and square):
             return relation is Relation.CAUSAL, None
@@ -36,7 +36,7 @@ class CpuFlash:
 
 
 class Math:
-    """Attention as its definition, in at least float32; the reference, and what runs where no kernel fits."""
+    """Attention by its definition, in float32 at least; the reference, and the kernel where no other one can."""
 
     name = "math"
     capabilities = CAPABILITIES["math"]

@@ -1,4 +1,4 @@
-"""Kernels of GPUs for one tile of attention, or for many tiles in one launch. Interface and shapes: see `base.py`.
+"""Kernels of GPUs for one tile of attention or, in one launch, many tiles. Interface and shapes: see `base.py`.
 
 name         operator                              grouped heads   diagonals                      types
 cuda_flash   FlashAttention-2 of aten              its own         all, in one call               bf16, fp16
@@ -7,8 +7,8 @@ cudnn        cuDNN's attention                     repeated        CAUSAL of a s
 varlen       FlashAttention-2, ragged batch        its own         all; many tiles in one launch  bf16, fp16
 flex         compiled FlexAttention                its own         all, in one call               bf16, fp16, fp32
 
-All of them give the log-sum-exp in float32 and natural units. All but flex take the output and log-sum-exp of the whole
-in their backward as they are. Each takes its operators as an argument, so that they can be replaced in a test.
+All of them return the log-sum-exp in float32 and natural units. All but flex take the output and log-sum-exp of the
+whole attention directly in their backward. Tests replace the operators, which are an argument of each kernel.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,14 +26,18 @@ from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
 
 
-class CudaFlash:
-    """FlashAttention-2: grouped heads, and diagonals from the bottom right, are its own (arXiv 2307.08691)."""
-
-    name = "cuda_flash"
-    capabilities = CAPABILITIES["cuda_flash"]
+class _Aten:
+    """A kernel of operators of aten, or of stand-ins for them."""
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._ops = ops
+
+
+class CudaFlash(_Aten):
+    """FlashAttention-2, with grouped heads and diagonals from the bottom right (arXiv 2307.08691)."""
+
+    name = "cuda_flash"
+    capabilities = CAPABILITIES["cuda_flash"]
 
     def forward(self, q, k, v, *, relation, scale):
         n, m, size = q.shape[2], k.shape[2], q.shape[3]
@@ -52,14 +56,11 @@ class CudaFlash:
         return tuple(_heads(x, size) for x in grads)
 
 
-class Efficient:
-    """Memory-efficient attention: float32 too, heads of any size; repeated heads (arXiv 2112.05682)."""
+class Efficient(_Aten):
+    """Memory-efficient attention, in float32 too, for heads of any size; it needs repeated heads (arXiv 2112.05682)."""
 
     name = "efficient"
     capabilities = CAPABILITIES["efficient"]
-
-    def __init__(self, ops: Any = torch.ops.aten) -> None:
-        self._ops = ops
 
     def forward(self, q, k, v, *, relation, scale):
         n, m, size = q.shape[2], k.shape[2], q.shape[3]
@@ -73,7 +74,7 @@ class Efficient:
         n, m, size = q.shape[2], k.shape[2], q.shape[3]
         k_, v_ = (repeated(x, q.shape[1]) for x in (k, v))
         dout, out = (_rows(x.to(q.dtype)).contiguous() for x in (dout, out))
-        # A row past the end then has probabilities exp(score - inf) = 0, as with the operator's own padding.
+        # A padded row has probabilities exp(score - inf) = 0, as with the operator's own padding.
         lse = F.pad(lse, (0, -n % _LSE_MULTIPLE), value=torch.inf).contiguous()
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, *dkv, _ = self._ops._efficient_attention_backward(
@@ -88,7 +89,7 @@ class Efficient:
 
     @staticmethod
     def _bias(q: torch.Tensor, m: int, relation: Relation) -> torch.Tensor | None:
-        """(B, H, n, m), -inf where a pair is hidden; its rows begin at multiples of 16 elements."""
+        """Return (B, H, n, m), -inf for hidden pairs; rows begin at multiples of 16 elements, as the operator needs."""
         if not relation.lower:
             return None
         b, h, n, _ = q.shape
@@ -96,14 +97,14 @@ class Efficient:
         return bias.masked_fill_(hidden_pairs(relation, n, m, q.device), -torch.inf).expand(b, h, n, m)
 
 
-class Cudnn:
+class Cudnn(_Aten):
     """cuDNN's attention, fastest on Hopper and later; it builds a plan for each new shape, and refuses single rows."""
 
     name = "cudnn"
     capabilities = CAPABILITIES["cudnn"]
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
-        self._ops = ops
+        super().__init__(ops)
         self._single = CudaFlash(ops)
 
     def forward(self, q, k, v, *, relation, scale):
@@ -139,18 +140,15 @@ class Cudnn:
             )
 
 
-class Varlen:
-    """FlashAttention-2 over a ragged batch: all calls of one relation, and all rows of the batch, in one launch.
+class Varlen(_Aten):
+    """FlashAttention-2 over a ragged batch: one launch for all calls of one relation, of all sequences.
 
-    A window is one number for a launch and counts from the last key, so that BI_CAUSAL and INV_CAUSAL tiles share one
-    only if they have the same number of keys more than queries.
+    A launch has one window size, counted from the last key. So BI_CAUSAL and INV_CAUSAL tiles share a launch only if
+    they have the same difference between the numbers of keys and queries.
     """
 
     name = "varlen"
     capabilities = CAPABILITIES["varlen"]
-
-    def __init__(self, ops: Any = torch.ops.aten) -> None:
-        self._ops = ops
 
     def forward(self, q, k, v, *, relation, scale):
         return self.forward_many(q, k, v, (_whole(q, k, relation),), scale=scale)[0]
@@ -162,9 +160,9 @@ class Varlen:
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[Call, ...], *, scale: float
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """q (B, H, S, D), k and v (B, K, T, D): all rows, where the calls have their places -> (output, lse) of each.
+        """Return (output, lse) of each call, views of one buffer for each launch.
 
-        The results are views of one buffer for each launch.
+        q (B, H, S, D), k and v (B, K, T, D): all rows, in which the calls have their places.
         """
         results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         batch, size = q.shape[0], q.shape[3]
@@ -184,7 +182,7 @@ class Varlen:
     def backward_many(
         self, given: BackwardInputs, calls: tuple[Call, ...], *, scale: float
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """dout, out, lse: of all queries, over all keys -> (dq, dk, dv) of each call, to be added up."""
+        """Return (dq, dk, dv) of each call, to be added up; given: all rows, out and lse over all keys."""
         dout, q, k, v, out, lse = given
         results: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         batch, size = q.shape[0], q.shape[3]
@@ -207,7 +205,7 @@ class Varlen:
     def _shape(
         q_spans: tuple[Range, ...], kv_spans: tuple[Range, ...], batch: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Cumulative lengths of queries and keys, the longest of both."""
+        """Return the cumulative lengths of queries and of keys, and the longest of each."""
         longest = (max(stop - start for start, stop in spans) for spans in (q_spans, kv_spans))
         return _ends(q_spans, batch, device), _ends(kv_spans, batch, device), *longest
 
@@ -220,7 +218,7 @@ _LSE_MULTIPLE = 32  # to which they pad the log-sum-exp
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """As kernels read it, 16 bytes at once along the last dimension; a copy if it must be."""
+    """Return x aligned for kernels, which read 16 bytes at once along the last dimension; a copy if needed."""
     step = 16 // x.element_size()
     strides = (stride for stride, length in zip(x.stride()[:-1], x.shape, strict=False) if length > 1)
     fits = x.stride(-1) == 1 and x.storage_offset() % step == 0 and all(s > 0 and s % step == 0 for s in strides)
@@ -228,29 +226,29 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Zeros behind the last dimension: they add nothing to a score, and their own results are cut away."""
+    """Pad the last dimension with zeros: they add nothing to a score, and their results are cut off."""
     return F.pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else x
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(B, H, S, D) -> (B, S, H, D), D padded to a multiple of 8."""
+    """Return (B, H, S, D) as (B, S, H, D), with D padded to a multiple of 8."""
     return _aligned(padded(x, 8)).transpose(1, 2)
 
 
 def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Back to (B, H, S, D) with heads of the size given."""
+    """Undo `_rows`: return (B, H, S, D) with heads of the given size."""
     return x[..., :size].transpose(1, 2)
 
 
 def _window(relation: Relation, extra: int) -> dict[str, int]:
-    """Keys that a query sees before and behind the diagonal of the bottom right, `extra` more keys than queries."""
+    """Return how many keys a query sees before and after the bottom-right diagonal; extra: keys more than queries."""
     if not relation.lower:
         return {}
     return {"window_size_left": extra, "window_size_right": 0 if relation.upper else -1}
 
 
 def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The random state that the flash operators ask for and do not read."""
+    """Return the random state that the flash operators require and do not read."""
     return torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)
 
 
@@ -262,12 +260,12 @@ def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Call:
 
 
 def _extra(call: Call) -> int:
-    """Keys more than queries."""
+    """Return how many keys more than queries a call has."""
     return call.kv[1] - call.kv[0] - (call.q[1] - call.q[0])
 
 
 def _launches(calls: Iterable[Call]) -> list[list[int]]:
-    """Numbers of the calls that one launch can do, in the order in which they first come."""
+    """Return the numbers of the calls of each launch, in the order of their first calls."""
     groups: dict[tuple[Relation, int], list[int]] = {}
     for number, call in enumerate(calls):
         groups.setdefault((call.relation, _extra(call) if call.relation.lower else 0), []).append(number)
@@ -275,12 +273,12 @@ def _launches(calls: Iterable[Call]) -> list[list[int]]:
 
 
 def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
-    """(B, H, S, D) -> (rows, H, D): span after span, in each the sequences of the batch one after another."""
+    """Return (B, H, S, D) as (rows, H, D): span after span, and in each span sequence after sequence."""
     return _aligned(padded(_gathered_rows(x, spans), 8))
 
 
 def _gathered_rows(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
-    """(B, H, S, ...) -> (rows, H, ...); a view if the rows lie so already."""
+    """Return (B, H, S, ...) as (rows, H, ...); a view if the rows are adjacent."""
     x = x.transpose(1, 2)
     if x.shape[0] == 1 and all(a[1] == b[0] for a, b in pairwise(spans)):
         return x[0, spans[0][0] : spans[-1][1]]
@@ -288,17 +286,17 @@ def _gathered_rows(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
 
 
 def _scattered(x: torch.Tensor, spans: tuple[Range, ...], batch: int) -> Iterator[torch.Tensor]:
-    """(rows, H, ...) -> (B, H, length, ...) of each span."""
+    """Return the (B, H, length, ...) of each span from (rows, H, ...)."""
     parts = x.split([batch * (stop - start) for start, stop in spans])
     return (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in parts)
 
 
-# The same spans come back in every layer, and what is not kept would be copied to the GPU each time.
+# Every layer has the same spans; without these caches, each would copy their indices to the GPU again.
 
 
 @lru_cache(maxsize=64)
 def _places(spans: tuple[Range, ...], batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sequence of the batch, place in it) of every gathered row."""
+    """Return (sequence of the batch, place in it) of every gathered row."""
     rows = [torch.arange(start, stop).expand(batch, -1) for start, stop in spans]
     numbers = [torch.arange(batch)[:, None].expand_as(row) for row in rows]
     sequence, place = (torch.cat([x.flatten() for x in parts]).to(device) for parts in (numbers, rows))
@@ -307,6 +305,6 @@ def _places(spans: tuple[Range, ...], batch: int, device: torch.device) -> tuple
 
 @lru_cache(maxsize=64)
 def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
-    """Cumulative lengths, each span's once for every sequence of the batch: (batch * spans + 1,) int32."""
+    """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
     lengths = (stop - start for start, stop in spans for _ in range(batch))
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)

@@ -17,10 +17,10 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Relation, float]
 
 
 class Flex:
-    """Compiled FlexAttention. It takes no statistics of the whole, so its backward is autograd's over a second forward.
+    """Compiled FlexAttention. It takes no statistics of the whole, so its backward is autograd over a second forward.
 
-    With out and lse of the whole, w = exp(lse_t - lse) the weight of this tile, out is the sum of w out_t over tiles:
-    d out_t = w dout and d lse_t = w dout . (out_t - out).
+    With out and lse of the whole attention and the weight w = exp(lse_t - lse) of this tile, out is the sum of w out_t
+    over tiles. Therefore d out_t = w dout and d lse_t = w dout . (out_t - out).
     """
 
     name = "flex"
@@ -46,7 +46,7 @@ class Flex:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd, also inside a `torch.library` operator: there the dispatcher skips it, whatever the gradient mode."""
+    """Enable autograd inside a `torch.library` operator, where the dispatcher skips it in any gradient mode."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
         excluded = excluded.remove(key)
@@ -67,14 +67,14 @@ def _compiled_attention(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    # With fullgraph a shape too many to compile raises, instead of running uncompiled with all scores in memory.
+    # With fullgraph, one shape above the limit raises, instead of running uncompiled with all scores in memory.
     return torch.compile(flex_attention, fullgraph=True)
 
 
 @lru_cache(maxsize=64)
 def block_mask(relation: Relation, n: int, m: int, device: torch.device, block: int = 128) -> BlockMask:
-    """The relation of n queries and m keys for FlexAttention, by blocks, without the pairs ever written out."""
-    extra = torch.tensor(m - n, device=device)  # a tensor, so that another length is not another program
+    """Return the relation of n queries and m keys for FlexAttention, by blocks, without a dense mask."""
+    extra = torch.tensor(m - n, device=device)  # a tensor, so that another length does not recompile
     lowest, highest = 0 if relation.lower else -(n + m), m - n if relation.upper else n + m
     q_first, kv_first = (torch.arange(0, length, block, device=device) for length in (n, m))
     q_last, kv_last = ((first + block).clamp(max=length) - 1 for first, length in ((q_first, n), (kv_first, m)))
@@ -89,7 +89,7 @@ def block_mask(relation: Relation, n: int, m: int, device: torch.device, block: 
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Q, K) bool -> how many blocks of keys each block of queries has, (1, 1, Q), and which first, (1, 1, Q, K)."""
+    """Return for (Q, K) bool the number of key blocks of each query block, (1, 1, Q), and these first, (1, 1, Q, K)."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 

@@ -1,0 +1,16 @@
+"""Masks by their definition, for short sequences."""
+
+import numpy as np
+
+from trainer.distributed.context_parallel.planning.mask import Mask
+
+
+def dense(mask: Mask) -> np.ndarray:
+    """Return the visible pairs: (sequences, q_len, kv_len) bool."""
+    visible = np.zeros((mask.sequences, mask.q_len, mask.kv_len), dtype=bool)
+    for band in mask.bands:
+        for query in range(band.q_start, band.q_stop):
+            number, i = divmod(query, mask.q_len)
+            start, stop = (key - number * mask.kv_len for key in band.visible(query))
+            visible[number, i, start:stop] = True
+    return visible
