@@ -50,8 +50,8 @@ def draw(case: Case, output: Path, rank: int | None = None) -> None:
 
 def _draw_square(axes: Axes, case: Case, rank: int | None) -> None:
     seq_len = case.layout.length
-    for r in range(0, case.degree, case.neighbours):  # neighbours compute the same pairs, for other heads
-        is_pale = rank is not None and rank // case.neighbours != r // case.neighbours
+    for r in range(0, case.degree, case.head_degree):  # ranks of a head group compute the same pairs, for other heads
+        is_pale = rank is not None and rank // case.head_degree != r // case.head_degree
         for number, stage in enumerate(case.stages(r)):
             bands = [band for tile in stage.tiles for band in case.bands(r, stage, tile)]
             outlines = [outline for band in bands if len(outline := polygon(band)) > 2]
@@ -62,7 +62,7 @@ def _draw_square(axes: Axes, case: Case, rank: int | None) -> None:
             for outline in outlines:
                 x, y = zip(*outline, strict=True)
                 is_large = min(max(x) - min(x), max(y) - min(y)) >= _SMALLEST_LABEL * seq_len
-                if is_large and not is_pale and case.neighbours < case.degree:
+                if is_large and not is_pale and case.head_degree < case.degree:
                     middle = sum(x) / len(x), sum(y) / len(y)
                     axes.text(*middle, str(number), ha="center", va="center", fontsize=8, color=_ink(color))
     axes.set(xlim=(0, seq_len), ylim=(seq_len, 0), xticks=[], yticks=[])
@@ -151,9 +151,9 @@ def _draw_stages(axes: Axes, case: Case, rank: int | None) -> None:
         y = -0.15 if x > 1 else -0.75
         axes.text(x if x > 1 else 0.5, y, text, ha="right" if x > 1 else "center", fontsize=8)
     caption = "Square: which rank computes what,\nnumber and shade: at which stage."
-    if case.neighbours > 1:
-        each = f"each with {case.shape.heads // case.neighbours} of {case.shape.heads} heads."
-        caption = f"Square: {case.neighbours} ranks compute the same,\n{each}"
+    if case.head_degree > 1:
+        each = f"each with {case.shape.heads // case.head_degree} of {case.shape.heads} heads."
+        caption = f"Square: {case.head_degree} ranks compute the same,\n{each}"
     caption += "\nStrips: which rank owns the tokens."
     axes.text(0, case.degree + 0.6, caption, ha="left", va="top", fontsize=8)
     # Rows of one height, unless there are too many ranks.
@@ -166,13 +166,13 @@ def _rank_color(case: Case, rank: int) -> Color:
 
 
 def _stage_color(case: Case, rank: int, stage: int, *, is_pale: bool) -> Color:
-    """The colour of a rank, or of the first of its neighbours, lighter with each stage."""
+    """Return the colour of a rank, or of the first rank of its head group, lighter with each stage."""
     if is_pale:
         return _PALE
-    if case.neighbours == case.degree > 1:
+    if case.head_degree == case.degree > 1:
         return _GREY  # nobody's
     white = 0.75 * stage / max(len(case.stages(rank)) - 1, 1)
-    rgb = _rank_color(case, rank - rank % case.neighbours)
+    rgb = _rank_color(case, rank - rank % case.head_degree)
     return tuple(float(part + white * (1 - part)) for part in rgb)
 
 

@@ -1,4 +1,4 @@
-"""A plan in tables: who owns what, the stages and tiles of each rank, what they cost. See show_plan.py."""
+"""A plan in tables: layout, stages and tiles of each rank, and cost. See show_plan.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ FEWEST_TILES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call of one sequence: its plan on every rank. neighbours: ranks that divide the heads."""
+    """One attention call of one sequence, with its plan on every rank. head_degree: ranks of a head group."""
 
     layout: AxisLayout
     mask: Mask
     mask_name: str
     method: str
-    neighbours: int
+    head_degree: int
     direction: str
     shape: AttentionShape
 
@@ -38,7 +38,7 @@ class Case:
 
     @cached_property
     def plans(self) -> list[RankPlan]:
-        heads = {"head_degree": self.neighbours} if self.method == "hybrid" else {}
+        heads = {"head_degree": self.head_degree} if self.method == "hybrid" else {}
         return [make_plan(self.layout, self.mask, self.method, rank, **heads) for rank in range(self.degree)]
 
     @cached_property
@@ -46,17 +46,17 @@ class Case:
         return [attention_cost(plan, self.shape, self.direction) for plan in self.plans]
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
-        """What `rank` does in the direction that is shown."""
+        """Return the stages of `rank` in the direction that is shown."""
         plan = self.plans[rank]
         return plan.forward if self.direction == "forward" else plan.backward
 
     def queries(self, rank: int) -> Ranges:
-        """Queries that `rank` works on, in its order: its own and those of its neighbours."""
-        first = rank - rank % self.neighbours
-        return union(sum(self.layout.ranges[first : first + self.neighbours], ()))
+        """Return the queries of the rank's head group, in order."""
+        first = rank - rank % self.head_degree
+        return union(sum(self.layout.ranges[first : first + self.head_degree], ()))
 
     def bands(self, rank: int, stage: Stage, tile: Tile) -> Iterator[Band]:
-        """A tile in tokens of the sequence: one band for each piece of its queries and of its keys."""
+        """Yield a tile in tokens of the sequence: one band for each piece of its queries and of its keys."""
         between = tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
         for q_place, q_start, q_stop in spread(tile.q, self.queries(rank)):
             for kv_place, kv_start, kv_stop in spread(tile.kv, stage.held):
@@ -70,7 +70,7 @@ class Case:
 
 
 def spread(places: Range, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
-    """(place, start, stop) of the numbers at `places`, if the ranges are laid one after another."""
+    """Yield (place, start, stop) of the numbers at `places`, if the ranges are laid one after another."""
     before = 0
     for start, stop in ranges:
         for first, last in intersection((places,), ((before, before + stop - start),)):
@@ -82,7 +82,7 @@ def spread(places: Range, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
 
 
 def report(case: Case, rank: int | None = None) -> str:
-    """Tables of ownership, stages, tiles and costs; `rank`: all tiles and ranges of that rank, and none of others."""
+    """Return tables of layout, stages, tiles and cost; `rank`: all tiles and ranges of that rank, none of others."""
     shape, seq_len = case.shape, case.layout.length
     ranks = range(case.degree) if rank is None else [rank]
     area = case.mask.area()
@@ -98,8 +98,8 @@ def report(case: Case, rank: int | None = None) -> str:
         table("Who owns what", ("rank", "tokens", "ranges"), ownership(case, ranks, whole=rank is not None)),
         table(
             "Stages"
-            if case.neighbours == 1
-            else f"Stages, between two exchanges of heads among {case.neighbours} ranks",
+            if case.head_degree == 1
+            else f"Stages, between two exchanges of heads among {case.head_degree} ranks",
             stage_columns(case),
             [row for r in ranks for row in stage_rows(case, r)],
         ),
@@ -114,7 +114,7 @@ def report(case: Case, rank: int | None = None) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text in columns; those of numbers are set to the right."""
+    """Return text in columns; columns of numbers are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     right = [all(set(cell) <= set("0123456789,.-") for cell in column) for column in zip(*rows, strict=True)]
     lines = [title]
@@ -125,13 +125,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def listed(ranges: Sequence[Range], most: int) -> str:
-    """Ranges as text, the first `most` of them."""
+    """Return ranges as text, the first `most` of them."""
     text = " ".join(f"[{start:,}, {stop:,})" for start, stop in ranges[:most])
     return text + (f" and {len(ranges) - most} more" if len(ranges) > most else "") or "none"
 
 
 def ownership(case: Case, ranks: Sequence[int], *, whole: bool) -> list[tuple[str, ...]]:
-    """One row a rank."""
+    """Return one row for each rank."""
     most = case.layout.length if whole else FEWEST_TILES
     return [(str(r), f"{case.layout.local_length(r):,}", listed(case.layout.ranges[r], most)) for r in ranks]
 
@@ -142,13 +142,12 @@ def stage_columns(case: Case) -> tuple[str, ...]:
 
 
 def stage_rows(case: Case, rank: int) -> Iterator[tuple[str, ...]]:
-    """One row a stage: what is worked on, and what travels before it (gradients: after it)."""
-
-    group, place = divmod(rank, case.neighbours)  # what travels, travels between the ranks at one place of the groups
+    """Yield one row for each stage: its keys and tiles, and what travels before it (gradients: after it)."""
+    group, place = divmod(rank, case.head_degree)  # rows travel between ranks at the same place of their head groups
 
     def rows(messages: Sequence[Message], *, sent: bool) -> str:
         mine = [(m.target if sent else m.source, m.rows) for m in messages if (m.source == group) == sent]
-        return ", ".join(f"{peer * case.neighbours + place}: {count:,}" for peer, count in mine) or "-"
+        return ", ".join(f"{peer * case.head_degree + place}: {count:,}" for peer, count in mine) or "-"
 
     for number, stage in enumerate(case.stages(rank)):
         owners = [r for r in range(case.degree) if intersection(stage.held, case.layout.ranges[r])]
@@ -164,7 +163,7 @@ def stage_rows(case: Case, rank: int) -> Iterator[tuple[str, ...]]:
 
 
 def tile_rows(case: Case, rank: int, *, whole: bool) -> Iterator[tuple[str, ...]]:
-    """One row a tile; not `whole`: the first few of each stage."""
+    """Yield one row for each tile; not `whole`: for the first few of each stage."""
     for number, stage in enumerate(case.stages(rank)):
         most = len(stage.tiles) if whole else FEWEST_TILES
         for tile in stage.tiles[:most]:
@@ -179,7 +178,7 @@ def tile_rows(case: Case, rank: int, *, whole: bool) -> Iterator[tuple[str, ...]
 
 
 def cost_table(case: Case) -> str:
-    """FLOPs, bytes that are sent by kind, calls and buffers: by rank, and in total, maximum, maximum over mean."""
+    """Return FLOPs, bytes sent by kind, calls and buffers: by rank, and as total, maximum, maximum over mean."""
     kinds = sorted({kind for cost in case.costs for kind in cost.bytes_sent})
     columns: list[tuple[str, list[int], Callable[[int], float], str]] = []
 

@@ -1,11 +1,11 @@
-"""Show how context parallelism spreads attention: who owns which tokens, computes what, and sends how much.
+"""Show a plan of context parallelism: which rank owns which tokens, computes which tiles, and sends how much.
 
     python scripts/show_plan.py --seq-len 65536 --degree 4
     python scripts/show_plan.py --seq-len 65536 --degree 8 --load-balancer contiguous --mask window:4096
     python scripts/show_plan.py --seq-len 65536 --degree 4 --load-balancer balanced --mask document \
         --documents random:0 --output plan.svg
 
-It reads the same plans that training runs; nothing is computed, and no GPU is needed.
+It reads the same plans that training runs. It computes no attention, and needs no GPU.
 """
 
 import argparse
@@ -32,7 +32,7 @@ OUTPUTS = (".svg", ".png")
 
 
 def random_documents(seq_len: int, seed: int) -> list[int]:
-    """Lengths of packed documents, log-normal with a median of a sixteenth of the sequence; the last one is cut."""
+    """Return lengths of documents, log-normal with a median of a sixteenth of the sequence; the last one is cut."""
     rng, lengths, left = np.random.default_rng(seed), [], seq_len
     while left:
         lengths.append(min(int(rng.lognormal(0, 1) * seq_len / 16) + 1, left))
@@ -41,10 +41,10 @@ def random_documents(seq_len: int, seed: int) -> list[int]:
 
 
 def parse_documents(text: str, seq_len: int) -> list[int]:
-    """Lengths of documents: `5000,3000,...`, or `random:SEED`.
+    """Return the lengths of documents from `5000,3000,...`, or `random:SEED`.
 
     Raises:
-        ConfigError: neither, or lengths that are not those of the sequence.
+        ConfigError: another text, or lengths that do not add up to the sequence.
     """
     name, _, seed = text.partition(":")
     if name == "random" and seed.isdecimal():
@@ -64,10 +64,10 @@ def parse_documents(text: str, seq_len: int) -> list[int]:
 
 
 def parse_mask(text: str, seq_len: int, document_text: str | None) -> tuple[Mask, Mask | None, str]:
-    """What is visible; of it what belongs to the batch (by which `balanced` deals); how to call it.
+    """Return the mask, the mask of the batch's documents (by which `balanced` deals) or None, and the mask's name.
 
     Raises:
-        ConfigError: a mask that is none, or documents that change nothing.
+        ConfigError: an unknown mask, or documents that have no effect.
     """
     if document_text is not None and text != "document":
         raise ConfigError(f"--documents has no effect with --mask {text}; leave it out, or use --mask document")
@@ -91,10 +91,10 @@ def parse_mask(text: str, seq_len: int, document_text: str | None) -> tuple[Mask
 
 
 def build(args: argparse.Namespace) -> Case:
-    """The case that the arguments describe.
+    """Return the case that the arguments describe.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a wrong value.
     """
     for name in ("seq_len", "degree", "heads", "kv_heads", "head_dim", "bytes"):
         if getattr(args, name) < 1:
@@ -107,7 +107,7 @@ def build(args: argparse.Namespace) -> Case:
     if args.heads % args.kv_heads:
         works = ", ".join(str(n) for n in range(1, args.heads + 1) if args.heads % n == 0)
         raise ConfigError(f"--kv-heads {args.kv_heads} must divide --heads {args.heads}; use one of {works}")
-    neighbours = _neighbours(args)
+    head_degree = _head_degree(args)
     if args.rank is not None and not 0 <= args.rank < args.degree:
         raise ConfigError(f"--rank {args.rank} is none of --degree {args.degree} ranks; use 0 to {args.degree - 1}")
     if args.output is not None and args.output.suffix not in OUTPUTS:
@@ -115,23 +115,23 @@ def build(args: argparse.Namespace) -> Case:
     if args.output is not None and not args.output.parent.is_dir():
         raise ConfigError(f"--output {args.output} lies in no folder: make {args.output.parent} first")
     mask, batch_mask, mask_name = parse_mask(args.mask, args.seq_len, args.documents)
-    degrees = {"hybrid_degrees": (neighbours, args.degree // neighbours)} if args.method == "hybrid" else {}
+    degrees = {"hybrid_degrees": (head_degree, args.degree // head_degree)} if args.method == "hybrid" else {}
     options = ContextParallelOptions(method=args.method, load_balancer=args.load_balancer, **degrees)
     layout = options.layout(args.seq_len, args.degree, batch_mask)
     shape = AttentionShape(1, args.heads, args.kv_heads, args.head_dim, args.bytes)
-    return Case(layout, mask, mask_name, args.method, neighbours, args.direction, shape)
+    return Case(layout, mask, mask_name, args.method, head_degree, args.direction, shape)
 
 
-def _neighbours(args: argparse.Namespace) -> int:
-    """How many ranks divide the heads among them.
+def _head_degree(args: argparse.Namespace) -> int:
+    """Return how many ranks divide the heads.
 
     Raises:
-        ConfigError: a number that cannot, or has no effect.
+        ConfigError: a number that cannot divide them, or has no effect.
     """
     number, name = args.head_degree, "--head-degree"
     if (number is None) != (args.method != "hybrid"):
         raise ConfigError(
-            "--method hybrid needs --head-degree, how many neighbours divide the heads, such as 2"
+            "--method hybrid needs --head-degree, the number of ranks that divide the heads, such as 2"
             if number is None
             else f"--head-degree {number} has no effect with --method {args.method}; leave it out, or use hybrid"
         )
@@ -150,10 +150,10 @@ def _neighbours(args: argparse.Namespace) -> int:
 
 
 def painter() -> Callable[[Case, Path, int | None], None]:
-    """What draws; imported when it is asked for, as not every installation can.
+    """Return the function that draws; it is imported at its use, because matplotlib is optional.
 
     Raises:
-        ConfigError: a module that it needs is missing.
+        ConfigError: matplotlib is missing.
     """
     try:
         from scripts.plan_picture import draw
@@ -163,7 +163,7 @@ def painter() -> Callable[[Case, Path, int | None], None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one sentence."""
+    """A parser whose errors are one sentence."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{message}; see --help\n")
@@ -173,17 +173,17 @@ def parser() -> argparse.ArgumentParser:
     described = _Parser(description=__doc__.splitlines()[0])
     add = described.add_argument
     add("--seq-len", type=int, required=True, help="tokens of the sequence")
-    add("--degree", type=int, required=True, help="ranks that share it")
+    add("--degree", type=int, required=True, help="ranks that share the sequence")
     add("--method", choices=METHODS, default="ring", help="how attention reaches the other ranks' keys")
-    add("--head-degree", type=int, help="with --method hybrid: neighbours that divide the heads")
+    add("--head-degree", type=int, help="with --method hybrid: ranks that divide the heads")
     add("--load-balancer", choices=LOAD_BALANCERS, default="head_tail", help="who owns which tokens")
     add("--mask", default="causal", help="causal (default), full, window:4096, or document (causal within documents)")
     add("--documents", help="lengths, such as 5000,3000, or random:SEED (default random:0), with --mask document")
     add("--heads", type=int, default=32, help="query heads")
     add("--kv-heads", type=int, default=8, help="key/value heads")
     add("--head-dim", type=int, default=128, help="size of a head")
-    add("--bytes", type=int, default=2, help="of an element of q, k, v")
-    add("--direction", choices=("forward", "backward"), default="forward", help="of training")
+    add("--bytes", type=int, default=2, help="bytes of an element of q, k, v")
+    add("--direction", choices=("forward", "backward"), default="forward", help="direction of training")
     add("--rank", type=int, help="show all tiles of this rank only")
     add("--output", type=Path, help="picture to write, .svg or .png")
     return described
