@@ -213,5 +213,5 @@ def layer_kinds(config: object) -> list[str]:
 
 
 def is_tokenwise(kinds: list[str], layer: int, layers: int) -> bool:
-    """Return whether, by the configuration, one of so many layers mixes no tokens."""
+    """Return whether a layer mixes no tokens, by the kinds of all `layers`."""
     return len(kinds) == layers and kinds[layer] in _TOKENWISE_KINDS

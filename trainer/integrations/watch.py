@@ -108,7 +108,7 @@ class ModelWatch:
             )
 
     def on_attention(self, call: Call) -> str | None:
-        """Return why a call cannot be context parallel, by what is the same on every rank, or None."""
+        """Return why a call cannot be context parallel, by rules that give every rank the same result, or None."""
         if self.has_news:
             self._positions.see(call.told.get("position_ids"))
         return self._shift or refusal_of_window(call, self._live.layout.length)

@@ -56,5 +56,5 @@ def check_mask(mask: Mask | None, q_len: int, kv_len: int, sequences: int | None
         raise ContextParallelError(
             f"the mask is for {mask.sequences} x {mask.q_len} queries and {mask.kv_len} keys, and there are "
             f"{sequences or 'any number of'} sequences of {q_len} queries and {kv_len} keys; make it for them, or "
-            "one for all alike"
+            "one for all sequences"
         )

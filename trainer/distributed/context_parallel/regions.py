@@ -91,7 +91,7 @@ def region(
     for part in (layout, kv_layout or layout):
         if part.degree != mesh.size():
             raise ContextParallelError(
-                f"a layout for {part.degree} ranks cannot be that of a region over {mesh.size()}; make it for them"
+                f"a layout for {part.degree} ranks does not fit a region over {mesh.size()} ranks; make it for them"
             )
     check_mask(mask, layout.length, (kv_layout or layout).length, sequences)
     live = LivePlan(mesh, layout, mask, options, kv_layout, groups)
@@ -173,7 +173,7 @@ def give_back(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, 
     sets = _sets(copies, group)
     _check(x, 1, layout.local_length(group.rank()), "partial")
     if x.shape[0] % sets:
-        raise ContextParallelError(f"{x.shape[0]} samples cannot be given back to {sets} sets of ranks alike")
+        raise ContextParallelError(f"{x.shape[0]} samples cannot be given back to {sets} sets of ranks in equal parts")
     each = x.shape[0] // sets * layout.length
     wanted: list[list[Range]] = [[(r // copies * each, (r // copies + 1) * each)] for r in range(group.size())]
     rows = exchange(x.flatten(0, 1), layout.repeated(x.shape[0]), wanted, dim=0, group=group, outside="refuse")

@@ -31,7 +31,7 @@ class AxisLayout:
         if any(union(r) != r for r in self.ranges) or union(everything) != whole or size(everything) != self.length:
             raise ValueError(
                 f"the ranges of layout {self.name!r} do not give each of {self.length} tokens to one rank, in "
-                "ascending ranges that neither touch nor are empty; `union` makes a rank's ranges such"
+                "ascending ranges that neither touch nor are empty; sort and merge a rank's ranges with `union`"
             )
 
     @property
@@ -62,7 +62,7 @@ class AxisLayout:
         return AxisLayout(self.name, self.length, tuple(shards))
 
     def repeated(self, sequences: int) -> "AxisLayout":
-        """Return the layout of so many sequences laid one after another, each cut like this one."""
+        """Return the layout of several sequences laid one after another, each cut like this one."""
         if sequences == 1:
             return self
         offsets = [number * self.length for number in range(sequences)]

@@ -73,7 +73,7 @@ class Band(NamedTuple):
         return first, max(first, min(self.kv_stop, stop + self.upper))
 
     def shifted(self, queries: int, keys: int) -> "Band":
-        """Return the band moved on by so many queries and keys."""
+        """Return the band moved by a number of queries and keys."""
         moved = (self.q_start + queries, self.q_stop + queries, self.kv_start + keys, self.kv_stop + keys)
         lower, upper = (b if abs(b) >= ANY else b + keys - queries for b in (self.lower, self.upper))
         return Band(*moved, lower, upper)
@@ -137,7 +137,7 @@ class Mask:
         return Mask(self.q_len, self.kv_len, tuple(bands), sequences)
 
     def repeated(self, sequences: int) -> "Mask":
-        """Return the mask for so many sequences; a mask for one sequence is repeated."""
+        """Return the mask for a number of sequences; a mask for one sequence is repeated."""
         return self if self.sequences == sequences else by_sequence([self] * sequences)
 
     def sequence(self, number: int) -> "Mask":

@@ -46,7 +46,7 @@ class Method:
         return (hybrid_degrees or (1,))[0] if self.two_level else degree
 
     def ways(self, degree: int, heads: int) -> Iterator[tuple[int, int] | None]:
-        """Yield the hybrid degrees (None if the method has none) with which it can spread so many heads."""
+        """Yield the hybrid degrees (None if the method has none) with which it can divide `heads`."""
         if self.two_level:
             sizes = (a for a in range(2, degree) if degree % a == 0 and heads % a == 0)
             yield from ((a, degree // a) for a in sizes)
@@ -110,6 +110,6 @@ def _needs(q_layout: AxisLayout, kv_layout: AxisLayout, mask: Mask) -> Needs:
 
 
 def _of_groups(layout: AxisLayout, ranks: int) -> AxisLayout:
-    """Return the layout over groups of so many consecutive ranks."""
+    """Return the layout over groups of `ranks` consecutive ranks."""
     groups = (union(sum(layout.ranges[i : i + ranks], ())) for i in range(0, layout.degree, ranks))
     return AxisLayout(layout.name, layout.length, tuple(groups))

@@ -1,12 +1,5 @@
 """Kernels of GPUs for one tile of attention or, in one launch, many tiles. Interface and shapes: see `base.py`.
 
-name         operator                              grouped heads   diagonals                      types
-cuda_flash   FlashAttention-2 of aten              its own         all, in one call               bf16, fp16
-efficient    memory-efficient attention of aten    repeated        CAUSAL; others by a mask       bf16, fp16, fp32
-cudnn        cuDNN's attention                     repeated        CAUSAL of a square             bf16, fp16
-varlen       FlashAttention-2, ragged batch        its own         all; many tiles in one launch  bf16, fp16
-flex         compiled FlexAttention                its own         all, in one call               bf16, fp16, fp32
-
 All of them return the log-sum-exp in float32 and natural units. All but flex take the output and log-sum-exp of the
 whole attention directly in their backward. Tests replace the operators, which are an argument of each kernel.
 """
@@ -166,13 +159,12 @@ class Varlen(_Aten):
         """
         results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         batch, size = q.shape[0], q.shape[3]
-        for numbers in _launches(calls):
-            group = [calls[i] for i in numbers]
-            q_spans, kv_spans = tuple(c.q for c in group), tuple(c.kv for c in group)
+        for numbers, relation, extra in _launches(calls):
+            q_spans, kv_spans = tuple(calls[i].q for i in numbers), tuple(calls[i].kv for i in numbers)
             out, lse, *_ = self._ops._flash_attention_forward(
                 _gathered(q, q_spans), _gathered(k, kv_spans), _gathered(v, kv_spans),
-                *self._shape(q_spans, kv_spans, batch, q.device), 0.0, group[0].relation is Relation.CAUSAL, False,
-                scale=scale, **_window(group[0].relation, _extra(group[0])),
+                *self._shape(q_spans, kv_spans, batch, q.device), 0.0, relation is Relation.CAUSAL, False,
+                scale=scale, **_window(relation, extra),
             )  # fmt: skip
             outs, lses = _scattered(out, q_spans, batch), _scattered(lse.t(), q_spans, batch)
             for i, part, part_lse in zip(numbers, outs, lses, strict=True):
@@ -187,14 +179,13 @@ class Varlen(_Aten):
         results: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         batch, size = q.shape[0], q.shape[3]
         dout, out = dout.to(q.dtype), out.to(q.dtype)
-        for numbers in _launches(calls):
-            group = [calls[i] for i in numbers]
-            q_spans, kv_spans = tuple(c.q for c in group), tuple(c.kv for c in group)
+        for numbers, relation, extra in _launches(calls):
+            q_spans, kv_spans = tuple(calls[i].q for i in numbers), tuple(calls[i].kv for i in numbers)
             grads = self._ops._flash_attention_backward(
                 *(_gathered(x, spans) for x, spans in ((dout, q_spans), (q, q_spans), (k, kv_spans), (v, kv_spans))),
                 _gathered(out, q_spans), _gathered_rows(lse, q_spans).t().contiguous(),
-                *self._shape(q_spans, kv_spans, batch, q.device), 0.0, group[0].relation is Relation.CAUSAL,
-                *_no_dropout(q), scale=scale, **_window(group[0].relation, _extra(group[0])),
+                *self._shape(q_spans, kv_spans, batch, q.device), 0.0, relation is Relation.CAUSAL,
+                *_no_dropout(q), scale=scale, **_window(relation, extra),
             )  # fmt: skip
             parts = (_scattered(x, spans, batch) for x, spans in zip(grads, (q_spans, kv_spans, kv_spans), strict=True))
             for i, *tile in zip(numbers, *parts, strict=True):
@@ -259,17 +250,13 @@ def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Call:
     return Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True)
 
 
-def _extra(call: Call) -> int:
-    """Return how many keys more than queries a call has."""
-    return call.kv[1] - call.kv[0] - (call.q[1] - call.q[0])
-
-
-def _launches(calls: Iterable[Call]) -> list[list[int]]:
-    """Return the numbers of the calls of each launch, in the order of their first calls."""
+def _launches(calls: Iterable[Call]) -> list[tuple[list[int], Relation, int]]:
+    """Return for each launch the numbers of its calls, their relation, and (for windows) keys more than queries."""
     groups: dict[tuple[Relation, int], list[int]] = {}
     for number, call in enumerate(calls):
-        groups.setdefault((call.relation, _extra(call) if call.relation.lower else 0), []).append(number)
-    return list(groups.values())
+        extra = call.kv[1] - call.kv[0] - (call.q[1] - call.q[0]) if call.relation.lower else 0
+        groups.setdefault((call.relation, extra), []).append(number)
+    return [(numbers, *key) for key, numbers in groups.items()]
 
 
 def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
