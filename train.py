@@ -55,7 +55,7 @@ def train(job: ResolvedJob, notes: Iterable[str] = ()) -> int:
     """Train on this rank and report how it ended; returns the exit code."""
     from trainer.checkpoint.checkpointer import CheckpointError
     from trainer.components.console import logger, set_up_logging
-    from trainer.runtime.agreement import agreed
+    from trainer.runtime.agreement import raise_on_all_ranks
     from trainer.runtime.out_of_memory import out_of_memory_explained
     from trainer.runtime.process_group import LOST_PEERS, Process, is_peer_failure, process_group
     from trainer.runtime.reports import Reports
@@ -77,7 +77,7 @@ def train(job: ResolvedJob, notes: Iterable[str] = ()) -> int:
             out_of_memory_explained(job),
         ):
             folder = folder_held(Path(config.job.dump_folder), logger.warning)
-            agreed(lambda: held.enter_context(folder) if process.rank == 0 else None)
+            raise_on_all_ranks(lambda: held.enter_context(folder) if process.rank == 0 else None)
             Trainer(job, process.device).train()
     except SharedConfigError:
         return 2

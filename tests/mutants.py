@@ -444,7 +444,7 @@ FAMILIES = (
     Mutant(
         "the hook after a step is not called",
         "trainer/trainer.py",
-        "self.spec.after_step(self.parts, self.dims)",
+        "self.spec.after_step(self.model_parts, self.dims)",
         "pass",
         f"{_FAMILY}::test_a_checkpoint_of_one_layout_is_loaded_by_another",
     ),
@@ -482,8 +482,8 @@ LAYOUTS = (
     Mutant(
         "only the first stage of a rank has its rotary table cut",
         "trainer/trainer.py",
-        "for part in self.parts for table in self.spec.cp_buffers(part)",
-        "for part in self.parts[:1] for table in self.spec.cp_buffers(part)",
+        "for part in self.model_parts for table in self.spec.cp_buffers(part)",
+        "for part in self.model_parts[:1] for table in self.spec.cp_buffers(part)",
         _PAIRS,
     ),
     Mutant(
@@ -558,8 +558,8 @@ CHECKPOINTS = (
     Mutant(
         "a resumed run starts its data anew",
         "trainer/checkpoint/checkpointer.py",
-        "agreed(lambda: load_stream_states(self._loader, state.streams), world)",
-        "agreed(lambda: None, world)",
+        "raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)",
+        "raise_on_all_ranks(lambda: None, world)",
         _CHECKPOINT,
     ),
     Mutant(
@@ -586,7 +586,7 @@ CHECKPOINTS = (
     Mutant(
         "a checkpoint of another model is loaded",
         "trainer/checkpoint/checkpointer.py",
-        "        check_fits(state, self._config, self._shape)\n        reader",
+        "        check_fits(state, self._config, self._model)\n        reader",
         "        reader",
         f"{_CHECKPOINT}::test_what_appears_after_the_check_is_checked_again",
     ),

@@ -22,7 +22,7 @@ from trainer.components.optimizer import build_optimizer
 from trainer.components.profiling import check_memory_snapshot, profiling, region
 from trainer.config.loader import to_toml
 from trainer.data.datasets import open_source
-from trainer.data.loader import batch_hash, build_loader
+from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
@@ -39,7 +39,7 @@ from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
 from trainer.runtime import writing_to
-from trainer.runtime.agreement import agreed
+from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.determinism import set_determinism
 from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
@@ -76,28 +76,28 @@ class Trainer:
         self.stop = Stop(
             config.checkpoint.stop_timeout_seconds,
             max_minutes=config.job.max_minutes,
-            speaks=self.dims.rank("world") == 0,
+            prints=self.dims.rank("world") == 0,
         )
         self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
         self._prepare_process()
-        self.kernel = agreed(self._prepare_machine, self.dims["world"])
+        self.kernel = raise_on_all_ranks(self._prepare_machine, self.dims["world"])
         """Name of the kernel of planned attention."""
         self.loader = self.build_loader()
         self.batches = iter(self.loader)
         self.methods_told: set[str] = set()
 
         self.spec = model_spec(config.model.name)
-        self.parts = self.build_parts()
+        self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
         self.token_losses = compiled_loss(token_losses, job.compilation)
-        self.optimizer = build_optimizer(self.parts, config.optimizer)
+        self.optimizer = build_optimizer(self.model_parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
             config,
             self.dims,
             job.model,
-            parts=self.parts,
+            model_parts=self.model_parts,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             loader=self.loader,
@@ -132,7 +132,7 @@ class Trainer:
                 + (f"; auto chose {job.attention_reason}" if job.attention_reason else "")
             )
 
-    def build_parts(self) -> list[nn.Module]:
+    def build_model_parts(self) -> list[nn.Module]:
         """The parts of the model that this rank runs, parallelised, with their initial weights."""
         training, plan, stages = self.config.training, self.job.pipeline, [None]
         if plan is not None:
@@ -156,7 +156,9 @@ class Trainer:
         )
         settings = {"device": self.device, "dtype": self.compute_dtype, "tp": self.dims.size("tp")}
         settings["dim"] = self.job.model.dim
-        pipeline = agreed(lambda: Pipeline(plan, self.parts, self.dims["pp"], **settings), self.dims["world"])
+        pipeline = raise_on_all_ranks(
+            lambda: Pipeline(plan, self.model_parts, self.dims["pp"], **settings), self.dims["world"]
+        )
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
         return pipeline
 
@@ -189,7 +191,7 @@ class Trainer:
     def build_loader(self) -> Iterable[Batch]:
         """Endless micro-batches of this rank's share of the data."""
         training = self.config.training
-        return build_loader(
+        return BatchLoader(
             open_source(training.dataset, training.dataset_path),
             Tokenizer(self.config.model.tokenizer_file),
             seq_len=training.seq_len,
@@ -221,7 +223,7 @@ class Trainer:
             with (
                 self.stop,
                 self.checkpoint,
-                manual_garbage_collection(training.gc_freq) as garbage,
+                manual_garbage_collection(training.gc_freq) as collect_garbage,
                 profiling(
                     self.config.profiling, Path(self.config.job.dump_folder), self.dims.rank("world"), self.device
                 ) as profiler,
@@ -230,12 +232,12 @@ class Trainer:
                 compilations = Recompilations(self.job.compilation, self.start_step + 1)
                 for step in range(self.start_step + 1, training.steps + 1):
                     self.train_step(step)
-                    garbage.step(step)
+                    collect_garbage(step)
                     profiler.step(step)
                     compilations.step(step)
                     if step == self.start_step + 1:
                         self._set_timeout(self.config.comm.train_timeout_seconds)
-                    reason = self.stop.agreed(self.dims["world"])
+                    reason = self.stop.reason(self.dims["world"])
                     last = bool(reason) or step == training.steps
                     saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last)
                     if reason:
@@ -255,7 +257,7 @@ class Trainer:
         valid = all_reduce(sum(count_valid(batch["labels"]) for batch in batches), self.dims["dp"])
 
         self.optimizer.zero_grad()
-        for part in self.parts:
+        for part in self.model_parts:
             precompute_scales(part, self.config.float8)
             normalise_auxiliary_losses(part, valid.clamp(min=1))
         rows = [
@@ -270,7 +272,7 @@ class Trainer:
         lr = self.lr_scheduler.get_last_lr()[0]
         with region("optimizer"):
             self.optimizer.step()
-            self.spec.after_step(self.parts, self.dims)
+            self.spec.after_step(self.model_parts, self.dims)
         self.lr_scheduler.step()
         if self.metrics.due(step):
             row_losses = all_reduce(row_sums, self.dims["cp"]) / row_counts.clamp(min=1)
@@ -283,7 +285,7 @@ class Trainer:
         Returns (sum of losses on this rank, number of labels) of each row: (B,) float64, (B,) int64. Of a pipeline
         only the last stage has losses.
         """
-        for part in self.parts:
+        for part in self.model_parts:
             reduce_across_replicas(part, last)
         tokens, labels = batch["tokens"], batch["labels"]
         sums: list[torch.Tensor] = []
@@ -304,7 +306,7 @@ class Trainer:
                 with region("pipeline"):
                     self.pipeline.step(tokens, labels, loss, positions=positions, attention_plan=plan)
             else:
-                (model,) = self.parts
+                (model,) = self.model_parts
                 with region("forward"):
                     total = loss(model, model(tokens, positions, attention_plan=plan), labels)
                 with region("backward"):
@@ -320,7 +322,7 @@ class Trainer:
             return
         positions = self._positions(batch)
         # Positions that are given, or the table that has a row for each: not both.
-        tables = [table for part in self.parts for table in self.spec.cp_buffers(part)]
+        tables = [table for part in self.model_parts for table in self.spec.cp_buffers(part)]
         per_token = tables if positions is None else [(positions, 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
         plan: BatchPlan | None = batch.get("plan")
@@ -349,7 +351,7 @@ class Trainer:
         Raises:
             TrainingError: on every rank alike, if the loss or the norm is not finite; nothing is updated.
         """
-        parameters = [parameter for part in self.parts for parameter in part.parameters()]
+        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         settle_gradients(parameters)
         norm = global_grad_norm(parameters, self.dims)
         if not (math.isfinite(loss) and math.isfinite(norm)):

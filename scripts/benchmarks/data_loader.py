@@ -15,7 +15,7 @@ import torch
 
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import check_source, open_source
-from trainer.data.loader import build_loader
+from trainer.data.loader import BatchLoader
 from trainer.data.tokenizer import Tokenizer
 
 
@@ -25,7 +25,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     start = time.perf_counter()
     source, tokenizer = open_source(args.dataset, args.path), Tokenizer(args.tokenizer_path)
     opened = time.perf_counter()
-    loader = build_loader(
+    loader = BatchLoader(
         source,
         tokenizer,
         seq_len=args.seq_len,

@@ -24,7 +24,7 @@ from trainer.components.console import set_up_logging
 from trainer.components.optimizer import build_optimizer
 from trainer.config.schema import JobConfig, Model
 from trainer.data.datasets import open_source
-from trainer.data.loader import build_loader
+from trainer.data.loader import BatchLoader
 from trainer.data.tokenizer import Tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.models.args import ModelArgs
@@ -134,7 +134,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The first (tokens, labels) that the trainer reads."""
     training = work.config.training
-    loader = build_loader(
+    loader = BatchLoader(
         open_source(training.dataset, training.dataset_path),
         Tokenizer(work.config.model.tokenizer_file),
         seq_len=training.seq_len,

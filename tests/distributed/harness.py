@@ -109,7 +109,7 @@ class RecordingTrainer(Trainer):
         self, value: Callable[[torch.Tensor], torch.Tensor], named: Callable = nn.Module.named_parameters
     ) -> dict[str, torch.Tensor]:
         """A tensor for every parameter, or whatever is `named`, of the model, by name; a collective."""
-        mine = {name: whole(value(x)) for part in self.parts for name, x in named(part)}
+        mine = {name: whole(value(x)) for part in self.model_parts for name, x in named(part)}
         of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(self.dims.size("pp"))]
         torch.distributed.all_gather_object(of_ranks, mine, group=self.dims["pp"].get_group())
         return {name: x for stages in of_ranks for name, x in stages.items()}
@@ -175,7 +175,7 @@ def run_layout(arguments: list[str], fault: str | None = None) -> Record:
             for step in range(1, STEPS + 1):
                 trainer.train_step(step)
             trainer.metrics.close()
-            for p in (p for part in trainer.parts for p in part.parameters()):
+            for p in (p for part in trainer.model_parts for p in part.parameters()):
                 record.local_elements += (p.to_local() if isinstance(p, DTensor) else p).numel()
             record.weights = trainer.of_all_stages(lambda p: p)
             named_buffers = partial(nn.Module.named_buffers, remove_duplicate=False)

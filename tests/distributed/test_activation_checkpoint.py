@@ -64,7 +64,7 @@ def counted_case(arguments: list[str]) -> tuple[Counter[str], Counter[str], list
         exchange.calls.clear()
         with Calls() as calls:
             trainer.train_step(1)
-        names = [name for name, _ in trainer.parts[0].named_parameters()]
+        names = [name for name, _ in trainer.model_parts[0].named_parameters()]
     return calls.counts, Counter(exchange.calls), names
 
 

@@ -21,7 +21,6 @@ from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
 from trainer.checkpoint.folder import saved_steps
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.loader import stream_states
 from trainer.distributed.sharding import exchange
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
@@ -62,13 +61,13 @@ def load_step_save(folder: str, arguments: list[str], steps: int) -> dict:
         after = whole_state(trainer)
         if steps:
             trainer.checkpoint.save(trainer.start_step + steps, tokens_seen=7, last=True)
-        names = {name for part in trainer.parts for name, _ in part.named_parameters()}
+        names = {name for part in trainer.model_parts for name, _ in part.named_parameters()}
         return {"before": before, "after": after, "step": trainer.start_step, "names": names}
 
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor | int | float]:
-    state: dict = {name: whole(x) for name, x in tensors_of(trainer.parts, trainer.optimizer).items()}
-    state |= {f"stream {s}": entry for s, entry in stream_states(trainer.loader).items()}
+    state: dict = {name: whole(x) for name, x in tensors_of(trainer.model_parts, trainer.optimizer).items()}
+    state |= {f"stream {s}": entry for s, entry in trainer.loader.state_dict().items()}
     return state | {"lr": trainer.lr_scheduler.get_last_lr()[0], "group lr": trainer.optimizer.param_groups[0]["lr"]}
 
 
@@ -310,7 +309,7 @@ def stop_case(folder: str, arguments: list[str]) -> dict[str, int]:
     """Calls of our own collectives after a step that is not saved."""
     with trainer_in(folder, [*arguments, *LAYOUTS["fsdp2"][1]]) as trainer:
         exchange.calls.clear()
-        assert trainer.stop.agreed(trainer.dims["world"]) is None
+        assert trainer.stop.reason(trainer.dims["world"]) is None
         assert not trainer.checkpoint.save(1, tokens_seen=0)
         return dict(exchange.calls)
 

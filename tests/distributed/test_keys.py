@@ -69,7 +69,7 @@ def observe(arguments: list[str], folder: str, fail: str) -> Observed:
             with watched_step(seen) if first else contextlib.nullcontext():
                 super().train_step(step)
             if first:
-                parameters = [p for part in self.parts for p in part.parameters() if p.grad is not None]
+                parameters = [p for part in self.model_parts for p in part.parameters() if p.grad is not None]
                 seen.clipped = torch.stack([whole(p.grad).float().norm() for p in parameters]).norm().item()
 
     with (
@@ -93,7 +93,7 @@ def observe(arguments: list[str], folder: str, fail: str) -> Observed:
 
 def watch(trainer: Trainer, seen: Observed) -> None:
     """Note what is known before the first step, and let layers and embedding tell what they do."""
-    parts = trainer.parts
+    parts = trainer.model_parts
     seen.parameters = {
         name: ((p.to_local() if isinstance(p, DTensor) else p).numel(), str(p.dtype).removeprefix("torch."))
         for part in parts
@@ -140,7 +140,7 @@ def note(seen: Observed, attribute: str, event: object) -> None:
 
 
 def size_of(trainer: Trainer) -> float:
-    return sum(whole(p).double().abs().sum().item() for part in trainer.parts for p in part.parameters())
+    return sum(whole(p).double().abs().sum().item() for part in trainer.model_parts for p in part.parameters())
 
 
 def timeout_of(group: torch.distributed.ProcessGroup) -> float:

@@ -34,12 +34,12 @@ def bfloat16_case(folder: str, arguments: list[str]) -> dict:
     seen = {}
     with process_group(process, config.comm):
         trainer = RecordingTrainer(job, process.device, record=Record())
-        attention = trainer.parts[0].layers["0"].attention
+        attention = trainer.model_parts[0].layers["0"].attention
         attention.inner_attention.register_forward_hook(lambda _m, args, out: seen.update(q=args[0].dtype))
         attention.register_forward_pre_hook(lambda _m, args: seen.update(freqs_cis=args[1].dtype))
         trainer.train_step(1)
-        seen["storage"] = {p.dtype for p in trainer.parts[0].parameters()}
-        seen["gradients"] = {p.grad.dtype for p in trainer.parts[0].parameters()}
+        seen["storage"] = {p.dtype for p in trainer.model_parts[0].parameters()}
+        seen["gradients"] = {p.grad.dtype for p in trainer.model_parts[0].parameters()}
         trainer.metrics.close()
     return seen
 
@@ -69,7 +69,7 @@ def gathered_case(folder: str, arguments: list[str]) -> list[str]:
 
     with process_group(process, config.comm):
         trainer = RecordingTrainer(job, process.device, record=Record())
-        for name, layer in trainer.parts[0].layers.items():
+        for name, layer in trainer.model_parts[0].layers.items():
             layer.attention_norm.register_forward_pre_hook(lambda *_, name=name: order.append(f"run {name}"))
             layer.feed_forward.register_full_backward_pre_hook(lambda *_, name=name: order.append(f"back {name}"))
         with mock.patch.object(FSDPParamGroup, "unshard", unshard):
@@ -123,13 +123,13 @@ def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool]:
     with process_group(process, config.comm):
         trainer = RecordingTrainer(job, process.device, record=Record())
         trainer.train_step(1)
-        before = [p.detach().clone() for p in trainer.parts[0].parameters()]
+        before = [p.detach().clone() for p in trainer.model_parts[0].parameters()]
         if process.rank == 1:  # on one rank alone; all have to stop
-            weight = trainer.parts[0].layers["0"].attention.wq.weight
+            weight = trainer.model_parts[0].layers["0"].attention.wq.weight
             weight.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(torch.inf))
         with pytest.raises(TrainingError) as error:
             trainer.train_step(2)
-        after = [p.detach() for p in trainer.parts[0].parameters()]
+        after = [p.detach() for p in trainer.model_parts[0].parameters()]
         same = all(torch.equal(harness.whole(a), harness.whole(b)) for a, b in zip(before, after, strict=True))
         trainer.metrics.close()
     return str(error.value), same
@@ -149,7 +149,7 @@ def plain_case(folder: str) -> list[dict[str, float]]:
     with process_group(process, config.comm):
         trainer = RecordingTrainer(job, process.device, record=Record())
         for step in (1, 2):
-            model = copy.deepcopy(trainer.parts[0])
+            model = copy.deepcopy(trainer.model_parts[0])
             model.zero_grad()
             trainer.train_step(step)
             rows = [harness.make_row(i, 16, no_labels=i < 8 and i % 2 == 1) for i in range(8 * step - 8, 8 * step)]

@@ -57,7 +57,7 @@ def explicit_loss_case() -> dict[str, float]:
         return x
 
     with trainer_of([*EXACT, "--training.max_norm=1e9"]) as trainer:
-        (model,), rows = trainer.parts, trainer.build_loader()
+        (model,), rows = trainer.model_parts, trainer.build_loader()
         batches = [next(rows) for _ in range(trainer.job.micro_batches)]
         with mock.patch.object(AuxiliaryLoss, "forward", collect):
             losses = [token_losses(model.output(model(x["tokens"])), x["labels"]).sum() for x in batches]
@@ -122,7 +122,7 @@ def test_float8(pool: WorkerPool) -> None:
 def parameters_case() -> tuple[int, int]:
     """Parameters by the shape, and by the model."""
     with trainer_of(TOY) as trainer:
-        return trainer.job.model.n_params(), sum(p.numel() for p in trainer.parts[0].parameters())
+        return trainer.job.model.n_params(), sum(p.numel() for p in trainer.model_parts[0].parameters())
 
 
 def test_the_shape_tells_the_number_of_parameters_and_the_matrices(pool: WorkerPool) -> None:

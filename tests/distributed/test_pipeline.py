@@ -28,12 +28,12 @@ def counted_case(arguments: list[str]) -> tuple[Counter[str], list[str]]:
     """Forwards of each module in the first step, and the names of this rank's parameters."""
     forwards: Counter[str] = Counter()
     with trainer_of(arguments) as trainer:
-        for part in trainer.parts:
+        for part in trainer.model_parts:
             for name, module in part.named_modules():
                 if isinstance(module, InnerAttention | nn.Embedding):
                     module.register_forward_hook(lambda *_, name=name: forwards.update([name]))
         trainer.train_step(1)
-        names = [name for part in trainer.parts for name, _ in part.named_parameters()]
+        names = [name for part in trainer.model_parts for name, _ in part.named_parameters()]
     return forwards, names
 
 
@@ -176,7 +176,7 @@ def test_what_a_stage_raises_arrives_as_it_is(pool: WorkerPool, schedule: str) -
 
 def raising_case(arguments: list[str]) -> None:
     with trainer_of([*arguments, "--comm.init_timeout_seconds=20"]) as trainer:
-        for part in trainer.parts:
+        for part in trainer.model_parts:
             if "1" in part.layers:
                 part.layers["1"].register_forward_pre_hook(mock.Mock(side_effect=BrokenLayerError("layer 1 is broken")))
         trainer.train_step(1)

@@ -172,7 +172,7 @@ def test_after_a_failed_checkpoint_a_run_goes_on_from_the_last_good_one(tmp_path
     assert saved_steps(tmp_path / "failed" / "checkpoint") == [2]
     again = train(tmp_path / "failed")
     assert again.code == 0, again
-    assert "going on after step 2 from" in again.out
+    assert "resumed after step 2 from" in again.out
     assert saved_steps(tmp_path / "failed" / "checkpoint") == [2, 4, 6]
     assert losses(tmp_path / "failed") == losses(tmp_path / "whole")
 
@@ -257,5 +257,5 @@ def test_two_nodes_train_fail_and_go_on(tmp_path: Path) -> None:
     (tmp_path / "nodes" / "failed").unlink()
     again = both("none none none")
     assert [end.code for end in again] == [0, 0], again
-    assert any("going on after step 2 from" in end.out for end in again)
+    assert any("resumed after step 2 from" in end.out for end in again)
     assert losses(tmp_path / "nodes") == losses(tmp_path / "whole")

@@ -106,7 +106,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_in_every_bit(
 
 
 FORGOTTEN = {
-    "data": ("load_stream_states", mock.DEFAULT),
+    "data": ("BatchLoader.load_state_dict", mock.DEFAULT),
     "learning rate": ("restart_lr_scheduler", mock.DEFAULT),
     "moments": (
         "tensors_of",
@@ -309,7 +309,7 @@ def test_full_checkpoint(tmp_path: Path, whole_run: list[dict]) -> None:
     process = launch(*LONG, f"--job.dump_folder={tmp_path}")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
-    assert any(line.startswith("going on after step ") for line in out.splitlines())
+    assert any(line.startswith("resumed after step ") for line in out.splitlines())
     assert logged(tmp_path) == whole_run
     assert saved_steps(tmp_path / "checkpoint")[-1] == 24
 

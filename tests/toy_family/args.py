@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
@@ -10,7 +11,9 @@ from trainer.models.common.shapes import decoder_linear_shapes, decoder_modules
 
 @dataclass(frozen=True)
 class ToyArgs:
-    """Shape of one decoder, whose heads together are wider than its hidden states."""
+    """Arguments of one decoder, whose heads together are wider than its hidden states."""
+
+    free_to_change: ClassVar[frozenset[str]] = frozenset({"max_seq_len"})
 
     dim: int = 64
     n_layers: int = 2

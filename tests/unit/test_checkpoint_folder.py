@@ -159,12 +159,12 @@ def test_the_latest_or_the_one_asked_for(tmp_path: Path):
 
 def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path):
     missing = configured(tmp_path, "--checkpoint.load_step=3")
-    assert "no checkpoint is there" in refused(missing)
+    assert "nothing is saved there, leave it out to start anew" in refused(missing)
     for step in (2, 10, 9):
         save(tmp_path / "checkpoint", step)
     message = refused(missing)
     assert message.startswith("checkpoint.load_step = 3 is not in ")
-    assert message.endswith("the steps that are there: 2, 9, 10")
+    assert message.endswith("use one of the saved steps: 2, 9, 10")
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import open_source
-from trainer.data.loader import (
-    StreamDataset,
-    batch_hash,
-    build_loader,
-    load_stream_states,
-    shuffled,
-    stream_states,
-)
+from trainer.data.loader import BatchLoader, batch_hash, shuffled
 from trainer.data.packing import IGNORE_INDEX, pack
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.context_parallel.planning.mask import causal, documents_of
@@ -48,7 +41,7 @@ def documents(n: int = 30) -> list[str]:
 
 def loader(source=None, *, b=1, n=4, r=0, d=1, seed=0, seq_len=SEQ_LEN, plan=None):
     source = documents() if source is None else source
-    return build_loader(
+    return BatchLoader(
         source,
         Characters(),
         seq_len=seq_len,
@@ -75,7 +68,7 @@ def read(loaders, steps) -> list[tuple]:
 
 
 def merged(loaders) -> dict:
-    states = [stream_states(one) for one in loaders]
+    states = [one.state_dict() for one in loaders]
     result = {s: entry for state in states for s, entry in state.items()}
     assert len(result) == sum(len(state) for state in states)  # no stream belongs to two ranks
     return json.loads(json.dumps(result), object_hook=lambda o: {int(k) if k.isdigit() else k: v for k, v in o.items()})
@@ -152,23 +145,24 @@ def test_resume_of_a_resume_on_any_degree_is_exact(n, legs, b):
         loaders = [loader(b=b, n=n, r=r, d=d) for r in range(d)]
         for r, one in enumerate(loaders):
             if states is not None:
-                load_stream_states(one, states)
+                one.load_state_dict(states)
             window = range(done, done + d * b * steps)
             assert rows(islice(iter(one), steps)) == [everything[i] for i in window if i % d == r]
         states = merged(loaders)
         done += d * b * steps
     reached = loader(n=n)
     rows(islice(iter(reached), done))
-    assert states == stream_states(reached)  # the merged state does not depend on the degrees either
+    assert states == reached.state_dict()  # the merged state does not depend on the degrees either
 
 
 @pytest.mark.parametrize("k", [0, 1, 7])
-def test_resume_through_stateful_data_loader_is_exact(k):
+def test_a_state_that_went_through_json_resumes_exactly(k):
     first = loader(b=2, r=1, d=2)
     batches = iter(first)
     rows(islice(batches, k))
-    state = json.loads(json.dumps(first.state_dict()))  # no token buffers: it survives JSON, and is small
-    assert len(json.dumps(state)) < 2000
+    written = json.dumps(first.state_dict())
+    assert len(written) < 2000  # no token buffers
+    state = {int(stream): entry for stream, entry in json.loads(written).items()}
     expected = rows(islice(batches, 9))
 
     second = loader(b=2, r=1, d=2)
@@ -183,22 +177,22 @@ def test_resume_through_stateful_data_loader_is_exact(k):
 def test_the_state_of_streams_is_that_of_the_batches_given_so_far():
     one = loader(b=3)
     batches = iter(one)
-    assert sum(entry["samples"] for entry in stream_states(one).values()) == 0
+    assert sum(entry["samples"] for entry in one.state_dict().values()) == 0
     for step in range(1, 9):
         next(batches)
-        assert sum(entry["samples"] for entry in stream_states(one).values()) == 3 * step
+        assert sum(entry["samples"] for entry in one.state_dict().values()) == 3 * step
     names = {"epoch", "document", "token", "samples", "documents", "data_streams", "seed"}
     assert all(
-        set(entry) == names and all(type(v) is int for v in entry.values()) for entry in stream_states(one).values()
+        set(entry) == names and all(type(v) is int for v in entry.values()) for entry in one.state_dict().values()
     )
 
 
 def test_loading_moves_an_iterator_that_is_in_use_and_a_second_iterator_goes_on():
     one = loader()
     batches = iter(one)
-    start = stream_states(one)
+    start = one.state_dict()
     expected = rows(islice(batches, 6))
-    load_stream_states(one, start)
+    one.load_state_dict(start)
     assert rows(islice(batches, 3)) == expected[:3]
     assert rows(islice(iter(one), 3)) == expected[3:]
 
@@ -208,7 +202,7 @@ def test_a_resumed_run_may_change_seq_len_and_goes_on_at_the_same_token():
     short = loader(source, n=1, seq_len=8)
     seen = [token for tokens, *_ in read([short], 5) for token in tokens]
     long = loader(source, n=1, seq_len=16)
-    load_stream_states(long, stream_states(short))
+    long.load_state_dict(short.state_dict())
     seen += [token for tokens, *_ in read([long], 4) for token in tokens]
     assert seen == [token for tokens, *_ in read([loader(source, n=1)], 13) for token in tokens]
 
@@ -222,11 +216,11 @@ def test_only_the_current_document_is_tokenised_again():
             return super().encode_to_numpy(text, **kwargs)
 
     source = ["a" * 1000] * 8
-    make = {"seq_len": 8, "data_streams": 1, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-    first = StreamDataset(source, Counting(), **make)
+    make = {"seq_len": 8, "local_batch_size": 1, "data_streams": 1, "seed": 0, "dp_rank": 0, "dp_degree": 1}
+    first = BatchLoader(source, Counting(), **make)
     list(islice(iter(first), 700))
     counting = Counting()
-    second = StreamDataset(source, counting, **make)
+    second = BatchLoader(source, counting, **make)
     second.load_state_dict(first.state_dict())
     next(iter(second))
     assert counting.calls == 1
@@ -290,12 +284,12 @@ def test_real_batches_and_hashes_are_the_same_in_every_process():
     code = (
         "from itertools import islice; from trainer.data.datasets import open_source;"
         "from trainer.data.loader import *; from trainer.data.tokenizer import Tokenizer;"
-        "one = build_loader(open_source('python_stdlib'), Tokenizer(), seq_len=256, local_batch_size=2,"
+        "one = BatchLoader(open_source('python_stdlib'), Tokenizer(), seq_len=256, local_batch_size=2,"
         " data_streams=8, seed=3, dp_rank=1, dp_degree=2); print([batch_hash(b) for b in islice(iter(one), 5)])"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stderr == ""  # no warnings either
-    one = build_loader(
+    one = BatchLoader(
         open_source("python_stdlib"),
         Tokenizer(),
         seq_len=256,
@@ -334,25 +328,23 @@ def test_streams_that_do_not_fit_are_refused():
         lambda: loader(n=4, d=3)
     )
     assert "the data set has 30; the largest that works is 28" in refusal(lambda: loader(n=32, d=4))
-    assert "give one for each of the 32 ranks" in refusal(lambda: loader(n=32, d=32))
+    assert "give at least one for each of 32 ranks" in refusal(lambda: loader(n=32, d=32))
 
 
 def test_states_of_other_data_are_refused():
     states = merged([loader()])
-    assert "training.seed = 1 is not the 0 of the saved" in refusal(lambda: load_stream_states(loader(seed=1), states))
-    assert "number of documents = 31 is not the 30" in refusal(
-        lambda: load_stream_states(loader(documents(31)), states)
-    )
-    assert "training.data_streams = 2 is not the 4" in refusal(lambda: load_stream_states(loader(n=2), states))
+    assert "training.seed = 1 is not the 0 of the saved" in refusal(lambda: loader(seed=1).load_state_dict(states))
+    assert "number of documents = 31 is not the 30" in refusal(lambda: loader(documents(31)).load_state_dict(states))
+    assert "training.data_streams = 2 is not the 4" in refusal(lambda: loader(n=2).load_state_dict(states))
     del states[3]
-    assert "lacks stream 3" in refusal(lambda: load_stream_states(loader(), states))
+    assert "lacks stream 3" in refusal(lambda: loader().load_state_dict(states))
 
 
 def test_a_refused_state_changes_nothing():
     one, states = loader(), merged([loader()])
     batches = iter(one)
     next(batches)
-    before = stream_states(one)
+    before = one.state_dict()
     del states[3]
-    refusal(lambda: load_stream_states(one, states))
-    assert stream_states(one) == before
+    refusal(lambda: one.load_state_dict(states))
+    assert one.state_dict() == before

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.packing import IGNORE_INDEX, RowBuilder, pack
+from trainer.data.packing import IGNORE_INDEX, SequenceBuilder, pack
 
 # Every token of every document is another number, so that a wrong place cannot pass unseen.
 LENGTHS = st.lists(st.integers(0, 20), max_size=12)
@@ -90,9 +90,9 @@ def test_arrays_of_rows_share_no_memory():
 
 
 def test_a_builder_refuses_a_row_that_is_not_full_and_rows_without_length():
-    builder = RowBuilder(4)
+    builder = SequenceBuilder(4)
     assert builder.add(np.arange(3)) == 3
     with pytest.raises(AssertionError, match="lacks 1 of 4"):
         builder.finish()
     with pytest.raises(ValueError, match="seq_len = 0"):
-        RowBuilder(0)
+        SequenceBuilder(0)

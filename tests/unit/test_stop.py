@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, signal, sys, time
 from trainer.runtime.stop import Stop
-with Stop(int(sys.argv[1]), speaks=True) as stop:
+with Stop(int(sys.argv[1]), prints=True) as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""Checkpoints by torch.distributed.checkpoint (DCP): tensors in parts that any layout reads, the rest as JSON.
+"""Checkpoints by torch.distributed.checkpoint (DCP): tensors in shards that any layout reads, the rest as JSON.
 
-What is saved is named by parameter, never by rank: `model.<name>`, `optimizer.<name>.<moment>`, and one entry per data
-stream. So a checkpoint of one layout loads on every other. Files and their names: `checkpoint_folder.py`.
+Entries are named by parameter, never by rank: `model.<name>`, `optimizer.<name>.<moment>`, and one per data stream. So
+a checkpoint of one layout loads on every other. `folder.py` has the files and their names.
 """
 
 import pickle
@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.checkpoint.files import Reader, TensorsOnly, Writer
 from trainer.checkpoint.folder import (
@@ -37,27 +36,27 @@ from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.loader import load_stream_states, stream_states
+from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.models.args import ModelArgs
-from trainer.runtime.agreement import agreed
+from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout
 from trainer.transforms.float8 import without_float8_cast
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the message says why, on every rank alike."""
+    """A checkpoint could not be written. The message says why, and is the same on every rank."""
 
 
-def tensors_of(parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor that this rank goes on from, by a name that no layout changes; the live ones, not copies.
+def tensors_of(model_parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return every tensor of this rank that is saved and loaded, not copied, by a name that no layout changes.
 
-    A parameter that several modules share has the first of its names. Optimizer states are made if there are none yet.
+    A shared parameter has the first of its names. Optimizer states are created if there are none yet.
     """
     ensure_state(optimizer)
     named: dict[torch.Tensor, str] = {}
-    for part in parts:
+    for part in model_parts:
         for name, tensor in part.state_dict(keep_vars=True).items():
             named.setdefault(tensor, name)
     tensors = {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
@@ -71,58 +70,60 @@ def tensors_of(parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> 
 class Checkpointer:
     """Saves and loads the state of one run. Every rank calls the same methods at the same steps.
 
-    With `checkpoint.enable` off nothing is done. As a context it waits, on the way out, for what is being written.
+    It does nothing with `checkpoint.enable` off. As a context manager it waits at the exit for a save in progress.
     """
 
     def __init__(
         self,
         config: JobConfig,
         dims: ParallelDims,
-        shape: ModelArgs,
+        model: ModelArgs,
         *,
-        parts: Sequence[nn.Module],
+        model_parts: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         lr_scheduler: LambdaLR,
-        loader: StatefulDataLoader,
+        loader: BatchLoader,
     ) -> None:
         self.settings = config.checkpoint
         self.folder = checkpoint_folder(config)
-        self._config, self._dims, self._shape = config, dims, shape
-        self._parts, self._optimizer, self._lr_scheduler, self._loader = parts, optimizer, lr_scheduler, loader
+        self._config, self._dims, self._model = config, dims, model
+        self._model_parts, self._optimizer = model_parts, optimizer
+        self._lr_scheduler, self._loader = lr_scheduler, loader
         self._last_step = 0
         self._pending: Future | None = None
-        # Its own group: saving in the background must not meet the collectives of the step.
+        # A group of its own keeps the collectives of a background save apart from those of a step.
         self.group = None
         if self.settings.enable:
-            # A rank that hangs before this point has the time of the start, not that of a checkpoint.
+            # Making the group has the time-out of the start, in case a rank hangs before this point.
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds))
             set_group_timeout(self.group, timedelta(seconds=config.comm.checkpoint_timeout_seconds))
 
     # ---- loading
 
     def load(self) -> tuple[int, int]:
-        """Go on from the checkpoint that the configuration names; (steps done, tokens seen), (0, 0) at the beginning.
+        """Resume from the checkpoint that the configuration names, and return (steps done, tokens seen).
 
         Raises:
-            SharedConfigError: on every rank: it is not there, unreadable, or of another model or other data.
+            SharedConfigError: on every rank, if it is not there, unreadable, or of another model or other data.
         """
         if not self.settings.enable:
             return 0, 0
         world = self._dims["world"]
-        step = self._same_on_all_ranks(agreed(lambda: step_to_load(self._config), world) or 0)
-        agreed(self._prepare_folder, world)
+        step = self._same_on_all_ranks(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)
+        raise_on_all_ranks(self._prepare_folder, world)
         if step == 0:
             return 0, 0
         started = time.monotonic()
-        state, reader = agreed(lambda: self._open(step), world)
+        state, reader = raise_on_all_ranks(lambda: self._open(step), world)
         try:
-            dcp.load(self._tensors(), storage_reader=reader, planner=TensorsOnly(), process_group=self.group)
+            tensors = tensors_of(self._model_parts, self._optimizer)
+            dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), process_group=self.group)
         except CheckpointException as error:
             raise SharedConfigError(str(unreadable(self.folder, step, _cause(error)))) from None
-        agreed(lambda: load_stream_states(self._loader, state.streams), world)
+        raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
         restart_lr_scheduler(self._lr_scheduler, step)
         self._last_step = step
-        logger.info(f"going on after step {step} from {reader.path} ({time.monotonic() - started:.1f} s)")
+        logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s)")
         return step, state.tokens_seen
 
     def _same_on_all_ranks(self, step: int) -> int:
@@ -149,7 +150,7 @@ class Checkpointer:
 
     def _open(self, step: int) -> tuple[RunState, Reader]:
         state = read_state(self.folder, step)
-        check_fits(state, self._config, self._shape)
+        check_fits(state, self._config, self._model)
         reader = Reader(step_folder(self.folder, step), files=state.files)
         try:
             reader.read_metadata()
@@ -159,42 +160,41 @@ class Checkpointer:
 
     # ---- saving
 
-    def due(self, step: int) -> bool:
-        """Whether this step is one of every `checkpoint.interval`."""
-        return self.settings.enable and step % self.settings.interval == 0
-
     def save(self, step: int, *, tokens_seen: int, last: bool = False) -> bool:
-        """Save after `step` if it is due, or the `last` of this run; whether there is a checkpoint of it now.
+        """Save every `checkpoint.interval` steps and after the `last` one; return whether `step` has a checkpoint now.
 
         Raises:
-            CheckpointError: on every rank: this one, or the one before it in the background, could not be written.
+            CheckpointError: on every rank, if this or the previous checkpoint, in the background, cannot be written.
         """
-        if step == self._last_step and self.settings.enable:
+        if not self.settings.enable:
+            return False
+        if step == self._last_step:
             return True
-        if not (self.due(step) or (last and self.settings.enable)):
+        if not last and step % self.settings.interval:
             return False
         self.wait()
         started = time.monotonic()
-        state = RunState(step, tokens_seen, model_description(self._config, self._shape), self._all_streams(), files={})
+        state = RunState(step, tokens_seen, model_description(self._config, self._model), self._all_streams(), files={})
         writer = Writer(unfinished_folder(self.folder, step), state, keep_latest_k=self.settings.keep_latest_k)
         self._last_step = step
+        tensors = tensors_of(self._model_parts, self._optimizer)
         saving = {"storage_writer": writer, "process_group": self.group}
         if self.settings.async_mode == "async" and not last:
-            self._pending = dcp.async_save(self._tensors(), **saving)
+            self._pending = dcp.async_save(tensors, **saving)
             logger.info(f"step {step} is copied for its checkpoint ({time.monotonic() - started:.1f} s)")
             return True
         try:
-            dcp.save(self._tensors(), **saving)
+            dcp.save(tensors, **saving)
         except CheckpointException as error:
             raise self._not_written(step, error) from None
         logger.info(f"checkpoint of step {step} saved ({time.monotonic() - started:.1f} s)")
         return True
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait for a save in the background.
 
         Raises:
-            CheckpointError: on every rank: what was being written could not be.
+            CheckpointError: on every rank, if it failed.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -211,12 +211,9 @@ class Checkpointer:
             f"another job.dump_folder, and run the same command again"
         )
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return tensors_of(self._parts, self._optimizer)
-
     def _all_streams(self) -> Mapping[int, Mapping[str, int]]:
-        """The position of every data stream, of all data-parallel ranks."""
-        mine = stream_states(self._loader)
+        """Return the position of every data stream of all data-parallel ranks."""
+        mine = self._loader.state_dict()
         keys = sorted(next(iter(mine.values())))
         rows = [[stream, *(entry[key] for key in keys)] for stream, entry in mine.items()]
         device = self._dims["dp"].device_type
@@ -228,7 +225,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._pending is not None and isinstance(error, Exception):
-            if is_peer_failure(error):  # nobody is left to finish it with
+            if is_peer_failure(error):  # no peer is left to finish it with
                 return
             logger.error(f"{kind.__name__}: {error}; the checkpoint of step {self._last_step} is finished first")
         try:
@@ -236,9 +233,9 @@ class Checkpointer:
         except Exception as also:
             if kind is None:
                 raise
-            logger.error(str(also))  # what the run ends with is on its way already
+            logger.error(str(also))  # the run ends with the error that is being raised
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What the lowest of the ranks that failed has raised."""
+    """Return the error of the lowest rank that failed."""
     return error.failures[min(error.failures)][0]

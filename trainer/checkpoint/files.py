@@ -1,6 +1,6 @@
-"""DCP's files with three things added: what is read runs no code, wrong bits are found, a checkpoint appears whole.
+"""DCP's files, made safe: reading runs no code, check sums find wrong bits, a checkpoint appears whole or not at all.
 
-Stock DCP unpickles its metadata and every entry that is no tensor, and does not look at check sums.
+Stock DCP unpickles its metadata and every entry that is no tensor, and does not compare check sums.
 """
 
 import io
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from trainer.checkpoint.folder import RunState, keep_latest, publish
 
 _METADATA = ".metadata"
-# All that the metadata of tensors is made of.
+# All classes and values in the metadata of tensors.
 _ALLOWED = {
     "torch": {"Size", "float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
     "torch.serialization": {"_get_layout"},
@@ -37,7 +37,7 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata and nothing else, so that no file can name a function to be called."""
+    """Unpickles the classes of DCP's metadata only, so that no file can name a function to be called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
@@ -53,10 +53,10 @@ class Reader(FileSystemReader):
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is where.
+        """Return which part of which tensor is where.
 
         Raises:
-            OSError, ValueError, TypeError, EOFError, pickle.UnpicklingError: it cannot be read, or is something else.
+            OSError, ValueError, TypeError, EOFError, pickle.UnpicklingError: unreadable, or no metadata.
         """
         with (Path(self.path) / _METADATA).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -69,7 +69,7 @@ class Reader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """One tensor's archive, in memory, with its check sum compared: `torch.load` does not do that."""
+        """Read the archive of one tensor and compare its check sum, which `torch.load` does not do."""
         content = io.BytesIO(super()._slice_file(file, sinfo).read())
         with zipfile.ZipFile(content) as archive:
             if archive.testzip() is not None:
@@ -79,16 +79,16 @@ class Reader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """Loads tensors and refuses everything else, which stock DCP would unpickle."""
+    """Loads tensors, and refuses everything else, which stock DCP would unpickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(f"{read_item.storage_index.fqn} is no tensor")
 
 
 class Writer(FileSystemWriter):
-    """Writes to an unfinished folder, which becomes a checkpoint when the files of all ranks are on the disk.
+    """Writes to an unfinished folder, and publishes it when the files of all ranks are on the disk.
 
-    That is the last step of DCP's own protocol, on one rank: an error there reaches every rank like any other.
+    Publishing is the last step of DCP's protocol, on one rank, so an error there reaches every rank.
     """
 
     def __init__(self, unfinished: Path, state: RunState, *, keep_latest_k: int) -> None:
@@ -96,7 +96,7 @@ class Writer(FileSystemWriter):
         self._state, self._keep_latest_k = state, keep_latest_k
 
     def storage_meta(self) -> StorageMeta | None:
-        return None  # it would hold a path object, for which the reader would have to know another class
+        return None  # it would hold a path object: one more class that the reader must know
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata, publish the checkpoint, and remove old ones."""

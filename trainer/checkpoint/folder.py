@@ -1,13 +1,13 @@
-"""The checkpoint folder as files: which steps are there, are they whole, do they fit the run. Torch-free.
+"""The checkpoint folder as files: find steps, check that they are whole and fit the run. Torch-free.
 
     checkpoint/
       step-500/            one checkpoint; the name appears by a rename, when everything in it is on the disk
-        state.json         step, tokens seen, shape of the model, position of every data stream, size of every file
+        state.json         step, tokens seen, arguments of the model, position of every data stream, size of every file
         .metadata          which part of which tensor is where (DCP)
         __0_0.distcp ...   the tensors, one file or more per rank that wrote (DCP)
-      step-1000.tmp/       being written, or left by a run that was killed meanwhile: never read, removed later
+      step-1000.tmp/       being written, or left by a run that was killed while saving: never read, removed later
 
-Names of other forms, and folders step-N without a state.json, are somebody else's: never read, never removed.
+Other names, and folders step-N without a state.json, belong to somebody else: never read, never removed.
 """
 
 import json
@@ -30,21 +30,16 @@ FORMAT = 1
 LATEST = -1
 _SAVED = re.compile(r"step-([1-9]\d*)")
 _UNFINISHED = re.compile(r"step-[1-9]\d*\.tmp")
-# What a checkpoint does not depend on: the same weights serve other lengths and other positions.
-_FREE_TO_CHANGE = (
-    *("max_seq_len", "norm_eps", "rope_theta", "rope_scaling"),
-    *("sliding_window", "sliding_window_every"),
-)
 
 logger = logging.getLogger("trainer")
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint holds beside tensors; the content of `state.json`.
+    """The part of a checkpoint that is no tensor; the content of `state.json`.
 
-    model: what its tensors depend on, see `model_description`; streams: number of the data stream -> its position;
-    files: name -> bytes, of every other file of the checkpoint.
+    model: see `model_description`; streams: number of a data stream -> its position; files: name of every other file
+    of the checkpoint -> its length in bytes.
     """
 
     step: int
@@ -55,13 +50,13 @@ class RunState:
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
-    """Folder of all checkpoints of a run."""
+    """Return the folder of all checkpoints of a run."""
     return Path(config.job.dump_folder) / config.checkpoint.folder
 
 
-def model_description(config: JobConfig, shape: ModelArgs) -> dict[str, Any]:
-    """What the saved tensors depend on: model, its shape, and the data type they are stored in."""
-    fixed = {name: value for name, value in asdict(shape).items() if name not in _FREE_TO_CHANGE}
+def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
+    """Return what saved tensors depend on: the family, its arguments, and the data type in storage."""
+    fixed = {name: value for name, value in asdict(model).items() if name not in model.free_to_change}
     return {"name": config.model.name, **fixed, "dtype": config.training.dtype}
 
 
@@ -70,27 +65,18 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in `folder`, in order; none where there is no such folder."""
+    """Return the steps of the complete checkpoints in `folder`, in order; none where there is no such folder."""
     if not folder.is_dir():
         return []
     matches = [(_SAVED.fullmatch(path.name), path) for path in folder.iterdir()]
     return sorted(int(match[1]) for match, path in matches if match and (path / STATE_FILE).is_file())
 
 
-def what_is_there(folder: Path) -> str:
-    """The steps that could be loaded, as the end of a message."""
-    steps = saved_steps(folder)
-    if not steps:
-        return "no checkpoint is there; leave checkpoint.load_step out to start anew"
-    shown = ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:3]))} ... {steps[-1]}"
-    return f"checkpoint.load_step takes one of the steps that are there: {shown}"
-
-
 def step_to_load(config: JobConfig) -> int | None:
-    """The step to start from; None: from the beginning.
+    """Return the step to resume from; None: start from the beginning.
 
     Raises:
-        ConfigError: the folder is a file, or the step that is asked for is not there.
+        ConfigError: the folder is a file or cannot be read, or `checkpoint.load_step` is not there.
     """
     folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
     if os.path.lexists(folder) and not folder.is_dir():
@@ -106,16 +92,18 @@ def step_to_load(config: JobConfig) -> int | None:
         ) from None
     if wanted == LATEST:
         return steps[-1] if steps else None
-    if wanted not in steps:
-        raise ConfigError(f"checkpoint.load_step = {wanted} is not in {folder}; {what_is_there(folder)}")
-    return wanted
+    if wanted in steps:
+        return wanted
+    shown = ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:3]))} ... {steps[-1]}"
+    remedy = f"use one of the saved steps: {shown}" if steps else "nothing is saved there, leave it out to start anew"
+    raise ConfigError(f"checkpoint.load_step = {wanted} is not in {folder}; {remedy}")
 
 
 def read_state(folder: Path, step: int) -> RunState:
-    """The state of a saved step, whose files are all there in full length.
+    """Return the state of a saved step, and check that all its files are there in full length.
 
     Raises:
-        ConfigError: unreadable, of another format, or with files that are missing or cut short.
+        ConfigError: the state is unreadable or of another format, or a file is missing or cut short.
     """
     path = step_folder(folder, step)
     try:
@@ -141,7 +129,7 @@ def read_state(folder: Path, step: int) -> RunState:
 
 
 def unreadable(folder: Path, step: int, error: BaseException | str) -> ConfigError:
-    """The error for a checkpoint that cannot be loaded."""
+    """Return the error for a checkpoint that cannot be loaded."""
     reason = str(error).strip().split("\n")[0].removesuffix(".")
     if isinstance(error, OSError) and error.filename:
         reason = f"{Path(error.filename).name}: {error.strerror}"
@@ -156,17 +144,17 @@ def unreadable(folder: Path, step: int, error: BaseException | str) -> ConfigErr
     return ConfigError(f"the checkpoint {step_folder(folder, step)} cannot be read ({reason}); {works}")
 
 
-def check_fits(state: RunState, config: JobConfig, shape: ModelArgs) -> None:
-    """Check that this run can go on from `state`.
+def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
+    """Check that this run can resume from `state`.
 
     Raises:
         ConfigError: another model, data type, seed or number of data streams.
     """
     path = step_folder(checkpoint_folder(config), state.step)
     elsewhere = "or start anew in another checkpoint.folder"
-    defaults = {field.name: field.default for field in fields(shape)}
-    for key, now in model_description(config, shape).items():
-        saved = state.model.get(key, defaults.get(key))  # a checkpoint from before the key has what the key defaults to
+    defaults = {field.name: field.default for field in fields(model)}
+    for key, now in model_description(config, model).items():
+        saved = state.model.get(key, defaults.get(key))  # an older checkpoint has the default of a newer field
         if saved != now:
             what = "training.dtype" if key == "dtype" else f"model.flavor = {config.model.flavor!r}, whose {key}"
             raise ConfigError(
@@ -186,7 +174,7 @@ def check_fits(state: RunState, config: JobConfig, shape: ModelArgs) -> None:
 
 
 def publish(unfinished: Path, state: RunState) -> None:
-    """Make `unfinished`, whose other files are on the disk already, the checkpoint of its step: by one rename."""
+    """Turn `unfinished`, whose other files are on the disk already, into the checkpoint of its step by one rename."""
     with (unfinished / STATE_FILE).open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **asdict(state)}, file)
         file.flush()
@@ -199,13 +187,13 @@ def publish(unfinished: Path, state: RunState) -> None:
 
 
 def _make_way(path: Path) -> None:
-    """Free the name of a checkpoint: an older one, of a history that this run has left, goes; else it is moved."""
+    """Free the name of a checkpoint: remove an older checkpoint of a history that this run left, move anything else."""
     if (path / STATE_FILE).is_file() and not path.is_symlink():
-        (path / STATE_FILE).unlink()  # half removed it must not look like a checkpoint
+        (path / STATE_FILE).unlink()  # a checkpoint that is half removed must not look like one
         shutil.rmtree(path)
     elif os.path.lexists(path):
         aside = next(p for p in (path.with_name(f"{path.name}.other{i}") for i in count(1)) if not os.path.lexists(p))
-        logger.warning(f"{path} is no checkpoint, and its name is needed for one: it is {aside.name} now")
+        logger.warning(f"{path} is no checkpoint, and a checkpoint needs its name: it was renamed to {aside.name}")
         path.rename(aside)
 
 
@@ -214,16 +202,16 @@ def unfinished_folder(folder: Path, step: int) -> Path:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what interrupted saves have left."""
+    """Remove the folders that interrupted saves have left."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
 
 
 def keep_latest(folder: Path, k: int, written: int) -> None:
-    """Remove all but the last k checkpoints up to step `written`, which is kept; k = 0 keeps all.
+    """Remove all but the last k checkpoints up to and including step `written`; k = 0 keeps all.
 
-    Later steps belong to a history that this run has left; each goes when this run reaches it.
+    Later steps belong to a history that this run has left; each is removed when this run reaches it.
     """
     for step in [step for step in saved_steps(folder) if step <= written][: -k or None] if k else ():
         path = step_folder(folder, step)

@@ -23,10 +23,10 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
                 }
 
 
-def build_optimizer(parts: Iterable[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
-    """AdamW or Adam over the parameters of all parts of a model; norms and embeddings (also a tied output) do not
+def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
+    """AdamW or Adam over the parameters of all model_parts of a model; norms and embeddings (also a tied output) do not
     decay."""
-    whole = nn.ModuleList(parts)
+    whole = nn.ModuleList(model_parts)
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "datasets": "DocumentSource open_source",
         "tokenizer": "Tokenizer",
-        "packing": "IGNORE_INDEX Row pack",
-        "loader": "build_loader",
+        "packing": "IGNORE_INDEX PackedSequence pack",
+        "loader": "BatchLoader",
     },
 )

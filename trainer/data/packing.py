@@ -1,10 +1,10 @@
-"""Documents back to back in rows of `seq_len` tokens, with labels, positions and document ids. Torch-free.
+"""Documents back to back in sequences of `seq_len` tokens, with labels, positions and document ids. Torch-free.
 
 documents   [B a b E] [B c E]            B, E: begin and end of text; seq_len = 4
 tokens       B a b E | B c E ...
 labels       a b E - | c E - ...         shifted by one within the document; -: IGNORE_INDEX
-positions    0 1 2 3 | 0 1 2 ...         from 0 in each document, and where a row continues one
-document_ids 0 0 0 0 | 0 0 0 1 ...       numbered within the row
+positions    0 1 2 3 | 0 1 2 ...         from 0 in each document, and where a sequence continues one
+document_ids 0 0 0 0 | 0 0 0 1 ...       numbered within the sequence
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ IGNORE_INDEX = -100  # a label that no loss counts
 
 
 @dataclass(frozen=True)
-class Row:
-    """One packed sequence: four arrays (seq_len,) int64, each with memory of its own."""
+class PackedSequence:
+    """Four arrays (seq_len,) int64, each with memory of its own."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -27,10 +27,10 @@ class Row:
     document_ids: np.ndarray
 
 
-class RowBuilder:
-    """Fills one row after the other.
+class SequenceBuilder:
+    """Fills one sequence after the other.
 
-    Usage: `add` parts of documents until `missing` is 0, then `finish` gives the row and begins the next.
+    `add` parts of documents until `missing` is 0; `finish` then returns the sequence and begins the next one.
     """
 
     def __init__(self, seq_len: int) -> None:
@@ -42,46 +42,45 @@ class RowBuilder:
 
     @property
     def missing(self) -> int:
-        """Tokens that the row still lacks."""
+        """Tokens that the sequence still lacks."""
         return self._seq_len - self._filled
 
     def add(self, document: np.ndarray, start: int = 0) -> int:
-        """Append `document[start:]`, or as much of it as fits; how many tokens that were.
+        """Append as much of `document[start:]` as fits, and return the number of tokens.
 
-        `document` (n,) is whole, with its begin and end tokens: the label of the last token that fits is the
-        document's next token, wherever that will stand.
+        `document` (n,) is whole, with its begin and end tokens: the label of the last token that fits is the document's
+        next token, which may stand in the next sequence.
         """
         n = min(self.missing, len(document) - start)
         if n <= 0:
             return 0
-        row, here = self._row, slice(self._filled, self._filled + n)
-        row.tokens[here] = document[start : start + n]
+        sequence, here = self._sequence, slice(self._filled, self._filled + n)
+        sequence.tokens[here] = document[start : start + n]
         following = document[start + 1 : start + n + 1]
-        row.labels[here][: len(following)] = following
+        sequence.labels[here][: len(following)] = following
         if len(following) < n:  # the document ends here: its last token has nothing to predict
-            row.labels[self._filled + n - 1] = IGNORE_INDEX
-        row.positions[here] = self._count[:n]
-        row.document_ids[here] = self._documents
+            sequence.labels[self._filled + n - 1] = IGNORE_INDEX
+        sequence.positions[here] = self._count[:n]
+        sequence.document_ids[here] = self._documents
         self._filled += n
         self._documents += 1
         return n
 
-    def finish(self) -> Row:
-        """The full row; the builder begins the next one in new memory."""
-        assert self.missing == 0, f"the row lacks {self.missing} of {self._seq_len} tokens"
-        row = self._row
+    def finish(self) -> PackedSequence:
+        """Return the full sequence, and begin the next one in new memory."""
+        assert self.missing == 0, f"the sequence lacks {self.missing} of {self._seq_len} tokens"
+        sequence = self._sequence
         self._begin()
-        return row
+        return sequence
 
     def _begin(self) -> None:
-        self._row = Row(*(np.empty(self._seq_len, dtype=np.int64) for _ in range(4)))
-        self._filled = 0
-        self._documents = 0
+        self._sequence = PackedSequence(*(np.empty(self._seq_len, dtype=np.int64) for _ in range(4)))
+        self._filled = self._documents = 0
 
 
-def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[Row]:
-    """Rows of whole documents (n,), each with its begin and end tokens; a last row that is not full is left out."""
-    builder = RowBuilder(seq_len)
+def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[PackedSequence]:
+    """Yield the full sequences of whole documents (n,), each with its begin and end tokens; drop a last part."""
+    builder = SequenceBuilder(seq_len)
     for document in documents:
         start = 0
         while start < len(document):

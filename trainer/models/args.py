@@ -1,6 +1,6 @@
 """The shape of a model as the job, its checks and its checkpoints see it. Torch-free."""
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from trainer.config.schema import Model
 
@@ -8,12 +8,14 @@ Self = TypeVar("Self", bound="ModelArgs")
 
 
 class ModelArgs(Protocol):
-    """Shape of one model of a family: a frozen dataclass, whose fields a checkpoint keeps to know the model by.
+    """Arguments of one model of a family: a frozen dataclass. A checkpoint saves its fields to recognise the model.
 
-    `dataclasses.replace` gives another shape; a new field needs a default, which older checkpoints are taken to have.
+    `dataclasses.replace` makes other arguments. A new field needs a default, which older checkpoints are taken to have.
     """
 
     __dataclass_fields__: dict[str, Any]
+    free_to_change: ClassVar[frozenset[str]]
+    """Fields that saved tensors do not depend on: a run may resume with other values."""
 
     @property
     def dim(self) -> int:

@@ -1,4 +1,4 @@
-"""Processes of a job: how they start, agree, stop, fail and end, and what they hold. These are the public names."""
+"""The processes of a job: start, agreement, stop, failure, end, and the lock of the dump folder. Public names."""
 
 from trainer.lazy import lazy_exports
 

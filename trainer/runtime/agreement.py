@@ -1,4 +1,4 @@
-"""What one rank finds wrong stops all of them, with one message: a rank that stops alone leaves its peers waiting."""
+"""An error that one rank finds is raised on all ranks: a rank that stops alone leaves its peers waiting."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -16,21 +16,21 @@ _MESSAGE_BYTES = 2048
 
 
 def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
-    """63-bit hash of names, shapes and bytes: the same in every process, for equal tensors only."""
+    """Return a 63-bit hash of names, shapes and bytes, the same in every process."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(tensors):
-        # A copy, because `numpy()` would make the tensor's own memory fixed in size; bytes, for types numpy lacks.
+        # A copy, because `numpy()` would fix the size of the tensor's memory. Bytes, because numpy lacks some types.
         tensor = tensors[name].detach().to("cpu", copy=True).contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.view(-1).view(torch.uint8).numpy())
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def agreed(function: Callable[[], T], mesh: DeviceMesh | None = None) -> T:
+def raise_on_all_ranks(function: Callable[[], T], mesh: DeviceMesh | None = None) -> T:
     """Call `function` on every rank of a 1-D mesh, or of the job, and return this rank's result. A collective.
 
     Raises:
-        SharedConfigError: on every rank, with the message of the lowest one whose call raised a ConfigError.
+        SharedConfigError: on every rank, if a call raised a ConfigError; it has the message of the lowest such rank.
     """
     result, message = None, ""
     try:

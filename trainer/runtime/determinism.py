@@ -1,4 +1,4 @@
-"""The same bits in every run of one layout, where it is asked for."""
+"""Deterministic kernels: the same bits in every run of one layout."""
 
 import os
 
@@ -8,13 +8,13 @@ _REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")
 
 
 def set_determinism(on: bool) -> None:
-    """Allow only deterministic kernels, or any. Call it before the first matrix product of the process.
+    """Allow deterministic kernels only, or all kernels. Call it before the first matrix product of the process.
 
-    cuBLAS reads its setting from the environment when it starts; a value that is not reproducible is replaced.
+    cuBLAS reads its setting from the environment when it starts. A value that is not reproducible is replaced.
     """
     torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.deterministic = on
     if on:
-        torch.backends.cudnn.benchmark = False  # it would choose kernels by their time
+        torch.backends.cudnn.benchmark = False  # it chooses kernels by their time
         if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _REPRODUCIBLE_WORKSPACES:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = _REPRODUCIBLE_WORKSPACES[0]

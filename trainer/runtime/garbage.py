@@ -1,47 +1,41 @@
-"""What is done with memory that is free again.
-
-Python's garbage collector runs when all ranks run it: collections at random times make the others wait.
-"""
+"""Garbage collection on all ranks at once, and freed memory kept for the next step."""
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class GarbageCollector:
-    """Collects the young generations every `freq` steps; see `manual_garbage_collection`."""
-
-    def __init__(self, freq: int) -> None:
-        self.freq = freq
-
-    def step(self, step: int) -> None:
-        if step % self.freq == 0:
-            gc.collect(1)
-
-
 @contextmanager
-def manual_garbage_collection(freq: int) -> Iterator[GarbageCollector]:
-    """Switch automatic collection off inside."""
+def manual_garbage_collection(freq: int) -> Iterator[Callable[[int], None]]:
+    """Switch automatic collection off inside, and yield a function of the step that collects every `freq` steps.
+
+    A rank that collects at a time of its own makes the others wait.
+    """
+
+    def collect(step: int) -> None:
+        if step % freq == 0:
+            gc.collect(1)  # the young generations
+
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()
     try:
-        yield GarbageCollector(freq)
+        yield collect
     finally:
         if was_enabled:
             gc.enable()
 
 
-# Of glibc's malloc.h.
+# From malloc.h of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """Keep host memory that is free again, where the C library is glibc.
+    """Keep freed host memory in the process, where the C library is glibc.
 
-    It returns each large block to the system, and logits and their gradients are such: their pages would be mapped and
-    cleared anew in every step.
+    By default glibc returns each large block to the system. The pages of logits and their gradients would then be
+    mapped and cleared again in every step.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):

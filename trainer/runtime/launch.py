@@ -1,10 +1,10 @@
 """Start one process per rank of this node: `python -m trainer.runtime.launch --nproc-per-node N [train.py arguments]`.
 
-`torchrun train.py ...` does the same job; this one returns the failing rank's own exit code and says in one line which
-rank failed, where torchrun returns 1 and prints a trace of its own. SIGTERM and SIGINT are passed on to the ranks,
-which finish their step, save, and end in good order; a second one ends them at once. When a rank has failed, the others
-have a few seconds; one that hangs shows its stack, if it can, and is killed. When the launcher itself is killed, its
-ranks end at once (`runtime/launcher_watch.py`).
+`torchrun train.py ...` does the same job, but returns 1 and prints a trace of its own when a rank fails. This launcher
+returns the failing rank's exit code and names the rank in one line. It passes SIGTERM and SIGINT on to the ranks, which
+finish their step, save, and end in good order; a second signal ends them at once. When a rank has failed, the others
+have a few seconds to end. A rank that hangs is asked for its stack and killed. When the launcher is killed, its ranks
+end at once (`runtime/launcher_watch.py`).
 """
 
 import argparse
@@ -27,18 +27,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainer.runtime.process_group import LOST_PEERS
 
 _TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-# For what the other ranks still do when one has failed: notice, hear each other's reports, say who it was.
+# After a failure the other ranks notice it, exchange reports, and name the cause.
 _GRACE_SECONDS = 10.0
-# When the first to end has lost its peers, it has waited for the others already.
+# If the first rank to end has lost its peers, it has waited for the others already.
 _GRACE_AFTER_LOST_PEERS_SECONDS = 2.0
 _STACK_SECONDS = 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the ranks of this node to their end; the exit code of the job.
+    """Run the ranks of this node to their end, and return the exit code of the job.
 
-    Rendezvous of several nodes at MASTER_ADDR:MASTER_PORT. After a signal: 0 when the ranks have ended in good order,
-    else 128 + its number.
+    Several nodes meet at MASTER_ADDR:MASTER_PORT. After a signal the code is 0 if all ranks ended in good order, else
+    128 + the signal's number.
     """
     arguments, train_arguments = _parser().parse_known_args(argv)
     several = arguments.nnodes > 1
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         nproc_per_node=arguments.nproc_per_node,
         run_id=arguments.rdzv_id,
         rdzv_backend="c10d",
-        # Alone, a free port is chosen, so that jobs of one machine do not meet.
+        # On one node a free port is chosen, so that two jobs on one machine do not meet.
         rdzv_endpoint=f"{arguments.master_addr}:{arguments.master_port}" if several else "localhost:0",
         local_addr=None if several else "localhost",
         max_restarts=0,
@@ -56,14 +56,14 @@ def main(argv: list[str] | None = None) -> int:
         **_signals_left_to_us(),
     )
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # our one line says it
-    with _passed_on() as received, _stragglers_killed():
+        if name.startswith("torch.distributed.elastic"):  # each of these loggers has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # one line of ours reports the error
+    with _passing_signals_on() as received, _killing_stragglers():
         return _run(config, train_arguments, received)
 
 
 def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) -> int:
-    """The job's exit code, and its one line on stderr if it did not simply end; `received` are signals passed on."""
+    """Run the job and return its exit code; report a failure or stop in one line. `received`: signals passed on."""
     try:
         launched_by = ("--launched-by", str(os.getpid()))
         elastic_launch(config, sys.executable)("-u", str(_TRAIN), *launched_by, *train_arguments)
@@ -80,7 +80,7 @@ def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) 
             print("error: the ranks of this node lost their peers; the cause is on another node", file=sys.stderr)
             return 1
         how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
-        if failure.exitcode != 2:  # a wrong setting has been named already
+        if failure.exitcode != 2:  # the rank has named the wrong setting
             print(f"error: rank {rank} failed first ({how}); the other ranks were stopped", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
@@ -92,22 +92,22 @@ def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) 
 
 
 def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure, bool]:
-    """The rank that has the cause, how it ended, and whether it hung: then it was we who ended it."""
+    """Return the rank that has the cause, how it ended, and whether it hung, so that this launcher ended it."""
     rank, first = error.get_first_failure()
     if first.exitcode != LOST_PEERS:
         return rank, first, False
     others = {rank: failure for rank, failure in error.failures.items() if failure.exitcode != LOST_PEERS}
-    ended_by_us = {-signal.SIGKILL: 1, -signal.SIGTERM: 2}  # one that SIGTERM could end did not hang
+    ended_by_us = {-signal.SIGKILL: 1, -signal.SIGTERM: 2}  # a rank that SIGTERM could end did not hang
     for rank, failure in sorted(others.items(), key=lambda item: ended_by_us.get(item[1].exitcode, 0)):
         return rank, failure, failure.exitcode in ended_by_us
     return rank, first, False
 
 
 @contextmanager
-def _stragglers_killed() -> Iterator[None]:
-    """Inside, when one rank has failed, those that still run some seconds later are killed.
+def _killing_stragglers() -> Iterator[None]:
+    """When a rank has failed inside, kill the ranks that still run some seconds later.
 
-    The agent would wait for half a minute; a rank that hangs, or is stopped, does not answer its SIGTERM.
+    The elastic agent would wait for half a minute, and a rank that hangs or is stopped does not answer its SIGTERM.
     """
     timers: list[threading.Timer] = []
 
@@ -140,13 +140,13 @@ def _kill_ranks(*, show_stacks: bool) -> None:
 
 
 @contextmanager
-def _passed_on() -> Iterator[list[int]]:
-    """Pass SIGTERM and SIGINT on to the ranks; gives the list of those received."""
+def _passing_signals_on() -> Iterator[list[int]]:
+    """Pass SIGTERM and SIGINT on to the ranks, and yield the list of received signals."""
     received: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
         ranks = _rank_processes()
-        if not ranks:  # nobody to ask: the agent ends by this, as by any other signal
+        if not ranks:  # the agent ends by this exception, as by any other signal
             raise SignalException(f"signal {number} before the ranks were started", signal.Signals(number))
         received.append(number)
         for rank in ranks:
@@ -162,19 +162,19 @@ def _passed_on() -> Iterator[list[int]]:
 
 
 def _rank_processes() -> list[int]:
-    """Process ids of the ranks that this launcher has started and that still run."""
+    """Return the process ids of the ranks that this launcher has started and that still run."""
     ranks = []
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread may end meanwhile
+        with suppress(FileNotFoundError):  # the thread may have ended
             for pid in (task / "children").read_text().split():
-                with suppress(FileNotFoundError, ProcessLookupError):  # and so may a rank
+                with suppress(FileNotFoundError, ProcessLookupError):  # or the rank
                     if str(_TRAIN).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                         ranks.append(int(pid))
     return ranks
 
 
 def _signals_left_to_us() -> dict[str, str]:
-    """The setting that keeps the agent from answering SIGTERM and SIGINT by itself, where this torch has it."""
+    """Return the setting that keeps the agent from handling SIGTERM and SIGINT, where this torch has it."""
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     return {"signals_to_handle": "SIGHUP,SIGQUIT"} if "signals_to_handle" in known else {}
 

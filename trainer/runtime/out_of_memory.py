@@ -1,4 +1,4 @@
-"""Out of memory: the error goes on, and says which settings need less."""
+"""Out of memory: name the settings that need less memory in the error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from trainer.job.record import ResolvedJob
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or in host memory."""
+    """Return whether an allocation failed, on a GPU or in host memory."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @contextmanager
 def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
-    """Raise an out-of-memory error from inside again, with the settings that need less memory in its message."""
+    """Add the settings that need less memory to an out-of-memory error from inside."""
     try:
         yield
     except RuntimeError as error:
@@ -28,11 +28,11 @@ def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
 
 
 def memory_savers(job: ResolvedJob) -> list[str]:
-    """Settings that are not at their limit yet, as `key = value: what it does`, those that cost least first."""
+    """Return settings that are not at their limit yet, the cheapest first, each as `key = value: what it does`."""
     config, degrees, device_type = job.config, job.degrees, job.device_type
     training, parallelism, activations = config.training, config.parallelism, config.activation_checkpoint
     shards, replicas = degrees.dp_shard, degrees.dp_replicate
-    # Such a schedule refuses to compute layers again, unless they are compiled.
+    # Such a schedule refuses recomputation, unless layers are compiled.
     splits_backward = job.compilation.splits_backward and not job.compilation.chooses_recomputation
     savers = []
     if training.mixed_precision_param == "float32" and training.dtype == "float32" and device_type == "cuda":
@@ -40,7 +40,7 @@ def memory_savers(job: ResolvedJob) -> list[str]:
     if degrees.pp == 1 and training.local_batch_size > 1:
         savers.append(_smaller_micro_batches(config.training, degrees.dp))
     if degrees.pp > 1 and parallelism.pipeline_parallel_microbatch_size > 1:
-        savers.append("parallelism.pipeline_parallel_microbatch_size = 1: fewer rows at a time, the same step")
+        savers.append("parallelism.pipeline_parallel_microbatch_size = 1: fewer sequences at a time, the same step")
     if parallelism.fsdp_reshard_after_forward == "never":
         savers.append('parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time')
     if degrees.tp > 1 and parallelism.disable_loss_parallel:
@@ -51,14 +51,16 @@ def memory_savers(job: ResolvedJob) -> list[str]:
             f"parallelism.data_parallel_replicate_degree = 1: one copy of the parameters instead of {replicas}"
         )
     if activations.mode == "none" and not splits_backward:
-        savers.append('activation_checkpoint.mode = "selective": keep only what is dear to compute')
+        savers.append('activation_checkpoint.mode = "selective": keep only what is expensive to compute')
     if activations.mode != "full" and not splits_backward:
-        savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more work')
+        savers.append(
+            'activation_checkpoint.mode = "full": keep only the input of each layer, for up to a third more FLOPs'
+        )
     if not training.enable_cpu_offload and device_type == "cuda":
         savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
     pieces = degrees.cp * degrees.tp
     if training.seq_len > pieces:
-        savers.append(f"training.seq_len = {max(training.seq_len // 2 // pieces, 1) * pieces}: shorter rows")
+        savers.append(f"training.seq_len = {max(training.seq_len // 2 // pieces, 1) * pieces}: shorter sequences")
     more = f"on {degrees.world_size * 2} ranks"
     savers.append(f"parallelism.data_parallel_shard_degree = {shards * 2} {more}: half the parameters on each")
     if training.seq_len >= 2 * pieces:
@@ -67,7 +69,9 @@ def memory_savers(job: ResolvedJob) -> list[str]:
 
 
 def _smaller_micro_batches(training: Training, dp: int) -> str:
-    rows, whole = training.local_batch_size, training.global_batch_size
-    fewer = next(n for n in range(rows // 2, 0, -1) if rows % n == 0)  # a divisor: the rows of a step stay the same
-    with_rows = f" with training.global_batch_size = {rows * dp}" if whole == -1 else ""
-    return f"training.local_batch_size = {fewer}{with_rows}: the same step in more micro-batches"
+    size, whole = training.local_batch_size, training.global_batch_size
+    fewer = next(
+        n for n in range(size // 2, 0, -1) if size % n == 0
+    )  # a divisor keeps the sequences of a step the same
+    with_total = f" with training.global_batch_size = {size * dp}" if whole == -1 else ""
+    return f"training.local_batch_size = {fewer}{with_total}: the same step in more micro-batches"

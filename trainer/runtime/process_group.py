@@ -1,4 +1,4 @@
-"""One process of the job: its rank, its device, the process group's start, time-outs, record and end."""
+"""One process of the job: rank, device, and the start, time-outs, flight record and end of its process group."""
 
 import logging
 import os
@@ -17,12 +17,12 @@ from trainer.config.schema import Comm
 logger = logging.getLogger("trainer")
 
 LOST_PEERS = 3
-"""Exit code of a rank that ended because another one failed: the launcher looks for the cause elsewhere."""
+"""Exit code of a rank that ended because another rank failed: the launcher looks for the cause elsewhere."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """Where this process stands, from torchrun's variables; alone (rank 0 of 1) without them."""
+    """The place of this process in the job, from torchrun's variables; without them rank 0 of 1."""
 
     rank: int
     local_rank: int
@@ -30,7 +30,8 @@ class Process:
 
     @classmethod
     def from_environment(cls) -> "Process":
-        return cls(*(int(os.environ.get(name, default)) for name, default in _VARIABLES))
+        defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+        return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
 
     @property
     def device(self) -> torch.device:
@@ -38,16 +39,13 @@ class Process:
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
-_VARIABLES = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
-
-
 @contextmanager
 def process_group(process: Process, comm: Comm, records: Path | None = None, store: dist.Store | None = None):
-    """Process group of the whole job (gloo for CPU tensors, NCCL for CUDA tensors), destroyed on the way out.
+    """Start the process group of the whole job (gloo for CPU, NCCL for CUDA tensors), and destroy it at the exit.
 
-    store: where its ranks meet (by default the one that the launcher's variables name).
-    When a collective fails, the flight recorder's last collectives of this rank are written below the folder `records`
-    (by default a temporary one) as rank_R, and the path is logged; NCCL's watchdog writes there at a time-out too.
+    store: where the ranks meet; by default the store that the launcher's variables name.
+    When a collective fails, the last collectives of this rank are written to rank_R in the folder `records` (by default
+    a temporary one), and the path is logged. NCCL's watchdog writes there at a time-out, too.
     """
     device = process.device
     _set_up_flight_recorder(comm.trace_buf_size, records if device.type == "cuda" else None)
@@ -67,7 +65,7 @@ def process_group(process: Process, comm: Comm, records: Path | None = None, sto
     except Exception as error:
         if comm.trace_buf_size and is_peer_failure(error):
             logger.warning(_dump_flight_record(process.rank, records))
-        if device.type == "cpu":  # NCCL could wait for ever for work that its peers will not do
+        if device.type == "cpu":  # NCCL could wait for ever for its peers
             dist.destroy_process_group()
         raise
     else:
@@ -75,14 +73,14 @@ def process_group(process: Process, comm: Comm, records: Path | None = None, sto
 
 
 def is_peer_failure(error: Exception) -> bool:
-    """Whether a collective failed because another rank is gone or late: the cause is elsewhere."""
+    """Return whether a collective failed because another rank is gone or late: the cause is elsewhere."""
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError) or (
         isinstance(error, RuntimeError) and "gloo/" in str(error)
     )
 
 
 def set_timeout(seconds: float, *, but_for: dist.ProcessGroup | None = None) -> None:
-    """Lower (or raise) the time-out of every process group (but one): the first steps are slower than all others."""
+    """Set the time-out of every process group except `but_for`: the first step is slower than all others."""
     from torch.distributed.distributed_c10d import _world  # no public name as of torch 2.13
 
     # CUDA work still in flight would be judged by the new time-out.
@@ -101,16 +99,16 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:
-    """Tell c10d, which reads its environment when the first group is made, what to remember and where to write it."""
+    """Configure the flight recorder of c10d, which reads its environment when the first group is made."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(size)
     if size and watchdog_folder is not None:
         watchdog_folder.mkdir(parents=True, exist_ok=True)
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(watchdog_folder.absolute() / "rank_")  # and the rank
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(watchdog_folder.absolute() / "rank_")  # c10d adds the rank
 
 
 def _dump_flight_record(rank: int, folder: Path | None) -> str:
-    """Write the last collectives of this rank, a pickled dictionary; a line that says where, and names the last one."""
+    """Write the last collectives of this rank as a pickled dictionary, and return a line for the log."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     if dump is None:
         return f"rank {rank}: this build of torch has no flight recorder"

@@ -1,13 +1,12 @@
-"""How ranks end, told to each other through the store: who failed, who lost its peers, and so who says nothing.
+"""Reports of how ranks end, exchanged through the store of the job, so that one rank names the cause.
 
-The store lives in the launcher, so it outlasts a rank. What is told is short: one line per rank, read once.
+The store lives in the launcher, so it outlasts a rank. Each rank writes one line, and reads all lines once.
 """
 
 import re
 import threading
 import time
 import traceback
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,9 +22,9 @@ _TIMED_OUT = re.compile(r"(?:Timed out waiting|timeout after) (\d+)ms")
 
 
 class Reports:
-    """The store of the job, which the process group uses too, and what ranks report there of their end.
+    """The store of the job, which the process group uses too, and the reports that ranks write there at their end.
 
-    patience_seconds: how long a rank that lost its peers waits for their reports.
+    patience_seconds: time that a rank which lost its peers waits for their reports.
 
     Raises:
         dist.DistError: the store cannot be reached within `comm.init_timeout_seconds`.
@@ -40,14 +39,14 @@ class Reports:
         self._reports = dist.PrefixStore("reports", self.store)
 
     def failed(self, error: Exception) -> None:
-        """Tell that this rank has failed by itself."""
+        """Report that this rank has failed by itself."""
         cause = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
         self._tell_and_hear(f"failed ({cause[:_CAUSE_LENGTH]})", patience_seconds=0)
 
     def lost(self, error: Exception) -> str | None:
-        """Tell that this rank lost its peers by `error`, and hear them; one line for the user.
+        """Report that this rank lost its peers by `error`, read their reports, and return one line for the user.
 
-        None: a rank that lost its peers too, and has a lower number, says it.
+        None: a lower rank lost its peers, too, and prints the line.
         """
         told = self._tell_and_hear(_LOST, self.patience_seconds)
         mine, place = self.process.rank, _place(error)
@@ -61,22 +60,22 @@ class Reports:
         if silent and not causes:
             limit = self._limit(error)
             how = f"did not answer within {limit}" if limit else "went away without a word"
-            causes = [f"{_ranks(silent)} {how}"]
+            causes = [f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} {how}"]
         return f"{'; '.join(causes) or 'a connection was lost'}; rank {mine} waited {place}"
 
     def _limit(self, error: Exception) -> str | None:
-        """The time-out that has passed; None: it was none."""
+        """Return the time-out that has passed; None if the error is no time-out."""
         found = _TIMED_OUT.search(str(error))
         if found is None:
             return None
         seconds = int(found[1]) / 1000
-        # Of several with the same value, the likeliest: most of a run is training.
+        # If several have this value, the likeliest is named: most of a run is training.
         order = ("checkpoint", "init", "train")
         names = [name for name in order if getattr(self.comm, f"{name}_timeout_seconds") == seconds]
         return f"{seconds:,g} s" + (f" (comm.{names[-1]}_timeout_seconds)" if names else "")
 
     def _tell_and_hear(self, how: str, patience_seconds: float) -> dict[int, str]:
-        """Rank -> how it ended, of the ranks that have told it in time; empty if the store does not answer."""
+        """Return rank -> how it ended, of the ranks that reported in time; empty if the store does not answer."""
         told: dict[int, str] = {}
 
         def talk() -> None:
@@ -86,28 +85,23 @@ class Reports:
                 deadline = time.monotonic() + patience_seconds
                 while count < self.process.world_size and not self._reports.add("over", 0):
                     if time.monotonic() >= deadline:
-                        self._reports.add("over", 1)  # one rank's patience is all ranks': they end soon after
+                        self._reports.add("over", 1)  # the first rank to give up ends the wait of all
                     time.sleep(0.1)
                     count = self._reports.add("count", 0)
                 lines = self._reports.get("lines").decode().splitlines()
-            except RuntimeError:  # the launcher that had it has ended
+            except RuntimeError:  # the launcher, and the store with it, has ended
                 return
             told.update((int(rank), text) for rank, _, text in (line.partition(" ") for line in lines))
 
-        # The store has no time-out of its own for a machine that does not answer any more.
+        # The store has no time-out of its own for a machine that no longer answers.
         talker = threading.Thread(target=talk, daemon=True)
         talker.start()
         talker.join(patience_seconds + 2)
         return dict(sorted(told.items()))
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
-
-
 def _place(error: Exception) -> str:
-    """Where in this package it happened: functions from the outside in, then file, line and text of the last."""
+    """Return where in this package it happened: functions from the outside in, then file, line and text of the last."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -5,6 +5,7 @@ Sources: "The Llama 3 Herd of Models" (arXiv 2407.21783) and the model cards of 
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from trainer.config.schema import Model
 from trainer.models.common.shapes import RopeScaling, decoder_linear_shapes, decoder_modules
@@ -12,7 +13,12 @@ from trainer.models.common.shapes import RopeScaling, decoder_linear_shapes, dec
 
 @dataclass(frozen=True)
 class TransformerArgs:
-    """Shape of one decoder. `vocab_size` and `max_seq_len` come from the tokenizer and `training.seq_len`."""
+    """Arguments of one decoder. `vocab_size` and `max_seq_len` come from the tokenizer and `training.seq_len`."""
+
+    # The same weights serve other lengths and other positions.
+    free_to_change: ClassVar[frozenset[str]] = frozenset(
+        ["max_seq_len", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_every"]
+    )
 
     dim: int = 4096
     n_layers: int = 32
