@@ -50,22 +50,22 @@ LOSS = (
     Mutant(
         "the logged loss is that of one part of the sequence",
         "trainer/trainer.py",
-        'all_reduce(row_sums.sum(), self.dims["dp_cp"])',
-        'all_reduce(row_sums.sum(), self.dims["dp"])',
+        'all_reduce(sums.sum(), self.dims["dp_cp"])',
+        'all_reduce(sums.sum(), self.dims["dp"])',
         f"{_LAYOUT}[cp2-float32]",
     ),
     Mutant(
         "losses stay on the last stage",
         "trainer/trainer.py",
-        'row_sums = all_reduce(row_sums, self.dims["pp"])',
-        'row_sums = all_reduce(row_sums, self.dims["tp"])',
+        'sums = all_reduce(sums, self.dims["pp"])',
+        'sums = all_reduce(sums, self.dims["tp"])',
         f"{_LAYOUT}[pp2-float32]",
     ),
     Mutant(
         "row losses are those of one part of the sequence",
         "trainer/trainer.py",
-        'row_losses = all_reduce(row_sums, self.dims["cp"])',
-        'row_losses = all_reduce(row_sums, self.dims["tp"])',
+        'sequence_losses = all_reduce(sums, self.dims["cp"])',
+        'sequence_losses = all_reduce(sums, self.dims["tp"])',
         f"{_LAYOUT}[cp2-float32]",
     ),
 )
@@ -159,8 +159,8 @@ GRADIENTS = (
     Mutant(
         "embeddings decay",
         "trainer/components/optimizer.py",
-        "parameter.ndim > 1 and parameter not in embeddings",
-        "parameter.ndim > 1",
+        "p.ndim > 1 and p not in embeddings",
+        "p.ndim > 1",
         "tests/unit/test_components.py",
     ),
     Mutant(
@@ -631,7 +631,7 @@ SETTINGS = (
     Mutant(
         "garbage is collected every 50 steps",
         "trainer/runtime/garbage.py",
-        "if step % self.freq == 0:",
+        "if step % freq == 0:",
         "if step % 50 == 0:",
         "tests/distributed/test_keys.py",
     ),

@@ -1,4 +1,4 @@
-"""Public names of a package, imported at their first use: a package that lists them stays torch-free to import."""
+"""Public names of a package, imported at their first use, so that importing the package stays torch-free."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module

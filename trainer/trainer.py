@@ -1,4 +1,4 @@
-"""The training loop: config in, falling loss out."""
+"""The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
 import math
 import warnings
@@ -58,13 +58,13 @@ Batch = dict[str, Any]
 
 
 class TrainingError(RuntimeError):
-    """The run cannot go on, and its message says why: no trace is needed to understand it."""
+    """The run cannot go on. The message says why, so that no trace is needed."""
 
 
 class Trainer:
-    """One training run of a resolved job, on this rank. Needs an initialised process group.
+    """One training run of a resolved job on this rank, in an initialised process group.
 
-    `train()` is the loop, `train_step` one optimizer step; the rest are their parts.
+    `train()` is the loop, `train_step` one optimizer step. Both call the other methods.
     """
 
     def __init__(self, job: ResolvedJob, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class Trainer:
         self.config = config = job.config
         self.dims = ParallelDims(job.degrees, device.type)
         keep_caches_apart(self.dims)
-        set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's own, half an hour
+        set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
         self.stop = Stop(
             config.checkpoint.stop_timeout_seconds,
             max_minutes=config.job.max_minutes,
@@ -81,7 +81,7 @@ class Trainer:
         self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
         self._prepare_process()
         self.kernel = raise_on_all_ranks(self._prepare_machine, self.dims["world"])
-        """Name of the kernel of planned attention."""
+        """Name of the kernel for planned attention; empty without a plan."""
         self.loader = self.build_loader()
         self.batches = iter(self.loader)
         self.methods_told: set[str] = set()
@@ -110,7 +110,7 @@ class Trainer:
             device,
             last_step=config.training.steps,
             flops_per_token=job.model.flops_per_token(config.training.seq_len),
-            tokens_per_step=job.rows_per_step * config.training.seq_len,
+            tokens_per_step=job.sequences_per_step * config.training.seq_len,
             compute_dtype=self.compute_dtype,
             start_step=self.start_step,
             tokens_before=tokens_before,
@@ -118,12 +118,13 @@ class Trainer:
         self._announce()
 
     def _announce(self) -> None:
-        """Log what was decided."""
+        """Log the decisions of the job."""
         job, config = self.job, self.config
         logger.info(
             f"{self.spec.name} {config.model.flavor}: {job.model.n_params():,} parameters in {config.training.dtype}, "
-            f"computing in {job.compute_dtype} on {job.degrees.text()} ({job.device_type}); a step is "
-            f"{job.rows_per_step} rows of {config.training.seq_len:,} tokens in {job.micro_batches} micro-batch(es)"
+            f"computing in {job.compute_dtype} on {job.degrees.text()} ({job.device_type}); a step has "
+            f"{job.sequences_per_step} sequences of {config.training.seq_len:,} tokens, in {job.micro_batches} "
+            "micro-batch(es)"
         )
         if job.attention is not None:
             logger.info(
@@ -133,11 +134,11 @@ class Trainer:
             )
 
     def build_model_parts(self) -> list[nn.Module]:
-        """The parts of the model that this rank runs, parallelised, with their initial weights."""
+        """Return the parts of the model that this rank runs, parallelised, with their initial weights."""
         training, plan, stages = self.config.training, self.job.pipeline, [None]
         if plan is not None:
             stages = [plan.stages[number] for number in plan.stages_of(self.dims.rank("pp"))]
-        parts = []
+        model_parts = []
         for modules in stages:
             with torch.device("meta"):
                 part: nn.Module = self.spec.build(self.job.model).to(getattr(torch, training.dtype))
@@ -145,11 +146,11 @@ class Trainer:
                 self.spec.keep_stage(part, modules)
             self.spec.parallelize(part, self.dims, self.job)
             initialize(part, seed=training.seed, device=self.device, offload=training.enable_cpu_offload)
-            parts.append(part)
-        return parts
+            model_parts.append(part)
+        return model_parts
 
     def build_pipeline(self, plan: PipelinePlan) -> Pipeline:
-        """What runs the stages of all ranks."""
+        """Return the pipeline, which runs the stages of this rank by its schedule."""
         logger.info(
             f"pipeline: {plan.schedule}, {len(plan.stages)} stages of "
             f"{', '.join(str(len(stage)) for stage in plan.stages)} modules, {plan.micro_batches} micro-batches a pass"
@@ -168,11 +169,11 @@ class Trainer:
         set_determinism(training.deterministic)
         if self.device.type == "cpu":
             keep_freed_memory()
-        # The sequence-parallel embedding returns a view; nothing here works on it in place.
+        # The sequence-parallel embedding returns a view, and nothing changes it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
     def _prepare_machine(self) -> str:
-        """Check what the job needs of this machine, save the configuration beside the run; the kernel's name."""
+        """Check that this machine can run the job, save the configuration, and return the name of the kernel."""
         check_compiler(self.job.compilation, self.device)
         check_float8_machine(
             self.config.float8, self.device, norms_have_parameters=self.job.model.norms_have_parameters
@@ -189,7 +190,7 @@ class Trainer:
         return kernel
 
     def build_loader(self) -> Iterable[Batch]:
-        """Endless micro-batches of this rank's share of the data."""
+        """Return endless micro-batches of this rank's share of the data."""
         training = self.config.training
         return BatchLoader(
             open_source(training.dataset, training.dataset_path),
@@ -205,14 +206,14 @@ class Trainer:
 
     @property
     def batch_planner(self) -> Callable[[Mapping[str, np.ndarray]], BatchPlan] | None:
-        """With packed documents, what plans a batch where the batch is made."""
+        """A function that plans the attention of a batch when the batch is made; None without packed documents."""
         if self.config.training.attention_mask != "document":
             return None
         settings = {"options": self.job.attention, "choose": self.job.method_chooser()}
         return partial(BatchPlan.of, degree=self.dims.size("cp"), **settings)
 
     def train(self) -> None:
-        """Run until `training.steps`, `job.max_minutes`, or a signal; the last step is saved.
+        """Train until `training.steps`, `job.max_minutes` or a signal, and save the last step.
 
         Raises:
             TrainingError: a loss or a gradient that is not finite.
@@ -248,25 +249,25 @@ class Trainer:
             self.metrics.close()
 
     def train_step(self, step: int) -> None:
-        """One optimizer step over the whole global batch."""
+        """Do one optimizer step over the whole global batch."""
         with self.metrics.loading_data(), region("data_loading"):
             batches = [self._to_device(next(self.batches)) for _ in range(self.job.micro_batches)]
         if step == self.start_step + 1:
             self._check_same_batch(batches[0])
-        # One count for the whole step, before any backward: a mean of means is wrong as soon as ranks differ.
+        # One count for the whole step, before any backward: a mean of means is wrong if ranks have different counts.
         valid = all_reduce(sum(count_valid(batch["labels"]) for batch in batches), self.dims["dp"])
 
         self.optimizer.zero_grad()
         for part in self.model_parts:
             precompute_scales(part, self.config.float8)
             normalise_auxiliary_losses(part, valid.clamp(min=1))
-        rows = [
+        losses = [
             self.forward_backward(batch, valid.clamp(min=1), last=i == len(batches) - 1)
             for i, batch in enumerate(batches)
         ]
-        row_sums, row_counts = (torch.cat(column) for column in zip(*rows, strict=True))
-        row_sums = all_reduce(row_sums, self.dims["pp"])  # the last stage has them
-        loss = (all_reduce(row_sums.sum(), self.dims["dp_cp"]) / valid.clamp(min=1)).item()
+        sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sequence
+        sums = all_reduce(sums, self.dims["pp"])  # the last stage has them
+        loss = (all_reduce(sums.sum(), self.dims["dp_cp"]) / valid.clamp(min=1)).item()
         with region("grad_norm"):
             grad_norm = self.clip(step, loss)
         lr = self.lr_scheduler.get_last_lr()[0]
@@ -275,14 +276,14 @@ class Trainer:
             self.spec.after_step(self.model_parts, self.dims)
         self.lr_scheduler.step()
         if self.metrics.due(step):
-            row_losses = all_reduce(row_sums, self.dims["cp"]) / row_counts.clamp(min=1)
-            self.metrics.log(step, loss=loss, row_losses=row_losses, grad_norm=grad_norm, lr=lr)
+            sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
+            self.metrics.log(step, loss=loss, sequence_losses=sequence_losses, grad_norm=grad_norm, lr=lr)
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward of one micro-batch; gradients add up.
+        """Run forward and backward of one micro-batch, and add to the gradients.
 
-        valid: labels of the whole step, over all ranks; last: no micro-batch of this step follows.
-        Returns (sum of losses on this rank, number of labels) of each row: (B,) float64, (B,) int64. Of a pipeline
+        valid: number of labels of the whole step, over all ranks; last: no micro-batch of this step follows.
+        Return for each sequence (sum of losses on this rank, number of labels): (B,) float64, (B,) int64. In a pipeline
         only the last stage has losses.
         """
         for part in self.model_parts:
@@ -316,12 +317,12 @@ class Trainer:
 
     @contextmanager
     def sequence_context(self, batch: Batch) -> Iterator[torch.Tensor | None]:
-        """Inside, each context-parallel rank has its part of the sequence; gives the plan for the model's attention."""
+        """Cut the sequences over context-parallel ranks, in place, inside; yield the plan for the model's attention."""
         if self.job.attention is None:
             yield None
             return
         positions = self._positions(batch)
-        # Positions that are given, or the table that has a row for each: not both.
+        # Either the given positions are cut, or the tables that have a row per position.
         tables = [table for part in self.model_parts for table in self.spec.cp_buffers(part)]
         per_token = tables if positions is None else [(positions, 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
@@ -342,14 +343,14 @@ class Trainer:
             yield cp.attention_plan
 
     def _positions(self, batch: Batch) -> torch.Tensor | None:
-        """Positions (B, S) that the model is given: within each document, where documents do not see each other."""
+        """Return positions (B, S) within each document for packed documents; None: the model counts from 0."""
         return batch["positions"] if self.config.training.attention_mask == "document" else None
 
     def clip(self, step: int, loss: float) -> float:
-        """Clip the gradients to `training.max_norm`; their norm before it.
+        """Clip the gradients to `training.max_norm`, and return their norm before clipping.
 
         Raises:
-            TrainingError: on every rank alike, if the loss or the norm is not finite; nothing is updated.
+            TrainingError: on every rank, if the loss or the norm is not finite; no weight has changed.
         """
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         settle_gradients(parameters)
@@ -374,7 +375,7 @@ class Trainer:
         }
 
     def _check_same_batch(self, batch: Batch) -> None:
-        """Ranks that share a model replica's computation must read the same rows."""
+        """Check that the ranks of one data-parallel rank read the same batch."""
         mine = torch.tensor([batch_hash(batch)], dtype=torch.int64, device=self.device)
         hashes = all_gather(mine, self.dims["pp_cp_tp"]).flatten().tolist()
         if len(set(hashes)) > 1:

@@ -1,4 +1,4 @@
-"""Parts of the training loop. These are the public names."""
+"""Components of the training loop. These are the public names."""
 
 from trainer.lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""One gradient norm for the whole model, whatever its parameters' meshes, and clipping by it."""
+"""One gradient norm for the whole model, also with parameters on different meshes, and clipping by it."""
 
 import math
 from collections import defaultdict
@@ -13,7 +13,7 @@ from trainer.distributed.sharding.exchange import all_reduce
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Bring each gradient to its parameter's placement: tensor parallelism leaves those of norms as partial sums."""
+    """Bring each gradient to its parameter's placement: tensor parallelism leaves norms with partial sums."""
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
@@ -21,11 +21,10 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> float:
-    """Euclidean norm of all gradients of the model, the same on every rank.
+    """Return the Euclidean norm of all gradients of the model, the same on every rank.
 
-    Each rank adds the squares of what it holds, divided by the number of ranks that hold the same; one sum over all
-    ranks then counts every element once, with parameters on different meshes and pipeline stages alike.
-    (`clip_grad_norm_` refuses mixed meshes.)
+    Each rank divides its squares by the number of ranks that hold the same gradient. One sum over all ranks then counts
+    every element once, on any mesh and pipeline stage. (`clip_grad_norm_` refuses mixed meshes.)
     """
     held: dict[int, list[torch.Tensor]] = defaultdict(list)  # replicas -> local gradients
     ranks_of_stage = dims.size("world") // dims.size("pp")
@@ -54,7 +53,7 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shards(x: torch.Tensor) -> int:
-    """Number of different shards of a tensor; the ranks of its other mesh dimensions repeat them."""
+    """Return the number of different shards of a tensor; ranks of its other mesh dimensions have replicas."""
     if not isinstance(x, DTensor):
         return 1
     sizes = zip(x.device_mesh.shape, x.placements, strict=True)

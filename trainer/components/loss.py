@@ -1,4 +1,4 @@
-"""Cross entropy in sums: what is divided, and by what, is decided once for the whole optimizer step."""
+"""Cross entropy of each token, without a mean: the loop divides by the labels of the whole step."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from trainer.data.packing import IGNORE_INDEX
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each token in at least float32, zero where there is no label.
+    """Return the cross entropy of each token in at least float32, zero where there is no label.
 
     logits: (B, S, V), plain or cut over V under `loss_parallel`; labels: (B, S), already shifted -> (B, S).
     """
@@ -20,5 +20,5 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def count_valid(labels: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Number of tokens that have a label, in all or along `dim`, as int64."""
+    """Return the number of tokens that have a label, in all or along `dim`, as int64."""
     return (labels != IGNORE_INDEX).sum(dim)

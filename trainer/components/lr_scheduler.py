@@ -1,4 +1,4 @@
-"""Learning rate over the run: warm-up, stable, decay (WSD, arXiv 2404.06395)."""
+"""Learning-rate schedule: warm-up, stable, decay (WSD, arXiv 2404.06395)."""
 
 import math
 
@@ -9,10 +9,10 @@ from trainer.config.schema import LRScheduler
 
 
 def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
-    """Share of the full learning rate for optimizer step `step`, counted from 0.
+    """Return the share of the peak learning rate for optimizer step `step`, counted from 0.
 
-    Rises linearly over `warmup_steps` (the first step already learns), stays at 1, and falls over the last
-    `decay_ratio` of the run (without it: from the end of the warm-up on) to `min_lr_factor`.
+    It rises linearly over `warmup_steps` (and is above 0 in the first step), stays at 1, and falls to `min_lr_factor`
+    over the last `decay_ratio` of the run, by default from the end of the warm-up on.
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
@@ -29,13 +29,13 @@ def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
 
 
 def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: LRScheduler, steps: int) -> LambdaLR:
-    """Schedule for `optimizer`; `steps` is the length of the run, unless `total_steps` says otherwise."""
+    """Return the schedule of `optimizer` over `total_steps`, by default the `steps` of the run."""
     total_steps = config.total_steps or steps
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
 
 
 def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
-    """Put `scheduler` and the learning rates of its optimizer where they are after `steps` steps of this schedule."""
+    """Set `scheduler` and the learning rates of its optimizer to their values after `steps` steps of this schedule."""
     lrs = [lr * factor(steps) for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, lr in zip(scheduler.optimizer.param_groups, lrs, strict=True):
         group["lr"] = lr

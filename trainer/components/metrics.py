@@ -1,4 +1,4 @@
-"""What a step did, reduced over the ranks that hold its parts, to the console, TensorBoard and `metrics.jsonl`."""
+"""Metrics of a step, reduced over ranks, to the console, TensorBoard and `metrics.jsonl`."""
 
 import json
 import resource
@@ -17,7 +17,7 @@ from trainer.config.schema import Metrics
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 
-# Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets; the first name that fits counts.
+# Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
 _PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -40,29 +40,29 @@ class StepMetrics:
     loss: float
     """Mean cross entropy of all tokens of the step that have a label, without auxiliary losses."""
     loss_max: float
-    """Largest mean loss of one row (sequence) of the step."""
+    """Largest mean loss of one sequence of the step."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     lr: float
     tokens_per_second: float
-    """Of the whole job since the last logged step, every position of every row counted once."""
+    """Speed of the whole job since the last logged step; every position of every sequence counts once."""
     tokens_per_second_per_device: float
     tflops: float
     """Model TFLOP/s per device, full attention counted."""
     mfu: float | None
     """Share (0 to 1) of the device's bfloat16 peak with full attention counted; None where no peak is known."""
     mfu_causal: float | None
-    """The same, counting what a causal mask leaves of attention."""
+    """The same, with only the visible part of attention counted."""
     memory_gib: float
-    """Peak of the rank that has most: allocated by PyTorch on a GPU, resident on a CPU."""
+    """Largest peak of a rank: allocated by PyTorch on a GPU, resident on a CPU."""
     data_loading_fraction: float
-    """Share of the time that ranks waited for data, mean over the ranks."""
+    """Share of the time in which ranks waited for data, mean over ranks."""
     tokens_seen: int
-    """By the whole job since its first step."""
+    """Tokens of the whole job since its first step."""
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of a device for matrix products in `dtype`; None where it is not known."""
+    """Return the peak FLOP/s of a device for matrix products in `dtype`; None if it is not known."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
@@ -70,7 +70,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process: allocated on its GPU, or resident."""
+    """Return the peak memory of this process: allocated on its GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # ru_maxrss: bytes there, KiB here
@@ -78,7 +78,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float) -> str:
-    """One line of fixed columns: progress, learning, speed, resources, time left."""
+    """Return one line of fixed columns: progress, loss, speed, resources, time left."""
     width = len(str(total_steps))
     mfu = "    -" if metrics.mfu is None else f"{metrics.mfu:5.1%}"
     return (
@@ -92,10 +92,10 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float) -> 
 
 
 class MetricsLogger:
-    """Measures between logged steps and writes them. Every rank calls `log`; rank 0 of the job writes files.
+    """Measures the time between logged steps, and writes metrics. Every rank calls `log`; rank 0 writes files.
 
-    last_step: of the run; flops_per_token: (full, causal) attention; tokens_per_step: of the whole job; start_step,
-    tokens_before: done by earlier runs, whose files are continued.
+    last_step: last step of the run; flops_per_token: with (full, causal) attention; tokens_per_step: of the whole job;
+    start_step, tokens_before: steps and tokens of earlier runs, whose files are continued.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class MetricsLogger:
         start_step: int = 0,
         tokens_before: int = 0,
     ) -> None:
-        self.settings, self.last_step = settings, last_step
-        self.dims = dims
-        self.device = device
-        self.flops_per_token = flops_per_token
-        self.tokens_per_step = tokens_per_step
-        self.start_step = start_step
-        self.tokens_before = tokens_before
+        self.settings, self.dims, self.device = settings, dims, device
+        self.flops_per_token, self.tokens_per_step = flops_per_token, tokens_per_step
+        self.start_step, self.last_step, self.tokens_before = start_step, last_step, tokens_before
         self.peak_flops = peak_flops(device, compute_dtype)
-        self._sinks = _open_sinks(settings, dump_folder, start_step) if dims.rank("world") == 0 else []
+        self._sinks: list[_JsonLines | _TensorBoard] = []
+        if dims.rank("world") == 0:
+            self._sinks = [_JsonLines(dump_folder / "metrics.jsonl", start_step)]
+            if settings.enable_tensorboard:
+                self._sinks.append(_TensorBoard(dump_folder / settings.save_tb_folder, start_step))
         self.restart_clock(start_step)
 
     def restart_clock(self, step: int) -> None:
@@ -131,29 +131,28 @@ class MetricsLogger:
 
     @contextmanager
     def loading_data(self) -> Iterator[None]:
-        """Time spent inside counts as data loading."""
+        """Count the time spent inside as data loading."""
         started = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - started
 
     def tokens_seen(self, step: int) -> int:
-        """Tokens of the whole job up to the end of `step`, those of earlier runs included."""
+        """Return the tokens of the whole job up to the end of `step`, earlier runs included."""
         return self.tokens_before + (step - self.start_step) * self.tokens_per_step
 
     def due(self, step: int) -> bool:
-        """Whether this step is logged: the first, the last, and every `metrics.log_freq`-th."""
+        """Return whether this step is logged: the first, the last, and every `metrics.log_freq`-th."""
         return step in (1, self.last_step) or step % self.settings.log_freq == 0
 
-    def log(self, step: int, *, loss: float, row_losses: torch.Tensor, grad_norm: float, lr: float) -> StepMetrics:
+    def log(self, step: int, *, loss: float, sequence_losses: torch.Tensor, grad_norm: float, lr: float) -> StepMetrics:
         """Reduce and write one step. A collective: every rank calls it for the same steps.
 
-        loss: already of the whole job; row_losses: (rows,) mean loss of each row of this rank.
+        loss: of the whole job; sequence_losses: (B,) mean loss of each sequence of this rank.
         """
         elapsed = time.perf_counter() - self._started
         steps = step - self._last_step
-        largest = torch.tensor(
-            [row_losses.max().item(), elapsed, peak_memory_gib(self.device)], dtype=torch.float64, device=self.device
-        )
+        largest = [sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
+        largest = torch.tensor(largest, dtype=torch.float64, device=self.device)
         loss_max, elapsed, memory = all_reduce(largest, self.dims["world"], "max").tolist()
         waited = torch.tensor(self._data_seconds, dtype=torch.float64, device=self.device)
         waited = all_reduce(waited, self.dims["world"]).item() / self.dims.size("world")
@@ -189,10 +188,10 @@ class MetricsLogger:
 
 
 class _JsonLines:
-    """One object a logged step.
+    """Writes one JSON object a logged step.
 
-    A run that goes on from `start_step` continues the file, less the steps that it does anew. Else an earlier run's
-    file is kept under the time of its last line.
+    A run that resumes after `start_step` continues the file, without the later steps. Any other run keeps an earlier
+    file under the time of its last line.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -214,7 +213,7 @@ class _JsonLines:
 
 
 def _lines_up_to(path: Path, step: int) -> Iterator[str]:
-    """Lines of the steps up to `step`; one that a killed run has not ended is left out."""
+    """Yield the lines of the steps up to `step`, without a line that a killed run left incomplete."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
@@ -224,14 +223,14 @@ def _lines_up_to(path: Path, step: int) -> Iterator[str]:
 
 
 class _TensorBoard:
-    """One scalar a metric, in a folder of its own for each run, which runs that go on from `start_step` share."""
+    """Writes one scalar a metric to a folder per run; a run that resumes after `start_step` shares the folder."""
 
     def __init__(self, folder: Path, start_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second of imports, only where it is on
+        from torch.utils.tensorboard import SummaryWriter  # the import takes a second
 
         earlier = sorted(path for path in folder.glob("????????-??????") if path.is_dir()) if start_step else []
         run = earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
-        # Steps that are done anew replace those of the run that was interrupted.
+        # Repeated steps replace the same steps of the interrupted run.
         self._writer = SummaryWriter(str(run), purge_step=start_step + 1 if start_step else None)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -241,10 +240,3 @@ class _TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _open_sinks(settings: Metrics, folder: Path, start_step: int) -> list[_JsonLines | _TensorBoard]:
-    sinks: list[_JsonLines | _TensorBoard] = [_JsonLines(folder / "metrics.jsonl", start_step)]
-    if settings.enable_tensorboard:
-        sinks.append(_TensorBoard(folder / settings.save_tb_folder, start_step))
-    return sinks

@@ -1,4 +1,4 @@
-"""The optimizer: which parameters decay, and how fast the step runs."""
+"""The optimizer, and which parameters decay."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ _CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that were never updated the state that Adam's first step would start from."""
+    """Give parameters that were never updated the initial state of Adam."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
@@ -24,18 +24,12 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
-    """AdamW or Adam over the parameters of all model_parts of a model; norms and embeddings (also a tied output) do not
-    decay."""
+    """Return AdamW or Adam over the parameters of all model parts; norms and embeddings (also tied) do not decay."""
     whole = nn.ModuleList(model_parts)
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
-    decaying: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for parameter in whole.parameters():
-        (decaying if parameter.ndim > 1 and parameter not in embeddings else others).append(parameter)
-    groups = [
-        {"params": decaying, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    decaying = [p for p in whole.parameters() if p.ndim > 1 and p not in embeddings]
+    others = [p for p in whole.parameters() if p.ndim <= 1 or p in embeddings]
+    groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return _CLASSES[config.name](
         [group for group in groups if group["params"]],
         lr=config.lr,

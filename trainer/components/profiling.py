@@ -8,6 +8,7 @@ dump_folder/memory_snapshot/iteration_137_exit/rank0_snapshot.pickle  when memor
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,15 +23,15 @@ _MAX_ALLOCATIONS = 100_000
 
 
 def region(name: str) -> torch.profiler.record_function:
-    """Context that shows under `name` in traces, such as `with region("forward"):`; next to free without a profiler."""
+    """Return a context that traces show under `name`, as in `with region("forward"):`; cheap without a profiler."""
     return torch.profiler.record_function(name)
 
 
 def check_memory_snapshot(settings: Profiling, device: torch.device) -> None:
-    """Refuse memory snapshots where there is nothing to record.
+    """Check that memory snapshots have something to record.
 
     Raises:
-        ConfigError: the device is no GPU.
+        ConfigError: they are on, and the device is no GPU.
     """
     if settings.enable_memory_snapshot and device.type != "cuda":
         raise ConfigError(
@@ -41,41 +42,35 @@ def check_memory_snapshot(settings: Profiling, device: torch.device) -> None:
 
 @contextmanager
 def profiling(settings: Profiling, dump_folder: Path, rank: int, device: torch.device) -> Iterator["StepProfiler"]:
-    """Profile the steps inside, as table `[profiling]` says; tell it when each step is over."""
-    profiler = StepProfiler(
-        _Traces(settings, dump_folder, rank, device) if settings.enable_profiling else None,
-        _Snapshots(settings, dump_folder, rank) if settings.enable_memory_snapshot else None,
-    )
+    """Profile the steps inside, as table `[profiling]` says. Call `step` of the profiler after each step."""
+    traces = [_Traces(settings, dump_folder, rank, device)] if settings.enable_profiling else []
+    snapshots = [_Snapshots(settings, dump_folder, rank)] if settings.enable_memory_snapshot else []
     try:
-        yield profiler
+        yield StepProfiler((*traces, *snapshots))
     except RuntimeError as error:
-        if profiler.snapshots is not None and is_out_of_memory(error):
-            profiler.snapshots.write_last()
+        if is_out_of_memory(error):
+            for snapshot in snapshots:
+                snapshot.write_last()
         raise
     finally:
-        profiler.close()
+        for writer in (*traces, *snapshots):
+            writer.close()
 
 
+@dataclass(frozen=True)
 class StepProfiler:
-    """What is written of the steps; nothing, where both are None."""
+    """The writers of traces and memory snapshots that are on."""
 
-    def __init__(self, traces: "_Traces | None", snapshots: "_Snapshots | None") -> None:
-        self.traces, self.snapshots = traces, snapshots
+    writers: "tuple[_Traces | _Snapshots, ...]"
 
     def step(self, step: int) -> None:
-        """Call it after optimizer step `step`, counted from 1."""
-        for part in (self.traces, self.snapshots):
-            if part is not None:
-                part.step(step)
-
-    def close(self) -> None:
-        for part in (self.traces, self.snapshots):
-            if part is not None:
-                part.close()
+        """Record that optimizer step `step`, counted from 1, is over."""
+        for writer in self.writers:
+            writer.step(step)
 
 
 class _Traces:
-    """Chrome traces of `profiler_active` steps, the last of them step freq, 2 freq, ... since the start."""
+    """Chrome traces of `profiler_active` steps, of which the last is step freq, 2 freq, ... since the start."""
 
     def __init__(self, settings: Profiling, dump_folder: Path, rank: int, device: torch.device) -> None:
         self.folder, self.rank = dump_folder / settings.save_traces_folder, rank
@@ -97,7 +92,7 @@ class _Traces:
         self.profiler.step()
 
     def close(self) -> None:
-        # A trace that is cut short is not written: it would pass for a whole one.
+        # An incomplete trace is not written: it would look complete.
         self.profiler.on_trace_ready = None
         self.profiler.stop()
 

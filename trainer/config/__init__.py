@@ -1,4 +1,4 @@
-"""Settings of a run. These are the public names; docs/configuration.md explains."""
+"""Settings of a run; see docs/configuration.md. These are the public names."""
 
 from trainer.lazy import lazy_exports
 

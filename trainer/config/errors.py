@@ -1,4 +1,4 @@
-"""The one exception for settings and inputs that cannot work; `train.py` prints it as one sentence and exits with 2."""
+"""The exception for wrong settings and inputs. `train.py` prints it as one sentence and exits with code 2."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ class ConfigError(ValueError):
 
 
 class SharedConfigError(ConfigError):
-    """One that every rank raises at the same point, so that one of them is enough to say it."""
+    """An error that every rank raises at the same point, so that one rank prints it."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest choice, or the choices themselves when none is near."""
+    """Return `; did you mean 'x'?` for the nearest choice, or all choices if none is near."""
     choices = list(choices)
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if near:

@@ -1,7 +1,7 @@
-"""`--help`: what the schema says of each key, as text.
+"""The text of `--help`, made from the fields of the schema.
 
-Our parser reads files and command lines alike and says what would work. tyro or argparse would be a second parser, of
-which only the help would be used.
+One parser of ours reads files and command lines with the same messages. A library such as argparse would be a second
+parser, used for its help only.
 """
 
 import ast
@@ -30,7 +30,7 @@ The command line goes over the TOML file, the file over the defaults.
 
 
 def help_text(schema: type, width: int) -> str:
-    """Return every option with its meaning and rules, grouped by table, in lines of `width` characters."""
+    """Return every option with its meaning and rules, by table, in lines of `width` characters."""
     keys, lines = keys_of(schema), [_USAGE]
     for table, kind in get_type_hints(schema).items():
         lines += ["", fill(f"[{table}] {kind.__doc__}", width)]
@@ -48,7 +48,7 @@ def help_text(schema: type, width: int) -> str:
 
 
 def allowed(key: Key) -> str:
-    """Return which values a key may have by itself, in words."""
+    """Return the values that a key may have, in words."""
     kind, optional = without_none(key.kind)
     parts = [kind_name(kind) + (f" ({key.unit})" if key.unit else "")]
     parts += [key.bounds.words] if key.bounds is not None else []

@@ -1,6 +1,6 @@
-"""What a field of the schema says of its key: bounds, unit, and when it is in effect.
+"""Properties of a key that its field in the schema has: bounds, unit, and when the key has an effect.
 
-The checks, `--help` and docs/configuration.md are made of this, so that a new key is its field and its use.
+The checks, `--help` and docs/configuration.md are made from them, so a new key needs only its field and its use.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 @dataclass(frozen=True)
 class Bounds:
-    """The values that a number may take by itself, and the same in words."""
+    """The values that a number may have, as a test and in words."""
 
     test: Callable[[float], bool]
     words: str
@@ -31,11 +31,12 @@ SECONDS = Bounds(lambda x: 1 <= x <= 10**8, "in [1, 100000000]")
 
 @dataclass(frozen=True)
 class Condition:
-    """When a key is in effect.
+    """A condition under which a key has an effect.
 
-    holds: of the configuration and the degrees (`trainer.job.Degrees`); otherwise: the words after "has no effect",
-    with `{0.table.key}` for values of the configuration; remedy: what would work. With a remedy a key without effect is
-    refused, without one it is told. general: the words where no configuration is known; "": `otherwise` without values.
+    holds: (configuration, `trainer.job.Degrees`) -> whether it holds; otherwise: the words after "has no effect", with
+    `{0.table.key}` for values of the configuration; remedy: what to do instead; general: the words for any
+    configuration, by default `otherwise` without values.
+    A key without effect is refused if there is a remedy, and noted in the log if not.
     """
 
     holds: Callable[[Any, Any], bool]
@@ -48,12 +49,12 @@ class Condition:
         return self.general or re.sub(r" = \{[^}]*\}", "", self.otherwise)
 
 
-# Conditions are cached: equal ones are one object, and keys that lack the same condition are told in one line.
+# Conditions are cached, so that equal ones are one object and keys with the same condition share one line of the log.
 
 
 @cache
 def needs(*switches: str, remedy: str = "") -> Condition:
-    """Return the condition that one of these keys is on, or has a value."""
+    """Return the condition that one of these keys is on or has a value."""
     otherwise = f"without {' or '.join(switches)}"
     return Condition(lambda config, _: any(attrgetter(key)(config) for key in switches), otherwise, remedy)
 
@@ -73,9 +74,9 @@ def unless(key: str, value: object, why: str = "", remedy: str = "") -> Conditio
 
 @dataclass(frozen=True)
 class Key:
-    """All that is known of a key but its text, the docstring below its field.
+    """Everything about a key except its text, which is the docstring below its field.
 
-    example: a value that works, where the default is None; when: all of them must hold.
+    example: a valid value, if the default is None; when: conditions that must all hold.
     """
 
     kind: Any
@@ -94,7 +95,7 @@ def key(
     example: object = None,
     when: Condition | tuple[Condition, ...] = (),
 ) -> Any:
-    """Return a field with what `Key` knows; a key with a type and a default alone needs no such call."""
+    """Return a field with the properties of `Key`; a key with a type and a default only needs no call."""
     when = when if isinstance(when, tuple) else (when,)
     metadata = {"bounds": bounds, "unit": unit, "example": example, "when": when}
     return dataclasses.field(default=default, metadata=metadata)

@@ -1,4 +1,4 @@
-"""Settings in the words of torchtitan, of any time: read as today's, ignored with a note, or refused."""
+"""torchtitan's keys of all versions: read as today's keys, ignored with a note, or refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ from trainer.config.values import shown
 
 @dataclass(frozen=True)
 class Settings:
-    """What one source says, or several over each other.
+    """The settings of one source, or of several merged.
 
-    values: today's keys; absent: keys without counterpart here, each with its value and where it was given; notes: one
-    line for each older word.
+    values: today's keys; absent: keys without counterpart here, each with its value and its source; notes: one line for
+    each older key or value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -24,12 +24,12 @@ class Settings:
     notes: tuple[str, ...] = ()
 
     def over(self, base: "Settings") -> "Settings":
-        """Return what these settings and those below them say; notes in the order of reading, the base first."""
+        """Return these settings merged over `base`; notes in the order of reading, the base first."""
         return Settings(base.values | self.values, base.absent | self.absent, base.notes + self.notes)
 
 
 def rewrite(values: Mapping[str, Any], where: str) -> Settings:
-    """Return the settings of one source ("table.key" -> value) in today's words.
+    """Return the settings of one source ("table.key" -> value) with today's keys.
 
     Raises:
         ConfigError: an older and today's spelling of one setting are both given, with different values.
@@ -51,7 +51,7 @@ def rewrite(values: Mapping[str, Any], where: str) -> Settings:
 
 
 def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str, ...]]:
-    """Return what a value of one of today's keys is called today, and a note if it had another name."""
+    """Return today's name of a value of one of today's keys, and a note if the name has changed."""
     names = OLDER_VALUES.get(key, {})
     if not isinstance(value, str) or value not in names:
         return value, ()
@@ -59,16 +59,16 @@ def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str
 
 
 def check_absent(absent: Mapping[str, tuple[Any, str]], config: JobConfig) -> list[str]:
-    """Return one line for each source that has settings without counterpart here, all of which ask for nothing.
+    """Return one line for each source with settings that have no counterpart here and are off.
 
     Raises:
-        ConfigError: a value that asks for something that cannot be done, with what to do instead.
+        ConfigError: such a setting is on; the message says what to do instead.
     """
     ignored: dict[str, list[str]] = {}
     for key, (value, where) in absent.items():
         known = ABSENT[key]
-        asks = known.off is not None and value not in known.off
-        if asks and (not known.needs or attrgetter(known.needs)(config)):
+        on = known.off is not None and value not in known.off
+        if on and (not known.needs or attrgetter(known.needs)(config)):
             raise ConfigError(f"{key} = {shown(value)} ({where}) has no counterpart here; {known.instead}")
         ignored.setdefault(where, []).append(f"{key} = {shown(value)}")
     return [

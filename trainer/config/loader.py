@@ -1,6 +1,6 @@
-"""From a command line and TOML files to a checked `JobConfig`: command line over file over base over defaults.
+"""Read a command line and TOML files into a `JobConfig`: command line over file over base over defaults.
 
-Every source becomes a flat dict "table.key" -> typed value; older spellings are rewritten per source; then the sources
+Every source becomes a flat dict "table.key" -> typed value. Older spellings are rewritten per source. Then the sources
 are merged.
 """
 
@@ -33,7 +33,7 @@ _COMMAND_LINE = "on the command line"
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What a command line asks for; `notes` are lines for the log, about older words and what is ignored."""
+    """A parsed command line; `notes` are lines for the log about older keys and ignored ones."""
 
     config: JobConfig
     check_config: bool
@@ -42,15 +42,15 @@ class CommandLine:
     notes: tuple[str, ...]
 
 
-# Options that are no settings of a run.
+# Options that are not settings of a run.
 _ACTIONS = {"check_config": Key(bool, False), "print_config": Key(bool, False), "world_size": Key(int, 8)}
 
 
 def parse_command_line(argv: list[str]) -> CommandLine:
-    """The configuration that `argv` (without the program's name) and the files it names describe; --help exits with 0.
+    """Return the configuration of `argv` (without the program's name) and the files it names; --help exits with 0.
 
     Raises:
-        ConfigError: an unknown table or key, a value of the wrong type, a file that is missing or no TOML.
+        ConfigError: an unknown table or key, a value of the wrong type, a file that is missing or not TOML.
     """
     given, value_notes = _read_options(argv)
     check_config, print_config = given.pop("check_config", False), given.pop("print_config", False)
@@ -58,7 +58,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
     if world_size is not None and world_size < 1:
         raise ConfigError(f"--world-size {world_size} must be the number of ranks, at least 1, such as 8")
     if world_size is not None and not check_config:
-        raise ConfigError(f"--world-size {world_size} only has a meaning together with --check-config; add it")
+        raise ConfigError(f"--world-size {world_size} needs --check-config; add it")
     settings = Settings(notes=tuple(value_notes)).over(rewrite(given, _COMMAND_LINE))
     config_file = settings.values.get("job.config_file")
     if config_file is not None:
@@ -69,7 +69,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 
 def to_toml(config: JobConfig) -> str:
-    """The effective configuration as TOML that loads to an equal one; None and the name of the file are left out."""
+    """Return the configuration as TOML that loads to an equal one, without None and the name of the file."""
     tables = {
         table: {key: value for key, value in content.items() if value is not None}
         for table, content in asdict(config).items()
@@ -80,7 +80,7 @@ def to_toml(config: JobConfig) -> str:
 
 @cache
 def _accepted_keys(schema: type) -> dict[str, Key]:
-    """Every key that is read: those of the schema, older ones, and those that have no counterpart here."""
+    """Return every key that is read: of the schema, older keys, and keys without counterpart here."""
     today = keys_of(schema)
     older = {name: Key(today[old.key].kind if old.kind is None else old.kind, None) for name, old in OLDER.items()}
     return older | {name: Key(key.kind, None) for name, key in ABSENT.items()} | today
@@ -99,7 +99,7 @@ def _build(values: dict[str, object]) -> JobConfig:
 
 
 def _read_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Options -> typed values under their full names, and notes; of an option given twice the last counts."""
+    """Return options as name -> typed value, and notes; the last counts if an option is given twice."""
     options = _split(argv)
     if any(token in ("-h", "--help") for token, _ in options):
         print(help_text(JobConfig, width=min(shutil.get_terminal_size().columns, 120)))
@@ -123,7 +123,7 @@ def _read_options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
-    """Each option with the words up to the next one; `--key=value` counts as a word too."""
+    """Return each option with the words up to the next option; the value of `--key=value` is a word, too."""
     options: list[tuple[str, list[str]]] = []
     for token in argv:
         if token in ("-h", "--help"):
@@ -142,7 +142,7 @@ def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _option_name(token: str, words: list[str]) -> tuple[str, bool]:
-    """--table.key -> (name, False); --no-table.key and --table.no-key -> (name, True) for a switch."""
+    """Return (name, False) for --table.key, and (name, True) for --no-table.key and --table.no-key of a boolean."""
     keys = _ACTIONS | _accepted_keys(JobConfig)
     name = token[2:].replace("-", "_")
     table, _, key = name.rpartition(".")
@@ -157,7 +157,7 @@ def _option_name(token: str, words: list[str]) -> tuple[str, bool]:
 
 
 def _label(name: str) -> str:
-    """The option as messages name it: settings by their key, actions as they are typed."""
+    """Return the option as messages name it: settings by key, actions as typed."""
     return name if "." in name else f"--{name.replace('_', '-')}"
 
 
@@ -165,7 +165,7 @@ def _label(name: str) -> str:
 
 
 def _read_file(path: Path, chain: tuple[Path, ...]) -> Settings:
-    """Settings of a file over those of its bases; `chain` are the files that led here."""
+    """Return the settings of a file merged over its bases; `chain`: the files that led here."""
     if path.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(str(file) for file in (*chain, path))
         raise ConfigError(f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base")
@@ -199,7 +199,7 @@ def _load_toml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _typed(content: dict[str, Any], where: str) -> Settings:
-    """A parsed file, its values checked."""
+    """Return the settings of a parsed file, with their types checked."""
     accepted = _accepted_keys(JobConfig)
     tables = [table.name for table in fields(JobConfig)]
     values: dict[str, object] = {}
@@ -231,7 +231,7 @@ def _typed(content: dict[str, Any], where: str) -> Settings:
 
 
 def _flat(table: str, settings: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """Keys below a table, those of tables within it too where there are such, as "table.within.key"."""
+    """Yield the keys of a table, and of known tables within it as "table.within.key"."""
     for key, value in settings.items():
         name = f"{table}.{key}"
         if isinstance(value, dict) and any(known.startswith(f"{name}.") for known in _accepted_keys(JobConfig)):
@@ -241,7 +241,7 @@ def _flat(table: str, settings: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _unknown(name: str, given: str, where: str) -> ConfigError:
-    """The error for a key that does not exist, with the likeliest one that does."""
+    """Return the error for an unknown key, with the nearest known one."""
     table, _, key = name.rpartition(".")
     known = list(keys_of(JobConfig))
     tables = [field.name for field in fields(JobConfig)]
@@ -264,6 +264,6 @@ def _unknown(name: str, given: str, where: str) -> ConfigError:
 
 
 def _nearest(key: str, names: list[str]) -> str | None:
-    """The name whose part after the dot is nearest to `key`."""
+    """Return the name whose part after the dot is nearest to `key`."""
     near = difflib.get_close_matches(key, [name.partition(".")[2] for name in names], n=1)
     return next((name for name in names if near and name.partition(".")[2] == near[0]), None)

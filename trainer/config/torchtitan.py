@@ -1,6 +1,6 @@
-"""torchtitan's settings that have another name here, or none: what becomes of each, as tables.
+"""Tables of torchtitan's settings that have another name here, or no counterpart.
 
-They are the keys of its TOML files from 2024 to 2026, as far as a Llama can meet them. docs/torchtitan.md shows them.
+They are the keys of its TOML files from 2024 to 2026 that matter for a Llama. docs/torchtitan.md lists them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from trainer.config.schema import Parallelism
 
 @dataclass(frozen=True)
 class Spelling:
-    """An older key of a setting: today's key, what changes in words, the type of the older value, and its conversion.
+    """An older key of a setting: today's key, the change in words, the type of the older value, and its conversion.
 
-    kind: None stands for the type of today's key.
+    kind: None means the type of today's key.
     """
 
     key: str
@@ -26,10 +26,10 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Absent:
-    """A setting of something that this program has not.
+    """A setting of a feature that this program does not have.
 
-    off: values that ask for nothing; None: no value does. instead: what to do where a value asks for something;
-    needs: today's switch without which no value does.
+    off: values that are ignored; None: all of them. instead: what to do if another value is refused; needs: today's
+    switch without which every value is ignored.
     """
 
     kind: Any
@@ -39,7 +39,7 @@ class Absent:
 
 
 def _rotation(key: str) -> Callable[[str], str]:
-    """How K/V travel in a ring: from neighbour to neighbour ("alltoall"), or gathered at once ("allgather")."""
+    """Return a converter of how K/V travel: to the next rank ("alltoall"), or gathered at once ("allgather")."""
 
     def convert(how: str) -> str:
         if how in ("alltoall", "allgather"):
@@ -53,7 +53,7 @@ def _rotation(key: str) -> Callable[[str], str]:
 
 
 def _schedule(name: str) -> str:
-    """A schedule of a pipeline, once in lower case and with underscores."""
+    """Return today's name of a pipeline schedule, once in lower case and with underscores."""
     today = get_args(get_type_hints(Parallelism)["pipeline_parallel_schedule"])
     names = {choice.lower(): choice for choice in today} | {"flexibleinterleaved1f1b": "Interleaved1F1B"}
     if (plain := name.lower().replace("_", "")) in names:
@@ -62,14 +62,14 @@ def _schedule(name: str) -> str:
 
 
 def _fp8_linear(how: str) -> bool:
-    """How scales were found: from the tensor itself ("dynamic"), or not at all ("")."""
+    """Return whether float8 is on: "dynamic" scales from the tensor itself, or "" for off."""
     if how in ("dynamic", ""):
         return how == "dynamic"
     raise ConfigError(f"training.fp8_linear = {how!r} has no counterpart here; use float8.enable (once 'dynamic')")
 
 
 def _converters(names: Sequence[str]) -> bool:
-    """Whether the linear modules are converted to float8; nothing else can be."""
+    """Return whether linear modules are converted to float8, the only converter."""
     for name in names:
         if name not in ("float8", "quantize.linear.float8"):
             raise ConfigError(
@@ -84,7 +84,7 @@ _METHOD = '`"alltoall"` is `"ring"`, `"allgather"` is `"all_gather"`'
 
 
 def _moved(table: str, keys: str, to: str) -> dict[str, Spelling]:
-    """Keys that have only moved to another table."""
+    """Return keys that have only moved to another table."""
     return {f"{table}.{key}": Spelling(f"{to}.{key}") for key in keys.split()}
 
 
@@ -162,118 +162,101 @@ OLDER: dict[str, Spelling] = {
     **_moved("debug", "seed deterministic", "training"),
 }
 
-# Values that a key of today had, or has elsewhere, and what they are here; None: the default.
+# Older or other values of today's keys, and their names here; None: the default.
 OLDER_VALUES: dict[str, dict[str, str | None]] = {
     "model.norm_type": {"fused_rmsnorm": "rmsnorm", "compiled_rmsnorm": "rmsnorm"},
     "checkpoint.async_mode": {"async_with_pinned_mem": "async"},
     "parallelism.pipeline_parallel_schedule_csv": {"": None},
 }
 
-_SAVING = "checkpoint.enable"
-_WHOLE_STATE = "every checkpoint holds the whole state, the weights among it; leave it out"
-_NO_EXPERTS = "the models here have no experts; leave it out"
+
+def _refused(keys: str, *off: object, instead: str = "leave it out", needs: str = "") -> dict[str, Absent]:
+    """Return settings that are refused with another value than those of `off`."""
+    kind = _STRINGS if isinstance(off[0], tuple) else type(off[0])
+    return {key: Absent(kind, off, instead, needs) for key in keys.split()}
+
+
+# Settings of a feature that is off, or that change nothing here, by type.
+_IGNORED = {
+    bool: """
+        job.use_for_integration_test parallelism.pipeline_parallel_expert_parallel_overlap
+        debug.moe_force_load_balance activation_checkpoint.early_stop activation_checkpoint.preserve_rng_state
+        float8.force_recompute_fp8_weight_in_bwd checkpoint.initial_load_model_only
+        checkpoint.initial_load_model_weights_only checkpoint.initial_load_in_hf
+        checkpoint.initial_load_in_hf_quantized checkpoint.enable_ft_dataloader_checkpoints
+        fault_tolerance.should_quantize memory_estimation.disable_fake_mode validation.dataloader.persistent_workers
+        validation.dataloader.pin_memory""",
+    int: """
+        fault_tolerance.process_group_timeout_ms fault_tolerance.replica_id fault_tolerance.group_size
+        fault_tolerance.min_replica_size fault_tolerance.sync_steps fault_tolerance.fragment_sync_delay
+        validation.local_batch_size validation.seq_len validation.freq validation.steps
+        validation.dataloader.num_workers validation.dataloader.prefetch_factor""",
+    float: "fault_tolerance.fragment_update_alpha",
+    str: """
+        job.save_config_file parallelism.expert_parallel_comm_backend mx.recipe_name
+        mx.mxfp8_dim1_cast_kernel_choice quantize.linear.mx.recipe_name
+        quantize.linear.mx.mxfp8_dim1_cast_kernel_choice quantize.grouped_mm.mx.recipe_name
+        fault_tolerance.process_group fault_tolerance.semi_sync_method validation.dataset validation.dataset_path""",
+    _STRINGS: "mx.filter_fqns mx.moe_fqns_prototype quantize.linear.mx.filter_fqns",
+}
+# Keys of torchtitan's table [checkpoint] -> the value that is ignored, and what to do instead of another one.
+_WHOLE_STATE = (False, "every checkpoint holds the whole state, the weights among it; leave it out")
+_CHECKPOINT = {
+    "interval_type": ("steps", "checkpoint.interval counts steps; leave it out"),
+    "model_weights_only": _WHOLE_STATE,
+    "last_save_model_weights_only": _WHOLE_STATE,
+    "last_save_model_only": _WHOLE_STATE,
+    "last_save_in_hf": _WHOLE_STATE,
+    "export_dtype": ("float32", "checkpoints keep training.dtype; leave it out"),
+    "initial_load_path": ("", "a run starts from its own checkpoints, in checkpoint.folder; leave it out"),
+    "load_only": (False, "a checkpoint run saves; use a copy of its folder"),
+    "enable_first_step_checkpoint": (False, "try saving with checkpoint.interval = 1 and training.steps = 1"),
+    "exclude_from_loading": ((), "the whole state is loaded; leave it out"),
+}
+_OWN_PROGRAM = "import your module in a program of your own; leave it out"
+_OWN_KEYS = "settings are those of docs/configuration.md; leave it out"
 _ONE_LOADER = "data are read and tokenized by the process that trains; leave it out"
-_OWN_CHECKPOINTS = "a run starts from its own checkpoints, in checkpoint.folder; leave it out"
+_REDUCED = "rank 0 writes what is reduced over all ranks; leave it out"
+_NO_EXPERTS = "the models here have no experts; leave it out"
+_NO_VALIDATION = "there is no validation during training; leave it out"
 _SCALES = "scales are found from the tensor itself, 'dynamic'; leave it out"
-
-
-def _details(table: str, **kinds: Any) -> dict[str, Absent]:
-    """Settings of something that is off, or that changes nothing here."""
-    return {f"{table}.{name}": Absent(kind, None) for name, kind in kinds.items()}
-
-
-_LOADER = {"num_workers": int, "persistent_workers": bool, "pin_memory": bool, "prefetch_factor": int}
+_CLIPPED = "gradients are clipped by their global norm; leave it out"
+_SAME_WEIGHTS = "initial weights are the same on every layout; leave it out"
+_KEPT_PRODUCTS = "every second matrix product is kept, whatever its shape; leave it out"
+_SCALING = "float8.scaling_type_input float8.scaling_type_weight float8.scaling_type_grad_output"
+_COMPILED_AUTOGRAD = "parallelism.enable_compiled_autograd experimental.enable_compiled_autograd"
+_EXPERTS = "float8.moe_fqns_prototype quantize.grouped_mm.float8.fqns quantize.grouped_mm.mx.fqns"
+_PRODUCTS = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
 
 ABSENT: dict[str, Absent] = {
-    **_details("job", use_for_integration_test=bool, save_config_file=str),
-    "job.custom_config_module": Absent(str, ("",), "settings are those of docs/configuration.md; leave it out"),
-    "metrics.enable_wandb": Absent(bool, (False,), "use metrics.enable_tensorboard, or metrics.jsonl"),
-    "metrics.save_for_all_ranks": Absent(bool, (False,), "rank 0 writes what is reduced over all ranks; leave it out"),
-    "metrics.rank_0_only": Absent(bool, (True,), "rank 0 writes what is reduced over all ranks; leave it out"),
-    "model.print_after_conversion": Absent(bool, (False,), "leave it out"),
-    "optimizer.early_step_in_backward": Absent(
-        bool, (False,), "gradients are clipped by their global norm; leave it out"
-    ),
-    "training.gc_debug": Absent(bool, (False,), "leave it out"),
+    **{key: Absent(kind, None) for kind, keys in _IGNORED.items() for key in keys.split()},
+    **_refused("model.print_after_conversion training.gc_debug activation_checkpoint.debug", False),
+    **_refused("activation_checkpoint.visualize_memory_budget_pareto", False),
+    **_refused("memory_estimation.enabled memory_estimation.enable", False),
+    **_refused("activation_checkpoint.determinism_check", "default"),
+    **_refused("job.custom_config_module experimental.custom_args_module", "", instead=_OWN_KEYS),
+    **_refused("experimental.custom_import experimental.custom_model_path", "", instead=_OWN_PROGRAM),
+    **_refused("metrics.enable_wandb", False, instead="use metrics.enable_tensorboard, or metrics.jsonl"),
+    **_refused("metrics.save_for_all_ranks", False, instead=_REDUCED),
+    **_refused("metrics.rank_0_only", True, instead=_REDUCED),
+    **_refused("optimizer.early_step_in_backward", False, instead=_CLIPPED),
+    **_refused("training.dataloader.num_workers training.dataloader.prefetch_factor", 0, instead=_ONE_LOADER),
+    **_refused("training.dataloader.persistent_workers training.dataloader.pin_memory", False, instead=_ONE_LOADER),
+    **_refused(_COMPILED_AUTOGRAD, False, instead="use compile.enable alone"),
+    **_refused("parallelism.expert_parallel_degree parallelism.expert_tensor_parallel_degree", 1, instead=_NO_EXPERTS),
+    **_refused(_EXPERTS, (), instead=_NO_EXPERTS),
     **{
-        f"training.dataloader.{name}": Absent(kind, (0,) if kind is int else (False,), _ONE_LOADER)
-        for name, kind in _LOADER.items()
+        key: absent
+        for name, (off, instead) in _CHECKPOINT.items()
+        for key, absent in _refused(f"checkpoint.{name}", off, instead=instead, needs="checkpoint.enable").items()
     },
-    "parallelism.enable_compiled_autograd": Absent(bool, (False,), "use compile.enable alone"),
-    "parallelism.expert_parallel_degree": Absent(int, (1,), _NO_EXPERTS),
-    "parallelism.expert_tensor_parallel_degree": Absent(int, (1,), _NO_EXPERTS),
-    **_details("parallelism", expert_parallel_comm_backend=str, pipeline_parallel_expert_parallel_overlap=bool),
-    "experimental.enable_compiled_autograd": Absent(bool, (False,), "use compile.enable alone"),
-    "experimental.custom_import": Absent(str, ("",), "import your module in a program of your own; leave it out"),
-    "experimental.custom_model_path": Absent(str, ("",), "import your module in a program of your own; leave it out"),
-    "experimental.custom_args_module": Absent(str, ("",), "settings are those of docs/configuration.md; leave it out"),
-    "checkpoint.interval_type": Absent(str, ("steps",), "checkpoint.interval counts steps; leave it out", _SAVING),
-    "checkpoint.model_weights_only": Absent(bool, (False,), _WHOLE_STATE, _SAVING),
-    "checkpoint.last_save_model_weights_only": Absent(bool, (False,), _WHOLE_STATE, _SAVING),
-    "checkpoint.last_save_model_only": Absent(bool, (False,), _WHOLE_STATE, _SAVING),
-    "checkpoint.last_save_in_hf": Absent(bool, (False,), _WHOLE_STATE, _SAVING),
-    "checkpoint.export_dtype": Absent(str, ("float32",), "checkpoints keep training.dtype; leave it out", _SAVING),
-    "checkpoint.initial_load_path": Absent(str, ("",), _OWN_CHECKPOINTS, _SAVING),
-    **_details(
-        "checkpoint",
-        initial_load_model_only=bool,
-        initial_load_model_weights_only=bool,
-        initial_load_in_hf=bool,
-        initial_load_in_hf_quantized=bool,
-        enable_ft_dataloader_checkpoints=bool,
-    ),
-    "checkpoint.load_only": Absent(bool, (False,), "a checkpoint run saves; use a copy of its folder", _SAVING),
-    "checkpoint.enable_first_step_checkpoint": Absent(
-        bool, (False,), "try saving with checkpoint.interval = 1 and training.steps = 1", _SAVING
-    ),
-    "checkpoint.exclude_from_loading": Absent(_STRINGS, ((),), "the whole state is loaded; leave it out", _SAVING),
-    "checkpoint.create_seed_checkpoint": Absent(
-        bool, (False,), "initial weights are the same on every layout; leave it out"
-    ),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Absent(
-        _STRINGS, ((), ("moe.router.gate",)), "every second matrix product is kept, whatever its shape; leave it out"
-    ),
-    "activation_checkpoint.visualize_memory_budget_pareto": Absent(bool, (False,), "leave it out"),
-    "activation_checkpoint.debug": Absent(bool, (False,), "leave it out"),
-    "activation_checkpoint.determinism_check": Absent(str, ("default",), "leave it out"),
-    **_details("activation_checkpoint", early_stop=bool, preserve_rng_state=bool),
-    **{
-        f"float8.scaling_type_{name}": Absent(str, ("dynamic",), _SCALES, "float8.enable")
-        for name in ("input", "weight", "grad_output")
-    },
-    **_details("float8", force_recompute_fp8_weight_in_bwd=bool),
-    "float8.moe_fqns_prototype": Absent(_STRINGS, ((),), _NO_EXPERTS),
-    **_details(
-        "mx", recipe_name=str, filter_fqns=_STRINGS, mxfp8_dim1_cast_kernel_choice=str, moe_fqns_prototype=_STRINGS
-    ),
-    **_details("quantize.linear.mx", recipe_name=str, filter_fqns=_STRINGS, mxfp8_dim1_cast_kernel_choice=str),
-    "quantize.grouped_mm.float8.fqns": Absent(_STRINGS, ((),), _NO_EXPERTS),
-    "quantize.grouped_mm.mx.fqns": Absent(_STRINGS, ((),), _NO_EXPERTS),
-    **_details("quantize.grouped_mm.mx", recipe_name=str),
-    "comm.mode": Absent(str, ("default",), "use --check-config for a run that starts nothing"),
-    "comm.save_traces_file_prefix": Absent(str, ("rank_",), "files are named rank_R; leave it out"),
-    "memory_estimation.enabled": Absent(bool, (False,), "leave it out"),
-    "memory_estimation.enable": Absent(bool, (False,), "leave it out"),
-    **_details("memory_estimation", disable_fake_mode=bool),
-    "fault_tolerance.enable": Absent(bool, (False,), "use checkpoint.enable, and start the same command again"),
-    **_details(
-        "fault_tolerance",
-        process_group=str,
-        process_group_timeout_ms=int,
-        replica_id=int,
-        group_size=int,
-        min_replica_size=int,
-        semi_sync_method=str,
-        sync_steps=int,
-        should_quantize=bool,
-        fragment_sync_delay=int,
-        fragment_update_alpha=float,
-    ),
-    "liger_kernel.enable_fused_linear_cross_entropy": Absent(bool, (False,), "use compile.enable with 'loss'"),
-    "validation.enabled": Absent(bool, (False,), "there is no validation during training; leave it out"),
-    "validation.enable": Absent(bool, (False,), "there is no validation during training; leave it out"),
-    **_details("validation", dataset=str, dataset_path=str, local_batch_size=int, seq_len=int, freq=int, steps=int),
-    **_details("validation.dataloader", **_LOADER),
-    "debug.deterministic_warn_only": Absent(bool, (False,), "use debug.deterministic alone"),
-    **_details("debug", moe_force_load_balance=bool),
+    **_refused("checkpoint.create_seed_checkpoint", False, instead=_SAME_WEIGHTS),
+    **_refused(_PRODUCTS, (), ("moe.router.gate",), instead=_KEPT_PRODUCTS),
+    **_refused(_SCALING, "dynamic", instead=_SCALES, needs="float8.enable"),
+    **_refused("comm.mode", "default", instead="use --check-config for a run that starts nothing"),
+    **_refused("comm.save_traces_file_prefix", "rank_", instead="files are named rank_R; leave it out"),
+    **_refused("fault_tolerance.enable", False, instead="use checkpoint.enable, and start the same command again"),
+    **_refused("liger_kernel.enable_fused_linear_cross_entropy", False, instead="use compile.enable with 'loss'"),
+    **_refused("validation.enabled validation.enable", False, instead=_NO_VALIDATION),
+    **_refused("debug.deterministic_warn_only", False, instead="use debug.deterministic alone"),
 }

@@ -1,4 +1,4 @@
-"""One setting: from a TOML value or the words of a command line to the type its key declares."""
+"""Convert a TOML value, or the words of a command line, to the type of its key."""
 
 import difflib
 import math
@@ -11,7 +11,7 @@ _NAMES: dict[type, str] = {bool: "true or false", int: "an int", float: "a finit
 
 
 def from_toml(key: str, value: object, kind: Any, default: object, where: str) -> object:
-    """`value` if it has type `kind`; an int is fine for a float, a list becomes a tuple, nothing else is converted.
+    """Return `value` if it has type `kind`; an int becomes a float, a list a tuple, nothing else is converted.
 
     Raises:
         ConfigError: the value has another type or is none of the choices.
@@ -24,10 +24,10 @@ def from_toml(key: str, value: object, kind: Any, default: object, where: str) -
 
 
 def from_words(key: str, words: list[str], kind: Any, default: object) -> object:
-    """The value that the words after an option spell; a bool needs none, an optional value may be None.
+    """Return the value of the words after an option; a bool needs no word, an optional value may be None.
 
     Raises:
-        ConfigError: too few or too many words, or one that does not spell a value of type `kind`.
+        ConfigError: too few or too many words, or a word that is no value of type `kind`.
     """
     plain, optional = without_none(kind)
     where = "on the command line"
@@ -49,13 +49,13 @@ def from_words(key: str, words: list[str], kind: Any, default: object) -> object
 
 
 def shown(value: object) -> str:
-    """A value as a message prints it: on one line, booleans and lists as TOML spells them."""
+    """Return a value as messages print it: on one line, with booleans and lists as in TOML."""
     value = list(value) if isinstance(value, tuple) else value
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _checked(value: object, kind: Any) -> object | None:
-    """`value` as a `kind`, or None when it is not one."""
+    """Return `value` as a `kind`, or None if it is not one."""
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else None
     if get_origin(kind) is tuple:
@@ -69,7 +69,7 @@ def _checked(value: object, kind: Any) -> object | None:
 
 
 def _parsed(word: str, kind: Any) -> object:
-    """What a word spells for this kind; the word itself when it spells nothing."""
+    """Return the value of a word for this kind, or the word itself if it has none."""
     if kind is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     if kind in (int, float):
@@ -81,7 +81,7 @@ def _parsed(word: str, kind: Any) -> object:
 
 
 def without_none(kind: Any) -> tuple[Any, bool]:
-    """`int | None` -> (int, True); any other type -> (type, False)."""
+    """Return (int, True) for `int | None`, and (type, False) for any other type."""
     if get_origin(kind) not in (Union, types.UnionType):
         return kind, False
     (plain,) = [part for part in get_args(kind) if part is not types.NoneType]
@@ -89,7 +89,7 @@ def without_none(kind: Any) -> tuple[Any, bool]:
 
 
 def kind_name(kind: Any) -> str:
-    """A type as messages name it: "an int", "one of 'a', 'b'", "a list, each item a string"."""
+    """Return a type as messages name it: "an int", "one of 'a', 'b'", "a list, each item a string"."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
     if get_origin(kind) is tuple:
@@ -122,7 +122,7 @@ def _wrong(key: str, value: object, kind: Any, default: object, where: str, *, o
 
 
 def _whole_number(value: object) -> int | None:
-    """10000 for 1e4, as a float or as a word."""
+    """Return 10000 for 1e4, as a float or as a word."""
     number = _parsed(value, float) if isinstance(value, str) else value
     if isinstance(number, float) and math.isfinite(number) and number == int(number):
         return int(number)

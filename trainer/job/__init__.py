@@ -1,7 +1,4 @@
-"""What a configuration means on a number of ranks: decided and checked once, before they start. Torch-free.
-
-These are the public names.
-"""
+"""The decisions that a configuration leaves open, made and checked once before ranks start. Torch-free public names."""
 
 from trainer.lazy import lazy_exports
 

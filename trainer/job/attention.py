@@ -1,4 +1,4 @@
-"""The configuration's words for planned attention -> `ContextParallelOptions`, checked. Torch-free."""
+"""Resolve and check the options of planned attention. Torch-free."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,19 +17,18 @@ from trainer.models.args import ModelArgs, has_windows
 
 
 def resolve_attention(
-    config: JobConfig, shape: ModelArgs, device_type: str
+    config: JobConfig, model: ModelArgs, device_type: str
 ) -> tuple[ContextParallelOptions | None, str]:
-    """Return how attention runs by a plan, and why its method was chosen (empty where the configuration names one).
+    """Return the options of planned attention, and why `auto` chose its method (empty if the configuration names one).
 
-    None: plain causal attention on one rank. device_type: where the model computes; `auto` weighs bytes of the element
-    size. With packed documents `auto` chooses for each batch (`batch_chooser`), and these options are for what has no
-    batch.
+    None: plain causal attention on one rank. device_type: `auto` weighs bytes, which depend on its data type. With
+    packed documents `auto` chooses for each batch (`batch_chooser`), and these options are for the rest of the run.
 
     Raises:
-        ConfigError: a kernel that cannot do it, a method that cannot divide the heads, or degrees that do not fit.
+        ConfigError: a kernel that lacks a feature, a method that cannot divide the heads, or degrees that do not fit.
     """
     parallelism = config.parallelism
-    able_kernels(parallelism.context_parallel_kernel, None, None, shape.head_dim, bands=has_windows(shape))
+    able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, bands=has_windows(model))
     if not config.plans_attention:
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -50,50 +49,49 @@ def resolve_attention(
     reason = ""
     if method == "auto":
         documents = config.training.attention_mask == "document"
-        local = _local_shape(config, shape, device_type)
-        options, reason = choose(options, _layer_masks(config, shape), degree, local, hybrids=not documents)
+        local = _local_shape(config, model, device_type)
+        options, reason = choose(options, _layer_masks(config, model), degree, local, hybrids=not documents)
     try:
-        check_heads(shape.n_heads // tp, options.head_degree(degree), options.method)
+        check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
     except ValueError as error:
         raise ConfigError(f"parallelism.{error}") from None
-    return replace(options, heads_per_pass=_checked_passes(parallelism, options, shape)), reason
+    return replace(options, heads_per_pass=_checked_passes(parallelism, options, model)), reason
 
 
 def with_head_degree(degrees: Degrees, options: ContextParallelOptions | None) -> Degrees:
-    """Return the degrees with those of a hybrid: how many of the context-parallel ranks divide the heads."""
+    """Return the degrees with `cp_a2a`, the context-parallel ranks of a head group, of the hybrid method."""
     two_level = options is not None and options.spread.two_level
     return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if two_level else 1)
 
 
 def batch_chooser(
-    config: JobConfig, shape: ModelArgs, device_type: str, options: ContextParallelOptions
+    config: JobConfig, model: ModelArgs, device_type: str, options: ContextParallelOptions
 ) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
-    """Return what chooses the method for the documents of a batch, with its reason; None where nothing is to choose.
+    """Return a function that chooses method and reason for the documents of a batch; None if there is no choice.
 
-    options: those of the run, of which the method is replaced; never by `hybrid`, whose mesh is made before the first
-    batch.
+    options: of the run; only their method changes, and never to `hybrid`, whose mesh exists before the first batch.
     """
     degree = config.parallelism.context_parallel_degree
     documents = config.training.attention_mask == "document"
     if config.parallelism.context_parallel_method != "auto" or degree == 1 or not documents:
         return None
-    masks, local = _layer_masks(config, shape), _local_shape(config, shape, device_type)
+    masks, local = _layer_masks(config, model), _local_shape(config, model, device_type)
     return lambda batch: choose(options, masks, degree, local, batch=batch, hybrids=False)
 
 
-def _layer_masks(config: JobConfig, shape: ModelArgs) -> tuple[Mask, ...]:
-    """What the model's layers hide, each kind once."""
+def _layer_masks(config: JobConfig, model: ModelArgs) -> tuple[Mask, ...]:
+    """Return the masks of the model's layers, each once."""
     seq_len = config.training.seq_len
-    windows = {shape.window_of_layer(layer) for layer in range(shape.n_layers)}
+    windows = {model.window_of_layer(layer) for layer in range(model.n_layers)}
     return tuple(causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str))
 
 
-def _local_shape(config: JobConfig, shape: ModelArgs, device_type: str) -> AttentionShape:
-    """Sizes of one attention call on a rank, in the data type in which the model computes there."""
+def _local_shape(config: JobConfig, model: ModelArgs, device_type: str) -> AttentionShape:
+    """Return the sizes of one attention call on a rank, in its compute data type."""
     training, tp = config.training, config.parallelism.tensor_parallel_degree
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type)]
-    heads, kv_heads = shape.n_heads // tp, shape.n_kv_heads // tp
-    return AttentionShape(training.local_batch_size, heads, kv_heads, shape.head_dim, itemsize)
+    heads, kv_heads = model.n_heads // tp, model.n_kv_heads // tp
+    return AttentionShape(training.local_batch_size, heads, kv_heads, model.head_dim, itemsize)
 
 
 def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:
@@ -106,7 +104,7 @@ def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:
         )
 
 
-def _checked_passes(parallelism: Parallelism, options: ContextParallelOptions, shape: ModelArgs) -> int:
+def _checked_passes(parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs) -> int:
     passes, tp = parallelism.context_parallel_heads_per_pass, parallelism.tensor_parallel_degree
     if passes and parallelism.context_parallel_method == "auto":
         raise ConfigError(
@@ -115,7 +113,7 @@ def _checked_passes(parallelism: Parallelism, options: ContextParallelOptions, s
             "or leave the heads out"
         )
     head_degree = options.head_degree(parallelism.context_parallel_degree)
-    kv_heads = HeadShare.passes(shape.n_heads // tp, shape.n_kv_heads // tp, head_degree)[0].per_rank
+    kv_heads = HeadShare.passes(model.n_heads // tp, model.n_kv_heads // tp, head_degree)[0].per_rank
     if passes >= kv_heads and passes:
         raise ConfigError(
             f"parallelism.context_parallel_heads_per_pass = {passes} must be less than the {kv_heads} key/value heads "

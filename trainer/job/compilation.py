@@ -1,4 +1,4 @@
-"""The configuration's words for the compiler -> `CompileOptions`, checked. Torch-free."""
+"""Resolve and check the options of torch.compile. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -8,42 +8,41 @@ from trainer.config.schema import JobConfig
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What `torch.compile` is asked for."""
+    """Options of `torch.compile`."""
 
     model: bool
     """Compile each block."""
     loss: bool
     backend: str
     overlaps_tensor_parallel: bool
-    """Exchanges of tensor parallelism overlap with its matrix products."""
+    """Overlap the collectives of tensor parallelism with its matrix products."""
     rounds_as_eager: bool
-    """Compiled code rounds between operations as eager code does. In float8 with a scale per row, the recomputation
-    under activation checkpointing, fused otherwise than the first time, would scale other values than those that the
-    scales were found for, and run into NaN (pytorch issue 150859)."""
+    """Compiled code rounds between operations as eager code does. Otherwise, with float8 and a scale per row, a
+    recomputation may be fused differently, apply its scales to other values, and give NaN (pytorch issue 150859)."""
     splits_backward: bool
-    """A pipeline runs each backward twice, once for inputs and once for weights."""
+    """The pipeline splits each backward into one for inputs and one for weights."""
     memory_budget: float | None
-    """Share of the activations that the compiler may keep; None: all that it wants."""
+    """Share of the activations that the compiler may keep; None: no limit."""
     recomputes_layers: bool
-    """The compiler recomputes whole layers by a budget of 0. With tensor parallelism and PyTorch's own attention it
-    cannot take them from activation checkpointing: as of torch 2.13 it would keep a mesh as if it were a tensor."""
+    """The compiler recomputes whole layers, with a budget of 0. With tensor parallelism and PyTorch's own attention it
+    cannot take over activation checkpointing: torch 2.13 would save a mesh as if it were a tensor."""
 
     @property
     def any(self) -> bool:
-        """Whether something is compiled."""
+        """Whether model or loss is compiled."""
         return self.model or self.loss
 
     @property
     def chooses_recomputation(self) -> bool:
-        """Whether the compiler says what of a block the backward computes again."""
+        """Whether the compiler chooses what the backward recomputes."""
         return self.model and self.backend != "eager"
 
 
 def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileOptions:
-    """Return what is compiled, and how.
+    """Return the options of the compiler.
 
     Raises:
-        ConfigError: nothing to compile, or what needs the compiler without it.
+        ConfigError: no component to compile, or a feature that needs the compiler without it.
     """
     settings, activations = config.compile, config.activation_checkpoint
     if not settings.components:

@@ -18,7 +18,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks work along each dimension; their product is `world_size`."""
+    """Number of ranks along each dimension of the mesh; the product is `world_size`."""
 
     dp_replicate: int
     dp_shard: int
@@ -27,7 +27,7 @@ class Degrees:
     pp: int
     world_size: int
     cp_a2a: int = 1
-    """Of the context-parallel ranks, neighbours that divide the heads: for the hybrid method; it divides `cp`."""
+    """Context-parallel ranks of one head group (hybrid method); it divides `cp`."""
 
     @property
     def dp(self) -> int:
@@ -46,10 +46,10 @@ class Degrees:
 
 
 def resolve_degrees(*, dp_replicate: int, dp_shard: int, cp: int = 1, tp: int, pp: int = 1, world_size: int) -> Degrees:
-    """Check that the product of the degrees is `world_size`; dp_shard = -1 takes what the others leave.
+    """Check that the product of the degrees is `world_size`; dp_shard = -1 takes the ranks that the others leave.
 
     Raises:
-        ConfigError: a degree below 1, or a product that is not the world size (with the nearest choices that fit).
+        ConfigError: a degree below 1, or a product that is not the world size (it names the nearest choices that fit).
     """
     if world_size < 1:
         raise ConfigError(f"world size = {world_size} must be the number of ranks, at least 1")
@@ -66,7 +66,7 @@ def resolve_degrees(*, dp_replicate: int, dp_shard: int, cp: int = 1, tp: int, p
 
 
 def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
-    # Of those that most runs leave at 1, only what was set is worth a word.
+    # Degrees that most runs leave at 1 are named only if they are set.
     named = {name: degree for name, degree in degrees.items() if degree != 1 or name not in ("cp", "pp")}
     listed = ", ".join(f"{_KEYS[name]} = {degree}" for name, degree in named.items())
     product = math.prod(degree for degree in named.values() if degree != -1)
@@ -80,7 +80,7 @@ def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
 
 
 def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
-    """Each single degree whose change makes the product fit, or, if none does, the nearest change of several."""
+    """Return each single degree whose change makes the product fit, or else the nearest change of several."""
     free = [name for name, degree in named.items() if degree != -1]
     single = []
     for name in free:
@@ -97,7 +97,7 @@ def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
 
 
 def _nearest(named: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Degrees that fit and are fewest and smallest changes away; the shard degree, or -1, takes what is left."""
+    """Return the fewest and smallest changes of degrees that fit; the shard degree, or -1, takes the rest."""
     fixed = [name for name in named if name != "dp_shard"]
     best: tuple[tuple[int, float], dict[str, int]] | None = None
     for combination in itertools.product(_divisors(world_size), repeat=len(fixed)):

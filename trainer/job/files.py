@@ -1,4 +1,4 @@
-"""The folder that the run writes to, and the checkpoint that it would go on from."""
+"""Check the dump folder, and the checkpoint that the run would resume from."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,11 @@ from trainer.models.args import ModelArgs
 
 
 def check_dump_folder(folder: str) -> None:
-    """The folder can be made and written to: its nearest existing part is a writable folder."""
+    """Check that the folder can be created and written to: its nearest existing parent is a writable folder.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not folder:
         raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
     path = Path(folder).absolute()
@@ -25,8 +29,12 @@ def check_dump_folder(folder: str) -> None:
         )
 
 
-def check_checkpoint(config: JobConfig, shape: ModelArgs) -> None:
-    """The settings, and as much as can be seen of the checkpoint that the run would go on from."""
+def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
+    """Check the table [checkpoint], and the files of the checkpoint that the run would resume from.
+
+    Raises:
+        ConfigError: a wrong key, or a checkpoint that is missing, damaged or of another run.
+    """
     settings = config.checkpoint
     if settings.load_step != -1 and settings.load_step < 1:
         raise ConfigError(f"checkpoint.load_step = {settings.load_step} must be a saved step, or -1 for the latest")
@@ -36,4 +44,4 @@ def check_checkpoint(config: JobConfig, shape: ModelArgs) -> None:
         raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")
     step = step_to_load(config)
     if step is not None:
-        check_fits(read_state(checkpoint_folder(config), step), config, shape)
+        check_fits(read_state(checkpoint_folder(config), step), config, model)

@@ -1,11 +1,11 @@
-"""Rules of the table [float8]: what torchao's float8 products cannot do is refused before a rank is started."""
+"""Check the table [float8] against the limits of torchao's float8 products."""
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.job.degrees import Degrees
 from trainer.models.args import ModelArgs
 
-# What float8 kernels want every side of a matrix to be a multiple of.
+# Float8 kernels need matrices whose sides are multiples of this.
 _MULTIPLE = 16
 
 
@@ -25,8 +25,8 @@ def check_float8(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
         )
     if config.parallelism.overlaps_tensor_parallel:
         raise ConfigError(
-            "float8.enable = true and parallelism.enable_async_tensor_parallel = true have not been made to work "
-            "together: what overlaps are products in high precision; leave one of them out"
+            "float8.enable = true and parallelism.enable_async_tensor_parallel = true do not work together: "
+            "only products in high precision overlap; leave one of them out"
         )
     shapes = args.linear_shapes(degrees.tp)
     for part in settings.filter_fqns:

@@ -1,7 +1,7 @@
-"""What the fields of the schema say of their keys, checked: bounds, and that a key that is set has an effect.
+"""Check the bounds of keys, and that keys which are set have an effect.
 
-A key that is set (differs from its default) and has no effect is told in one line: the feature that it belongs to may
-be switched off for one run. It is refused where the run would not do what the key asks for.
+A key that is set (differs from its default) without effect gives one line in the log: its feature may be off for one
+run. It is refused if the run would not do what the key asks for.
 """
 
 from operator import attrgetter
@@ -14,6 +14,11 @@ from trainer.job.degrees import Degrees
 
 
 def check_bounds(config: JobConfig) -> None:
+    """Check every key against its bounds.
+
+    Raises:
+        ConfigError: a value out of bounds.
+    """
     for name, key in keys_of(type(config)).items():
         value = attrgetter(name)(config)
         if key.bounds is not None and value is not None and not key.bounds.test(value):
@@ -36,7 +41,7 @@ def check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:
 
 
 def _without_effect(config: JobConfig, degrees: Degrees) -> dict[Condition, list[str]]:
-    """Keys that are set in vain, below the first condition of theirs that does not hold."""
+    """Return the keys that are set without effect, by the first of their conditions that does not hold."""
     found: dict[Condition, list[str]] = {}
     for name, key in keys_of(type(config)).items():
         missing = next((condition for condition in key.when if not condition.holds(config, degrees)), None)

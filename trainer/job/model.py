@@ -1,4 +1,4 @@
-"""The configuration's words for the model -> its shape, checked against the ranks that cut it."""
+"""Resolve the model arguments, and check them against tensor parallelism."""
 
 import math
 from dataclasses import replace
@@ -12,20 +12,20 @@ from trainer.models.registry import model_args
 
 
 def resolve_model(config: JobConfig) -> ModelArgs:
-    """Return the shape of the model that the configuration names, for its tokenizer.
+    """Return the arguments of the model that the configuration names, with its tokenizer's vocabulary.
 
     Raises:
         ConfigError: no such model, flavor or tokenizer.
     """
-    # The model's name first: with a wrong one, the tokenizer is not what the user has to look at.
+    # The model's name is checked before the tokenizer.
     args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
     if config.model.tokenizer_path == "":
         raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
     return replace(args, vocab_size=vocab_size_of(config.model.tokenizer_file))
 
 
-def check_shape(args: ModelArgs, flavor: str, degrees: Degrees) -> None:
-    """Check that tensor parallelism can cut a model of this shape.
+def check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees) -> None:
+    """Check that tensor parallelism can shard the model.
 
     Raises:
         ConfigError: heads, feed-forward width or vocabulary that the degree does not divide.

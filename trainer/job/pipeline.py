@@ -1,4 +1,4 @@
-"""The configuration's words for a pipeline -> `PipelinePlan`, checked against the model and the other settings."""
+"""Resolve the pipeline's plan, and check it against the model and the other settings."""
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
@@ -10,8 +10,8 @@ def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None
     """Return the stages and the schedule, None without pipeline parallelism.
 
     Raises:
-        ConfigError: stages, schedule and micro-batches that do not fit; tied embeddings; a stage without parameters;
-            what a split backward cannot do.
+        ConfigError: stages, schedule and micro-batches that do not fit; tied embeddings; a stage without parameters; a
+            setting that a split backward does not allow.
     """
     degree = config.parallelism.pipeline_parallel_degree
     if degree > 1 and model.tie_embeddings:

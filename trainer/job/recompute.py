@@ -1,4 +1,4 @@
-"""Rules of activation checkpointing."""
+"""Check the table [activation_checkpoint]."""
 
 import math
 
@@ -11,7 +11,7 @@ from trainer.job.compilation import CompileOptions
 def check_activation_checkpoint(
     config: JobConfig, n_layers: int, compilation: CompileOptions, pipeline: PipelinePlan | None
 ) -> None:
-    """Check what the backward is to compute again.
+    """Check activation checkpointing against the model, the compiler and the pipeline.
 
     Raises:
         ConfigError: layers that the model lacks, recomputation in a backward that is split, or what the compiler cannot

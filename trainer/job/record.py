@@ -1,4 +1,4 @@
-"""`ResolvedJob`: all that is decided before ranks start; `resolve` makes it, or names the first wrong setting."""
+"""`ResolvedJob`, the record of all decisions before ranks start, and `resolve`, which makes and checks them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from trainer.job.degrees import Degrees, resolve_degrees
 from trainer.job.files import check_checkpoint, check_dump_folder
 from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
-from trainer.job.model import check_shape, resolve_model
+from trainer.job.model import check_tensor_parallel_sizes, resolve_model
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.training import check_batch, check_profiling, check_schedule
@@ -23,21 +23,21 @@ from trainer.models.args import ModelArgs
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """One configuration on a number of ranks of one type of device. Who needs a decision reads it here."""
+    """One configuration on a number of ranks of one type of device, with every decision."""
 
     config: JobConfig
     degrees: Degrees
     device_type: str
-    """Where the model computes: 'cuda' or 'cpu'."""
+    """'cuda' or 'cpu'."""
     model: ModelArgs
     attention: ContextParallelOptions | None
-    """How attention runs by a plan; None: plain causal attention on one rank."""
+    """Options of planned attention; None: plain causal attention on one rank."""
     attention_reason: str
-    """Why `auto` chose its method; empty where the configuration names one."""
+    """Why `auto` chose its method; empty if the configuration names one."""
     pipeline: PipelinePlan | None
     compilation: CompileOptions
     notes: tuple[str, ...]
-    """Why keys that are set have no effect, a line each."""
+    """A line for each reason why some keys that are set have no effect."""
 
     @property
     def compute_dtype(self) -> str:
@@ -47,20 +47,20 @@ class ResolvedJob:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one optimizer step on each data-parallel rank."""
-        rows = self.config.training.global_batch_size
-        return 1 if rows == -1 else rows // (self.config.training.local_batch_size * self.degrees.dp)
+        whole = self.config.training.global_batch_size
+        return 1 if whole == -1 else whole // (self.config.training.local_batch_size * self.degrees.dp)
 
     @property
-    def rows_per_step(self) -> int:
-        """Rows of one optimizer step, over all ranks."""
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step, over all ranks."""
         return self.micro_batches * self.config.training.local_batch_size * self.degrees.dp
 
     def method_chooser(self) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
-        """Return what chooses the method for the documents of a batch; None where nothing is to choose."""
+        """Return a function that chooses the method for the documents of a batch; None if there is no choice."""
         return self.attention and batch_chooser(self.config, self.model, self.device_type, self.attention)
 
     def on(self, device_type: str) -> "ResolvedJob":
-        """Return the job on another type of device, for which `auto` may choose another method."""
+        """Return the job on this type of device, for which `auto` may choose another method."""
         if device_type == self.device_type:
             return self
         attention, reason = resolve_attention(self.config, self.model, device_type)
@@ -69,10 +69,10 @@ class ResolvedJob:
 
 
 def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> ResolvedJob:
-    """Decide what the configuration leaves open for `world_size` ranks, and check all that can be checked without them.
+    """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
 
     Raises:
-        ConfigError: the first setting that cannot work, in one sentence: the value, the rule, what would work.
+        ConfigError: the first wrong setting, in one sentence: the value, the rule, what would work.
     """
     check_bounds(config)
     check_schedule(config)
@@ -90,7 +90,7 @@ def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> Re
     notes = check_effects(config, degrees)
     check_batch(config, degrees)
     model = resolve_model(config)
-    check_shape(model, config.model.flavor, degrees)
+    check_tensor_parallel_sizes(model, config.model.flavor, degrees)
     pipeline = resolve_pipeline(config, model)
     attention, reason = resolve_attention(config, model, device_type)
     check_float8(config, model, degrees)
@@ -98,14 +98,5 @@ def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> Re
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
     check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
     check_checkpoint(config, model)
-    return ResolvedJob(
-        config,
-        with_head_degree(degrees, attention),
-        device_type,
-        model,
-        attention,
-        reason,
-        pipeline,
-        compilation,
-        notes,
-    )
+    degrees = with_head_degree(degrees, attention)
+    return ResolvedJob(config, degrees, device_type, model, attention, reason, pipeline, compilation, notes)

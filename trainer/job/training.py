@@ -1,4 +1,4 @@
-"""Rules of the schedule, of the profiler's cycle, and of the batch against the degrees."""
+"""Check the learning-rate schedule, the profiler's cycle, and the batch against the degrees. They raise ConfigError."""
 
 import math
 
@@ -8,11 +8,12 @@ from trainer.job.degrees import Degrees
 
 
 def check_schedule(config: JobConfig) -> None:
+    """Check that warm-up and decay fit the length of the schedule and of the run."""
     schedule, steps = config.lr_scheduler, config.training.steps
     total, total_key = schedule.total_steps, "lr_scheduler.total_steps"
     if total is None:
         if schedule.warmup_steps >= steps:
-            return  # a few steps of a longer schedule: they all warm up
+            return  # a few steps of a longer schedule, all in the warm-up
         total, total_key = steps, "training.steps"
     if schedule.warmup_steps > total:
         raise ConfigError(
@@ -34,6 +35,7 @@ def check_schedule(config: JobConfig) -> None:
 
 
 def check_profiling(config: JobConfig) -> None:
+    """Check that the profiler's cycle fits its interval, and the interval the run."""
     profiling, steps = config.profiling, config.training.steps
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < cycle:
@@ -50,6 +52,7 @@ def check_profiling(config: JobConfig) -> None:
 
 
 def check_batch(config: JobConfig, degrees: Degrees) -> None:
+    """Check that batch, data streams and sequence length can be divided among the ranks."""
     training = config.training
     micro_batch = training.local_batch_size * degrees.dp
     factors = f"training.local_batch_size = {training.local_batch_size} x data-parallel degree {degrees.dp}"

@@ -1,4 +1,4 @@
-"""Model families and what a family brings. These are the public names."""
+"""Model families, and what a family must provide. These are the public names."""
 
 from trainer.lazy import lazy_exports
 

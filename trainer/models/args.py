@@ -1,4 +1,4 @@
-"""The shape of a model as the job, its checks and its checkpoints see it. Torch-free."""
+"""The arguments of a model, as the job, its checks and its checkpoints use them. Torch-free."""
 
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -50,7 +50,7 @@ class ModelArgs(Protocol):
     def norms_have_parameters(self) -> bool: ...
 
     def configured(self: Self, settings: Model, *, vocab_size: int, max_seq_len: int) -> Self:
-        """Return the shape with what table `[model]`, the tokenizer and the length of rows say.
+        """Return the arguments with table `[model]`, the vocabulary and the sequence length applied.
 
         Raises:
             ConfigError: a setting that this family does not have.
@@ -62,7 +62,7 @@ class ModelArgs(Protocol):
         ...
 
     def window_of_layer(self, layer: int) -> int | None:
-        """Return how many tokens a token sees in this layer, itself and those before it; None: all before it."""
+        """Return how many tokens a token sees in this layer, itself included; None: all before it."""
         ...
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
@@ -70,7 +70,7 @@ class ModelArgs(Protocol):
         ...
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Return what a tensor-parallel degree must divide, by what it is called in a message."""
+        """Return the sizes that a tensor-parallel degree must divide, by their names in messages."""
         ...
 
     def n_params(self) -> int:

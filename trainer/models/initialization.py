@@ -1,7 +1,7 @@
-"""Initial weights that no layout changes.
+"""Initial weights that do not depend on the layout.
 
-Each parameter is drawn whole from a generator seeded by (seed, name), then cut. Drawing shards under one seed gives
-every shard the same numbers on CPU, and numbers that depend on the layout everywhere.
+Each parameter is drawn whole from a generator seeded by (seed, name), then sharded. Drawing shards under one seed would
+give every shard the same numbers on CPU, and numbers that depend on the layout everywhere.
 """
 
 import hashlib
@@ -15,16 +15,16 @@ from trainer.models.model_spec import Decoder
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """A 63-bit seed for one parameter, the same on every machine."""
+    """Return a 63-bit seed for one parameter, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 @torch.no_grad()
 def initialize(model: nn.Module | Decoder, *, seed: int, device: torch.device, offload: bool = False) -> None:
-    """Give the model on meta its storage, its weights and its buffers.
+    """Give the model on meta its storage, weights and buffers.
 
-    device: where weights are drawn (one whole parameter of it at a time) and where the model computes;
-    offload: keep the weights in host memory.
+    device: where the model computes, and where weights are drawn, one whole parameter at a time; offload: keep the
+    weights in host memory.
     """
     with preserve_ties(model):
         model.to_empty(device="cpu" if offload else device)
@@ -33,7 +33,7 @@ def initialize(model: nn.Module | Decoder, *, seed: int, device: torch.device, o
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         model.init_parameter(name, whole, generator)
         if isinstance(parameter, DTensor):
-            # Every rank drew the same numbers: no rank needs to send them.
+            # Every rank drew the same numbers, so no rank sends them.
             local = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(local.to_local())
         else:

@@ -1,4 +1,4 @@
-"""Names of models and flavors -> shapes. Torch-free."""
+"""Names of models and flavors -> model arguments. Torch-free."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {"llama3": (FLAVORS, "t
 
 
 def model_args(model: Model, *, vocab_size: int, max_seq_len: int) -> ModelArgs:
-    """Return the shape of the configured model, with the overrides of table `[model]` applied.
+    """Return the arguments of the configured model, with the overrides of table `[model]`.
 
     Raises:
         ConfigError: no model or flavor of that name.

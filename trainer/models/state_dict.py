@@ -1,4 +1,4 @@
-"""Tensors of a family as Hugging Face names and lays them out, and back, one at a time, from and to any file format."""
+"""Convert tensors to the names and layouts of Hugging Face and back, one at a time, for any file format."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,25 +12,25 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def to_hf(spec: ModelSpec, args: Any, tensors: Named) -> Named:
-    """Yield the whole tensors of a model of shape `args` as its counterpart at Hugging Face has them, perhaps as views.
+    """Yield the whole tensors of a model with arguments `args` as Hugging Face has them, possibly as views.
 
-    A parameter that several modules share counts once, under the first of its names.
+    A shared parameter counts once, under the first of its names.
 
     Raises:
-        ConfigError: the family has no counterpart there; a surplus, missing or misshapen tensor, by its name.
+        ConfigError: the family has no counterpart at Hugging Face; a tensor is unknown, missing or of another shape.
     """
     wanted = {name: (ours.shape, hf.name, hf.to_hf) for name, ours, hf in _counterparts(spec, args)}
     return _converted(wanted, tensors)
 
 
 def from_hf(spec: ModelSpec, args: Any, tensors: Named) -> Named:
-    """Yield the tensors of Hugging Face's model as ours of shape `args` has them; the reverse of `to_hf`."""
+    """Yield the tensors of Hugging Face's model as ours with arguments `args` has them; the reverse of `to_hf`."""
     wanted = {hf.name: (hf.to_hf(ours).shape, name, hf.from_hf) for name, ours, hf in _counterparts(spec, args)}
     return _converted(wanted, tensors)
 
 
 def _counterparts(spec: ModelSpec, args: Any) -> list[tuple[str, torch.Tensor, Counterpart]]:
-    """Every tensor of the model, by name and on meta, with its counterpart."""
+    """Return every tensor of the model, by name and on meta, with its counterpart."""
     if spec.state_dict_adapter is None:
         raise ConfigError(f"model.name = {spec.name!r} has no counterpart in Hugging Face's transformers")
     with torch.device("meta"):
@@ -40,7 +40,7 @@ def _counterparts(spec: ModelSpec, args: Any) -> list[tuple[str, torch.Tensor, C
 
 
 def _converted(wanted: dict[str, tuple], tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """wanted: name of a tensor -> its shape, its new name, and what changes its layout."""
+    """Yield converted tensors. wanted: name -> shape, new name, and the function that changes the layout."""
     for name, tensor in tensors:
         if name not in wanted:
             raise ConfigError(f"{name} is no tensor of this model, or came twice")

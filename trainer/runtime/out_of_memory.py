@@ -53,9 +53,7 @@ def memory_savers(job: ResolvedJob) -> list[str]:
     if activations.mode == "none" and not splits_backward:
         savers.append('activation_checkpoint.mode = "selective": keep only what is expensive to compute')
     if activations.mode != "full" and not splits_backward:
-        savers.append(
-            'activation_checkpoint.mode = "full": keep only the input of each layer, for up to a third more FLOPs'
-        )
+        savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs')
     if not training.enable_cpu_offload and device_type == "cuda":
         savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
     pieces = degrees.cp * degrees.tp

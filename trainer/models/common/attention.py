@@ -1,4 +1,4 @@
-"""Grouped-query attention; its inner part is what context parallelism replaces."""
+"""Grouped-query attention, whose inner part context parallelism replaces."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,9 @@ from trainer.models.common.rotary import apply_rope
 
 
 class InnerAttention(nn.Module):
-    """Causal scaled dot product attention of all tokens: the part that a plan replaces (`ContextParallelAttention`).
+    """Causal scaled dot product attention. `ContextParallelAttention` replaces it by planned attention.
 
-    A sliding window and sinks exist in the plan only.
+    Sliding windows and sinks exist in planned attention only.
     """
 
     def __init__(self, sliding_window: int | None = None) -> None:
@@ -29,9 +29,7 @@ class InnerAttention(nn.Module):
         sinks: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q: (B, H, S, D); k, v: (B, K, S, D), K divides H; sinks: (H,) -> (B, H, S, D).
-
-        Local attention has no use for a plan.
+        """q: (B, H, S, D); k, v: (B, K, S, D), K divides H; sinks: (H,) -> (B, H, S, D). It does not use the plan.
 
         Raises:
             RuntimeError: a sliding window or sinks, without a plan.
@@ -45,21 +43,21 @@ class InnerAttention(nn.Module):
 
 
 class AttentionSinks(nn.Module):
-    """One logit a head, of a key that every token sees and that gives nothing (as in GPT-OSS)."""
+    """One logit a head, of a key without a value that every token sees (as in GPT-OSS)."""
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_heads))
 
     def forward(self) -> torch.Tensor:
-        """(H,): tensor parallelism leaves each rank those of its heads."""
+        """Return (H,): with tensor parallelism, the logits of this rank's heads."""
         return self.weight
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    rotate: `apply_rope`, or another that takes its arguments.
+    rotate: `apply_rope`, or a function with the same arguments.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, freqs_cis: torch.Tensor, attention_plan: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # The number of heads is read off the projections: tensor parallelism leaves each rank some of them.
+        # -1: with tensor parallelism each rank has some of the heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, S, H, D)
         freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
         q, k = self.rotate(q, freqs_cis), self.rotate(k, freqs_cis)

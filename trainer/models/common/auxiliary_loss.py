@@ -1,4 +1,4 @@
-"""A loss that a part of a model adds to the loss of the tokens, such as the balance loss of a mixture of experts."""
+"""A loss that a module adds to the loss of the tokens, such as the balance loss of a mixture of experts."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from torch import nn
 class AuxiliaryLoss(nn.Module):
     """Returns an activation unchanged; its backward adds the gradient of a loss divided by the labels of the step.
 
-    The gradient enters where the activation passes, so every stage of a pipeline can have a loss, and a loss of a
-    recomputed or compiled block counts once. Gradients are sums over ranks: give the sum over the tokens of this rank,
-    and where tensor-parallel ranks compute the same tokens, this rank's share of it. The reported loss lacks it.
+    The gradient enters where the activation passes. So every pipeline stage can have a loss, and the loss of a block
+    that is recomputed or compiled counts once. Gradients are sums over ranks: pass the sum over this rank's tokens, or
+    this rank's share of the sum where tensor-parallel ranks compute the same tokens. The reported loss excludes it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # A buffer, because torch.compile reads its value in each step. Integers keep their type when a model is cast.
+        # A buffer, because torch.compile reads its value in each step. Casting a model keeps the type of integers.
         self.register_buffer("labels", torch.empty((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ class AuxiliaryLoss(nn.Module):
 
 
 def normalise_auxiliary_losses(part: nn.Module, labels: torch.Tensor) -> None:
-    """Tell a part of a model the number of labels of the whole step, (), at least 1."""
+    """Set the number of labels of the whole step, (), at least 1, in a model part."""
     for module in part.modules():
         if isinstance(module, AuxiliaryLoss):
             module.labels = labels

@@ -1,4 +1,4 @@
-"""What a block does to each token by itself."""
+"""The feed-forward network of a block."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """Parallelism of a decoder, applied from outside to the model on meta.
 
-The decoder has `tok_embeddings`, `layers` by number, `norm` and `output`, of which a stage of a pipeline has None for
-those that it lacks; `args`, its `ModelArgs`; and in each block `attention` and `feed_forward` of `models/common`.
+The decoder has `tok_embeddings`, `norm` and `output` (None if a pipeline stage lacks them), `layers` by number, and
+`args`, its `ModelArgs`. Each block has `attention` and `feed_forward` of `models/common`.
 """
 
 from torch import nn
@@ -27,7 +27,7 @@ from trainer.transforms.float8 import apply_float8
 
 
 def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
-    """Set float8 products, cut matrices over tp, checkpoint and compile blocks, then shard and replicate parameters."""
+    """Apply float8, tensor and context parallelism, activation checkpointing, compilation, and data parallelism."""
     config = job.config
     apply_float8(model, config.float8, sharded=dims.size("dp_shard_cp") > 1)
     if dims.size("tp") > 1:
@@ -41,7 +41,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     if not job.compilation.recomputes_layers:
         apply_activation_checkpoint(model.layers, config.activation_checkpoint)
     apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
-    # A tied matrix is used at both ends of the forward: it stays gathered, with the root's own parameters.
+    # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
     options = DataParallelOptions.of(job)
@@ -52,22 +52,22 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, settings: Parallelism
     if settings.enable_async_tensor_parallel:
         share_memory(dims["tp"])
     logits = logits_layout(disable_loss_parallel=settings.disable_loss_parallel)
-    plan = {
+    styles = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(use_local_output=True),  # a stage of a pipeline may end here
+        "norm": SequenceParallel(use_local_output=True),  # a pipeline stage may end here
         "output": ColwiseParallel(
             input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()
         ),
     }
-    plan = {name: style for name, style in plan.items() if getattr(model, name) is not None}
+    styles = {name: style for name, style in styles.items() if getattr(model, name) is not None}
     for name, block in model.layers.items():
         sinks = {} if block.attention.sinks is None else {"attention.sinks": LocalParameter()}
-        plan |= {f"layers.{name}.{part}": style for part, style in (_block_plan() | sinks).items()}
-    apply_tensor_parallel(model, dims["tp"], plan)
+        styles |= {f"layers.{name}.{part}": style for part, style in (_block_styles() | sinks).items()}
+    apply_tensor_parallel(model, dims["tp"], styles)
 
 
-def _block_plan() -> dict[str, ParallelStyle]:
-    """Between the parts activations are cut over the sequence, Shard(1); inside them over heads or channels."""
+def _block_styles() -> dict[str, ParallelStyle]:
+    """Return styles that shard activations over the sequence, Shard(1), and over heads or channels inside modules."""
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864), on adjacent pairs as in Meta's checkpoints, or on halves."""
+"""Rotary position embedding (arXiv 2104.09864), of adjacent pairs as in Meta's checkpoints, or of halves."""
 
 import math
 
@@ -13,7 +13,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     frequencies = theta**-exponents
     if scaling is None:
         return frequencies
-    # Turns within the original context: many keep their frequency, few are stretched, between them a linear ramp.
+    # Many turns within the original context: the frequency stays. Few turns: it is stretched. Between: a linear ramp.
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = ramp.clamp(0.0, 1.0)
@@ -36,16 +36,16 @@ def apply_rope(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     """Rotate each adjacent pair of x: (B, S, H, D) by freqs_cis: (S, D / 2, 2) or, per row, (B, S, D / 2, 2)."""
     freqs_cis = freqs_cis.unsqueeze(-3)  # over the heads
     pairs = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # inductor fuses real numbers only
+    if torch.compiler.is_compiling():  # inductor fuses products of real numbers only
         (even, odd), (cos, sin) = pairs.unbind(-1), freqs_cis.unbind(-1)
         rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    else:  # one product, a third of the time
+    else:  # one complex product takes a third of the time
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs_cis))
     return rotated.flatten(-2).type_as(x)
 
 
 def apply_rope_to_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + D / 2) of x, as Hugging Face's checkpoints want; shapes as in `apply_rope`."""
+    """Rotate the pairs (i, i + D / 2) of x, as in Hugging Face's checkpoints; shapes as in `apply_rope`."""
     freqs_cis = freqs_cis.unsqueeze(-3)  # over the heads
     first, second = x.to(freqs_cis.dtype).chunk(2, dim=-1)
     cos, sin = freqs_cis.unbind(-1)

@@ -1,11 +1,11 @@
-"""Parts of model shapes that families share. Torch-free."""
+"""Parts of model arguments that families share. Torch-free."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency scaling: long wavelengths stretched by `factor`, short ones kept, a ramp between."""
+    """Llama 3.1's frequency scaling: stretch long wavelengths by `factor`, keep short ones, with a ramp between."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -21,9 +21,9 @@ def decoder_modules(n_layers: int) -> tuple[str, ...]:
 def decoder_linear_shapes(
     *, dim: int, query_dim: int, kv_dim: int, hidden_dim: int, n_layers: int, vocab_size: int
 ) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of every linear module of a decoder made of `Attention` and `FeedForward`, by name.
+    """Return (outputs, inputs) of every linear module of a decoder with `Attention` and `FeedForward`, by name.
 
-    query_dim, kv_dim: heads times their size; on a tensor-parallel rank, like hidden_dim and vocab_size, its share.
+    query_dim, kv_dim: heads times head size. On a tensor-parallel rank, these, hidden_dim and vocab_size are its share.
     """
     of_a_layer = {
         "attention.wq": (query_dim, dim),

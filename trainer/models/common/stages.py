@@ -1,4 +1,4 @@
-"""A part of a decoder for one pipeline stage."""
+"""The modules of a decoder for one pipeline stage."""
 
 from collections.abc import Collection
 
@@ -6,10 +6,9 @@ from torch import nn
 
 
 def keep_stage(model: nn.Module, modules: Collection[str]) -> None:
-    """Leave in a whole model, on meta, only the modules named; their names, and those of parameters, stay.
+    """Remove all but the named modules from a whole model on meta; names of modules and parameters stay.
 
-    Its forward then takes the hidden states of the stage before it in the place of tokens, and gives those for the
-    next.
+    The forward then takes the previous stage's hidden states instead of tokens, and returns hidden states.
     """
     for name in ("tok_embeddings", "norm", "output"):
         if name not in modules:

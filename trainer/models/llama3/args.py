@@ -1,4 +1,4 @@
-"""Shapes of the Llama 3 family. Torch-free, so that the configuration can be checked at once.
+"""Model arguments of the Llama 3 family. Torch-free, so that the configuration is checked at once.
 
 Sources: "The Llama 3 Herd of Models" (arXiv 2407.21783) and the model cards of Llama 3, 3.1 and 3.2.
 """
@@ -45,7 +45,6 @@ class TransformerArgs:
         return self.norm_type != "np_layernorm"
 
     def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "TransformerArgs":
-        """Return the shape with what table `[model]`, the tokenizer and the length of rows say."""
         scaling = None if settings.rope_scaling in (None, 1.0) else RopeScaling(settings.rope_scaling)
         return replace(
             self,
@@ -60,7 +59,6 @@ class TransformerArgs:
         )
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Return what a tensor-parallel degree must divide, by what it is called in a message."""
         return {
             "attention heads": self.n_heads,
             "key/value heads": self.n_kv_heads,
@@ -69,15 +67,12 @@ class TransformerArgs:
         }
 
     def module_names(self) -> tuple[str, ...]:
-        """The modules that a pipeline can divide, in the order of the forward."""
         return decoder_modules(self.n_layers)
 
     def window_of_layer(self, layer: int) -> int | None:
-        """Tokens that a token sees in this layer, itself and those before it; None: all before it."""
         return self.sliding_window if layer % self.sliding_window_every == 0 else None
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
         return decoder_linear_shapes(
             dim=self.dim,
             query_dim=self.n_heads * self.head_dim // tp,
@@ -88,7 +83,6 @@ class TransformerArgs:
         )
 
     def n_params(self) -> int:
-        """Number of parameters; a tied embedding counts once."""
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
         return (
             sum(map(math.prod, self.linear_shapes().values()))
@@ -98,12 +92,11 @@ class TransformerArgs:
         )
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
-        """Model FLOPs per token of a training step (forward + backward) as (full attention, causal attention).
+        """Return model FLOPs per token of a training step (forward + backward) as (full attention, causal attention).
 
-        The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix
-        product plus 12 * layers * dim * seq_len, as if every query saw every key. The second counts only
-        what a causal mask, or a sliding window, leaves: (seq_len + 1) / 2 keys per query, or fewer. The embedding
-        look-up is no product.
+        The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix product
+        plus 12 * layers * dim * seq_len, as if every query saw every key. The second counts visible keys only:
+        (seq_len + 1) / 2 per query under a causal mask, fewer with a window. The embedding look-up is no product.
         """
         matrices = 6.0 * sum(map(math.prod, self.linear_shapes().values()))
         attention = 12.0 * self.n_heads * self.head_dim
@@ -111,7 +104,7 @@ class TransformerArgs:
         return matrices + attention * self.n_layers * seq_len, matrices + attention * keys
 
     def _keys_per_query(self, layer: int, seq_len: int) -> float:
-        """Mean number of keys that a query of this layer sees."""
+        """Return the mean number of keys that a query of this layer sees."""
         window = min(self.window_of_layer(layer) or seq_len, seq_len)
         return window - window * (window - 1) / 2 / seq_len
 
@@ -120,19 +113,10 @@ class TransformerArgs:
 FLAVORS: dict[str, TransformerArgs] = {
     "debugmodel": TransformerArgs(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden_dim=512),
     "1B": TransformerArgs(
-        dim=2048,
-        n_layers=16,
-        ffn_hidden_dim=8192,
-        rope_scaling=RopeScaling(32.0),
-        tie_embeddings=True,
+        dim=2048, n_layers=16, ffn_hidden_dim=8192, rope_scaling=RopeScaling(32.0), tie_embeddings=True
     ),
     "3B": TransformerArgs(
-        dim=3072,
-        n_layers=28,
-        n_heads=24,
-        ffn_hidden_dim=8192,
-        rope_scaling=RopeScaling(32.0),
-        tie_embeddings=True,
+        dim=3072, n_layers=28, n_heads=24, ffn_hidden_dim=8192, rope_scaling=RopeScaling(32.0), tie_embeddings=True
     ),
     "8B": TransformerArgs(),
     "70B": TransformerArgs(dim=8192, n_layers=80, n_heads=64, ffn_hidden_dim=28672),

@@ -13,7 +13,7 @@ from trainer.models.llama3.args import TransformerArgs
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each with its residual."""
+    """Attention and feed-forward, each with a norm before it and a residual around it."""
 
     def __init__(self, args: TransformerArgs, layer: int) -> None:
         super().__init__()
@@ -37,9 +37,9 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder. `forward` gives hidden states; `output`, the projection to logits, is called by the loss.
+    """The decoder. `forward` returns hidden states; the loss calls `output`, the projection to logits.
 
-    A pipeline stage has some of the modules, and None in the place of embedding, norm or output that it lacks.
+    A pipeline stage has some of the layers, and None for an embedding, norm or output that it lacks.
     """
 
     def __init__(self, args: TransformerArgs) -> None:
@@ -62,8 +62,8 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S), each below max_seq_len; by default 0 to S - 1.
 
-        attention_plan: what context-parallel attention is to do; see `context_parallel`. A pipeline stage that lacks
-        the embedding takes hidden states in the place of tokens.
+        attention_plan: handle of the open `context_parallel`. A pipeline stage without the embedding takes hidden
+        states instead of tokens.
         """
         freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
@@ -77,8 +77,8 @@ class Transformer(nn.Module):
         self.freqs_cis = table.to(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Norms one; sinks zero; embeddings of unit scale; small logits; matrices keep the scale of what they multiply,
-        and the last ones of the residual branches shrink with depth."""
+        """Set norms to one and sinks to zero; draw embeddings of unit scale, small logits, and matrices that keep the
+        scale of activations, smaller with depth at the end of residual branches."""
         if parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("sinks.weight") else 1.0)
         else:
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
 
     def _init_std(self, name: str, fan_in: int) -> float:
         if name == "tok_embeddings.weight":
-            # Tied, the same matrix makes the logits, which must start small.
+            # A tied matrix also makes the logits, which must start small.
             return 0.02 if self.args.tie_embeddings else 1.0
         if name == "output.weight":
             return 1.0 / fan_in

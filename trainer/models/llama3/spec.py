@@ -1,4 +1,4 @@
-"""The Llama 3 family, as the registry finds it."""
+"""The Llama 3 family for the registry."""
 
 from trainer.models.common.parallelize import parallelize_decoder
 from trainer.models.common.stages import keep_stage

@@ -28,7 +28,7 @@ def counterpart(args: TransformerArgs, name: str) -> Counterpart:
     The two rows of a rotary pair are adjacent here, and half a head apart there.
 
     Raises:
-        ConfigError: a shape that `LlamaForCausalLM` does not have.
+        ConfigError: a feature that `LlamaForCausalLM` does not have.
     """
     if args.norm_type != "rmsnorm" or args.sliding_window is not None or args.attention_sinks:
         raise ConfigError(
@@ -46,5 +46,5 @@ def counterpart(args: TransformerArgs, name: str) -> Counterpart:
 
 
 def _swap(rows: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
-    """Order the rows of each head, of such sizes, by their last index first."""
+    """Transpose the last two of three dimensions, of such sizes, into which the rows are divided."""
     return rows.unflatten(0, sizes).transpose(1, 2).flatten(0, 2)
