@@ -1,7 +1,7 @@
 """Train a model: `train.py --job.config_file FILE [--table.key value ...]`, alone or under a launcher.
 
 Exit codes: 0 done; 1 the run failed; 2 a setting or an input is wrong (one sentence on stderr says which); 3 another
-rank failed. SIGUSR1 shows on stderr what every thread of this process is doing.
+rank failed. SIGUSR1 prints the stack of every thread of this process on stderr.
 """
 
 import faulthandler
@@ -24,7 +24,7 @@ _GRACE_SECONDS = 5
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse and check the configuration, then train. torch is imported only when there is something to train."""
+    """Parse and check the configuration, then train; return the exit code. Only training imports torch."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         command = parse_command_line(sys.argv[1:] if argv is None else argv)
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
         job = resolve(command.config, command.world_size or world_size)
     except ConfigError as error:
-        if rank == 0:  # every rank finds the same
+        if rank == 0:  # every rank has the same error
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     if command.config.job.print_config and rank == 0:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(job: ResolvedJob, notes: Iterable[str] = ()) -> int:
-    """Train on this rank and report how it ended; returns the exit code."""
+    """Train on this rank, report how it ended, and return the exit code."""
     from trainer.checkpoint.checkpointer import CheckpointError
     from trainer.components.console import logger, set_up_logging
     from trainer.runtime.agreement import raise_on_all_ranks
@@ -72,7 +72,7 @@ def train(job: ResolvedJob, notes: Iterable[str] = ()) -> int:
         records = Path(config.job.dump_folder) / config.comm.save_traces_folder
         with (
             process_group(process, config.comm, records, reports.store),
-            _one_voice(process.rank),
+            _shared_errors_printed_once(process.rank),
             ExitStack() as held,
             out_of_memory_explained(job),
         ):
@@ -85,7 +85,7 @@ def train(job: ResolvedJob, notes: Iterable[str] = ()) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except (TrainingError, CheckpointError) as error:
-        if process.rank == 0:  # every rank finds the same
+        if process.rank == 0:  # every rank has the same error
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     except Exception as error:
@@ -93,16 +93,16 @@ def train(job: ResolvedJob, notes: Iterable[str] = ()) -> int:
             print(f"rank {process.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             reports.failed(error)
             return 1
-        _tell_what_was_lost(partial(reports.lost, error))
+        _report_lost_peers(partial(reports.lost, error))
         return LOST_PEERS
     return 0
 
 
-def _tell_what_was_lost(find: Callable[[], str | None]) -> None:
-    """Say what `find` returns, if this rank is to say it, and give the other ranks time to end first.
+def _report_lost_peers(find: Callable[[], str | None]) -> None:
+    """Print the line that `find` returns, if any, and give other ranks time to end first.
 
-    A launcher ends all ranks when the first one has ended: let that be the one that has the cause, or else the one that
-    says it.
+    A launcher ends all ranks when the first one has ended. The first should be the rank that has the cause, or else the
+    rank that prints the line.
     """
     started = time.monotonic()
     line = find()
@@ -113,8 +113,8 @@ def _tell_what_was_lost(find: Callable[[], str | None]) -> None:
 
 
 @contextmanager
-def _one_voice(rank: int) -> Iterator[None]:
-    """Of an error that every rank has, rank 0 speaks, and no rank ends before: the launcher would end the others."""
+def _shared_errors_printed_once(rank: int) -> Iterator[None]:
+    """Rank 0 prints an error that every rank has. No rank ends before, because the launcher would end the others."""
     try:
         yield
     except SharedConfigError as error:
@@ -127,7 +127,7 @@ def _one_voice(rank: int) -> Iterator[None]:
 
 
 def command_line() -> int:
-    """`main` for a shell: a reader that has seen enough (`--help | head`) and Ctrl-C end it without a trace."""
+    """Run `main` in a shell: a closed pipe (`--help | head`) and Ctrl-C end it without a trace."""
     launcher, arguments = launcher_of(sys.argv[1:], os.environ)
     if launcher is not None:
         end_with(launcher)
@@ -139,10 +139,10 @@ def command_line() -> int:
             sys.stdout.flush()
         if code not in (0, 2):
             sys.stderr.flush()
-            os._exit(code)  # threads that save, and NCCL, could wait for ever for what a peer will not do
+            os._exit(code)  # threads that save, and NCCL, could wait for ever for a peer
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the output goes there
         return 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -140,7 +140,7 @@ MORE = [
     (
         [*SHORT, "--lr_scheduler.decay_ratio=0.2"],
         1,
-        ["decay_ratio = 0.2 has no effect as all training.steps = 50 belong to the warm-up"],
+        ["decay_ratio = 0.2 has no effect because all training.steps = 50 are in the warm-up"],
     ),
     (["--training.dtype=float64", "--training.mixed_precision_reduce=bfloat16"], 2, ["training.dtype = 'float64'"]),
     ([f"{CP}degree=4", f"{CP}hybrid_degrees", "2", "2"], 4, ["context_parallel_method = 'ring'"]),

@@ -1,7 +1,7 @@
 """Every setting of a run: one frozen dataclass per TOML table, one docstring per key (`--help` shows it).
 
-A field has all that is known of its key: type, default, bounds, unit, when it is in effect (`trainer/config/keys.py`).
-What a configuration means, and which settings do not go together, is decided in `trainer/job`.
+A field has the type, default, bounds and unit of its key, and when it has an effect (`trainer/config/keys.py`).
+`trainer/job` decides what a configuration means, and checks which settings work together.
 """
 
 from dataclasses import dataclass, field
@@ -26,21 +26,21 @@ from trainer.config.parallelism import SHARDED, Comm, Parallelism
 
 _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python_4k.tiktoken"
 
-# ---- when keys are in effect
+# ---- when keys have an effect
 
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
 _SHORT_WINDOW = Condition(
     lambda config, _: config.model.sliding_window is None or config.model.sliding_window < config.training.seq_len,
-    "on rows of training.seq_len = {0.training.seq_len} tokens: the window covers the row",
+    "with sequences of training.seq_len = {0.training.seq_len} tokens: the window covers the sequence",
 )
 _AFTER_WARMUP = Condition(
     lambda config, _: config.training.steps > config.lr_scheduler.warmup_steps,
-    "as all training.steps = {0.training.steps} belong to the warm-up",
+    "because all training.steps = {0.training.steps} are in the warm-up",
 )
 _DECAYS = Condition(
     lambda config, _: config.lr_scheduler.decays_within(config.training.steps),
-    "as the learning rate does not decay within training.steps = {0.training.steps}",
+    "because the learning rate does not decay within training.steps = {0.training.steps}",
 )
 _NOT_FLOAT64 = unless("training.dtype", "float64", ", whose gradients are reduced in float64")
 _REDUCED = Condition(
@@ -61,13 +61,13 @@ class Job:
     config_file: str | None = None
     """TOML file to read; for the command line only (a file inherits from another with base = "other.toml")."""
     dump_folder: str = "./outputs"
-    """Folder for everything the run writes; made when missing."""
+    """Folder of everything that the run writes; created if it is missing."""
     description: str = ""
-    """A line about the run, for its reader; printed at the start."""
+    """A line about the run, printed at the start."""
     print_config: bool = False
     """Print the effective configuration as TOML, then train; --print-config prints it and ends."""
     max_minutes: float | None = key(None, POSITIVE, "minutes", example=60.0)
-    """Minutes after which the run stops cleanly, at the end of the step during which they pass; None: no limit."""
+    """Minutes after which the run stops cleanly, at the end of a step; None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Profiling:
     """Traces of time and memory."""
 
     enable_profiling: bool = False
-    """Write a trace of the profiler for every rank, with the parts of a step as named regions (Chrome's format)."""
+    """Write a profiler trace of every rank in Chrome's format, with named regions for the parts of a step."""
     save_traces_folder: str = key("profile_trace", when=_TRACES)
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: int = key(
@@ -83,23 +83,23 @@ class Profiling:
     )
     """Steps from one trace (and memory snapshot) to the next; at least profiler_warmup + profiler_active."""
     profiler_active: int = key(1, AT_LEAST_ONE, "steps", when=_TRACES)
-    """Steps that a trace records."""
+    """Steps in a trace."""
     profiler_warmup: int = key(3, NOT_NEGATIVE, "steps", when=_TRACES)
-    """Steps before them in which the profiler runs and nothing is kept."""
+    """Steps before these in which the profiler runs and its records are discarded."""
     enable_memory_snapshot: bool = False
-    """Record every allocation on the GPU, and write it every profile_freq steps and when memory runs out; CUDA only."""
+    """Record allocations on the GPU, and write them every profile_freq steps and when memory runs out; CUDA only."""
     save_memory_snapshot_folder: str = key("memory_snapshot", when=needs("profiling.enable_memory_snapshot"))
     """Folder of the snapshots, inside job.dump_folder."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is reported, and how often."""
+    """Log lines and metrics."""
 
     log_freq: int = key(10, AT_LEAST_ONE, "steps")
     """Steps between two log lines."""
     enable_tensorboard: bool = False
-    """Write TensorBoard event files as well."""
+    """Also write TensorBoard event files."""
     save_tb_folder: str = key("tb", when=needs("metrics.enable_tensorboard"))
     """Folder of the event files, inside job.dump_folder."""
     enable_color_printing: bool = True
@@ -117,15 +117,15 @@ class Model:
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = None
-    """BPE file in tiktoken's format (tokenizer.model), or its folder; None: the small one of the program."""
+    """BPE file in tiktoken's format (tokenizer.model), or its folder; None: the small shipped one."""
     rope_theta: float | None = key(None, POSITIVE, example=500000.0)
     """Base of the rotary frequencies; None: the flavor's."""
     sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=_SHORT_WINDOW)
-    """Tokens that a token sees, itself and those before it; None: all before it."""
+    """Number of tokens that a token sees, itself included; None: all before it."""
     sliding_window_every: int = key(1, AT_LEAST_ONE, "layers", when=(_WINDOW, _SHORT_WINDOW))
-    """Every n-th layer, from the first on, has the window, the others see everything."""
+    """Every n-th layer has the window, from the first on; the other layers see all tokens."""
     attention_sinks: bool = False
-    """A learnt logit per head that takes a share of the attention and gives nothing: a head may look nowhere."""
+    """A learnt logit per head that takes a share of the attention without a value."""
     rope_scaling: float | None = key(None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0)
     """Factor of Llama 3.1's frequency scaling; None: the flavor's."""
 
@@ -140,15 +140,15 @@ class Optimizer:
     """The update rule."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays the weights themselves, Adam adds the decay to the gradient."""
+    """AdamW decays the weights, Adam adds the decay to the gradient."""
     lr: float = key(8e-4, POSITIVE)
     """Peak learning rate; lr_scheduler scales it."""
     beta1: float = key(0.9, DECAY)
     """Decay of the running mean of the gradient."""
     beta2: float = key(0.95, DECAY)
-    """Decay of the running mean of its square."""
+    """Decay of the running mean of the squared gradient."""
     eps: float = key(1e-8, POSITIVE)
-    """Added to the root of the second moment."""
+    """Term that is added to the root of the second moment."""
     weight_decay: float = key(0.1, NOT_NEGATIVE)
     """Weight decay of the matrices (not of norms and embeddings)."""
     implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
@@ -160,15 +160,15 @@ class LRScheduler:
     """The learning rate over the steps: linear warm-up, constant, decay."""
 
     warmup_steps: int = key(200, NOT_NEGATIVE, "steps")
-    """Steps of the linear warm-up; a run may be shorter than its warm-up."""
+    """Steps of the linear warm-up; a run may be shorter."""
     total_steps: int | None = key(None, AT_LEAST_ONE, "steps", example=10000, when=_AFTER_WARMUP)
-    """Steps after which the decay has ended; None: training.steps."""
+    """Steps until the end of the decay; None: training.steps."""
     decay_ratio: float | None = key(None, SHARE, example=0.2, when=_AFTER_WARMUP)
-    """Share of the total, at its end, during which the rate decays; None: from the end of warm-up on."""
+    """Share of the total steps, at their end, in which the rate decays; None: all steps after the warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", when=(_AFTER_WARMUP, _DECAYS))
     """Shape of the decay."""
     min_lr_factor: float = key(0.0, SHARE, when=(_AFTER_WARMUP, _DECAYS))
-    """Share of optimizer.lr that is left at the end of the decay."""
+    """Learning rate at the end of the decay, as a share of optimizer.lr."""
 
     def decay_steps(self, total_steps: int) -> int:
         """Return for how many of the last steps of the schedule the learning rate decays."""
@@ -190,16 +190,16 @@ class Training:
     """Documents: python_stdlib (the interpreter's own sources), text (one per file) or jsonl (one per line)."""
     dataset_path: str | None = None
     """File, folder or glob of the data sets text and jsonl; python_stdlib takes none."""
-    local_batch_size: int = key(8, AT_LEAST_ONE, "rows")
-    """Rows per data-parallel rank and micro-batch."""
-    global_batch_size: int = key(-1, unit="rows")
-    """Rows per step: a multiple of local_batch_size x data-parallel degree (by accumulation); -1: that product."""
+    local_batch_size: int = key(8, AT_LEAST_ONE, "sequences")
+    """Sequences of a micro-batch on each data-parallel rank."""
+    global_batch_size: int = key(-1, unit="sequences")
+    """Sequences of a step: a multiple of local_batch_size x data-parallel degree (accumulation); -1: that product."""
     seq_len: int = key(2048, AT_LEAST_ONE, "tokens")
-    """Tokens per row; a multiple of parallelism.tensor_parallel_degree."""
+    """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
     attention_mask: Literal["causal", "document"] = "causal"
-    """What a token sees: all before it in its row, or in its document, where positions count from its start."""
+    """A token sees all tokens before it in its sequence, or in its document, from whose start positions then count."""
     max_norm: float = key(1.0, POSITIVE)
-    """Largest norm of the gradient, which is scaled down to it."""
+    """Largest gradient norm; larger gradients are scaled down to it."""
     steps: int = key(10000, AT_LEAST_ONE, "steps")
     """Optimizer steps of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -211,54 +211,54 @@ class Training:
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     gc_freq: int = key(50, AT_LEAST_ONE, "steps")
-    """Steps between two runs of Python's garbage collector, on all ranks at once."""
+    """Steps from one run of Python's garbage collector, on all ranks at once, to the next."""
     seed: int = key(0, Bounds(lambda x: 0 <= x < 2**63, "in [0, 2**63)"))
     """Seed of the initial weights and of the order of the data."""
     deterministic: bool = False
-    """Use only deterministic kernels: slower, and the same bits in every run of one layout."""
+    """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
     data_streams: int = key(64, AT_LEAST_ONE, "streams")
-    """Logical streams the data is dealt to, which fix its order; a multiple of the data-parallel degree."""
+    """Logical streams of documents, which fix the order of the data; a multiple of the data-parallel degree."""
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""
         if self.mixed_precision_param != "auto":
             return self.mixed_precision_param
-        # A float64 run asks for exactness; bfloat16 pays where there is hardware for it.
+        # A float64 run is for exactness; bfloat16 is faster on GPUs only.
         return "bfloat16" if device_type == "cuda" and self.dtype != "float64" else self.dtype
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of the run on disk, from which the same command goes on."""
+    """The state of the run on disk, from which the same command resumes."""
 
     enable: bool = False
-    """Save checkpoints, and start from the latest one that is there."""
+    """Save checkpoints, and resume from the latest one."""
     folder: str = key("checkpoint", when=_SAVING)
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: int = key(500, AT_LEAST_ONE, "steps", when=_SAVING)
     """Steps from one checkpoint to the next; the last step of a run is always saved."""
     keep_latest_k: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: keep all)"), "checkpoints", when=_SAVING)
-    """Checkpoints to keep, the oldest are deleted."""
+    """Number of checkpoints to keep; older ones are deleted."""
     load_step: int = key(-1, when=needs("checkpoint.enable", remedy="switch it on, or leave the step out"))
-    """Step to start from, one of those saved; -1: the latest."""
+    """Saved step to resume from; -1: the latest."""
     async_mode: Literal["disabled", "async"] = key("disabled", when=_SAVING)
     """async: write a copy in the background while training goes on."""
     stop_timeout_seconds: int = key(120, SECONDS, "seconds")
-    """Seconds in which a stop by SIGTERM or SIGINT has finished its step and saved; after them it ends at once."""
+    """Seconds after SIGTERM or SIGINT in which the run finishes its step and saves; then it ends at once."""
 
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    """What the backward computes again instead of keeping it from the forward."""
+    """Activations that the backward recomputes."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """Keep all; only the input of each layer; as selective_ac_option says; or what the compiler can in a budget."""
+    """Keep all activations; each layer's input only (full); see selective_ac_option; or as much as fits a budget."""
     selective_ac_option: str = key("op", when=needs_value("activation_checkpoint.mode", "selective"))
     """For selective: "op" keeps attention and every second matrix product; "2" recomputes every 2nd layer in full."""
     memory_budget: float = key(
         0.5, Bounds(lambda x: 0 < x < 1, "in (0, 1)"), when=needs_value("activation_checkpoint.mode", "memory_budget")
     )
-    """For memory_budget: share of what would be kept without any recomputation."""
+    """For memory_budget: share of the activations that the compiler may keep."""
 
     @property
     def every(self) -> int | None:
@@ -271,11 +271,11 @@ class Compile:
     """torch.compile of each layer, as one graph, and of the loss."""
 
     enable: bool = False
-    """Compile: less time and memory a step, some minutes at the start."""
+    """Compile: less time and memory a step, but some minutes at the start."""
     components: tuple[Literal["model", "loss"], ...] = key(("model", "loss"), when=_COMPILED)
-    """What is compiled: the layers, the loss."""
+    """Compile the layers, the loss, or both."""
     backend: Literal["inductor", "aot_eager", "eager"] = key("inductor", when=_COMPILED)
-    """inductor makes kernels; aot_eager and eager only trace, to find out where an error comes from."""
+    """inductor generates kernels; aot_eager and eager only trace, to find the cause of an error."""
 
 
 @dataclass(frozen=True)
@@ -285,17 +285,17 @@ class Float8:
     enable: bool = False
     """Multiply in float8 in the linear modules; on GPUs of compute capability 8.9 or more, or emulated."""
     recipe_name: Literal["tensorwise", "rowwise"] = key("tensorwise", when=_FLOAT8)
-    """One scale for a tensor (fastest), or one for each row and column (closer to high precision)."""
+    """One scale a tensor (fastest), or one for each row and column (closer to high precision)."""
     enable_fsdp_float8_all_gather: bool = key(False, when=(_FLOAT8, SHARDED))
     """FSDP casts its shards and gathers weights in float8: less traffic; tensorwise only."""
     precompute_float8_dynamic_scale_for_fsdp: bool = key(
         False, when=(_FLOAT8, needs("float8.enable_fsdp_float8_all_gather"), SHARDED, _NO_OFFLOAD)
     )
-    """For this all-gather, find the scales of all weights by one reduction a step instead of one a weight."""
+    """For this all-gather, find all weights' scales in one all-reduce a step instead of one a weight."""
     filter_fqns: tuple[str, ...] = key(("output",), when=_FLOAT8)
     """Modules whose name contains one of these stay in high precision, such as "output", "layers.0." or "wk"."""
     emulate: bool = key(False, when=_FLOAT8)
-    """Float8's rounding without its kernels: slow, on any machine."""
+    """Round as float8 without its kernels: slow, on any machine."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Text to batches: sources, tokenizer, packing, streams. These are the public names; docs/data.md explains."""
+"""Text to batches: sources, tokenizer, packing, streams; see docs/data.md. These are the public names."""
 
 from trainer.lazy import lazy_exports
 

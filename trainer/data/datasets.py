@@ -1,6 +1,6 @@
-"""Where documents come from: the standard library's sources, text files, JSON lines. Random access, torch-free.
+"""Sources of documents: the standard library, text files, JSON lines. Random access, torch-free, no network.
 
-`check_source` answers at once, before the job starts; `open_source` gives the documents. No source uses the network.
+`check_source` checks a source at once, before the job starts; `open_source` returns the documents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEAD = 1 << 16  # bytes of a text file that `check_source` looks at
 
 
 class DocumentSource(Protocol):
-    """Documents by number; the order is fixed by the data alone, the same on every rank."""
+    """Documents by number, in an order that depends on the data only."""
 
     def __len__(self) -> int: ...
 
@@ -39,8 +39,8 @@ class DocumentSource(Protocol):
 class Source:
     """A kind of data set.
 
-    open: files -> documents. start: files -> its documents, or what stands for them, one by one as far as they are
-    counted; it checks the first. ending: of the files that a folder is searched for; None: there are no files.
+    open: files -> documents; start: files -> one item per document, lazily, with the first one checked; ending: of the
+    files in a folder; None: the data set has no files.
     """
 
     open: Callable[[list[str]], DocumentSource]
@@ -49,39 +49,38 @@ class Source:
 
 
 DATASETS = {
-    "python_stdlib": Source(lambda files: list(_python_stdlib()), lambda files: _python_stdlib()),
+    "python_stdlib": Source(lambda _: list(_python_stdlib()), lambda _: _python_stdlib()),
     "text": Source(lambda files: TextFiles(tuple(_not_empty(files))), lambda files: _checked_texts(files), ".txt"),
     "jsonl": Source(lambda files: _open_jsonl(files), lambda files: _checked_lines(files), ".jsonl"),
 }
 
 
 def open_source(name: str, path: str | None = None) -> DocumentSource:
-    """The documents of data set `name` at `path`.
+    """Return the documents of data set `name` at `path`.
 
     Raises:
-        ConfigError: unknown data set, a path that fits nothing, or data that cannot be read; for a bad line or file
-            further on, the message names it.
+        ConfigError: an unknown data set, a path that matches nothing, or a file or line that cannot be read.
     """
     source, files = _found(name, path)
     return source.open(files)
 
 
 def check_source(name: str, path: str | None, data_streams: int) -> None:
-    """Refuse a data set that cannot work, at once: nothing is converted, of large data only the start is read.
+    """Check a data set without converting it; only the start of large data is read.
 
     Raises:
-        ConfigError: unknown data set; a path missing, superfluous, or fitting nothing; no data; a first line that is
-            no object with "text"; fewer documents than `data_streams`.
+        ConfigError: an unknown data set; a path that is missing, superfluous or matches nothing; no data; a first line
+            that is no object with "text"; fewer documents than `data_streams`.
     """
     source, files = _found(name, path)
     check_count(name, path, sum(1 for _ in islice(source.start(files), data_streams)), data_streams)
 
 
 def check_count(name: str, path: str | None, documents: int, data_streams: int) -> None:
-    """Refuse streams without a document.
+    """Check that every data stream has a document.
 
     Raises:
-        ConfigError: no documents, or fewer than `data_streams`.
+        ConfigError: there are no documents, or fewer than `data_streams`.
     """
     where = f"training.dataset_path = {path!r}" if path else f"training.dataset = {name!r}"
     if not documents:
@@ -118,7 +117,7 @@ def _found(name: str, path: str | None) -> tuple[Source, list[str]]:
 
 
 def _files(name: str, path: str, ending: str) -> list[str]:
-    """Files that `path` means, sorted: itself, all of the ending below a folder, or a glob's matches."""
+    """Return the sorted files of `path`: itself, all files with the ending below a folder, or the matches of a glob."""
     expanded = os.path.expanduser(path)
     if os.path.isfile(expanded):
         return [expanded]
@@ -138,7 +137,7 @@ def _files(name: str, path: str, ending: str) -> list[str]:
 
 
 def _python_stdlib() -> Iterator[str]:
-    """The .py sources of the running interpreter's standard library, by relative path; no tests, no packages."""
+    """Yield the .py files of the interpreter's standard library by relative path, without tests and packages."""
     root = Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -158,7 +157,7 @@ def _python_stdlib() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """A file is a document, read when it is asked for."""
+    """One document per file, which is read on access."""
 
     files: tuple[str, ...]
 
@@ -179,7 +178,7 @@ def _not_empty(files: list[str]) -> list[str]:
 
 
 def _checked_texts(files: list[str]) -> list[str]:
-    """The files that are not empty, the start of the first one read."""
+    """Return the files that are not empty, and check the start of the first one."""
     files = _not_empty(files)
     for file in files[:1]:
         try:
@@ -200,10 +199,10 @@ def _not_utf8(file: str, error: UnicodeDecodeError) -> ConfigError:
 
 
 def _open_jsonl(files: list[str]) -> DocumentSource:
-    """The lines' texts as a memory-mapped Arrow file in the `datasets` cache, written once, by one rank of a node.
+    """Return the lines' texts as a memory-mapped Arrow file in the cache of `datasets`; one rank of a node writes it.
 
-    `load_dataset("json")` is not used: it infers a type for every column, and fails on files whose other columns
-    do not agree. The cache's key holds each file's size and time, so that changed data are read anew.
+    `load_dataset("json")` is not used: it infers a type for every column, and fails if the types of other columns
+    differ. The cache's key has each file's size and time, so changed data are read again.
     """
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
@@ -224,7 +223,7 @@ def _open_jsonl(files: list[str]) -> DocumentSource:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """The field "text" of each line, from a memory-mapped `datasets.Dataset`."""
+    """The field "text" of each line, in a memory-mapped `datasets.Dataset`."""
 
     table: Dataset
 
@@ -236,11 +235,10 @@ class JsonLines:
 
 
 def _texts(stamps: tuple[tuple[str, int, int], ...]) -> Iterator[dict[str, str]]:
-    """Rows for `datasets`: every line's text, without the empty ones."""
+    """Yield records for `datasets`: every text that is not empty."""
     empty = True
     for line in _lines([file for file, _, _ in stamps]):
-        text = line.text()
-        if text:
+        if text := line.text():
             empty = False
             yield {"text": text}
     if empty:
@@ -270,7 +268,7 @@ class _Line:
 
 
 def _lines(files: Iterable[str]) -> Iterator[_Line]:
-    """The lines of all files that are not blank."""
+    """Yield the lines of all files, without blank lines."""
     for file in files:
         try:
             with open(file, "rb") as stream:
@@ -290,14 +288,13 @@ def _checked_lines(files: list[str]) -> Iterator[_Line]:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """`datasets` draws one per rank; its switch is global, so that it is put back."""
+    """Switch off the progress bars of `datasets`, one per rank; the switch is global, so it is restored."""
     from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if are_progress_bars_disabled():
-        yield
-        return
+    were_disabled = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        if not were_disabled:
+            enable_progress_bars()

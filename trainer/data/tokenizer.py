@@ -1,7 +1,7 @@
-"""Llama 3's tokenizer over tiktoken, for any rank file: byte-level BPE ranks, and 256 special tokens after them.
+"""Llama 3's tokenizer by tiktoken, for any rank file: byte-level BPE ranks, then 256 special tokens.
 
-A rank file has one token a line, `base64-of-its-bytes rank`, as Meta publishes it (`original/tokenizer.model`); a path
-may also name the folder that holds it.
+A rank file has one token a line, `base64-of-its-bytes rank`, as Meta publishes it (`original/tokenizer.model`). A path
+may also name the folder of this file.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _NAMED = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
-# In the order of their ids, the names of Llama 3.1: 128,000 ranks give <|begin_of_text|> = 128000, vocab_size = 128256.
+# Llama 3.1's names in the order of their ids: 128,000 ranks give <|begin_of_text|> = 128000, vocab_size = 128256.
 SPECIAL_TOKENS = _NAMED + tuple(
     f"<|reserved_special_token_{i}|>" for i in range(3, 3 + NUM_SPECIAL_TOKENS - len(_NAMED))
 )
 
-# tiktoken's regex overflows its stack on a million blanks, and its merges slow down on very long words, so that no run
-# of white space, or of anything else, reaches it longer than this (characters; the figure is Llama 3's).
+# The longest run of white space, or of anything else, that is passed to tiktoken (characters, as Llama 3 has it). Its
+# regex overflows its stack on a million blanks, and its merges are slow on very long words.
 MAX_RUN = 25_000
 _BLANKS = (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
 _IS_BLANK = np.zeros(0x3002, dtype=bool)  # by code point; the last entry stands for all that are higher
@@ -76,11 +76,11 @@ class Tokenizer:
         self.eos_id: int = special["<|end_of_text|>"]
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Token ids of `text`, as a list; see `encode_to_numpy`."""
+        """Return the token ids of `text` as a list; see `encode_to_numpy`."""
         return self.encode_to_numpy(text, bos=bos, eos=eos).tolist()
 
     def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> np.ndarray:
-        """Token ids (n,) int64 of `text`, with <|begin_of_text|> before and <|end_of_text|> after when asked.
+        """Return the token ids (n,) int64 of `text`, optionally between <|begin_of_text|> and <|end_of_text|>.
 
         Special-token strings inside `text` are ordinary text. A lone surrogate becomes U+FFFD.
         """
@@ -99,19 +99,19 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens by name, bytes that are no UTF-8 as U+FFFD."""
+        """Return the text of `ids`, with special tokens by name, and bytes that are not UTF-8 as U+FFFD."""
         return self._encoding.decode(list(ids))
 
 
 def replace_surrogates(text: str) -> str:
-    """`text` as legal Unicode: surrogate pairs joined, lone surrogates as U+FFFD (tiktoken's own rule)."""
+    """Return `text` as legal Unicode: surrogate pairs joined, lone surrogates as U+FFFD (tiktoken's rule)."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def split_long_runs(text: str) -> Iterator[str]:
-    """Pieces that join to `text`, cut only inside runs of more than MAX_RUN characters without a break.
+    """Yield pieces of `text`, cut only inside runs of more than MAX_RUN characters.
 
-    A run is a maximal stretch of white space, or of anything else; ordinary text comes back whole.
+    A run is a maximal stretch of white space, or of anything else. Ordinary text is one piece.
     """
     if len(text) <= MAX_RUN:
         yield text
@@ -128,12 +128,12 @@ def split_long_runs(text: str) -> Iterator[str]:
 
 
 def default_tokenizer_path() -> str:
-    """The tokenizer that the package ships: 4,096 tokens, trained on the Python standard library."""
+    """Return the shipped tokenizer: 4,096 ranks, trained on the Python standard library."""
     return Model().tokenizer_file
 
 
 def vocab_size_of(path: str | None = None) -> int:
-    """`Tokenizer(path).vocab_size` without tiktoken.
+    """Return `Tokenizer(path).vocab_size`, without tiktoken.
 
     Raises:
         ConfigError: the file is missing or is no rank file.
@@ -141,9 +141,9 @@ def vocab_size_of(path: str | None = None) -> int:
     return len(_read_ranks(path or default_tokenizer_path())) + NUM_SPECIAL_TOKENS
 
 
-@lru_cache(maxsize=1)  # a job asks for the size first and builds the tokenizer later
+@lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later
 def _read_ranks(path: str) -> dict[bytes, int]:
-    """Bytes of each token -> rank; the ranks are 0, 1, 2, ... in the order of the file or not."""
+    """Return the bytes of each token -> rank; the ranks are 0, 1, 2, ... in any order."""
     hint = (
         "; get Llama 3's with scripts/download_tokenizer.py, train one with scripts/train_tokenizer.py,"
         " or leave model.tokenizer_path out for the shipped one"
@@ -155,7 +155,7 @@ def _read_ranks(path: str) -> dict[bytes, int]:
         other = Path(path, "tokenizer.json").exists()
         raise ConfigError(
             f"model.tokenizer_path = {path!r} is a folder without {' and '.join(_IN_A_FOLDER)}"
-            + (" (its tokenizer.json has another format, which is not read here)" if other else "")
+            + (" (its tokenizer.json has another format, which is not supported)" if other else "")
             + hint
         ) from None
     except OSError as error:
@@ -181,7 +181,7 @@ def _read_ranks(path: str) -> dict[bytes, int]:
 
 
 def _rank_file(path: str) -> str:
-    """Return the file itself, or the first one that a folder has, as published or as downloaded by hand."""
+    """Return the file itself, or the first of `_IN_A_FOLDER` that a folder has."""
     files = (os.path.join(path, name) for name in _IN_A_FOLDER)
     return next((file for file in files if os.path.isfile(file)), path) if os.path.isdir(path) else path
 
