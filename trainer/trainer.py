@@ -94,27 +94,15 @@ class Trainer:
         self.optimizer = build_optimizer(self.model_parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
-            config,
+            job,
             self.dims,
-            job.model,
             model_parts=self.model_parts,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             loader=self.loader,
         )
         self.start_step, tokens_before = self.checkpoint.load()
-        self.metrics = MetricsLogger(
-            config.metrics,
-            Path(config.job.dump_folder),
-            self.dims,
-            device,
-            last_step=config.training.steps,
-            flops_per_token=job.model.flops_per_token(config.training.seq_len),
-            tokens_per_step=job.sequences_per_step * config.training.seq_len,
-            compute_dtype=self.compute_dtype,
-            start_step=self.start_step,
-            tokens_before=tokens_before,
-        )
+        self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
         self._announce()
 
     def _announce(self) -> None:

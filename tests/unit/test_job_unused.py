@@ -135,7 +135,7 @@ MORE = [
     (
         [*SHORT, "--lr_scheduler.decay_type=cosine", "--lr_scheduler.total_steps=90"],
         1,
-        ["total_steps = 90, lr_scheduler.decay_type = 'cosine' have no effect as all"],
+        ["total_steps = 90, lr_scheduler.decay_type = 'cosine' have no effect because all"],
     ),
     (
         [*SHORT, "--lr_scheduler.decay_ratio=0.2"],

@@ -2,9 +2,4 @@
 
 from trainer.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "checkpointer": "CheckpointError Checkpointer",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, {"checkpointer": "CheckpointError Checkpointer"})

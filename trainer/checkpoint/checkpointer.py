@@ -35,11 +35,10 @@ from trainer.components.console import logger
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
 from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.config.schema import JobConfig
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
-from trainer.models.args import ModelArgs
+from trainer.job.record import ResolvedJob
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout
 from trainer.transforms.float8 import without_float8_cast
@@ -75,18 +74,17 @@ class Checkpointer:
 
     def __init__(
         self,
-        config: JobConfig,
+        job: ResolvedJob,
         dims: ParallelDims,
-        model: ModelArgs,
         *,
         model_parts: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         lr_scheduler: LambdaLR,
         loader: BatchLoader,
     ) -> None:
-        self.settings = config.checkpoint
-        self.folder = checkpoint_folder(config)
-        self._config, self._dims, self._model = config, dims, model
+        config = job.config
+        self._config, self._dims, self._model = config, dims, job.model
+        self.settings, self.folder = config.checkpoint, checkpoint_folder(config)
         self._model_parts, self._optimizer = model_parts, optimizer
         self._lr_scheduler, self._loader = lr_scheduler, loader
         self._last_step = 0

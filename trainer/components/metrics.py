@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from trainer.components.console import logger
-from trainer.config.schema import Metrics
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.job.record import ResolvedJob
 
 # Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
 _PEAK_FLOPS = {
@@ -94,33 +94,23 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float) -> 
 class MetricsLogger:
     """Measures the time between logged steps, and writes metrics. Every rank calls `log`; rank 0 writes files.
 
-    last_step: last step of the run; flops_per_token: with (full, causal) attention; tokens_per_step: of the whole job;
     start_step, tokens_before: steps and tokens of earlier runs, whose files are continued.
     """
 
     def __init__(
-        self,
-        settings: Metrics,
-        dump_folder: Path,
-        dims: ParallelDims,
-        device: torch.device,
-        *,
-        last_step: int,
-        flops_per_token: tuple[float, float],
-        tokens_per_step: int,
-        compute_dtype: torch.dtype,
-        start_step: int = 0,
-        tokens_before: int = 0,
+        self, job: ResolvedJob, dims: ParallelDims, device: torch.device, *, start_step: int, tokens_before: int
     ) -> None:
-        self.settings, self.dims, self.device = settings, dims, device
-        self.flops_per_token, self.tokens_per_step = flops_per_token, tokens_per_step
-        self.start_step, self.last_step, self.tokens_before = start_step, last_step, tokens_before
-        self.peak_flops = peak_flops(device, compute_dtype)
+        self.settings, self.dims, self.device = job.config.metrics, dims, device
+        training, dump_folder = job.config.training, Path(job.config.job.dump_folder)
+        self.start_step, self.last_step, self.tokens_before = start_step, training.steps, tokens_before
+        self.flops_per_token = job.model.flops_per_token(training.seq_len)
+        self.tokens_per_step = job.sequences_per_step * training.seq_len
+        self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[_JsonLines | _TensorBoard] = []
         if dims.rank("world") == 0:
             self._sinks = [_JsonLines(dump_folder / "metrics.jsonl", start_step)]
-            if settings.enable_tensorboard:
-                self._sinks.append(_TensorBoard(dump_folder / settings.save_tb_folder, start_step))
+            if self.settings.enable_tensorboard:
+                self._sinks.append(_TensorBoard(dump_folder / self.settings.save_tb_folder, start_step))
         self.restart_clock(start_step)
 
     def restart_clock(self, step: int) -> None:

@@ -87,12 +87,11 @@ def _accepted_keys(schema: type) -> dict[str, Key]:
 
 
 def _build(values: dict[str, object]) -> JobConfig:
-    tables: dict[str, dict[str, object]] = {table.name: {} for table in fields(JobConfig)}
+    tables: dict[str, dict[str, object]] = {table: {} for table in get_type_hints(JobConfig)}
     for name, value in values.items():
         table, _, key = name.partition(".")
         tables[table][key] = value
-    kinds = get_type_hints(JobConfig)
-    return JobConfig(**{table: kinds[table](**content) for table, content in tables.items()})
+    return JobConfig(**{table: kind(**tables[table]) for table, kind in get_type_hints(JobConfig).items()})
 
 
 # ---- command line

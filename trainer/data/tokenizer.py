@@ -24,23 +24,13 @@ SPLIT_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NUM_SPECIAL_TOKENS = 256
-_NAMED = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
+_NAMES = (
+    *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1", "finetune_right_pad_id"),
+    *("reserved_special_token_2", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag"),
+    *(f"reserved_special_token_{i}" for i in range(3, NUM_SPECIAL_TOKENS - 8)),
 )
 # Llama 3.1's names in the order of their ids: 128,000 ranks give <|begin_of_text|> = 128000, vocab_size = 128256.
-SPECIAL_TOKENS = _NAMED + tuple(
-    f"<|reserved_special_token_{i}|>" for i in range(3, 3 + NUM_SPECIAL_TOKENS - len(_NAMED))
-)
+SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES)
 
 # The longest run of white space, or of anything else, that is passed to tiktoken (characters, as Llama 3 has it). Its
 # regex overflows its stack on a million blanks, and its merges are slow on very long words.

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer.config.schema import Training
 from trainer.job.record import ResolvedJob
 
 
@@ -38,7 +37,10 @@ def memory_savers(job: ResolvedJob) -> list[str]:
     if training.mixed_precision_param == "float32" and training.dtype == "float32" and device_type == "cuda":
         savers.append('training.mixed_precision_param = "auto": activations in bfloat16')
     if degrees.pp == 1 and training.local_batch_size > 1:
-        savers.append(_smaller_micro_batches(config.training, degrees.dp))
+        size = training.local_batch_size
+        fewer = next(n for n in range(size // 2, 0, -1) if size % n == 0)  # a divisor keeps the sequences of a step
+        total = f" with training.global_batch_size = {size * degrees.dp}" if training.global_batch_size == -1 else ""
+        savers.append(f"training.local_batch_size = {fewer}{total}: the same step in more micro-batches")
     if degrees.pp > 1 and parallelism.pipeline_parallel_microbatch_size > 1:
         savers.append("parallelism.pipeline_parallel_microbatch_size = 1: fewer sequences at a time, the same step")
     if parallelism.fsdp_reshard_after_forward == "never":
@@ -64,12 +66,3 @@ def memory_savers(job: ResolvedJob) -> list[str]:
     if training.seq_len >= 2 * pieces:
         savers.append(f"parallelism.context_parallel_degree = {degrees.cp * 2} {more}: half the activations on each")
     return savers
-
-
-def _smaller_micro_batches(training: Training, dp: int) -> str:
-    size, whole = training.local_batch_size, training.global_batch_size
-    fewer = next(
-        n for n in range(size // 2, 0, -1) if size % n == 0
-    )  # a divisor keeps the sequences of a step the same
-    with_total = f" with training.global_batch_size = {size * dp}" if whole == -1 else ""
-    return f"training.local_batch_size = {fewer}{with_total}: the same step in more micro-batches"
