@@ -143,11 +143,9 @@ class Trainer:
             f"pipeline: {plan.schedule}, {len(plan.stages)} stages of "
             f"{', '.join(str(len(stage)) for stage in plan.stages)} modules, {plan.micro_batches} micro-batches a pass"
         )
-        settings = {"device": self.device, "dtype": self.compute_dtype, "tp": self.dims.size("tp")}
-        settings["dim"] = self.job.model.dim
-        pipeline = raise_on_all_ranks(
-            lambda: Pipeline(plan, self.model_parts, self.dims["pp"], **settings), self.dims["world"]
-        )
+        settings = {"device": self.device, "dtype": self.compute_dtype, "dim": self.job.model.dim}
+        settings["tp"], pp = self.dims.size("tp"), self.dims["pp"]
+        pipeline = raise_on_all_ranks(lambda: Pipeline(plan, self.model_parts, pp, **settings), self.dims["world"])
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
         return pipeline
 

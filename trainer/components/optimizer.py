@@ -7,8 +7,6 @@ from torch import nn
 
 from trainer.config.schema import Optimizer
 
-_CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
-
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters that were never updated the initial state of Adam."""
@@ -30,7 +28,7 @@ def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torc
     decaying = [p for p in whole.parameters() if p.ndim > 1 and p not in embeddings]
     others = [p for p in whole.parameters() if p.ndim <= 1 or p in embeddings]
     groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return _CLASSES[config.name](
+    return getattr(torch.optim, config.name)(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),

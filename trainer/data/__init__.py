@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "datasets": "DocumentSource open_source",
         "tokenizer": "Tokenizer",
-        "packing": "IGNORE_INDEX PackedSequence pack",
+        "packing": "IGNORE_INDEX PackedSequence",
         "loader": "BatchLoader",
     },
 )

@@ -9,7 +9,6 @@ document_ids 0 0 0 0 | 0 0 0 1 ...       numbered within the sequence
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,14 +75,3 @@ class SequenceBuilder:
     def _begin(self) -> None:
         self._sequence = PackedSequence(*(np.empty(self._seq_len, dtype=np.int64) for _ in range(4)))
         self._filled = self._documents = 0
-
-
-def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[PackedSequence]:
-    """Yield the full sequences of whole documents (n,), each with its begin and end tokens; drop a last part."""
-    builder = SequenceBuilder(seq_len)
-    for document in documents:
-        start = 0
-        while start < len(document):
-            start += builder.add(document, start)
-            if builder.missing == 0:
-                yield builder.finish()

@@ -149,7 +149,8 @@ def _read_ranks(path: str) -> dict[bytes, int]:
             + hint
         ) from None
     except OSError as error:
-        raise ConfigError(f"model.tokenizer_path = {path!r} {_reason(error)}{hint}") from None
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise ConfigError(f"model.tokenizer_path = {path!r} {reason}{hint}") from None
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):
         if not line:
@@ -174,7 +175,3 @@ def _rank_file(path: str) -> str:
     """Return the file itself, or the first of `_IN_A_FOLDER` that a folder has."""
     files = (os.path.join(path, name) for name in _IN_A_FOLDER)
     return next((file for file in files if os.path.isfile(file)), path) if os.path.isdir(path) else path
-
-
-def _reason(error: OSError) -> str:
-    return "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"

@@ -99,21 +99,20 @@ def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
 def _nearest(named: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Return the fewest and smallest changes of degrees that fit; the shard degree, or -1, takes the rest."""
     fixed = [name for name in named if name != "dp_shard"]
-    best: tuple[tuple[int, float], dict[str, int]] | None = None
-    for combination in itertools.product(_divisors(world_size), repeat=len(fixed)):
-        if world_size % math.prod(combination):
-            continue
-        left = world_size // math.prod(combination)
-        tried = dict(zip(fixed, combination, strict=True))
-        tried["dp_shard"] = -1 if named["dp_shard"] == -1 else left
-        changed = [name for name, degree in tried.items() if degree != named[name]]
-        distance = sum(abs(math.log(degree / named[name])) for name, degree in tried.items() if degree != -1)
-        if best is None or (len(changed), distance) < best[0]:
-            best = (len(changed), distance), {name: tried[name] for name in named if name in changed}
-    assert best is not None, "all degrees 1 and the rest in dp_shard always fits"
-    return best[1]
+    fitting = [
+        dict(zip(fixed, degrees, strict=True))
+        | {"dp_shard": -1 if named["dp_shard"] == -1 else world_size // math.prod(degrees)}
+        for degrees in itertools.product(_divisors(world_size), repeat=len(fixed))
+        if world_size % math.prod(degrees) == 0
+    ]
+
+    def distance(tried: Mapping[str, int]) -> tuple[int, float]:
+        changes = sum(degree != named[name] for name, degree in tried.items())
+        return changes, sum(abs(math.log(degree / named[name])) for name, degree in tried.items() if degree != -1)
+
+    best = min(fitting, key=distance)
+    return {name: best[name] for name in named if best[name] != named[name]}
 
 
 def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

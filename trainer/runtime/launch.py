@@ -185,16 +185,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Start one process per rank of this node; what is not listed here goes to train.py.",
         allow_abbrev=False,
     )
-    environment = os.environ.get
     parser.add_argument("--nproc-per-node", type=int, required=True, help="ranks on this node")
-    parser.add_argument("--nnodes", type=int, default=int(environment("NNODES", "1")), help="nodes of the job (NNODES)")
-    parser.add_argument(
-        "--master-addr", default=environment("MASTER_ADDR", "localhost"), help="first node (MASTER_ADDR)"
-    )
-    parser.add_argument(
-        "--master-port", type=int, default=int(environment("MASTER_PORT", "29500")), help="(MASTER_PORT)"
-    )
-    parser.add_argument("--rdzv-id", default=environment("RDZV_ID", "trainer"), help="name of the job (RDZV_ID)")
+    for option, variable, default, text in (
+        ("--nnodes", "NNODES", 1, "nodes of the job"),
+        ("--master-addr", "MASTER_ADDR", "localhost", "first node"),
+        ("--master-port", "MASTER_PORT", 29500, "port on the first node"),
+        ("--rdzv-id", "RDZV_ID", "trainer", "name of the job"),
+    ):
+        kind = type(default)
+        value = kind(os.environ.get(variable, default))
+        parser.add_argument(option, type=kind, default=value, help=f"{text} ({variable})")
     return parser
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world  # no public names as of torch 2.13
 
 from trainer.config.schema import Comm
 
@@ -81,8 +82,6 @@ def is_peer_failure(error: Exception) -> bool:
 
 def set_timeout(seconds: float, *, but_for: dist.ProcessGroup | None = None) -> None:
     """Set the time-out of every process group except `but_for`: the first step is slower than all others."""
-    from torch.distributed.distributed_c10d import _world  # no public name as of torch 2.13
-
     # CUDA work still in flight would be judged by the new time-out.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -93,8 +92,6 @@ def set_timeout(seconds: float, *, but_for: dist.ProcessGroup | None = None) -> 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the time-out of one process group."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout  # no public name as of torch 2.13
-
     _set_pg_timeout(timeout, group)
 
 
