@@ -178,7 +178,7 @@ def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
         relative(logits, wanted_logits[:, mine]),
         relative(loss, wanted_loss),
         {name: relative(gradient, wanted[name]) for name, gradient in gradients.items()},
-        cp.attention_calls,
+        cp.live.calls,
         len(seen),
     )
 
@@ -385,7 +385,7 @@ def fsdp_case(reentrant: bool | None) -> tuple[float, int]:
         ) as cp:
             loss_of(sharded_logits(case, model, batch, count), batch, count).backward()
         pairs = zip(model.parameters(), wanted.parameters(), strict=True)
-        return max(relative(a.grad.full_tensor(), b.grad) for a, b in pairs), cp.attention_calls
+        return max(relative(a.grad.full_tensor(), b.grad) for a, b in pairs), cp.live.calls
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
@@ -455,7 +455,7 @@ def backward_case(how: str) -> list[float]:
                 torch.testing.assert_close(out, seen, rtol=0, atol=0)
                 for total, part in zip(totals, run_backward(how, model, hidden, out), strict=True):
                     total += part
-            assert cp.attention_calls == 3 * len(CALLS)
+            assert cp.live.calls == 3 * len(CALLS)
         for total in totals:
             dist.all_reduce(total, group=mesh.get_group())
         return [relative(total, p.grad) for total, p in zip(totals, wanted.parameters(), strict=True)]
@@ -514,7 +514,7 @@ def compiled_case() -> list[float | str]:
             try:
                 with intercepted(mesh, x) as cp:
                     compiled(x, is_causal=True).pow(2).sum().backward()
-                    assert cp.attention_calls == 1
+                    assert cp.live.calls == 1
             except Exception as error:
                 results.append(str(error))
                 continue
@@ -546,7 +546,7 @@ def compiled_function_case() -> bool:
         for function in (compiled, attend):
             with intercepted(mesh, x) as cp:
                 results.append(function(x))
-                assert cp.attention_calls == 1
+                assert cp.live.calls == 1
         return torch.equal(*results)
 
 

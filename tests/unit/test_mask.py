@@ -14,7 +14,6 @@ from trainer.distributed.context_parallel.planning.mask import (
     Relation,
     by_sequence,
     causal,
-    cumulative,
     documents,
     documents_of,
     full,
@@ -126,10 +125,9 @@ def test_the_last_query_stands_at_the_last_key():
 
 
 @given(document_lengths, st.booleans())
-def test_documents_by_lengths_ends_and_numbers_are_one_mask(parts: list[int], is_causal: bool):
+def test_documents_by_lengths_and_numbers_are_one_mask(parts: list[int], is_causal: bool):
     mask = documents(parts, is_causal=is_causal)
     check(mask, naive_documents(parts, parts, is_causal)[None])
-    assert cumulative(np.cumsum([0, *parts]), is_causal=is_causal) == mask
     # Any numbers do, also descending ones.
     ids = np.repeat(np.arange(len(parts), dtype=np.int64)[::-1] * 7 - 3, parts)
     assert documents_of(ids, is_causal=is_causal) == mask
@@ -181,9 +179,6 @@ def test_a_long_mask_is_never_dense():
         (lambda: sliding_window(4, 0), "a sliding window of 0 tokens shows nothing; use at least 1"),
         (lambda: documents([2, -1]), "no length may be negative"),
         (lambda: documents([2, 3], [2]), "2 documents of queries and 1 of keys: there must be as many of both"),
-        (lambda: cumulative([1, 3]), r"cumulative lengths \[1, 3\] must begin with 0"),
-        (lambda: cumulative([]), "must begin with 0"),
-        (lambda: cumulative([0, 3, 2]), "never descend"),
         (lambda: documents_of(np.array([5, 5, 4, 5])), "document number 5 comes back after another one"),
         (lambda: documents_of(np.array([[1, 2], [1, 2], [0, 0]])[:, [0, 1, 0]]), "document number 1 comes back"),
         (lambda: causal(4) & causal(4, 5), "masks of 1 x 4 queries, 4 keys and of 1 x 4 queries, 5 keys cannot"),

@@ -17,37 +17,18 @@ class ModelArgs(Protocol):
     free_to_change: ClassVar[frozenset[str]]
     """Fields that saved tensors do not depend on: a run may resume with other values."""
 
-    @property
-    def dim(self) -> int:
-        """Size of a token's hidden state."""
-        ...
-
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def n_heads(self) -> int:
-        """Query heads."""
-        ...
-
-    @property
-    def n_kv_heads(self) -> int:
-        """Key/value heads; it divides `n_heads`."""
-        ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def tie_embeddings(self) -> bool:
-        """Whether one matrix is both embedding and output."""
-        ...
-
-    @property
-    def norms_have_parameters(self) -> bool: ...
+    dim: int
+    """Size of a token's hidden state."""
+    n_layers: int
+    n_heads: int
+    """Query heads."""
+    n_kv_heads: int
+    """Key/value heads; it divides `n_heads`."""
+    head_dim: int
+    vocab_size: int
+    tie_embeddings: bool
+    """Whether one matrix is both embedding and output."""
+    norms_have_parameters: bool
 
     def configured(self: Self, settings: Model, *, vocab_size: int, max_seq_len: int) -> Self:
         """Return the arguments with table `[model]`, the vocabulary and the sequence length applied.
@@ -55,31 +36,24 @@ class ModelArgs(Protocol):
         Raises:
             ConfigError: a setting that this family does not have.
         """
-        ...
 
     def module_names(self) -> tuple[str, ...]:
         """Return the modules that a pipeline can divide, in the order of the forward; layers are `layers.N`."""
-        ...
 
     def window_of_layer(self, layer: int) -> int | None:
         """Return how many tokens a token sees in this layer, itself included; None: all before it."""
-        ...
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
-        ...
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the sizes that a tensor-parallel degree must divide, by their names in messages."""
-        ...
 
     def n_params(self) -> int:
         """Return the number of parameters; a tied embedding counts once."""
-        ...
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
         """Return model FLOPs per token of a training step, counting (full, causal) attention."""
-        ...
 
 
 def has_windows(args: ModelArgs) -> bool:

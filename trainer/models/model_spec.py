@@ -25,19 +25,15 @@ class Decoder(Protocol):
 
         attention_plan: handle of the open `context_parallel`, for attention that is parallelised.
         """
-        ...
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: (B, S, dim) -> logits: (B, S, vocab). Not a part of the forward, so that a loss can be chunked."""
-        ...
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         """Draw the whole parameter of that name in place, before it is sharded."""
-        ...
 
     def init_buffers(self, device: torch.device) -> None:
         """Set every buffer to its first value; persistent buffers are part of a checkpoint."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,11 @@ from trainer.runtime.agreement import content_hash
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """An open context: the handle for the model's forward, the layout, and the number of attention calls so far."""
+    """An open context: the handle for the model's forward, the layout, and the plan, which counts attention calls."""
 
     attention_plan: torch.Tensor
     layout: AxisLayout
     live: LivePlan
-
-    @property
-    def attention_calls(self) -> int:
-        return self.live.calls
 
 
 @contextmanager

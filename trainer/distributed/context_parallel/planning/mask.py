@@ -226,17 +226,6 @@ def documents(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None, *
     return Mask(q_ends[-1], kv_ends[-1], tuple(bands))
 
 
-def cumulative(ends: Sequence[int], *, is_causal: bool = False) -> Mask:
-    """Return `documents` of cumulative lengths: [0, end of the first, end of the second, ..., sequence length].
-
-    Raises:
-        ValueError: the lengths do not begin with 0, or descend.
-    """
-    if not len(ends) or ends[0] != 0 or any(stop < start for start, stop in pairwise(ends)):
-        raise ValueError(f"cumulative lengths {list(ends)[:8]} must begin with 0 and never descend")
-    return documents([stop - start for start, stop in pairwise(map(int, ends))], is_causal=is_causal)
-
-
 def documents_of(ids: np.ndarray, *, is_causal: bool = False) -> Mask:
     """Return `documents` of the document number of each token: (S,) for all sequences, or (B, S) for each.
 

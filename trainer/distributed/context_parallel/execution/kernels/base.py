@@ -36,7 +36,6 @@ class Kernel(Protocol):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, relation: Relation, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, as q, and lse."""
-        ...
 
     def backward(
         self,
@@ -51,7 +50,6 @@ class Kernel(Protocol):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk, dv; gradients of repeated key/value heads are summed."""
-        ...
 
 
 def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:
