@@ -110,8 +110,8 @@ class Trainer:
         job, config = self.job, self.config
         logger.info(
             f"{self.spec.name} {config.model.flavor}: {job.model.n_params():,} parameters in {config.training.dtype}, "
-            f"computing in {job.compute_dtype} on {job.degrees.text()} ({job.device_type}); a step has "
-            f"{job.sequences_per_step} sequences of {config.training.seq_len:,} tokens, in {job.micro_batches} "
+            f"computing in {job.compute_dtype} on {job.degrees.text()} ({job.device_type}); a step is "
+            f"{job.sequences_per_step} sequences of {config.training.seq_len:,} tokens in {job.micro_batches} "
             "micro-batch(es)"
         )
         if job.attention is not None:
