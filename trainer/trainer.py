@@ -167,8 +167,9 @@ class Trainer:
         check_memory_snapshot(self.config.profiling, self.device)
         kernel, model = "", self.job.model
         if self.job.attention is not None:
-            wanted, bands = self.job.attention.kernel, has_windows(model)
-            kernel = choose_kernel(self.device.type, self.compute_dtype, model.head_dim, wanted, bands=bands).name
+            wanted = self.device.type, self.compute_dtype, model.head_dim, self.job.attention.kernel
+            calls = 1 if self.batch_planner is None else 100  # packed documents make many tiles a stage
+            kernel = choose_kernel(*wanted, bands=has_windows(model), calls=calls).name
         if self.dims.rank("world") == 0:
             folder = Path(self.config.job.dump_folder)
             with writing_to(folder):

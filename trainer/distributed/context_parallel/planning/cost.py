@@ -1,6 +1,17 @@
 """The exact cost of a plan for a rank: collectives, bytes, FLOPs, memory. Torch-free.
 
 Tests compare it with the counters of `exchange.py`; tables and the choice of a method use it.
+
+Stages: K/V of the next stage arrive while a stage computes, so two buffers are alive; `workspace` is their largest sum.
+
+    stage of a ring         0         1         2         3
+    computes with           own       buffer 1  buffer 2  buffer 3      kind kv, in the backward also dkv on the way home
+    arriving                buffer 1  buffer 2  buffer 3
+
+Exchange of heads: a rank sends each other rank its rows of that rank's heads, and later the rows of that rank.
+
+    forward    q, k, v              (kind qkv)        attention inside    out, lse      (kind out)
+    backward   q, dout, out, lse, k, v  (qkv_dout)    attention inside    dq, dk, dv    (dqkv)
 """
 
 from collections import Counter
