@@ -5,7 +5,7 @@ Tests compare it with the counters of `exchange.py`; tables and the choice of a 
 Stages: K/V of the next stage arrive while a stage computes, so two buffers are alive; `workspace` is their largest sum.
 
     stage of a ring         0         1         2         3
-    computes with           own       buffer 1  buffer 2  buffer 3      kind kv, in the backward also dkv on the way home
+    computes with           own       buffer 1  buffer 2  buffer 3    (kind kv; dkv on the way home)
     arriving                buffer 1  buffer 2  buffer 3
 
 Exchange of heads: a rank sends each other rank its rows of that rank's heads, and later the rows of that rank.
