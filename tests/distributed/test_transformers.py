@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from tests.distributed.pool import WorkerPool
-from tests.distributed.test_other_models import (
+from tests.distributed.other_models import (
     RANKS,
     SEQ_LEN,
     TOLERANCE,
@@ -36,6 +35,7 @@ from tests.distributed.test_other_models import (
     relative,
     run_case,
 )
+from tests.distributed.pool import WorkerPool
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.context import context_parallel
