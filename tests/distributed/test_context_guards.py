@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.distributed.attention_cases import mesh_of_all
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_context_parallel import mesh_of_all
 from tests.masks import dense
 from trainer.config import ConfigError, parse_command_line
 from trainer.distributed import head_tail

@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 
+from tests.distributed.attention_cases import MASKS, Case, assert_exact, attention_case
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_context_parallel import MASKS, Case, assert_exact, attention_case
 from trainer.distributed.context_parallel.planning.methods import METHODS, Method
 from trainer.distributed.context_parallel.planning.needs import Needs
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions

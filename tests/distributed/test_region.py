@@ -1,6 +1,7 @@
-"""Laws of regions and of the exchange below them: outputs and every gradient are those of one process."""
+"""Laws of regions: a model of which a part is context parallel has the outputs and gradients of one process."""
 
-from itertools import pairwise
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,103 +12,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
+from tests.distributed.attention_cases import mesh_of_all, random, relative
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_context_parallel import mesh_of_all, relative
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.planning.mask import documents, documents_of, full
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.context_parallel.regions import (
-    Region,
-    borrow,
-    give_back,
-    region,
-    replicate,
-    shard,
-    unshard,
-)
+from trainer.distributed.context_parallel.regions import Region, borrow, give_back, region, replicate, shard, unshard
 from trainer.distributed.sharding import exchange as door
 from trainer.distributed.sharding.exchange import exchange
-from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
+from trainer.distributed.sharding.layout import AxisLayout, head_tail
 from trainer.models.common.attention import InnerAttention
 from trainer.runtime.process_group import Process, process_group
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-# ---- rows that are wanted
-
-LAYOUTS = {
-    "contiguous": lambda n, degree: contiguous(n, degree),
-    "head_tail": lambda n, degree: head_tail(n, degree),
-    "uneven": lambda n, degree: AxisLayout(
-        "uneven",
-        n,
-        tuple(((a, b),) if a < b else () for a, b in pairwise([*[min(r * r, n) for r in range(degree)], n])),
-    ),
-}
-
-
-def wishes(kind: str, layout: AxisLayout) -> list[list[tuple[int, int]]]:
-    n, degree = layout.length, layout.degree
-    if kind == "everything":
-        return [[(0, n)]] * degree
-    if kind == "halo":  # wider than a neighbour's shard, and beyond the ends
-        return [[(r * n // degree - 3, (r + 1) * n // degree + 3)] for r in range(degree)]
-    if kind == "other layout":
-        return [list(ranges) for ranges in head_tail(n, degree).ranges]
-    if kind == "from one":
-        return [[(0, n)] if r == 1 else [] for r in range(degree)]
-    return [[(2, 5), (1, 4), (2, 5)] for _ in range(degree)]  # overlapping
-
-
-def exchange_case(length: int) -> list[tuple]:
-    """Differences of results and of gradients from the whole tensor's, and that each exchange was one collective."""
-    process = Process.from_environment()
-    results = []
-    with process_group(process, parse_command_line([]).config.comm):
-        group = mesh_of_all(process).get_group()
-        for name, build in LAYOUTS.items():
-            layout = build(length, process.world_size)
-            for kind in ("everything", "halo", "other layout", "from one", "overlapping"):
-                for dim in (0, 1, -1):
-                    wanted = wishes(kind, layout)
-                    whole = random(*[length if d == dim % 3 else 2 + d for d in range(3)])
-                    own = torch.from_numpy(layout.indices(process.rank))
-                    x = whole.index_select(dim, own).requires_grad_()
-                    door.calls.clear()
-                    got = exchange(x, layout, wanted, dim=dim, group=group)
-                    cotangents = [random(*expected(whole, w, dim).shape, seed=r) for r, w in enumerate(wanted)]
-                    (gradient,) = torch.autograd.grad(got, x, cotangents[process.rank])
-                    assert door.calls == {"exchange": 2}
-                    leaf = whole.clone().requires_grad_()
-                    total = sum((expected(leaf, w, dim) * c).sum() for w, c in zip(wanted, cotangents, strict=True))
-                    (all_gradients,) = torch.autograd.grad(total, leaf)
-                    wanted_gradient = all_gradients.index_select(dim, own)
-                    same = torch.equal(got, expected(whole, wanted[process.rank], dim))
-                    results.append((name, kind, dim, same, torch.allclose(gradient, wanted_gradient, atol=1e-12)))
-    return results
-
-
-def expected(whole: torch.Tensor, ranges: list[tuple[int, int]], dim: int) -> torch.Tensor:
-    """By padding: zeros outside the axis."""
-    dim %= whole.ndim
-    margin = [0, 0] * (whole.ndim - 1 - dim) + [8, 8]
-    padded = F.pad(whole, margin)
-    parts = [padded.narrow(dim, start + 8, stop - start) for start, stop in ranges]
-    return torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
-
-
-@pytest.mark.parametrize(("degree", "length"), [(1, 7), (2, 9), (3, 5), (4, 3), (4, 17)])
-def test_rows_come_from_their_owners_and_gradients_add_up_there(pool: WorkerPool, degree: int, length: int) -> None:
-    for results in pool.run(degree, exchange_case, length):
-        assert len(results) == 45
-        assert [r for r in results if not (r[3] and r[4])] == []
-
-
-# ---- models of which a part is context parallel
 
 DIM, HEADS, VOCAB = 16, 4, 32
 
@@ -344,48 +260,58 @@ def test_samples_move_between_ranks_before_and_after_a_region(
         assert max(errors) < 1e-11
 
 
+def refusal(act: Callable[[], object], error_type: type[Exception] = ContextParallelError) -> str:
+    with pytest.raises(error_type) as error:
+        act()
+    return str(error.value)
+
+
+def open_region(mesh: DeviceMesh, layout: AxisLayout, **settings: Any) -> None:
+    with region(mesh, layout, **settings):
+        pass
+
+
+def refused_arguments(mesh: DeviceMesh, layout: AxisLayout, x: torch.Tensor) -> list[str]:
+    """The messages about arguments that do not fit the layout or the group."""
+    group = mesh.get_group()
+    return [
+        refusal(lambda: shard(x, layout, 1, group=group, grad="sum")),
+        refusal(lambda: shard(x, layout, 2, group=group)),
+        refusal(lambda: unshard(x, layout, 1, group=group)),
+        refusal(lambda: borrow(x, layout, group=group, copies=3)),
+        refusal(lambda: give_back(random(3, 4, 2), layout, group=group)),
+        refusal(lambda: give_back(random(2, 4, 2), layout, group=group, copies=0)),
+        refusal(lambda: exchange(x[:, :4], layout, [[(5, 3)], []], dim=1, group=group), ValueError),
+        refusal(lambda: exchange(x, layout, [[], []], dim=1, group=group), ValueError),
+        refusal(lambda: exchange(x[:, :4], layout, [[(0, 9)], []], dim=1, group=group, outside="refuse"), ValueError),
+        refusal(lambda: open_region(mesh, layout, sequences=3, mask=documents_of(np.zeros((2, 8))))),
+        refusal(lambda: AxisLayout("part", 8, (((0, 4),), ())), ValueError),
+    ]
+
+
+def refused_second_derivatives(group: dist.ProcessGroup, layout: AxisLayout, x: torch.Tensor) -> list[str]:
+    """The messages about a gradient of a gradient: nothing here computes it, and it is not left out silently."""
+    leaf, messages = x[:, :4].clone().requires_grad_(), []
+    for act in (
+        lambda: exchange(leaf, layout, [[(0, 8)]] * 2, dim=1, group=group),
+        lambda: unshard(leaf, layout, 1, group=group, grad="replicated"),
+        lambda: shard(torch.cat([leaf, leaf], 1), layout, 1, group=group, grad="replicated"),
+        lambda: replicate(leaf, group),
+    ):
+        (gradient,) = torch.autograd.grad((act() ** 2).sum(), leaf, create_graph=True)
+        messages.append(refusal(gradient.sum().backward, RuntimeError))
+    return messages
+
+
 def guards_case() -> list[str]:
     process = Process.from_environment()
-    messages = []
-
-    def refused(act, error_type: type[Exception] = ContextParallelError) -> None:
-        with pytest.raises(error_type) as error:
-            act()
-        messages.append(str(error.value))
-
     with process_group(process, parse_command_line([]).config.comm):
         mesh = mesh_of_all(process)
         group, layout = mesh.get_group(), head_tail(8, 2)
         module = InnerAttention()
         ContextParallelAttention()._apply(module, mesh)
         x = random(1, 8, 2)
-        refused(lambda: shard(x, layout, 1, group=group, grad="sum"))
-        refused(lambda: shard(x, layout, 2, group=group))
-        refused(lambda: unshard(x, layout, 1, group=group))
-        refused(lambda: borrow(x, layout, group=group, copies=3))
-        refused(lambda: give_back(random(3, 4, 2), layout, group=group))
-        refused(lambda: give_back(random(2, 4, 2), layout, group=group, copies=0))
-        refused(lambda: exchange(x[:, :4], layout, [[(5, 3)], []], dim=1, group=group), ValueError)
-        refused(lambda: exchange(x, layout, [[], []], dim=1, group=group), ValueError)
-        refused(lambda: exchange(x[:, :4], layout, [[(0, 9)], []], dim=1, group=group, outside="refuse"), ValueError)
-
-        def opened(layout: AxisLayout, **settings) -> None:
-            with region(mesh, layout, **settings):
-                pass
-
-        refused(lambda: opened(layout, sequences=3, mask=documents_of(np.zeros((2, 8)))))
-        refused(lambda: AxisLayout("part", 8, (((0, 4),), ())), ValueError)
-
-        # A gradient of a gradient, which nothing here computes, is refused instead of left out.
-        leaf = x[:, :4].clone().requires_grad_()
-        for act in (
-            lambda: exchange(leaf, layout, [[(0, 8)]] * 2, dim=1, group=group),
-            lambda: unshard(leaf, layout, 1, group=group, grad="replicated"),
-            lambda: shard(torch.cat([leaf, leaf], 1), layout, 1, group=group, grad="replicated"),
-            lambda: replicate(leaf, group),
-        ):
-            (gradient,) = torch.autograd.grad((act() ** 2).sum(), leaf, create_graph=True)
-            refused(lambda gradient=gradient: gradient.sum().backward(), RuntimeError)
+        messages = refused_arguments(mesh, layout, x) + refused_second_derivatives(group, layout, x)
 
         # Rows of no width travel as any others.
         empty = exchange(torch.zeros(4, 0), layout, [[(0, 8)]] * 2, dim=0, group=group)
@@ -396,10 +322,10 @@ def guards_case() -> list[str]:
         many.backward(torch.ones_like(many))
         assert half.grad.sum() == (2000 if process.rank == 0 else 0)
 
-        refused(lambda: opened(head_tail(8, 3)))
-        refused(lambda: opened(layout))  # and no attention ran
+        messages.append(refusal(lambda: open_region(mesh, head_tail(8, 3))))
+        messages.append(refusal(lambda: open_region(mesh, layout)))  # and no attention ran
         del module
-        opened(layout)  # nothing is parallelised
+        open_region(mesh, layout)  # nothing is parallelised
     return messages
 
 

@@ -1,0 +1,200 @@
+"""Cases of context-parallel attention, their oracle on one process, and the comparison of both on the ranks."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.distributed.pool import WorkerPool
+from tests.masks import dense
+from trainer.config.loader import parse_command_line
+from trainer.distributed.context_parallel.attention import context_parallel_attention
+from trainer.distributed.context_parallel.live import LivePlan, opened
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.planning.mask import (
+    Mask,
+    by_sequence,
+    causal,
+    documents,
+    full,
+    sliding_window,
+)
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.sharding import exchange
+from trainer.runtime.process_group import Process, process_group
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+BATCH = 2
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> float:
+    """Euclidean error of a against b, as a share of b, or of the `whole` of which both are a part."""
+    return ((a.double() - b.double()).norm() / (b if whole is None else whole).double().norm()).item()
+
+
+def mesh_of_all(process: Process) -> DeviceMesh:
+    return init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=("cp",))
+
+
+def hybrid_groups(process: Process, options: ContextParallelOptions) -> tuple[dist.ProcessGroup, ...] | None:
+    if options.method != "hybrid":
+        return None
+    shape = options.hybrid_degrees[::-1]
+    return tuple(init_device_mesh(process.device.type, shape, mesh_dim_names=("cp_ring", "cp_a2a")).get_all_groups())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call. masks: what the batch hides, by the sequence; is_causal, window: what the call hides."""
+
+    seq_len: int
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 8
+    dtype: torch.dtype = torch.float64
+    options: ContextParallelOptions = field(default_factory=ContextParallelOptions)
+    is_causal: bool = True
+    window: int = 0
+    mask: str = "none"
+    kv_len: int | None = None
+    sinks: bool = False
+
+    @property
+    def batch_mask(self) -> Mask | None:
+        """Documents of lengths that fit nothing, other ones in each sequence."""
+        if self.mask == "none":
+            return None
+        lengths = [np.random.default_rng(row).multinomial(self.seq_len, [0.5, 0.2, 0.1, 0.2]) for row in range(BATCH)]
+        if self.mask == "documents, alike":
+            return documents(lengths[0].tolist())
+        if self.mask == "a sequence that sees nothing":  # and one that sees its first half
+            half = self.seq_len // 2
+            seen = documents([half, self.seq_len - half], [half, 0])
+            return by_sequence([Mask(self.seq_len, self.seq_len, ()), dataclasses.replace(seen, kv_len=self.seq_len)])
+        return by_sequence([documents(row.tolist()) for row in lengths])
+
+    @property
+    def whole_mask(self) -> Mask:
+        """Everything together, as the oracle sees it."""
+        lengths = self.seq_len, self.kv_len
+        mask = causal(*lengths) if self.is_causal else full(*lengths)
+        if self.window:
+            mask = mask & sliding_window(self.seq_len, self.window, self.kv_len, is_causal=self.is_causal)
+        return mask if self.batch_mask is None else mask & self.batch_mask
+
+    def inputs(self) -> list[torch.Tensor]:
+        """q, k, v, a cotangent of the output, and sinks if there are any: the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seq_len + self.head_dim)
+        kv_len = self.kv_len or self.seq_len
+        sizes = [(self.heads[0], self.seq_len), *[(self.heads[1], kv_len)] * 2, (self.heads[0], self.seq_len)]
+        shapes: list[tuple[int, ...]] = [(BATCH, h, s, self.head_dim) for h, s in sizes]
+        shapes += [self.heads[:1]] * self.sinks
+        return [torch.randn(shape, dtype=torch.float64, generator=generator).to(self.dtype) for shape in shapes]
+
+
+def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
+    """Attention by its definition in float64, on one process: out, dq, dk, dv, dsinks; what sees nothing gives 0."""
+    q, k, v, cotangent, *sinks = (x.to(torch.float64, copy=True) for x in case.inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v, *sinks)]
+    group = q.shape[1] // k.shape[1]
+    visible = torch.from_numpy(dense(case.whole_mask)).unsqueeze(1)
+    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
+    scores = scores.masked_fill(~visible, -1e300)
+    for sink in sinks:
+        scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), dim=3)
+    weights = scores.softmax(-1)[..., : visible.shape[-1]] * visible
+    out = weights @ v.repeat_interleave(group, 1)
+    return out, *torch.autograd.grad(out, leaves, cotangent)
+
+
+def shared_oracles(cases: list[Case], process: Process) -> list[tuple[torch.Tensor, ...]]:
+    """`oracle` of each case, made by one rank each and told to the others; a collective."""
+    mine = [oracle(case, 0.3) for case in cases[process.rank :: process.world_size]]
+    shares: list[list] = [[] for _ in range(process.world_size)]
+    dist.all_gather_object(shares, mine)
+    return [shares[i % process.world_size][i // process.world_size] for i in range(len(cases))]
+
+
+def attention_case(cases: list[Case]) -> list[dict]:
+    """On each rank, for each case: relative errors of out, dq, dk, dv on its shard, and what was sent and planned."""
+    process = Process.from_environment()
+    results = []
+    with process_group(process, parse_command_line([]).config.comm):
+        mesh = mesh_of_all(process)
+        for case, wanted in zip(cases, shared_oracles(cases, process), strict=True):
+            layout = case.options.layout(case.seq_len, mesh.size(), case.batch_mask)
+            kv_layout = case.options.layout(case.kv_len, mesh.size()) if case.kv_len else layout
+            groups = hybrid_groups(process, case.options)
+            live = LivePlan(mesh, layout, case.batch_mask, case.options, kv_layout, groups)
+            mine = [torch.from_numpy(part.indices(process.rank)) for part in (layout, kv_layout, kv_layout, layout)]
+            # In memory as a projection gives them: (B, S, H, D).
+            shards = [
+                x[:, :, part].transpose(1, 2).contiguous().transpose(1, 2)
+                for x, part in zip(case.inputs(), mine, strict=False)
+            ]
+            cotangent = shards.pop()
+            leaves = [x.requires_grad_() for x in (*shards, *case.inputs()[4:])]
+            exchange.calls.clear()
+            exchange.bytes_sent.clear()
+            settings = 0.3, case.is_causal, case.window
+            with opened(live, BATCH) as handle:
+                out, lse = context_parallel_attention(*leaves[:3], handle, *settings, *leaves[3:])
+                grads = torch.autograd.grad(out, leaves, cotangent)
+            assert lse.shape == out.shape[:3]
+            got = (out, *grads[:3])
+            sent, calls = dict(exchange.bytes_sent), dict(exchange.calls)
+            for dsinks, whole in zip(grads[3:], wanted[4:], strict=True):  # each rank has its queries' part
+                assert relative(exchange.all_reduce(dsinks.clone(), mesh), whole) < TOLERANCE[case.dtype]
+            errors = [
+                relative(x, whole[:, :, part], whole) if whole.any() else x.norm().item()
+                for x, whole, part in zip(got, wanted[:4], (mine[0], *mine[:3]), strict=True)
+            ]
+            (run,) = live._executions.values()
+            shape = AttentionShape(BATCH, *case.heads, case.head_dim, case.dtype.itemsize)
+            costs = [
+                attention_cost(run.plan, shape, way, case.options.heads_per_pass) for way in ("forward", "backward")
+            ]
+            results.append(
+                {
+                    "errors": errors,
+                    "calls": calls,
+                    "sent": sent,
+                    "planned calls": dict(costs[0].calls + costs[1].calls),
+                    "planned": {k: v for c in [costs[0].bytes_sent + costs[1].bytes_sent] for k, v in c.items() if v},
+                    "pairs": run.plan.pairs,
+                }
+            )
+    return results
+
+
+def assert_exact(pool: WorkerPool, degree: int, cases: list[Case], run: Callable = attention_case) -> None:
+    """Outputs and gradients are those of one process, collectives and bytes are those of the plan."""
+    problems = []
+    for rank, results in enumerate(pool.run(degree, run, cases)):
+        for case, result in zip(cases, results, strict=True):
+            tolerance = TOLERANCE[case.dtype]
+            sent = {kind: size for kind, size in result["sent"].items() if size}
+            if not all(error <= tolerance for error in result["errors"]):
+                problems.append(f"rank {rank} {case}: {result['errors']}")
+            if result["calls"] != result["planned calls"] or sent != result["planned"]:
+                problems.append(f"rank {rank} {case}: {result}")
+    assert not problems, "\n".join(problems[:10])
+
+
+METHODS = ("ring", "all_gather", "all_to_all")
+MASKS = [
+    {},
+    {"is_causal": False},
+    {"window": 7},
+    {"is_causal": False, "window": 5},
+    {"mask": "documents"},
+    {"mask": "documents, alike", "window": 6},
+    {"mask": "a sequence that sees nothing"},
+]
