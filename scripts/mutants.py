@@ -1,4 +1,4 @@
-"""Run the planted mistakes of tests/mutants.py on copies of the tree: every one must fail one of its quick tests.
+"""Run the planted mistakes of tests/mutants on copies of the tree: every one must fail one of its quick tests.
 
     python scripts/mutants.py [--only WORD ...] [--jobs N]
 

@@ -1,0 +1,25 @@
+"""Planted mistakes, one line each, and the quick tests that must see them: `make mutants` runs them on copies.
+
+A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
+"""
+
+from tests.mutants import attention, job, step
+from tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS", "Mutant"]
+
+MUTANTS: tuple[Mutant, ...] = (
+    *step.LOSS,
+    *step.GRADIENTS,
+    *attention.PLANS,
+    *attention.EXECUTION,
+    *attention.MODELS_OF_OTHERS,
+    *step.FAMILIES,
+    *step.LAYOUTS,
+    *job.DATA,
+    *job.CHECKPOINTS,
+    *job.SETTINGS,
+    *job.CACHES,
+    *step.METRICS,
+    *job.PROCESSES,
+)

@@ -1,0 +1,262 @@
+"""Mistakes in plans, in context-parallel attention, and in checks on models of others."""
+
+from tests.mutants.mutant import Mutant
+
+_CP = "trainer/distributed/context_parallel"
+_PAIRS = "tests/distributed/test_pairs.py"
+_ATTENTION = "tests/distributed/test_context_parallel.py"
+_GUARDS = "tests/distributed/test_context_guards.py"
+
+PLANS = (
+    Mutant(
+        "head_tail gives a rank two pieces from anywhere",
+        "trainer/distributed/sharding/layout.py",
+        "union([pieces[rank], pieces[-1 - rank]])",
+        "union([pieces[rank], pieces[degree + rank]])",
+        "tests/unit/test_layout.py",
+    ),
+    Mutant(
+        "balanced forgets what it has dealt",
+        "trainer/distributed/sharding/layout.py",
+        "heapq.heappush(heap, (load + int(total[stop] - total[start]), rank))",
+        "heapq.heappush(heap, (load, rank))",
+        "tests/unit/test_layout.py",
+    ),
+    Mutant(
+        "causal hides the token itself",
+        f"{_CP}/planning/mask.py",
+        "b._replace(upper=whole.kv_len - q_len)",
+        "b._replace(upper=whole.kv_len - q_len - 1)",
+        "tests/unit/test_mask.py",
+    ),
+    Mutant(
+        "a window shows one token more",
+        f"{_CP}/planning/mask.py",
+        "b._replace(lower=place - window + 1, upper=upper)",
+        "b._replace(lower=place - window, upper=upper)",
+        "tests/unit/test_mask.py",
+    ),
+    Mutant(
+        "an intersection takes the looser bound",
+        f"{_CP}/planning/mask.py",
+        "bounds = max(x.lower, y.lower), min(x.upper, y.upper)",
+        "bounds = min(x.lower, y.lower), min(x.upper, y.upper)",
+        "tests/unit/test_mask.py",
+    ),
+    Mutant(
+        "document ids that go up by two are not seen",
+        f"{_CP}/planning/mask.py",
+        "np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))",
+        "np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1) == 1)",
+        "tests/unit/test_mask.py",
+    ),
+    Mutant(
+        "bands may share queries",
+        f"{_CP}/planning/mask.py",
+        "q_end <= band.q_start < band.q_stop",
+        "0 <= band.q_start < band.q_stop",
+        "tests/unit/test_mask.py",
+    ),
+    Mutant(
+        "tiles confuse their two diagonals",
+        f"{_CP}/planning/tiles.py",
+        "(self.last[end] > self.first[end] for end in (0, 1))",
+        "(self.last[end] > self.first[end] for end in (1, 0))",
+        "tests/unit/test_plan.py",
+    ),
+    Mutant(
+        "the ring sends rows that nobody sees",
+        f"{_CP}/planning/needs.py",
+        "self._held[key] = intersection(self.keys(rank), self.kv_ranges[owner])",
+        "self._held[key] = self.kv_ranges[owner]",
+        "tests/unit/test_plan_traffic.py",
+    ),
+    Mutant(
+        "rows that the rank on the way has come from their owner too",
+        f"{_CP}/planning/schedules.py",
+        "yield Message(owner, rank, difference(held, there))",
+        "yield Message(owner, rank, held)",
+        "tests/unit/test_plan_traffic.py",
+    ),
+    Mutant(
+        "all-gather is used for whatever little is seen",
+        f"{_CP}/planning/schedules.py",
+        "if 2 * wanted >= everything:",
+        "if wanted:",
+        "tests/unit/test_plan_traffic.py",
+    ),
+    Mutant(
+        "auto launches documents one by one",
+        f"{_CP}/planning/capabilities.py",
+        "if many and calls > _MANY_CALLS:",
+        "if many and calls < _MANY_CALLS:",
+        "tests/unit/test_kernels.py",
+    ),
+    Mutant(
+        "a forward that was replaced before is dropped",
+        "trainer/transforms/forward.py",
+        "if late:",
+        "if late and not late:",
+        "tests/unit/test_forward.py",
+    ),
+    Mutant(
+        "plans are made anew for each step",
+        f"{_CP}/planning/methods.py",
+        "_KEPT = 16",
+        "_KEPT = 0",
+        _GUARDS,
+    ),
+    Mutant(
+        "a causal tile with more keys is cut one key off",
+        f"{_CP}/planning/lowering.py",
+        "extra = kv_stop - kv_start - (q_stop - q_start)\n    if tile",
+        "extra = kv_stop - kv_start - (q_stop - q_start) + 1\n    if tile",
+        "tests/unit/test_kernels.py",
+    ),
+    Mutant(
+        "auto does not look at the documents",
+        "trainer/job/attention.py",
+        "batch=batch, hybrids=False",
+        "batch=None, hybrids=False",
+        "tests/unit/test_auto.py",
+    ),
+    Mutant(
+        "auto takes every element for two bytes",
+        "trainer/job/attention.py",
+        '{"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type)]',
+        "2",
+        "tests/unit/test_auto.py",
+    ),
+)
+
+EXECUTION = (
+    Mutant(
+        "a later tile replaces the result",
+        f"{_CP}/execution/stages.py",
+        "        if call.fresh:\n",
+        "        if call:\n",
+        _ATTENTION,
+    ),
+    Mutant(
+        "results are merged by the larger weight",
+        f"{_CP}/execution/stages.py",
+        "new = torch.logaddexp(total_lse, lse)",
+        "new = torch.maximum(total_lse, lse)",
+        _ATTENTION,
+    ),
+    Mutant(
+        "empty results share their memory",
+        f"{_CP}/execution/stages.py",
+        "x.numel() > 0 and x.untyped_storage()",
+        "x.untyped_storage()",
+        _ATTENTION,
+    ),
+    Mutant(
+        "gradients that come home replace each other",
+        f"{_CP}/execution/ring.py",
+        "put_rows(target, places.places(message.ranges), buffer, add=True)",
+        "put_rows(target, places.places(message.ranges), buffer, add=False)",
+        _ATTENTION,
+    ),
+    Mutant(
+        "one copy of a replicated head has the gradient",
+        f"{_CP}/execution/ulysses.py",
+        "target[:, head] += rows",
+        "target[:, head] = rows",
+        _ATTENTION,
+    ),
+    Mutant(
+        "sinks learn the wrong way",
+        f"{_CP}/attention.py",
+        "return -(share * (dout",
+        "return (share * (dout",
+        _ATTENTION,
+    ),
+    Mutant(
+        "the adjoint of an exchange does not add",
+        "trainer/distributed/sharding/exchange.py",
+        "put_rows(result, places, piece, add=True)",
+        "put_rows(result, places, piece, add=False)",
+        "tests/distributed/test_exchange.py",
+    ),
+    Mutant(
+        "bytes of a message are not counted",
+        "trainer/distributed/sharding/exchange.py",
+        "_count(kind, sum(t.tensor.nbytes for t in transfers if t.is_send))",
+        "_count(kind, 0)",
+        _ATTENTION,
+    ),
+    Mutant(
+        "replicate leaves the gradients apart",
+        f"{_CP}/regions.py",
+        "return all_reduce(total, group).to(gradient.dtype)",
+        "return total.to(gradient.dtype)",
+        "tests/distributed/test_region.py",
+    ),
+    Mutant(
+        "buffers stay cut",
+        f"{_CP}/context.py",
+        "x.set_(original)",
+        "x.set_(x)",
+        _GUARDS,
+    ),
+    Mutant(
+        "attention that did not run is not missed",
+        f"{_CP}/live.py",
+        "if live.calls == 0 and modules",
+        "if live.calls == 1 and modules",
+        _GUARDS,
+    ),
+    Mutant(
+        "a scale may be negative",
+        f"{_CP}/attention.py",
+        "if not 0 < scale < math.inf:",
+        "if not -math.inf < scale < math.inf:",
+        _GUARDS,
+    ),
+    Mutant(
+        "a tangent is lost",
+        f"{_CP}/attention.py",
+        "if forward_ad._current_level >= 0:",
+        "if forward_ad._current_level > 0:",
+        _GUARDS,
+    ),
+    Mutant(
+        "a copy of a module is not counted",
+        f"{_CP}/marks.py",
+        "return Mark(self.group)",
+        "return Mark(None)",
+        _GUARDS,
+    ),
+    Mutant(
+        "masks of each sequence are those of the first",
+        f"{_CP}/live.py",
+        "by_sequence([self.mask.sequence(number) for number in sequences])",
+        "by_sequence([self.mask.sequence(0) for number in sequences])",
+        _PAIRS,
+    ),
+    Mutant(
+        "positions are turned the other way",
+        "trainer/models/common/rotary.py",
+        "even * cos - odd * sin",
+        "even * cos + odd * sin",
+        "tests/unit/test_model.py",
+    ),
+)
+
+MODELS_OF_OTHERS = (
+    Mutant(
+        "a model may count its part from 0",
+        "trainer/integrations/positions.py",
+        "restarted = not is_global and bool(",
+        "restarted = False and bool(",
+        "tests/distributed/test_transformers.py",
+    ),
+    Mutant(
+        "documents excuse any positions",
+        "trainer/integrations/positions.py",
+        "self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)",
+        "self.flags |= 0",
+        "tests/distributed/test_transformers.py",
+    ),
+)

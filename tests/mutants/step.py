@@ -1,0 +1,262 @@
+"""Mistakes in a step: loss, gradients, metrics, model families and layouts."""
+
+from tests.mutants.mutant import Mutant
+
+_PAIRS = "tests/distributed/test_pairs.py"
+_LAYOUT = "tests/distributed/test_parity.py::test_layout_equals_single_process"
+_FAMILY = "tests/distributed/test_model_family.py"
+_LOOP = "tests/distributed/test_loop.py"
+
+LOSS = (
+    Mutant(
+        "tokens without a label are counted",
+        "trainer/components/loss.py",
+        "(labels != IGNORE_INDEX).sum(dim)",
+        "(labels == labels).sum(dim)",
+        "tests/unit/test_components.py",
+    ),
+    Mutant(
+        "the loss is computed in the model's data type",
+        "trainer/components/loss.py",
+        "logits.to(torch.promote_types(logits.dtype, torch.float32))",
+        "logits.to(logits.dtype)",
+        "tests/unit/test_components.py",
+    ),
+    Mutant(
+        "each data-parallel rank divides by its own labels",
+        "trainer/trainer.py",
+        'for batch in batches), self.dims["dp"])',
+        'for batch in batches), self.dims["tp"])',
+        f"{_LAYOUT}[fsdp2+tp2-float32]",
+    ),
+    Mutant(
+        "the logged loss is that of one part of the sequence",
+        "trainer/trainer.py",
+        'all_reduce(sums.sum(), self.dims["dp_cp"])',
+        'all_reduce(sums.sum(), self.dims["dp"])',
+        f"{_LAYOUT}[cp2-float32]",
+    ),
+    Mutant(
+        "losses stay on the last stage",
+        "trainer/trainer.py",
+        'sums = all_reduce(sums, self.dims["pp"])',
+        'sums = all_reduce(sums, self.dims["tp"])',
+        f"{_LAYOUT}[pp2-float32]",
+    ),
+    Mutant(
+        "row losses are those of one part of the sequence",
+        "trainer/trainer.py",
+        'sequence_losses = all_reduce(sums, self.dims["cp"])',
+        'sequence_losses = all_reduce(sums, self.dims["tp"])',
+        f"{_LAYOUT}[cp2-float32]",
+    ),
+)
+
+GRADIENTS = (
+    Mutant(
+        "gradients of norms stay partial sums under TP",
+        "trainer/trainer.py",
+        "        settle_gradients(parameters)\n",
+        "",
+        f"{_LAYOUT}[tp2-float32]",
+    ),
+    Mutant(
+        "replicas are not summed beside TP",
+        "trainer/distributed/parallel_dims.py",
+        'if self.size("dp_replicate") == 1:',
+        'if self.size("dp_replicate") == 1 or self.size("tp") > 1:',
+        f"{_LAYOUT}[ddp2+tp2-float32]",
+    ),
+    Mutant(
+        "replicas are never summed",
+        "trainer/trainer.py",
+        "reduce_across_replicas(part, last)",
+        "reduce_across_replicas(part, False)",
+        f"{_LAYOUT}[ddp2+tp2-float32]",
+    ),
+    Mutant(
+        "gradients are averaged",
+        "trainer/distributed/data_parallel.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(2.0)",
+        f"{_LAYOUT}[fsdp2+tp2-float32]",
+    ),
+    Mutant(
+        "gradients of bfloat16 are zero",
+        "trainer/trainer.py",
+        "clip_gradients(parameters, norm, self.config.training.max_norm)",
+        "clip_gradients(parameters, norm, 0.0 if 'bfloat16' in str(self.compute_dtype)"
+        " else self.config.training.max_norm)",
+        "tests/distributed/test_bfloat16.py",
+    ),
+    Mutant(
+        "gradients are not zeroed between steps",
+        "trainer/trainer.py",
+        "self.optimizer.zero_grad()",
+        "pass",
+        _LOOP,
+    ),
+    Mutant(
+        "clipping does nothing",
+        "trainer/components/grad_norm.py",
+        "torch._foreach_mul_(grads, max_norm / norm)",
+        "torch._foreach_mul_(grads, 1.0)",
+        f"{_LAYOUT}[cp2-float32]",
+    ),
+    Mutant(
+        "small gradients are scaled up",
+        "trainer/components/grad_norm.py",
+        "if norm > max_norm:",
+        "if norm > 0:",
+        "tests/unit/test_components.py",
+    ),
+    Mutant(
+        "the norm counts replicas again",
+        "trainer/components/grad_norm.py",
+        "total += (norms**2).sum().to(device) / replicas",
+        "total += (norms**2).sum().to(device)",
+        f"{_LAYOUT}[fsdp2+tp2-float32]",
+    ),
+    Mutant(
+        "the norm is that of one stage",
+        "trainer/components/grad_norm.py",
+        'all_reduce(total, dims["world"])',
+        'all_reduce(total, dims["dp_shard_cp"])',
+        f"{_LAYOUT}[pp2-float32]",
+    ),
+    Mutant(
+        "an infinite norm goes into the weights",
+        "trainer/trainer.py",
+        "if not (math.isfinite(loss) and math.isfinite(norm)):",
+        "if not math.isfinite(loss):",
+        _LOOP,
+    ),
+    Mutant(
+        "the first step of the warm-up learns nothing",
+        "trainer/components/lr_scheduler.py",
+        "return (step + 1) / (config.warmup_steps + 1)",
+        "return step / (config.warmup_steps + 1)",
+        "tests/unit/test_components.py",
+    ),
+    Mutant(
+        "embeddings decay",
+        "trainer/components/optimizer.py",
+        "p.ndim > 1 and p not in embeddings",
+        "p.ndim > 1",
+        "tests/unit/test_components.py",
+    ),
+    Mutant(
+        "all parameters start alike",
+        "trainer/models/initialization.py",
+        'f"{seed}/{name}"',
+        'f"{seed}"',
+        "tests/unit/test_model.py",
+    ),
+)
+
+METRICS = (
+    Mutant(
+        "tokens of a sequence count once for each of its ranks",
+        "trainer/components/metrics.py",
+        'tokens_per_second=per_device * self.dims.size("world")',
+        'tokens_per_second=per_device * self.dims.size("world") * self.dims.size("cp")',
+        _LOOP,
+    ),
+    Mutant(
+        "the largest row loss is that of a few ranks",
+        "trainer/components/metrics.py",
+        'all_reduce(largest, self.dims["world"], "max")',
+        'all_reduce(largest, self.dims["tp"], "max")',
+        "tests/distributed/test_parity.py::test_micro_batches_do_not_change_the_step",
+    ),
+    Mutant(
+        "a resumed run counts its tokens anew",
+        "trainer/components/metrics.py",
+        "return self.tokens_before + (step - self.start_step)",
+        "return (step - self.start_step)",
+        _LOOP,
+    ),
+    Mutant(
+        "loss_compare always says the same",
+        "scripts/loss_compare.py",
+        "agree = max(worst) <= arguments.tolerance",
+        "agree = True",
+        "tests/unit/test_loss_compare.py",
+    ),
+)
+
+FAMILIES = (
+    Mutant(
+        "an auxiliary loss is not divided by the labels of the step",
+        "trainer/models/common/auxiliary_loss.py",
+        "_AddGradient.apply(x, loss / self.labels)",
+        "_AddGradient.apply(x, loss)",
+        f"{_FAMILY}::test_gradients_are_those_of_the_token_losses_and_the_auxiliary_ones",
+    ),
+    Mutant(
+        "an auxiliary loss is divided by the labels of one micro-batch",
+        "trainer/trainer.py",
+        "normalise_auxiliary_losses(part, valid.clamp(min=1))",
+        'normalise_auxiliary_losses(part, count_valid(batches[0]["labels"]).clamp(min=1))',
+        f"{_FAMILY}::test_gradients_are_those_of_the_token_losses_and_the_auxiliary_ones",
+    ),
+    Mutant(
+        "the hook after a step is not called",
+        "trainer/trainer.py",
+        "self.spec.after_step(self.model_parts, self.dims)",
+        "pass",
+        f"{_FAMILY}::test_a_checkpoint_of_one_layout_is_loaded_by_another",
+    ),
+    Mutant(
+        "rotary rows of keys keep their order",
+        "trainer/models/llama3/state_dict.py",
+        'if part in ("attention.wq", "attention.wk"):',
+        'if part == "attention.wq":',
+        "tests/unit/test_state_dict.py",
+    ),
+    Mutant(
+        "a tensor that is missing is not told",
+        "trainer/models/state_dict.py",
+        "if wanted:",
+        "if not wanted:",
+        "tests/unit/test_state_dict.py",
+    ),
+)
+
+LAYOUTS = (
+    Mutant(
+        "tied weights come apart under TP",
+        "trainer/distributed/tensor_parallel.py",
+        "    with preserve_ties(module):\n",
+        "    with nullcontext():\n",
+        _PAIRS,
+    ),
+    Mutant(
+        "a pipeline averages its micro-batches",
+        "trainer/distributed/pipeline_parallel.py",
+        '"scale_grads": False',
+        '"scale_grads": True',
+        f"{_LAYOUT}[pp2-float32]",
+    ),
+    Mutant(
+        "only the first stage of a rank has its rotary table cut",
+        "trainer/trainer.py",
+        "for part in self.model_parts for table in self.spec.cp_buffers(part)",
+        "for part in self.model_parts[:1] for table in self.spec.cp_buffers(part)",
+        _PAIRS,
+    ),
+    Mutant(
+        "FSDP leaves out the ranks of one sequence",
+        "trainer/distributed/parallel_dims.py",
+        '"dp_shard_cp": ("dp_shard", *_CP)',
+        '"dp_shard_cp": ("dp_shard",)',
+        f"{_LAYOUT}[cp2-float32]",
+    ),
+    Mutant(
+        "micro-batches of a pipeline share a handle",
+        "trainer/trainer.py",
+        'sequences=batch["tokens"].shape[0],',
+        "sequences=1,",
+        "tests/distributed/test_pipeline.py " + _PAIRS,
+    ),
+)
