@@ -275,9 +275,9 @@ def refused_arguments(mesh: DeviceMesh, layout: AxisLayout, x: torch.Tensor) -> 
     """The messages about arguments that do not fit the layout or the group."""
     group = mesh.get_group()
     return [
-        refusal(lambda: shard(x, layout, 1, group=group, grad="sum")),
-        refusal(lambda: shard(x, layout, 2, group=group)),
-        refusal(lambda: unshard(x, layout, 1, group=group)),
+        refusal(lambda: shard(x, layout, 1, group=group, grad="sum"), ValueError),
+        refusal(lambda: shard(x, layout, 2, group=group), ValueError),
+        refusal(lambda: unshard(x, layout, 1, group=group), ValueError),
         refusal(lambda: borrow(x, layout, group=group, copies=3)),
         refusal(lambda: give_back(random(3, 4, 2), layout, group=group)),
         refusal(lambda: give_back(random(2, 4, 2), layout, group=group, copies=0)),
@@ -330,7 +330,12 @@ def guards_case() -> list[str]:
 
 
 def test_guards(pool: WorkerPool) -> None:
-    words = ["'sum' is none of 'partial', 'replicated'", "has 8", "has 4", "3 copies do not divide the 2 ranks"]
+    words = [
+        "'sum' is none of 'partial', 'replicated'",
+        "layout with 8",
+        "layout with 4",
+        "3 copies do not divide the 2 ranks",
+    ]
     words += [
         "3 samples cannot be given back",
         "0 copies do not divide",

@@ -188,7 +188,7 @@ EXECUTION = (
     ),
     Mutant(
         "replicate leaves the gradients apart",
-        f"{_CP}/regions.py",
+        "trainer/distributed/sharding/placement.py",
         "return all_reduce(total, group).to(gradient.dtype)",
         "return total.to(gradient.dtype)",
         "tests/distributed/test_region.py",

@@ -4,41 +4,26 @@ Outside a region every rank of its group computes the same, on whole sequences; 
 Attention in the region has the style `ContextParallelAttention` and gets the region's plan. Other attention stays
 local.
 
-At the border of a region, a gradient on the outside has one of two placements, which the caller names:
-
-    partial      The ranks' gradients add up to the whole gradient. Use it if gradients are summed over the ranks anyway
-                 (FSDP over `dp_shard_cp`, as in the trainer) and each rank's loss is its part of the sum.
-    replicated   Every rank has the whole gradient. Use it if nothing is summed afterwards.
-
-                shard(x)                      unshard(y)                     replicate(w)
-    forward     own rows                      all rows, on every rank        w
-    partial     own rows' gradient,           own rows of the sum of all     (not needed)
-                zeros elsewhere               ranks' gradients
-    replicated  own rows' gradients of all    own rows of the gradient       sum of all ranks' gradients
-                ranks, put together
-
+At the border of a region, a gradient on the outside is `partial` or `replicated`: see `sharding/placement.py`.
 Parameters that are used inside a region always have partial gradients: `replicate` them, or let FSDP sum them.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.inputs import check_mask
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.sharding.exchange import all_reduce, exchange
+from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.placement import check_rows, replicate, shard, unshard
 from trainer.distributed.sharding.ranges import Range
-
-PLACEMENTS = ("partial", "replicated")
 
 
 @dataclass(frozen=True)
@@ -99,47 +84,6 @@ def region(
         yield Region(handle, layout, mesh.get_group(), live)
 
 
-def shard(
-    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
-) -> torch.Tensor:
-    """Return this rank's rows of x, which every rank has whole: `layout.length` rows in `dim`.
-
-    grad: placement of the gradient of x: `partial`, or `replicated` (a collective in the backward).
-
-    Raises:
-        ContextParallelError: another placement, or another number of rows.
-    """
-    _check(x, dim, layout.length, grad)
-    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
-    return own_rows(x) if grad == "partial" else _WithAdjoint.apply(x, own_rows, all_rows)
-
-
-def unshard(
-    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
-) -> torch.Tensor:
-    """Return all rows, in their global order, of which x has this rank's; a collective.
-
-    grad: placement of the gradient of the result: `partial` (summed over the ranks in the backward, a collective), or
-    `replicated` (the backward takes this rank's rows).
-
-    Raises:
-        ContextParallelError: another placement, or another number of rows.
-    """
-    _check(x, dim, layout.local_length(group.rank()), grad)
-    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
-    return all_rows(x) if grad == "partial" else _WithAdjoint.apply(x, all_rows, own_rows)
-
-
-def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return x, with the sum of all ranks' gradients as gradient on every rank; a collective in the backward."""
-
-    def summed(gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
-        return all_reduce(total, group).to(gradient.dtype)
-
-    return _WithAdjoint.apply(x, lambda x: x.view_as(x), summed)
-
-
 def borrow(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
     """Return this rank's rows of the samples of all ranks, from whole sequences of its own samples; a collective.
 
@@ -148,10 +92,11 @@ def borrow(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, cop
     x is partial over its copies.
 
     Raises:
-        ContextParallelError: sequences of another length than the layout's, or copies that do not divide the ranks.
+        ContextParallelError: copies that do not divide the ranks.
+        ValueError: sequences of another length than the layout's.
     """
     sets, rank, each = _sets(copies, group), group.rank(), x.shape[0] * layout.length
-    _check(x, 1, layout.length, "partial")
+    check_rows(x, 1, layout.length)
     # Each copy sends its part of the rows that the copies have in common.
     shards = tuple(((s * each, (s + 1) * each),) for s in range(sets))
     cut = AxisLayout("samples", each * sets, shards).cut(copies)
@@ -168,10 +113,11 @@ def give_back(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, 
     Every copy gets them; the gradient of the result is partial over the copies.
 
     Raises:
-        ContextParallelError: another number of rows than the layout's, or copies that do not divide the ranks.
+        ContextParallelError: copies that do not divide the ranks.
+        ValueError: another number of rows than the layout's.
     """
     sets = _sets(copies, group)
-    _check(x, 1, layout.local_length(group.rank()), "partial")
+    check_rows(x, 1, layout.local_length(group.rank()))
     if x.shape[0] % sets:
         raise ContextParallelError(f"{x.shape[0]} samples cannot be given back to {sets} sets of ranks in equal parts")
     each = x.shape[0] // sets * layout.length
@@ -184,35 +130,3 @@ def _sets(copies: int, group: dist.ProcessGroup) -> int:
     if copies < 1 or group.size() % copies:
         raise ContextParallelError(f"{copies} copies do not divide the {group.size()} ranks of the region")
     return group.size() // copies
-
-
-def _all_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return exchange(x, layout, [[(0, layout.length)]] * layout.degree, dim=dim, group=group)
-
-
-def _own_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return x.index_select(dim, torch.from_numpy(layout.indices(group.rank())).to(x.device))
-
-
-def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
-    if grad not in PLACEMENTS:
-        raise ContextParallelError(f"grad = {grad!r} is none of {', '.join(map(repr, PLACEMENTS))}")
-    if x.shape[dim] != rows:
-        raise ContextParallelError(
-            f"a tensor with {x.shape[dim]} rows in dimension {dim} is at the border of a region whose layout has "
-            f"{rows}; give the dimension of the sequence, or the region's layout"
-        )
-
-
-class _WithAdjoint(torch.autograd.Function):
-    """Apply one function in the forward, and another one to the gradient in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, function, adjoint):
-        ctx.adjoint = adjoint
-        return function(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return ctx.adjoint(gradient), None, None

@@ -1,0 +1,109 @@
+"""How a tensor goes from whole to sharded and back, with typed gradients.
+
+The gradient of a tensor that every rank has whole has one of two placements, which the caller names:
+
+    partial      The ranks' gradients add up to the whole gradient. Use it if gradients are summed over the ranks anyway
+                 (FSDP over `dp_shard_cp`, as in the trainer) and each rank's loss is its part of the sum.
+    replicated   Every rank has the whole gradient. Use it if nothing is summed afterwards.
+
+                shard(x)                      unshard(y)                     replicate(w)
+    forward     own rows                      all rows, on every rank        w
+    partial     own rows' gradient,           own rows of the sum of all     (not needed)
+                zeros elsewhere               ranks' gradients
+    replicated  own rows' gradients of all    own rows of the gradient       sum of all ranks' gradients
+                ranks, put together
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from trainer.distributed.sharding.exchange import all_reduce, exchange
+from trainer.distributed.sharding.layout import AxisLayout
+
+PLACEMENTS = ("partial", "replicated")
+
+
+def shard(
+    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
+) -> torch.Tensor:
+    """Return this rank's rows of x, which every rank has whole: `layout.length` rows in `dim`.
+
+    grad: placement of the gradient of x: `partial`, or `replicated` (a collective in the backward).
+
+    Raises:
+        ValueError: another placement, or another number of rows.
+    """
+    check_rows(x, dim, layout.length)
+    _check_placement(grad)
+    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
+    return own_rows(x) if grad == "partial" else _WithAdjoint.apply(x, own_rows, all_rows)
+
+
+def unshard(
+    x: torch.Tensor, layout: AxisLayout, dim: int, *, group: dist.ProcessGroup, grad: str = "partial"
+) -> torch.Tensor:
+    """Return all rows, in their global order, of which x has this rank's; a collective.
+
+    grad: placement of the gradient of the result: `partial` (summed over the ranks in the backward, a collective), or
+    `replicated` (the backward takes this rank's rows).
+
+    Raises:
+        ValueError: another placement, or another number of rows.
+    """
+    check_rows(x, dim, layout.local_length(group.rank()))
+    _check_placement(grad)
+    own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
+    return all_rows(x) if grad == "partial" else _WithAdjoint.apply(x, all_rows, own_rows)
+
+
+def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return x, with the sum of all ranks' gradients as gradient on every rank; a collective in the backward."""
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+        return all_reduce(total, group).to(gradient.dtype)
+
+    return _WithAdjoint.apply(x, lambda x: x.view_as(x), summed)
+
+
+def check_rows(x: torch.Tensor, dim: int, rows: int) -> None:
+    """Check that x has as many rows in `dim` as its layout.
+
+    Raises:
+        ValueError: it has another number.
+    """
+    if x.shape[dim] != rows:
+        raise ValueError(
+            f"a tensor with {x.shape[dim]} rows in dimension {dim} does not fit a layout with {rows}; give the "
+            "dimension that is sharded, or the layout of the tensor"
+        )
+
+
+def _check_placement(grad: str) -> None:
+    if grad not in PLACEMENTS:
+        raise ValueError(f"grad = {grad!r} is none of {', '.join(map(repr, PLACEMENTS))}")
+
+
+def _all_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return exchange(x, layout, [[(0, layout.length)]] * layout.degree, dim=dim, group=group)
+
+
+def _own_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return x.index_select(dim, torch.from_numpy(layout.indices(group.rank())).to(x.device))
+
+
+class _WithAdjoint(torch.autograd.Function):
+    """Apply one function in the forward, and another one to the gradient in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, function, adjoint):
+        ctx.adjoint = adjoint
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return ctx.adjoint(gradient), None, None
