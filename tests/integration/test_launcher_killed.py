@@ -74,7 +74,7 @@ def kill_launcher(launcher: str, folder: Path, *, after_first_step: bool, delay:
     ("launcher", "after_first_step", "delays"),
     [
         pytest.param("launcher", False, (0.0, 0.05, 0.4), id="importing"),
-        pytest.param("torchrun", False, (0.5,), id="torchrun"),
+        pytest.param("torchrun", False, (0.0, 0.5), id="torchrun"),  # 0.0: before ranks look for their parent
         pytest.param("torchrun", True, (0.3,), id="torchrun training", marks=pytest.mark.slow),
         pytest.param("launcher", False, "random", id="20 random moments", marks=pytest.mark.slow),
     ],

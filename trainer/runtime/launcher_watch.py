@@ -9,6 +9,7 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _POLL_SECONDS = 0.5
+_ENDED = -1  # no process, because the launcher ended before this rank looked for it
 
 
 def launcher_of(arguments: list[str], variables: Mapping[str, str]) -> tuple[int | None, list[str]]:
@@ -26,11 +28,29 @@ def launcher_of(arguments: list[str], variables: Mapping[str, str]) -> tuple[int
     """
     if arguments[:1] == ["--launched-by"]:
         return int(arguments[1]), arguments[2:]
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in variables else None, arguments
+    if "TORCHELASTIC_RUN_ID" not in variables:
+        return None, arguments
+    parent = os.getppid()
+    return (_ENDED if parent == 1 and not _store_answers(variables) else parent), arguments
+
+
+def _store_answers(variables: Mapping[str, str]) -> bool:
+    """Return whether torchrun's store listens. Process 1 adopts orphans, and in a container it may be torchrun."""
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    try:
+        socket.create_connection((variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), timeout=10).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # a name or a network that fails for now
+        return True
+    return True
 
 
 def end_with(launcher: int) -> None:
     """Kill this process as soon as the process `launcher` has ended, or at once if it has ended already."""
+    if launcher == _ENDED:
+        os.kill(os.getpid(), signal.SIGKILL)
     if sys.platform == "linux" and os.getppid() == launcher:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     threading.Thread(target=_watch, args=(launcher,), name="launcher_watch", daemon=True).start()
