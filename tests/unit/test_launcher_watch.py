@@ -42,11 +42,11 @@ def test_who_launched_a_process() -> None:
 
 
 def test_an_orphan_knows_by_the_store_that_torchrun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parent is process 1, which in a container may be torchrun itself."""
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    """Its parent is whoever adopts orphans: process 1, which in a container may be torchrun itself, or another."""
+    monkeypatch.setattr(os, "getppid", lambda: 7)
     with socket.create_server(("localhost", 0)) as store:
         variables = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.getsockname()[1])}
         variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        assert launcher_of(["x"], variables) == (1, ["x"])
+        assert launcher_of(["x"], variables) == (7, ["x"])
     assert launcher_of(["x"], variables) == (-1, ["x"])
-    assert launcher_of(["x"], variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == (1, ["x"])
+    assert launcher_of(["x"], variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == (7, ["x"])

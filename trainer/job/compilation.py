@@ -23,9 +23,9 @@ class CompileOptions:
     """The pipeline splits each backward into one for inputs and one for weights."""
     memory_budget: float | None
     """Share of the activations that the compiler may keep; None: no limit."""
-    recomputes_layers: bool
-    """The compiler recomputes whole layers, with a budget of 0. With tensor parallelism and PyTorch's own attention it
-    cannot take over activation checkpointing: torch 2.13 would save a mesh as if it were a tensor."""
+    cannot_checkpoint_layers: bool
+    """With tensor parallelism and PyTorch's own attention the compiler cannot take over the activation checkpointing of
+    whole layers: torch 2.13 would save a mesh as if it were a tensor."""
 
     @property
     def any(self) -> bool:
@@ -36,6 +36,11 @@ class CompileOptions:
     def chooses_recomputation(self) -> bool:
         """Whether the compiler chooses what the backward recomputes."""
         return self.model and self.backend != "eager"
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether the compiler recomputes whole layers, by a budget of 0, in place of activation checkpointing."""
+        return self.memory_budget == 0
 
 
 def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileOptions:
@@ -48,9 +53,11 @@ def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileO
     if not settings.components:
         raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
     model = settings.enable and "model" in settings.components
-    tensor_parallel = config.parallelism.tensor_parallel_degree > 1 and not config.plans_attention
-    recomputes_layers = activations.mode == "full" and model and settings.backend != "eager" and tensor_parallel
+    traced = model and settings.backend != "eager"
+    cannot_checkpoint_layers = traced and config.parallelism.tensor_parallel_degree > 1 and not config.plans_attention
     budget = activations.memory_budget if activations.mode == "memory_budget" else None
+    if cannot_checkpoint_layers and activations.mode == "full":
+        budget = 0.0
     options = CompileOptions(
         model=model,
         loss=settings.enable and "loss" in settings.components,
@@ -58,8 +65,8 @@ def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileO
         overlaps_tensor_parallel=config.parallelism.overlaps_tensor_parallel,
         rounds_as_eager=config.float8.enable and config.float8.recipe_name == "rowwise",
         splits_backward=splits_backward,
-        memory_budget=0.0 if recomputes_layers else budget,
-        recomputes_layers=recomputes_layers,
+        memory_budget=budget,
+        cannot_checkpoint_layers=cannot_checkpoint_layers,
     )
     if options.overlaps_tensor_parallel and not (options.model and options.backend == "inductor"):
         raise ConfigError(

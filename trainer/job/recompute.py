@@ -32,10 +32,9 @@ def check_activation_checkpoint(
             f"weights, about ten times, as {pipeline.schedule} splits the backward; use 'none', compile.enable, or "
             f"{pipeline.whole_backward}"
         )
-    degree = config.parallelism.tensor_parallel_degree
-    some_layers = settings.mode == "selective" and option != "op"
-    if some_layers and compilation.chooses_recomputation and degree > 1 and not config.plans_attention:
-        raise ConfigError(  # see CompileOptions.recomputes_layers
+    if compilation.cannot_checkpoint_layers and settings.mode == "selective" and option != "op":
+        degree = config.parallelism.tensor_parallel_degree
+        raise ConfigError(
             f"activation_checkpoint.selective_ac_option = {option!r} recomputes some layers whole, which the compiler "
             f"cannot do with parallelism.tensor_parallel_degree = {degree}; use 'op', the mode 'full' or "
             "'memory_budget', or leave compile.enable out"

@@ -30,20 +30,18 @@ def launcher_of(arguments: list[str], variables: Mapping[str, str]) -> tuple[int
         return int(arguments[1]), arguments[2:]
     if "TORCHELASTIC_RUN_ID" not in variables:
         return None, arguments
-    parent = os.getppid()
-    return (_ENDED if parent == 1 and not _store_answers(variables) else parent), arguments
+    parent = os.getppid()  # before the look at the store: if torchrun has ended by now, this may be another process
+    return (parent if _store_answers(variables) else _ENDED), arguments
 
 
 def _store_answers(variables: Mapping[str, str]) -> bool:
-    """Return whether torchrun's store listens. Process 1 adopts orphans, and in a container it may be torchrun."""
+    """Return whether torchrun's store listens, as it does before the first rank starts."""
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     try:
         socket.create_connection((variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), timeout=10).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:  # a name or a network that fails for now
-        return True
+    except OSError as error:  # of others, a name or a network fails for now
+        return not isinstance(error, ConnectionRefusedError)
     return True
 
 
