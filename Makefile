@@ -9,7 +9,8 @@ TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 .PHONY: train test test-all test-gpu mutants docs lint format clean
 
 train: $(STAMP)
-	./run_llama_train.sh
+	./run_llama_train.sh --checkpoint.enable
+	$(PY) -m trainer generate outputs/debug_model --prompt 'def '
 
 test: $(STAMP)
 	$(PY) -m pytest $(TWO_FILES) -m "not slow"
@@ -34,9 +35,10 @@ format: $(STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-$(STAMP): requirements.txt
+$(STAMP): requirements.txt pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 clean:

@@ -139,6 +139,7 @@ EFFECTS: dict[str, str | Seen] = {
     "job.dump_folder": Seen("", lambda _, on: {"config.toml", "metrics.jsonl"} <= set(on.files)),
     "job.description": Seen(_MANY, _more("out", "what-it-is-for")),
     "job.print_config": Seen(_MANY, _more("out", "[optimizer]\n")),
+    "job.device": "tests/unit/test_devices.py::test_the_device_that_is_asked_for",
     "job.max_minutes": Seen("--job.max_minutes=1e-6", _becomes("logged", [1, 2, 3], [1])),
     # ---- profiling
     "profiling.enable_profiling": Seen(_TRACE, _more("files", "profile_trace/iteration_3/rank0_trace.json")),

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.components.console import logger
 from trainer.components.grad_norm import clip_gradients, global_grad_norm, settle_gradients
 from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler
@@ -25,7 +24,6 @@ from trainer.data.datasets import open_source
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
@@ -34,12 +32,13 @@ from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
-from trainer.models.args import has_windows
+from trainer.job.summary import closing
 from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
 from trainer.runtime import writing_to
 from trainer.runtime.agreement import raise_on_all_ranks
+from trainer.runtime.console import logger, program, say_waiting
 from trainer.runtime.determinism import set_determinism
 from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
@@ -80,13 +79,14 @@ class Trainer:
         )
         self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
         self._prepare_process()
-        self.kernel = raise_on_all_ranks(self._prepare_machine, self.dims["world"])
-        """Name of the kernel for planned attention; empty without a plan."""
+        raise_on_all_ranks(self._prepare_machine, self.dims["world"])
+        say_waiting(f"reading the data {config.training.dataset_path or config.training.dataset}")
         self.loader = self.build_loader()
         self.batches = iter(self.loader)
         self.methods_told: set[str] = set()
 
         self.spec = model_spec(config.model.name)
+        say_waiting(f"making the model, {job.model.n_params():,} parameters")
         self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
@@ -103,23 +103,6 @@ class Trainer:
         )
         self.start_step, tokens_before = self.checkpoint.load()
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
-        self._announce()
-
-    def _announce(self) -> None:
-        """Log the decisions of the job."""
-        job, config = self.job, self.config
-        logger.info(
-            f"{self.spec.name} {config.model.flavor}: {job.model.n_params():,} parameters in {config.training.dtype}, "
-            f"computing in {job.compute_dtype} on {job.degrees.text()} ({job.device_type}); a step is "
-            f"{job.sequences_per_step} sequences of {config.training.seq_len:,} tokens in {job.micro_batches} "
-            "micro-batch(es)"
-        )
-        if job.attention is not None:
-            logger.info(
-                f"attention: {config.training.attention_mask} mask, {job.attention.method} over {job.degrees.cp} "
-                f"rank(s), {job.attention.load_balancer}, kernel {self.kernel}"
-                + (f"; auto chose {job.attention_reason}" if job.attention_reason else "")
-            )
 
     def build_model_parts(self) -> list[nn.Module]:
         """Return the parts of the model that this rank runs, parallelised, with their initial weights."""
@@ -139,10 +122,6 @@ class Trainer:
 
     def build_pipeline(self, plan: PipelinePlan) -> Pipeline:
         """Return the pipeline, which runs the stages of this rank by its schedule."""
-        logger.info(
-            f"pipeline: {plan.schedule}, {len(plan.stages)} stages of "
-            f"{', '.join(str(len(stage)) for stage in plan.stages)} modules, {plan.micro_batches} micro-batches a pass"
-        )
         settings = {"device": self.device, "dtype": self.compute_dtype, "dim": self.job.model.dim}
         settings["tp"], pp = self.dims.size("tp"), self.dims["pp"]
         pipeline = raise_on_all_ranks(lambda: Pipeline(plan, self.model_parts, pp, **settings), self.dims["world"])
@@ -158,25 +137,19 @@ class Trainer:
         # The sequence-parallel embedding returns a view, and nothing changes it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
-    def _prepare_machine(self) -> str:
-        """Check that this machine can run the job, save the configuration, and return the name of the kernel."""
+    def _prepare_machine(self) -> None:
+        """Check that this machine can run the job, and save the configuration."""
         check_compiler(self.job.compilation, self.device)
         check_float8_machine(
             self.config.float8, self.device, norms_have_parameters=self.job.model.norms_have_parameters
         )
         check_memory_snapshot(self.config.profiling, self.device)
-        kernel, model = "", self.job.model
-        if self.job.attention is not None:
-            wanted = self.device.type, self.compute_dtype, model.head_dim, self.job.attention.kernel
-            calls = 1 if self.batch_planner is None else 100  # packed documents make many tiles a stage
-            kernel = choose_kernel(*wanted, bands=has_windows(model), calls=calls).name
         if self.dims.rank("world") == 0:
             folder = Path(self.config.job.dump_folder)
             with writing_to(folder):
                 (folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
-        return kernel
 
-    def build_loader(self) -> Iterable[Batch]:
+    def build_loader(self) -> BatchLoader:
         """Return endless micro-batches of this rank's share of the data."""
         training = self.config.training
         return BatchLoader(
@@ -218,7 +191,9 @@ class Trainer:
             ):
                 self.metrics.restart_clock(self.start_step)
                 compilations = Recompilations(self.job.compilation, self.start_step + 1)
+                self._say_start()
                 for step in range(self.start_step + 1, training.steps + 1):
+                    self.metrics.starting(step)
                     self.train_step(step)
                     collect_garbage(step)
                     profiler.step(step)
@@ -231,9 +206,26 @@ class Trainer:
                     if reason:
                         logger.info(f"{reason} after step {step}; {'checkpoint saved' if saved else 'nothing saved'}")
                         return
-            logger.info(f"training done: {max(self.start_step, training.steps)} steps")
+            self._say_end()
         finally:
             self.metrics.close()
+
+    def _say_start(self) -> None:
+        first, last = self.start_step + 1, self.config.training.steps
+        if first <= last:
+            compiling = "; the first step compiles, which takes minutes" * self.job.compilation.any
+            logger.info(f"training starts: step {first} to {last}{compiling}")
+
+    def _say_end(self) -> None:
+        steps, metrics = self.config.training.steps, self.metrics
+        if self.start_step >= steps:
+            logger.info(
+                f"nothing to train: the checkpoint has {self.start_step} steps, and training.steps = {steps}; raise "
+                "training.steps to go on, or name another job.dump_folder to start anew"
+            )
+        else:
+            logger.info(f"training done: {steps} steps in {metrics.run_time()}, loss {metrics.last_loss:.3f}")
+        logger.info(closing(self.job, checkpoint=self.checkpoint.saved, program=program()))
 
     def train_step(self, step: int) -> None:
         """Do one optimizer step over the whole global batch."""
@@ -264,7 +256,8 @@ class Trainer:
         self.lr_scheduler.step()
         if self.metrics.due(step):
             sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
-            self.metrics.log(step, loss=loss, sequence_losses=sequence_losses, grad_norm=grad_norm, lr=lr)
+            scalars = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": self.loader.epoch}
+            self.metrics.log(step, sequence_losses=sequence_losses, **scalars)
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of one micro-batch, and add to the gradients.

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.components.console import set_up_logging
 from trainer.components.optimizer import build_optimizer
 from trainer.config.schema import JobConfig, Model
 from trainer.data.datasets import open_source
@@ -32,6 +31,7 @@ from trainer.models.initialization import initialize
 from trainer.models.llama3.args import FLAVORS
 from trainer.models.model_spec import model_spec
 from trainer.models.registry import model_args
+from trainer.runtime.console import set_up_logging
 from trainer.runtime.out_of_memory import is_out_of_memory
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer

@@ -17,10 +17,10 @@ from tests.distributed import harness
 from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
-from trainer.components.console import logger
 from trainer.config.loader import parse_command_line
 from trainer.distributed.sharding import exchange
 from trainer.job.compilation import resolve_compilation
+from trainer.runtime.console import logger
 from trainer.transforms import compile as compiling
 
 PRECISION = "--training.dtype=float64"

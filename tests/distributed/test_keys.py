@@ -21,12 +21,12 @@ import train
 from tests.distributed.harness import whole
 from tests.distributed.pool import WorkerPool, free_port
 from tests.keys import EFFECTS, Observed, Seen
-from trainer.components.console import logger
 from trainer.config.keys import keys_of
 from trainer.config.schema import JobConfig
 from trainer.distributed import data_parallel
 from trainer.distributed.sharding import exchange
 from trainer.runtime import garbage
+from trainer.runtime.console import logger
 from trainer.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def observe(arguments: list[str], folder: str, fail: str) -> Observed:
 
     with (
         mock.patch("trainer.trainer.Trainer", Watched),
-        mock.patch.object(train, "_GRACE_SECONDS", 0),
+        mock.patch("trainer.commands.rank._GRACE_SECONDS", 0),
         mock.patch.dict(os.environ, {"FORCE_COLOR": "1", "TERM": "xterm"}),
         recorded(seen),
         contextlib.redirect_stdout(out),

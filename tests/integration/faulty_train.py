@@ -1,8 +1,8 @@
 """A real job with one rank that fails: `FAULT="rank kind place file" python faulty_train.py [launcher's arguments]`.
 
-It calls the launcher's main, which starts this file again in the place of train.py; there the fault is planted around
-one method, and train.py's own main runs. Step 3 has the faults of a step, the checkpoint of step 4 that of saving.
-The file is made when the rank fails.
+It calls the launcher's main, which starts this file again in the place of the rank's program; there the fault is
+planted around one method, and that program runs. Step 3 has the faults of a step, the checkpoint of step 4 that of
+saving. The file is made when the rank fails.
 """
 
 import os
@@ -85,16 +85,16 @@ def plant(kind: str, place: str) -> None:
 
 
 def rank_main(rank: str, kind: str, place: str, _: str) -> int:
-    """train.py, with the fault if this is the rank that has it."""
-    import train
+    """The program of a rank, with the fault if this is the rank that has it."""
+    from trainer.commands import rank as program
 
     if os.environ["RANK"] == rank:
         plant(kind, place)
-    return train.command_line()
+    return program.command_line()
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.exit(rank_main(*os.environ["FAULT"].split(maxsplit=3)))
-    launch._TRAIN = Path(__file__).resolve()
+    launch._PROGRAM = [str(Path(__file__).resolve())]
     sys.exit(launch.main())

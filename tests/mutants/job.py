@@ -189,7 +189,7 @@ CACHES = (
 PROCESSES = (
     Mutant(
         "ranks outlive their launcher",
-        "train.py",
+        "trainer/commands/rank.py",
         "        end_with(launcher)\n",
         "        pass\n",
         "tests/integration/test_launcher_killed.py",

@@ -178,7 +178,7 @@ METRICS = (
     ),
     Mutant(
         "loss_compare always says the same",
-        "scripts/loss_compare.py",
+        "trainer/commands/compare.py",
         "agree = max(worst) <= arguments.tolerance",
         "agree = True",
         "tests/unit/test_loss_compare.py",

@@ -13,7 +13,7 @@ from tests.unit.test_model import ARGS, build
 from trainer.components.grad_norm import clip_gradients
 from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler, lr_factor
-from trainer.components.metrics import StepMetrics, _JsonLines, console_line, peak_flops, peak_memory_gib
+from trainer.components.metrics import StepMetrics, _JsonLines, console_line, duration, peak_flops, peak_memory_gib
 from trainer.components.optimizer import build_optimizer
 from trainer.config.schema import LRScheduler, Optimizer
 
@@ -119,6 +119,7 @@ METRICS = StepMetrics(
     loss_max=5.0,
     grad_norm=1.25,
     lr=1e-3,
+    seconds_per_step=5.61,
     tokens_per_second=1234.5,
     tokens_per_second_per_device=617.25,
     tflops=0.5,
@@ -127,18 +128,37 @@ METRICS = StepMetrics(
     memory_gib=1.5,
     data_loading_fraction=0.01,
     tokens_seen=57344,
+    epoch=0.25,
 )
 
 
-def test_console_lines_are_aligned():
-    lines = [
-        console_line(replace(METRICS, step=step, loss=loss, mfu=mfu), 1000, eta)
-        for step, loss, mfu, eta in ((1, 11.25, None, 5.0), (999, 4.5, 0.5, 65.0))
-    ]
-    for column in ("loss", "grad_norm", "lr", "tok/s", "mfu", "mem", "eta"):
-        assert lines[0].index(column) == lines[1].index(column)
-    assert "eta 0:01:05" in lines[1]
-    assert "50.0%" in lines[1]
+def test_a_line_on_a_cpu_has_no_empty_column():
+    line = console_line(replace(METRICS, step=50, loss=5.19104, lr=2.27e-3), 100, 280.4)
+    assert line == ("step  50/100  loss 5.191 (max 5.00)  grad 1.25  lr 2.3e-3  1,234 tok/s  5.6 s  1.5 GiB  eta 4:40")
+    last = console_line(replace(METRICS, step=100), 100, 0.0)
+    assert "eta" not in last
+
+
+@pytest.mark.parametrize("mfu", [None, 0.4567])
+def test_the_widest_line_fits_100_columns(mfu):
+    widest = replace(
+        METRICS, step=99999, loss=11.7642, loss_max=12.3456, grad_norm=12345.6, lr=2.345e-4, mfu=mfu,
+        seconds_per_step=123.4, tokens_per_second=12_345_678.0, memory_gib=139.87, data_loading_fraction=0.123,
+    )  # fmt: skip
+    line = console_line(widest, 100_000, 12 * 3600 + 34 * 60 + 56)
+    assert len(line) <= 100, (len(line), line)
+    for part in ("99999/100000", "loss 11.764", "grad 12346", "12.35M tok/s", "123 s", "140 GiB", "eta 12:34:56"):
+        assert part in line
+    assert ("46% mfu" in line) is (mfu is not None)
+    assert "max" not in line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (4.6, "0:05"), (65, "1:05"), (280, "4:40"), (3723, "1:02:03"), (183_000, "2d02h")],
+)
+def test_a_duration_is_short(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_json_lines_keep_an_earlier_run(tmp_path):

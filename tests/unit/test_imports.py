@@ -23,6 +23,7 @@ ROOMS = (
     ("trainer.models", "trainer.data"),
     ("trainer.components", "trainer.checkpoint"),
     ("trainer.trainer",),
+    ("trainer.commands", "trainer.__main__"),
     ("train",),
 )
 

@@ -24,6 +24,7 @@ PRESETS["debug_model.toml"] = 2
 CONDITIONAL = {key for key, known in keys_of(JobConfig).items() if known.when}
 ALWAYS = {
     *("job.config_file", "job.dump_folder", "job.description", "job.print_config", "job.max_minutes"),
+    "job.device",
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_color_printing"),
     *("model.name", "model.flavor", "model.norm_type", "model.tokenizer_path", "model.rope_theta"),
@@ -253,11 +254,11 @@ def test_presets_have_no_notes(name, tmp_path):
     assert notes(argv, PRESETS[name]) == ()
 
 
-def test_a_check_prints_the_notes_beside_the_configuration():
-    command = [sys.executable, f"{ROOT}/train.py", "--check-config", "--print-config", "--checkpoint.interval=9"]
+def test_a_check_prints_the_notes_apart_from_the_summary():
+    command = [sys.executable, f"{ROOT}/train.py", "--check-config", "--checkpoint.interval=9"]
     result = subprocess.run([*command, "--training.batch_size=8"], capture_output=True, text=True, check=True)
     older, unused = result.stderr.splitlines()
     assert older.startswith("note: training.batch_size = 8 (on the command line) is an older spelling")
     assert unused == "note: checkpoint.interval = 9 has no effect without checkpoint.enable"
-    assert "interval = 9" in result.stdout
+    assert "checkpoints  none are saved" in result.stdout
     assert "note" not in result.stdout

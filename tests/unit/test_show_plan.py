@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.plan_picture import polygon
-from scripts.plan_tables import Case
-from scripts.show_plan import build, main, parse_documents, parser
 from tests.masks import dense
+from trainer.commands.plan import build, main, parse_documents, parser
+from trainer.commands.plan_picture import polygon
+from trainer.commands.plan_tables import Case
 from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.sharding.layout import LOAD_BALANCERS, head_tail
@@ -253,7 +253,7 @@ def test_a_bad_argument_is_told_in_one_sentence(
 def test_without_its_module_there_is_no_picture(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.delitem(sys.modules, "scripts.plan_picture")
+    monkeypatch.delitem(sys.modules, "trainer.commands.plan_picture")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*SMALL, "--output", str(tmp_path / "plan.svg")]) == 2
     assert "--output needs matplotlib: pip install matplotlib" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.train_tokenizer import byte_of_char, main, train
+from trainer.commands.train_tokenizer import byte_of_char, main, train
 from trainer.config.errors import ConfigError
 from trainer.data import tokenizer as module
 from trainer.data.datasets import open_source
@@ -206,7 +206,7 @@ def _one_sentence(error: ConfigError, message: str) -> None:
     text = str(error)
     assert text.startswith("model.tokenizer_path = ")
     assert message in text
-    for way_out in ("scripts/download_tokenizer.py", "scripts/train_tokenizer.py", "leave model.tokenizer_path out"):
+    for way_out in ("`lct download-tokenizer`", "`lct train-tokenizer`", "leave model.tokenizer_path out"):
         assert way_out in text
     assert "\n" not in text
     assert error.__cause__ is None
@@ -216,7 +216,7 @@ DOWNLOAD = """
 import sys
 import huggingface_hub
 from huggingface_hub import errors
-from scripts import download_tokenizer
+from trainer.commands import download_tokenizer
 error = {error}
 def refuse(**kwargs):
     raise error

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -31,15 +32,17 @@ from trainer.checkpoint.folder import (
     unfinished_folder,
     unreadable,
 )
-from trainer.components.console import logger
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
 from trainer.config.errors import ConfigError, SharedConfigError
+from trainer.config.schema import JobConfig
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.job.record import ResolvedJob
+from trainer.models.args import ModelArgs
 from trainer.runtime.agreement import raise_on_all_ranks
+from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout
 from trainer.transforms.float8 import without_float8_cast
 
@@ -54,16 +57,55 @@ def tensors_of(model_parts: Iterable[nn.Module], optimizer: torch.optim.Optimize
     A shared parameter has the first of its names. Optimizer states are created if there are none yet.
     """
     ensure_state(optimizer)
-    named: dict[torch.Tensor, str] = {}
-    for part in model_parts:
-        for name, tensor in part.state_dict(keep_vars=True).items():
-            named.setdefault(tensor, name)
-    tensors = {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
+    named = _names(model_parts)
+    tensors = _model_tensors(named)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for entry, value in optimizer.state[parameter].items():
                 tensors[f"optimizer.{named[parameter]}.{entry}"] = value
     return tensors
+
+
+def _names(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
+    named: dict[torch.Tensor, str] = {}
+    for part in model_parts:
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            named.setdefault(tensor, name)
+    return named
+
+
+def _model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+    return {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
+
+
+def open_step(config: JobConfig, model: ModelArgs, step: int) -> tuple[RunState, Reader]:
+    """Return the state of a saved step, and a reader of its tensors.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or of another model or other data.
+    """
+    folder = checkpoint_folder(config)
+    state = read_state(folder, step)
+    check_fits(state, config, model)
+    reader = Reader(step_folder(folder, step), files=state.files)
+    try:
+        reader.read_metadata()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        raise unreadable(folder, step, error) from None
+    return state, reader
+
+
+def load_weights(config: JobConfig, args: ModelArgs, model: nn.Module, step: int) -> None:
+    """Load the weights of a saved step into a model, in place.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or of another model.
+    """
+    _, reader = open_step(config, args, step)
+    try:
+        dcp.load(_model_tensors(_names([model])), storage_reader=reader, planner=TensorsOnly())
+    except CheckpointException as error:
+        raise unreadable(checkpoint_folder(config), step, _cause(error)) from None
 
 
 class Checkpointer:
@@ -112,7 +154,7 @@ class Checkpointer:
         if step == 0:
             return 0, 0
         started = time.monotonic()
-        state, reader = raise_on_all_ranks(lambda: self._open(step), world)
+        state, reader = raise_on_all_ranks(lambda: open_step(self._config, self._model, step), world)
         try:
             tensors = tensors_of(self._model_parts, self._optimizer)
             dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), process_group=self.group)
@@ -146,17 +188,12 @@ class Checkpointer:
                 f"name a folder that can"
             ) from None
 
-    def _open(self, step: int) -> tuple[RunState, Reader]:
-        state = read_state(self.folder, step)
-        check_fits(state, self._config, self._model)
-        reader = Reader(step_folder(self.folder, step), files=state.files)
-        try:
-            reader.read_metadata()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
-            raise unreadable(self.folder, step, error) from None
-        return state, reader
-
     # ---- saving
+
+    @property
+    def saved(self) -> Path | None:
+        """The folder of the last checkpoint that this run saved or resumed from; None: there is none."""
+        return step_folder(self.folder, self._last_step) if self._last_step else None
 
     def save(self, step: int, *, tokens_seen: int, last: bool = False) -> bool:
         """Save every `checkpoint.interval` steps and after the `last` one; return whether `step` has a checkpoint now.
@@ -173,6 +210,7 @@ class Checkpointer:
         self.wait()
         started = time.monotonic()
         state = RunState(step, tokens_seen, model_description(self._config, self._model), self._all_streams(), files={})
+        say_waiting(f"saving the checkpoint of step {step}")
         writer = Writer(unfinished_folder(self.folder, step), state, keep_latest_k=self.settings.keep_latest_k)
         self._last_step = step
         tensors = tensors_of(self._model_parts, self._optimizer)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from trainer.components.console import logger
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.record import ResolvedJob
+from trainer.runtime.console import logger, show_progress
 
 # Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
 _PEAK_FLOPS = {
@@ -44,6 +44,8 @@ class StepMetrics:
     grad_norm: float
     """Gradient norm before clipping."""
     lr: float
+    seconds_per_step: float
+    """Time of one step on the slowest rank, mean over the steps since the last logged one."""
     tokens_per_second: float
     """Speed of the whole job since the last logged step; every position of every sequence counts once."""
     tokens_per_second_per_device: float
@@ -59,6 +61,8 @@ class StepMetrics:
     """Share of the time in which ranks waited for data, mean over ranks."""
     tokens_seen: int
     """Tokens of the whole job since its first step."""
+    epoch: float
+    """Passes over the data so far, mean over the data streams."""
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -78,17 +82,49 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float) -> str:
-    """Return one line of fixed columns: progress, loss, speed, resources, time left."""
-    width = len(str(total_steps))
-    mfu = "    -" if metrics.mfu is None else f"{metrics.mfu:5.1%}"
-    return (
-        f"step {metrics.step:>{width}}/{total_steps} {metrics.step / total_steps:4.0%}"
-        f"  loss {metrics.loss:8.5f}  max {metrics.loss_max:8.5f}  grad_norm {metrics.grad_norm:8.4f}"
-        f"  lr {metrics.lr:.2e}  tok/s {metrics.tokens_per_second:>9,.0f}"
-        f" ({metrics.tokens_per_second_per_device:,.0f}/device)  tflops {metrics.tflops:6.2f}  mfu {mfu}"
-        f"  mem {metrics.memory_gib:6.2f} GiB  data {metrics.data_loading_fraction:4.0%}"
-        f"  eta {timedelta(seconds=round(eta_seconds))}"
-    )
+    """Return one line of at most 100 characters: progress, loss, speed, resources, time left.
+
+    `max`, the largest loss of a sequence, gives way to the share of the device's peak where that is known. A line that
+    is too long has single blanks, then neither `data` (waiting for data, from 5 % on) nor `max`.
+    """
+    loss_max = f" (max {metrics.loss_max:.2f})" if metrics.mfu is None else ""
+    data = f"data {metrics.data_loading_fraction:.0%}" if metrics.data_loading_fraction >= 0.05 else ""
+    lines = []
+    for detail, extra in ((loss_max, data), (loss_max, ""), ("", "")):
+        parts = [
+            f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
+            f"loss {metrics.loss:.3f}{detail}",
+            f"grad {metrics.grad_norm:.{2 if metrics.grad_norm < 100 else 0}f}",
+            f"lr {_short_power(metrics.lr)}",
+            f"{_speed(metrics.tokens_per_second)} tok/s",
+            "" if metrics.mfu is None else f"{metrics.mfu:.0%} mfu",
+            f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s",
+            f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB",
+            extra,
+            f"eta {duration(eta_seconds)}" if metrics.step < total_steps else "",
+        ]
+        lines += [blanks.join(part for part in parts if part) for blanks in ("  ", " ")]
+    return next((line for line in lines if len(line) <= 100), lines[-1])
+
+
+def duration(seconds: float) -> str:
+    """Return 4:40, 1:02:03, or from a day on 2d03h."""
+    seconds = round(seconds)
+    if seconds >= 86400:
+        return f"{seconds // 86400}d{seconds % 86400 // 3600:02}h"
+    text = str(timedelta(seconds=seconds))
+    return text.removeprefix("0:").removeprefix("0") if seconds < 3600 else text
+
+
+def _speed(tokens_per_second: float) -> str:
+    """Return tokens per second in at most six characters from 100,000 on."""
+    return f"{tokens_per_second:,.0f}" if tokens_per_second < 1e5 else f"{tokens_per_second / 1e6:,.2f}M"
+
+
+def _short_power(number: float) -> str:
+    """Return 2.3e-3 for 0.0023."""
+    digits, _, power = f"{number:.1e}".partition("e")
+    return f"{digits}e{int(power)}"
 
 
 class MetricsLogger:
@@ -111,6 +147,9 @@ class MetricsLogger:
             self._sinks = [_JsonLines(dump_folder / "metrics.jsonl", start_step)]
             if self.settings.enable_tensorboard:
                 self._sinks.append(_TensorBoard(dump_folder / self.settings.save_tb_folder, start_step))
+        self._run_started = time.perf_counter()
+        self.last_loss: float | None = None
+        """Loss of the last logged step of this run."""
         self.restart_clock(start_step)
 
     def restart_clock(self, step: int) -> None:
@@ -126,26 +165,40 @@ class MetricsLogger:
         yield
         self._data_seconds += time.perf_counter() - started
 
+    def run_time(self) -> str:
+        """Return how long this run has trained, in words."""
+        return duration(time.perf_counter() - self._run_started)
+
     def tokens_seen(self, step: int) -> int:
         """Return the tokens of the whole job up to the end of `step`, earlier runs included."""
         return self.tokens_before + (step - self.start_step) * self.tokens_per_step
+
+    def starting(self, step: int) -> None:
+        """Show which step runs, in the last line of a terminal."""
+        passed = time.perf_counter() - self._started
+        done = step - 1 - self._last_step
+        left = f", {duration((self.last_step - step + 1) * passed / done)} left" if done else ""
+        show_progress(f"step {step}/{self.last_step} runs{left}")
 
     def due(self, step: int) -> bool:
         """Return whether this step is logged: the first, the last, and every `metrics.log_freq`-th."""
         return step in (1, self.last_step) or step % self.settings.log_freq == 0
 
-    def log(self, step: int, *, loss: float, sequence_losses: torch.Tensor, grad_norm: float, lr: float) -> StepMetrics:
+    def log(
+        self, step: int, *, loss: float, sequence_losses: torch.Tensor, grad_norm: float, lr: float, epoch: float
+    ) -> StepMetrics:
         """Reduce and write one step. A collective: every rank calls it for the same steps.
 
-        loss: of the whole job; sequence_losses: (B,) mean loss of each sequence of this rank.
+        loss: of the whole job; sequence_losses: (B,) mean loss of each sequence of this rank; epoch: mean over the data
+        streams of this rank.
         """
         elapsed = time.perf_counter() - self._started
         steps = step - self._last_step
         largest = [sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
         largest = torch.tensor(largest, dtype=torch.float64, device=self.device)
         loss_max, elapsed, memory = all_reduce(largest, self.dims["world"], "max").tolist()
-        waited = torch.tensor(self._data_seconds, dtype=torch.float64, device=self.device)
-        waited = all_reduce(waited, self.dims["world"]).item() / self.dims.size("world")
+        means = torch.tensor([self._data_seconds, epoch], dtype=torch.float64, device=self.device)
+        waited, epoch = (all_reduce(means, self.dims["world"]) / self.dims.size("world")).tolist()
         per_device = self.tokens_per_step * steps / elapsed / self.dims.size("world")
         flops = [per_device * flops for flops in self.flops_per_token]
         mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]
@@ -155,6 +208,7 @@ class MetricsLogger:
             loss_max=loss_max,
             grad_norm=grad_norm,
             lr=lr,
+            seconds_per_step=elapsed / steps,
             tokens_per_second=per_device * self.dims.size("world"),
             tokens_per_second_per_device=per_device,
             tflops=flops[0] / 1e12,
@@ -163,7 +217,9 @@ class MetricsLogger:
             memory_gib=memory,
             data_loading_fraction=waited / elapsed,
             tokens_seen=self.tokens_seen(step),
+            epoch=epoch,
         )
+        self.last_loss = loss
         left = self.last_step - step
         logger.info(console_line(metrics, self.last_step, left * elapsed / steps))
         for sink in self._sinks:

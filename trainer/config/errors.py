@@ -12,6 +12,10 @@ class SharedConfigError(ConfigError):
     """An error that every rank raises at the same point, so that one rank prints it."""
 
 
+class MissingFile(ConfigError):
+    """An input that is not on this machine. A check for other machines tells it, and goes on."""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest choice, or all choices if none is near."""
     choices = list(choices)

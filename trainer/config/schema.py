@@ -66,6 +66,8 @@ class Job:
     """A line about the run, printed at the start."""
     print_config: bool = False
     """Print the effective configuration as TOML, then train; --print-config prints it and ends."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Type of device of all ranks; auto: a GPU a rank where GPUs are visible, else the CPU."""
     max_minutes: float | None = key(None, POSITIVE, "minutes", example=60.0)
     """Minutes after which the run stops cleanly, at the end of a step; None: no limit."""
 

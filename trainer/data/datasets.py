@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.errors import ConfigError, MissingFile, did_you_mean
 from trainer.data.tokenizer import replace_surrogates
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _files(name: str, path: str, ending: str) -> list[str]:
     if not found:
         what = f"a folder without *{ending} files" if os.path.isdir(expanded) else "neither a file nor a folder"
         what = "a glob that matches no file" if glob.has_magic(path) and not os.path.isdir(expanded) else what
-        raise ConfigError(
+        raise MissingFile(
             f"training.dataset_path = {path!r} is {what}; for training.dataset = {name!r} give a {ending} file,"
             " a folder of them, or a glob"
         )

@@ -66,6 +66,11 @@ class Stream:
         """The position: epoch, document in the epoch's order, tokens already used of it, sequences given so far."""
         return {"epoch": self._epoch, "document": self._document, "token": self._token, "samples": self.samples}
 
+    @property
+    def passes(self) -> float:
+        """Passes over the documents of this stream so far; the current document counts when it is used up."""
+        return self._epoch + self._document / len(self._documents)
+
     def restart(self, state: Mapping[str, int]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
         self._epoch, self._document, self._token, self.samples = (int(state.get(key, 0)) for key in _POSITION)
@@ -171,6 +176,11 @@ class BatchLoader:
     def _next_sequence(self) -> PackedSequence:
         # The fewest sequences so far, then the lowest number: the next of the global order, also after re-sharding.
         return min(self._streams.values(), key=lambda stream: stream.samples).next_sequence()
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far, mean over the streams of this rank."""
+        return sum(stream.passes for stream in self._streams.values()) / len(self._streams)
 
     def state_dict(self) -> dict[int, StreamState]:
         """Return the position of each stream of this rank; those of all ranks, merged, are the state of the data."""

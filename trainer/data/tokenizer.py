@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import Model
 
 # How Llama 3 splits text before any merge: contractions, words, up to three digits, punctuation, white space.
@@ -135,7 +135,7 @@ def vocab_size_of(path: str | None = None) -> int:
 def _read_ranks(path: str) -> dict[bytes, int]:
     """Return the bytes of each token -> rank; the ranks are 0, 1, 2, ... in any order."""
     hint = (
-        "; get Llama 3's with scripts/download_tokenizer.py, train one with scripts/train_tokenizer.py,"
+        "; get Llama 3's with `lct download-tokenizer`, train one with `lct train-tokenizer`,"
         " or leave model.tokenizer_path out for the shipped one"
     )
     try:
@@ -149,8 +149,9 @@ def _read_ranks(path: str) -> dict[bytes, int]:
             + hint
         ) from None
     except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise ConfigError(f"model.tokenizer_path = {path!r} {reason}{hint}") from None
+        if isinstance(error, FileNotFoundError):
+            raise MissingFile(f"model.tokenizer_path = {path!r} does not exist{hint}") from None
+        raise ConfigError(f"model.tokenizer_path = {path!r} cannot be read ({error.strerror}){hint}") from None
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):
         if not line:

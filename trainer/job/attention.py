@@ -6,7 +6,7 @@ from dataclasses import replace
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.distributed.context_parallel.planning.auto import choose
-from trainer.distributed.context_parallel.planning.capabilities import able_kernels
+from trainer.distributed.context_parallel.planning.capabilities import able_kernels, auto_kernel
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
 from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
@@ -56,6 +56,19 @@ def resolve_attention(
     except ValueError as error:
         raise ConfigError(f"parallelism.{error}") from None
     return replace(options, heads_per_pass=_checked_passes(parallelism, options, model)), reason
+
+
+def kernel_of(
+    options: ContextParallelOptions, device_type: str, dtype: str, model: ModelArgs, *, documents: bool
+) -> str:
+    """Return the name of the kernel of planned attention. dtype: in which the model computes.
+
+    Raises:
+        ConfigError: the configured kernel cannot run there.
+    """
+    able = able_kernels(options.kernel, device_type, dtype, model.head_dim, bands=has_windows(model))
+    tiles = 100 if documents else 1  # packed documents make many tiles a stage
+    return auto_kernel(able, tiles) if options.kernel == "auto" else options.kernel
 
 
 def with_head_degree(degrees: Degrees, options: ContextParallelOptions | None) -> Degrees:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizer import vocab_size_of
 from trainer.job.degrees import Degrees
@@ -11,8 +11,11 @@ from trainer.models.args import ModelArgs
 from trainer.models.registry import model_args
 
 
-def resolve_model(config: JobConfig) -> ModelArgs:
+def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelArgs:
     """Return the arguments of the model that the configuration names, with its tokenizer's vocabulary.
+
+    missing: takes the message about a tokenizer that is not on this machine; the model then has the vocabulary of its
+    family's default arguments.
 
     Raises:
         ConfigError: no such model, flavor or tokenizer.
@@ -21,7 +24,13 @@ def resolve_model(config: JobConfig) -> ModelArgs:
     args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
     if config.model.tokenizer_path == "":
         raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
-    return replace(args, vocab_size=vocab_size_of(config.model.tokenizer_file))
+    try:
+        return replace(args, vocab_size=vocab_size_of(config.model.tokenizer_file))
+    except MissingFile as error:
+        if missing is None:
+            raise
+        missing.append(str(error))
+        return replace(args, vocab_size=type(args)().vocab_size)
 
 
 def check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees) -> None:

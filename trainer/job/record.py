@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.datasets import check_source
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.pipeline_stages import PipelinePlan
-from trainer.job.attention import batch_chooser, resolve_attention, with_head_degree
+from trainer.job.attention import batch_chooser, kernel_of, resolve_attention, with_head_degree
 from trainer.job.compilation import CompileOptions, resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
 from trainer.job.files import check_checkpoint, check_dump_folder
@@ -55,6 +56,17 @@ class ResolvedJob:
         """Sequences of one optimizer step, over all ranks."""
         return self.micro_batches * self.config.training.local_batch_size * self.degrees.dp
 
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel of planned attention; empty without a plan.
+
+        Raises:
+            ConfigError: the configured kernel cannot run on the job's type of device.
+        """
+        documents = self.config.training.attention_mask == "document"
+        shape = self.device_type, self.compute_dtype, self.model
+        return "" if self.attention is None else kernel_of(self.attention, *shape, documents=documents)
+
     def method_chooser(self) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
         """Return a function that chooses the method for the documents of a batch; None if there is no choice."""
         return self.attention and batch_chooser(self.config, self.model, self.device_type, self.attention)
@@ -68,8 +80,12 @@ class ResolvedJob:
         return replace(self, device_type=device_type, attention=attention, attention_reason=reason, degrees=degrees)
 
 
-def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> ResolvedJob:
+def resolve(
+    config: JobConfig, world_size: int, device_type: str = "cuda", *, missing: list[str] | None = None
+) -> ResolvedJob:
     """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
+
+    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere.
 
     Raises:
         ConfigError: the first wrong setting, in one sentence: the value, the rule, what would work.
@@ -89,14 +105,19 @@ def resolve(config: JobConfig, world_size: int, device_type: str = "cuda") -> Re
     )
     notes = check_effects(config, degrees)
     check_batch(config, degrees)
-    model = resolve_model(config)
+    model = resolve_model(config, missing)
     check_tensor_parallel_sizes(model, config.model.flavor, degrees)
     pipeline = resolve_pipeline(config, model)
     attention, reason = resolve_attention(config, model, device_type)
     check_float8(config, model, degrees)
     compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
-    check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
+    try:
+        check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
+    except MissingFile as error:
+        if missing is None:
+            raise
+        missing.append(str(error))
     check_checkpoint(config, model)
     degrees = with_head_degree(degrees, attention)
     return ResolvedJob(config, degrees, device_type, model, attention, reason, pipeline, compilation, notes)

@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.runtime.process_group import LOST_PEERS
 
-_TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+_PROGRAM = ["-m", "trainer.commands.rank"]  # what each rank runs
 # After a failure the other ranks notice it, exchange reports, and name the cause.
 _GRACE_SECONDS = 10.0
 # If the first rank to end has lost its peers, it has waited for the others already.
@@ -66,7 +66,7 @@ def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) 
     """Run the job and return its exit code; report a failure or stop in one line. `received`: signals passed on."""
     try:
         launched_by = ("--launched-by", str(os.getpid()))
-        elastic_launch(config, sys.executable)("-u", str(_TRAIN), *launched_by, *train_arguments)
+        elastic_launch(config, sys.executable)("-u", *_PROGRAM, *launched_by, *train_arguments)
     except ChildFailedError as error:
         rank, failure, hung = _cause(error)
         ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
@@ -168,7 +168,7 @@ def _rank_processes() -> list[int]:
         with suppress(FileNotFoundError):  # the thread may have ended
             for pid in (task / "children").read_text().split():
                 with suppress(FileNotFoundError, ProcessLookupError):  # or the rank
-                    if str(_TRAIN).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    if b"--launched-by" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                         ranks.append(int(pid))
     return ranks
 

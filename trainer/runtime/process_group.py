@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world  # no public names as of torch 2.13
 
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
 
 logger = logging.getLogger("trainer")
@@ -28,16 +29,37 @@ class Process:
     rank: int
     local_rank: int
     world_size: int
+    wanted_device: str = "auto"
+    """`job.device`."""
 
     @classmethod
-    def from_environment(cls) -> "Process":
+    def from_environment(cls, wanted_device: str = "auto") -> "Process":
         defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
-        return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
+        return cls(*(int(os.environ.get(name, default)) for name, default in defaults.items()), wanted_device)
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU where one is visible, else the CPU."""
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        """This rank's GPU where one is visible, else the CPU.
+
+        Raises:
+            ConfigError: `job.device` asks for a GPU, and PyTorch has none for this rank.
+        """
+        if self.wanted_device == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            if self.wanted_device == "cuda":
+                build = "sees no GPU" if torch.version.cuda or torch.version.hip else "is a build without GPUs"
+                raise ConfigError(
+                    f"job.device = 'cuda' needs a GPU, and this PyTorch {torch.__version__} {build}; install one for "
+                    "your GPUs and look at CUDA_VISIBLE_DEVICES, or use job.device = 'auto'"
+                )
+            return torch.device("cpu")
+        if self.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"{torch.cuda.device_count()} GPUs are visible, too few for rank {self.local_rank} of this machine; "
+                "start as many ranks as there are GPUs (NGPU), or use job.device = 'cpu'"
+            )
+        return torch.device("cuda", self.local_rank)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Draw a plan: the square of queries and keys by rank and stage, and who owns the sequence. See show_plan.py."""
+"""Draw a plan: the square of queries and keys by rank and stage, and who owns the sequence. See plan.py."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
-from scripts.plan_tables import Case
+from trainer.commands.plan_tables import Case
 from trainer.distributed.context_parallel.planning.mask import ANY, Band
 
 Color = tuple[float, ...]

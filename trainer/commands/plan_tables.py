@@ -1,4 +1,4 @@
-"""A plan in tables: layout, stages and tiles of each rank, and cost. See show_plan.py."""
+"""A plan in tables: layout, stages and tiles of each rank, and cost. See plan.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,0 +1,49 @@
+"""Check a configuration for a number of ranks, and print every decision with its reason. Torch-free."""
+
+import sys
+from pathlib import Path
+
+from trainer.commands.notes import job_notes, opening
+from trainer.config.errors import ConfigError
+from trainer.config.loader import CommandLine, parse_command_line
+from trainer.job import resolve
+from trainer.job.summary import summary
+from trainer.runtime import holder_of
+from trainer.runtime.devices import this_machine
+
+
+def check(command: CommandLine) -> int:
+    """Check the configuration, print its summary, and return the exit code.
+
+    With --world-size the job may be for another machine: `job.device = "auto"` then means GPUs, and files that are not
+    here yet are notes.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    machine, config = this_machine(), command.config
+    elsewhere = command.world_size is not None
+    ranks = command.world_size or machine.gpus or 1
+    device_type = "cuda" if elsewhere and config.job.device == "auto" else machine.device_type(config.job.device)
+    missing: list[str] = []
+    job = resolve(config, ranks, device_type, missing=missing if elsewhere else None)
+    print(opening(config, ranks, device_type))
+    print(summary(job))
+    print("the settings are valid")
+    here = [] if elsewhere else job_notes(job, machine, ranks)
+    for note in (*(f"missing here: {text}" for text in missing), *command.notes, *job.notes, *here):
+        print(f"note: {note}", file=sys.stderr)
+    if taken := holder_of(Path(config.job.dump_folder)):
+        raise taken
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    """`check FILE [--world-size N] [--table.key value ...]`."""
+    if argv and not argv[0].startswith("-"):
+        argv = ["--job.config_file", *argv]
+    try:
+        return check(parse_command_line(["--check-config", *argv]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,71 @@
+"""Download a Llama 3 tokenizer (`original/tokenizer.model`) from the Hugging Face hub.
+
+    python scripts/download_tokenizer.py --repo-id meta-llama/Llama-3.1-8B --token hf_...
+
+Meta's repositories ask for an account and the acceptance of the licence; a token also comes from `hf auth login`.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+FILENAME = "original/tokenizer.model"
+
+
+def download(repo_id: str, folder: str, token: str | None) -> str:
+    """Path of the downloaded file, `<folder>/original/tokenizer.model`.
+
+    Raises:
+        SystemExit: one sentence, when the hub refuses access, lacks the file, or cannot be reached.
+    """
+    from huggingface_hub import errors as hub
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return hf_hub_download(repo_id=repo_id, filename=FILENAME, local_dir=folder, token=token)
+    except hub.HFValidationError:
+        sys.exit(f"--repo-id {repo_id!r} is no repository name; it must look like meta-llama/Llama-3.1-8B")
+    except (hub.GatedRepoError, hub.RepositoryNotFoundError) as error:
+        # The hub answers "not found" to strangers as well, so that one sentence has to serve both.
+        what = "is gated" if isinstance(error, hub.GatedRepoError) else "does not exist or is private"
+        sys.exit(
+            f"{repo_id} {what} for this account; accept its licence at https://huggingface.co/{repo_id} and pass"
+            " --token (from https://huggingface.co/settings/tokens)"
+        )
+    except hub.EntryNotFoundError as error:
+        if not isinstance(error, hub.LocalEntryNotFoundError):  # the local kind means: no connection, nothing cached
+            sys.exit(f"{repo_id} has no {FILENAME}; choose a repository of Meta, for example meta-llama/Llama-3.1-8B")
+        sys.exit(_unreachable(error))
+    except hub.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403):
+            sys.exit(f"the hub refused access to {repo_id} (HTTP {status}); pass a valid --token with read permission")
+        sys.exit(_unreachable(error))
+    except Exception as error:
+        # The hub's client has changed its HTTP library (requests, httpx); both connection errors end here.
+        if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests"):
+            sys.exit(_unreachable(error))
+        raise
+
+
+def _unreachable(error: Exception) -> str:
+    reason = str(error.__cause__ or error).strip().partition("\n")[0]
+    return (
+        f"the Hugging Face hub cannot be reached ({reason}); check the network, or copy {FILENAME} here by hand,"
+        " or train a tokenizer with scripts/train_tokenizer.py"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repo-id", default="meta-llama/Llama-3.1-8B", help="repository on the hub")
+    parser.add_argument("--folder", default="assets/tokenizer", help="where to put it")
+    parser.add_argument("--token", default=None, help="access token; default: the one of `hf auth login`")
+    args = parser.parse_args(argv)
+    path = Path(download(args.repo_id, args.folder, args.token))
+    print(f"{path}\nuse it with --model.tokenizer_path {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The program `lct`: its commands, each in a module of its own that is imported when it is called."""
+
+import sys
+from importlib import import_module
+
+from trainer import __version__
+
+# command -> (module, what it does, an example)
+COMMANDS = {
+    "train": ("train", "train on the GPUs of this machine, or on two CPU ranks", "lct train my.toml --ngpu 8"),
+    "check": ("check", "check a configuration and print every decision", "lct check my.toml --world-size 8"),
+    "generate": ("generate", "continue a text with the weights of a run", "lct generate outputs/debug_model"),
+    "plan": ("plan", "show who computes and sends what in context parallelism", "lct plan --seq-len 65536 --degree 4"),
+    "compare": ("compare", "compare the losses of two configurations", "lct compare a.toml b.toml --ngpu 1 8"),
+    "train-tokenizer": (
+        "train_tokenizer",
+        "train a tokenizer on your text",
+        "lct train-tokenizer --output my.tiktoken",
+    ),
+    "download-tokenizer": ("download_tokenizer", "download a tokenizer of Llama 3", "lct download-tokenizer"),
+}
+
+
+def usage() -> str:
+    """Return the list of commands."""
+    lines = [f"lct {__version__}: train language models on long sequences.", "", "  lct COMMAND --help", ""]
+    for name, (_, what, example) in COMMANDS.items():
+        lines.append(f"  {name:20}{what}")
+        lines.append(f"  {'':20}{example}")
+    return "\n".join(
+        [*lines, "", "  lct --version", "", "Settings: lct train --help. Documentation: docs/ in the repository."]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that the arguments name, and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if arguments[0] == "--version":
+        print(f"lct {__version__}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        from trainer.config.errors import did_you_mean
+
+        hint = did_you_mean(arguments[0], COMMANDS)
+        print(f"error: {arguments[0]!r} is not a command of lct{hint}", file=sys.stderr)
+        return 2
+    command = import_module(f"trainer.commands.{COMMANDS[arguments[0]][0]}")
+    try:
+        return command.main(arguments[1:])
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

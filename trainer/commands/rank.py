@@ -1,0 +1,161 @@
+"""The program of one rank: `--job.config_file FILE [--table.key value ...]`, alone or under a launcher.
+
+Exit codes: 0 done; 1 the run failed; 2 a setting or an input is wrong (one sentence on stderr says which); 3 another
+rank failed. SIGUSR1 prints the stack of every thread of this process on stderr.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from trainer.commands.check import check
+from trainer.commands.notes import job_notes, opening
+from trainer.config.errors import ConfigError, SharedConfigError
+from trainer.config.loader import parse_command_line, to_toml
+from trainer.job import ResolvedJob, resolve
+from trainer.job.summary import summary
+from trainer.runtime import end_with, folder_held, launcher_of
+from trainer.runtime.console import end_live_line, logger, say_waiting, set_up_logging
+from trainer.runtime.devices import this_machine
+
+_GRACE_SECONDS = 5
+
+
+def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
+    """Parse and check the configuration, then train; return the exit code. Only training imports torch.
+
+    launched: our launcher started this rank, and has printed the summary.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        command = parse_command_line(sys.argv[1:] if argv is None else argv)
+        if command.print_config:
+            print(to_toml(command.config), flush=True)
+            return 0
+        if command.check_config:
+            return check(command) if rank == 0 else 0
+        machine = this_machine()
+        job = resolve(command.config, world_size, machine.device_type(command.config.job.device))
+        set_up_logging(rank, color=job.config.metrics.enable_color_printing)
+        if not launched:
+            logger.info(opening(command.config, world_size, job.device_type))
+            logger.info(summary(job))
+            for note in (*command.notes, *job.notes, *job_notes(job, machine, world_size)):
+                logger.info(f"note: {note}")
+            say_waiting("importing PyTorch")
+    except ConfigError as error:
+        if rank == 0:  # every rank has the same error
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return train(job)
+
+
+def train(job: ResolvedJob) -> int:
+    """Train on this rank, report how it ended, and return the exit code."""
+    from trainer.checkpoint.checkpointer import CheckpointError
+    from trainer.runtime.agreement import raise_on_all_ranks
+    from trainer.runtime.out_of_memory import out_of_memory_explained
+    from trainer.runtime.process_group import LOST_PEERS, Process, is_peer_failure, process_group
+    from trainer.runtime.reports import Reports
+    from trainer.trainer import Trainer, TrainingError
+
+    config = job.config
+    process = Process.from_environment(config.job.device)
+    try:
+        job = job.on(process.device.type)
+    except ConfigError as error:
+        if process.rank == 0:  # every rank has the same error
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    reports = Reports(process, config.comm)
+    try:
+        records = Path(config.job.dump_folder) / config.comm.save_traces_folder
+        with (
+            process_group(process, config.comm, records, reports.store),
+            _shared_errors_printed_once(process.rank),
+            ExitStack() as held,
+            out_of_memory_explained(job),
+        ):
+            folder = folder_held(Path(config.job.dump_folder), logger.warning)
+            raise_on_all_ranks(lambda: held.enter_context(folder) if process.rank == 0 else None)
+            Trainer(job, process.device).train()
+    except SharedConfigError:
+        return 2
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except (TrainingError, CheckpointError) as error:
+        if process.rank == 0:  # every rank has the same error
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except Exception as error:
+        if not is_peer_failure(error):
+            print(f"rank {process.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            reports.failed(error)
+            return 1
+        _report_lost_peers(partial(reports.lost, error))
+        return LOST_PEERS
+    finally:
+        end_live_line()
+    return 0
+
+
+def _report_lost_peers(find: Callable[[], str | None]) -> None:
+    """Print the line that `find` returns, if any, and give other ranks time to end first.
+
+    A launcher ends all ranks when the first one has ended. The first should be the rank that has the cause, or else the
+    rank that prints the line.
+    """
+    started = time.monotonic()
+    line = find()
+    if line is not None:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    grace = _GRACE_SECONDS if line is not None else 1.2 * _GRACE_SECONDS
+    time.sleep(max(started + grace - time.monotonic(), 0))
+
+
+@contextmanager
+def _shared_errors_printed_once(rank: int) -> Iterator[None]:
+    """Rank 0 prints an error that every rank has. No rank ends before, because the launcher would end the others."""
+    try:
+        yield
+    except SharedConfigError as error:
+        from torch.distributed import barrier
+
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        barrier()
+        raise
+
+
+def command_line() -> int:
+    """Run `main` in a shell: a closed pipe (`--help | head`) and Ctrl-C end it without a trace."""
+    launcher, arguments = launcher_of(sys.argv[1:], os.environ)
+    if launcher is not None:
+        end_with(launcher)
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        try:
+            code = main(arguments, launched=sys.argv[1:2] == ["--launched-by"])
+        finally:
+            sys.stdout.flush()
+        if code not in (0, 2):
+            sys.stderr.flush()
+            os._exit(code)  # threads that save, and NCCL, could wait for ever for a peer
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the output goes there
+        return 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

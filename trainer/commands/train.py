@@ -1,0 +1,117 @@
+"""Check a configuration, then start one rank per GPU of this machine, or two on a CPU.
+
+    train [FILE] [--ngpu N] [--log-rank RANKS] [--table.key value ...]
+
+The variables NGPU, CONFIG_FILE and LOG_RANK stand for FILE and the two options. On several nodes the same command runs
+on each (docs/several_nodes.md). Torch is imported when everything has been checked and said.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.commands.notes import job_notes, opening
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line, to_toml
+from trainer.job import resolve
+from trainer.job.summary import summary
+from trainer.runtime import holder_of
+from trainer.runtime.console import end_live_line, logger, say_waiting, set_up_logging
+from trainer.runtime.devices import this_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Start:
+    """What to start on this machine."""
+
+    ranks: int | None
+    """None: one per GPU."""
+    log_rank: str
+    arguments: list[str]
+    """The settings, for every rank."""
+
+
+def parse(argv: list[str]) -> Start:
+    """Return what the arguments and the variables NGPU, CONFIG_FILE and LOG_RANK say.
+
+    Raises:
+        ConfigError: a number of ranks that is none.
+    """
+    options = {"--ngpu": os.environ.get("NGPU", ""), "--log-rank": os.environ.get("LOG_RANK", "0")}
+    source = {"--ngpu": "NGPU = {!r}"}
+    words, rest = list(argv), []
+    config = os.environ.get("CONFIG_FILE") or str(DEFAULT_CONFIG)
+    if words and not words[0].startswith("-"):
+        config = words.pop(0)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if name in options:
+            options[name] = value if equals else words.pop(0) if words else ""
+            source[name] = f"{name} {{}}"
+        else:
+            rest.append(name + equals + value)
+    ranks = options["--ngpu"]
+    if ranks or "NGPU" not in source["--ngpu"]:
+        _check_count(source["--ngpu"].format(ranks), ranks)
+    return Start(int(ranks) if ranks else None, options["--log-rank"], ["--job.config_file", config, *rest])
+
+
+def _check_count(given: str, value: str) -> None:
+    if not value.isdecimal() or int(value) == 0:
+        example = given.split()[0]
+        raise ConfigError(
+            f"{given} must be a whole number from 1 up, such as {example}{'=' if example.isupper() else ' '}2"
+        )
+
+
+def main(argv: list[str]) -> int:
+    """Check, say what starts, start the ranks of this machine, and return the exit code of the job."""
+    try:
+        start = parse(argv)
+        command = parse_command_line(start.arguments)
+        if command.print_config:
+            print(to_toml(command.config), flush=True)
+            return 0
+        if command.check_config:
+            from trainer.commands.check import check
+
+            return check(command)
+        launch_arguments = _prepare(start, command)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    say_waiting("importing PyTorch, here and in the ranks")
+    from trainer.runtime.launch import main as launch
+
+    end_live_line()
+    return launch([*launch_arguments, *start.arguments])
+
+
+def _prepare(start: Start, command) -> list[str]:
+    """Say what starts, check it, set the variables of the ranks, and return the options of the launcher."""
+    config, machine = command.config, this_machine()
+    nodes = int(os.environ.get("NNODES", "1"))
+    here = start.ranks or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
+    ranks, device_type = here * nodes, machine.device_type(config.job.device)
+    os.environ["LOG_RANK"] = start.log_rank
+    set_up_logging(0, color=config.metrics.enable_color_printing)
+    logger.info(opening(config, ranks, device_type))
+    job = resolve(config, ranks, device_type)
+    logger.info(summary(job))
+    for note in (*command.notes, *job.notes, *job_notes(job, machine, ranks)):
+        logger.info(f"note: {note}")
+    if taken := holder_of(Path(config.job.dump_folder)):
+        raise taken
+    # Ranks share the cores instead of fighting over them.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // here, 1)))
+    # Long sequences of changing sizes fragment the caching allocator.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if (ROOT / "train.py").is_file():  # a clone, which need not be installed
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONSAFEPATH"] = "1"  # a folder `trainer` where the user stands is not this program
+    return ["--nproc-per-node", str(here)]

@@ -1,0 +1,78 @@
+"""Train a byte-level BPE with Llama 3's split pattern and write it in tiktoken's rank format.
+
+    python scripts/train_tokenizer.py --output trainer/assets/python_4k.tiktoken
+    python scripts/train_tokenizer.py --dataset text --path 'books/*.txt' --vocab-size 32000 --output my.tiktoken
+
+The same text gives the same file, byte for byte.
+"""
+
+import argparse
+import base64
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainer.config.errors import ConfigError
+from trainer.data.datasets import DATASETS, check_source, open_source
+from trainer.data.tokenizer import SPLIT_PATTERN, split_long_runs
+
+
+def train(documents: Iterable[str], vocab_size: int) -> list[bytes]:
+    """The tokens, by rank: the 256 bytes first, then one per merge.
+
+    Raises:
+        ConfigError: `vocab_size` is below 256, or the text has too few different pairs to reach it.
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    if vocab_size < 256:
+        raise ConfigError(f"--vocab-size {vocab_size} must be at least 256, one token for each byte")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    # Cut as the tokenizer cuts, so that one endless run cannot overflow the regex here either.
+    bpe.train_from_iterator((piece for document in documents for piece in split_long_runs(document)), trainer)
+    vocab = bpe.get_vocab()
+    if len(vocab) != vocab_size:
+        raise ConfigError(f"--vocab-size {vocab_size} needs more text: this gives {len(vocab)} tokens at most")
+    as_byte = byte_of_char()
+    return [bytes(as_byte[char] for char in token) for token in sorted(vocab, key=vocab.__getitem__)]
+
+
+def byte_of_char() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 characters stand for themselves, the others for 256, 257, ..."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dataset", default="python_stdlib", help=f"one of {', '.join(DATASETS)}")
+    parser.add_argument("--path", default=None, help="file, folder or glob, for text and jsonl")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens without the 256 special ones")
+    parser.add_argument("--output", required=True, help="file to write, one `base64 rank` a line")
+    args = parser.parse_args(argv)
+    try:
+        check_source(args.dataset, args.path, data_streams=1)
+        source = open_source(args.dataset, args.path)
+        tokens = train((source[i] for i in range(len(source))), args.vocab_size)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    print(f"{output}: {len(tokens)} tokens from {len(source)} documents of {args.dataset}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What one rank holds, estimated from sizes before anything starts. Torch-free.
+
+Exact: weights, gradients and optimizer state. Estimated, for eager decoder layers to about a tenth: activations, logits
+and gathered parameters. What PyTorch, NCCL and the CUDA context take themselves is not counted.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.job.record import ResolvedJob
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of the largest rank at the peak of a step, by what they are for."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Parameters of the layers in work, gathered by FSDP, and the gradients of one before they are reduced."""
+    activations: int
+    """Of all layers of the rank until their backward, with what one layer recomputes."""
+    logits: int
+    """Logits of a micro-batch and their gradient."""
+    tables: int
+    """Rotary tables and the batch."""
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def words(self) -> str:
+        """Return the parts of at least a hundredth of the total, each with its size."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = [f"{name} {size_words(size)}" for name, size in parts.items() if size >= self.total / 100]
+        return ", ".join(named)
+
+
+def rank_memory(job: "ResolvedJob") -> RankMemory:
+    """Return an estimate of what the largest rank of the job holds."""
+    return max((_of_stage(job, pp_rank) for pp_rank in range(job.degrees.pp)), key=lambda memory: memory.total)
+
+
+def size_words(size: float) -> str:
+    """Return a size in MiB, GiB or TiB with two digits or more."""
+    for unit, power in (("TiB", 40), ("GiB", 30)):
+        if size >= 2**power:
+            return f"{size / 2**power:,.{1 if size < 100 * 2**power else 0}f} {unit}"
+    return f"{size / 2**20:,.{1 if size < 10 * 2**20 else 0}f} MiB"
+
+
+def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
+    degrees, training, model = job.degrees, job.config.training, job.model
+    stored, compute = ITEMSIZE[training.dtype], ITEMSIZE[job.compute_dtype]
+    modules = model.module_names()
+    if job.pipeline is not None:
+        modules = tuple(name for stage in job.pipeline.stages_of(pp_rank) for name in job.pipeline.stages[stage])
+    sizes = _parameters(job)
+    own = [sizes.get(name, 0) for name in modules]
+    local = math.ceil(sum(own) / (degrees.dp_shard * degrees.cp))
+    gathered = max(own)
+    kept_whole = job.config.parallelism.fsdp_reshard_after_forward == "never" or degrees.pp > 1
+    tokens, in_flight = _tokens(job)
+    layers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
+    logits = 0
+    if "output" in modules:
+        # Eager: the float32 logits beside their logarithms, later beside their gradient.
+        per_logit = 2 * (compute if job.compilation.loss else max(compute, 4))
+        logits = tokens * per_logit * job.model.linear_shapes(degrees.tp)["output"][0]
+    table = training.seq_len * model.head_dim * max(stored, 4)
+    return RankMemory(
+        weights=local * stored,
+        gradients=local * stored,
+        optimizer=2 * local * stored,
+        gathered=0
+        if degrees.dp_shard * degrees.cp == 1
+        else (sum(own) if kept_whole else 2 * gathered) * compute + gathered * max(compute, 4),
+        activations=in_flight * tokens * compute * _kept(job, layers) // degrees.tp,
+        logits=logits,
+        tables=table + 4 * 8 * training.local_batch_size * training.seq_len,
+    )
+
+
+def _parameters(job: "ResolvedJob") -> dict[str, int]:
+    """Return the parameters of each module that a pipeline can divide, on one tensor-parallel rank."""
+    model, tp = job.model, job.degrees.tp
+    sizes: dict[str, int] = {}
+    for name, shape in model.linear_shapes(tp).items():
+        module = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+        sizes[module] = sizes.get(module, 0) + math.prod(shape)
+    if not model.tie_embeddings:
+        sizes["tok_embeddings"] = model.vocab_size * model.dim // tp
+    return sizes
+
+
+def _tokens(job: "ResolvedJob") -> tuple[int, int]:
+    """Return the tokens of one pass of a rank, and how many passes wait for their backward at most."""
+    config, degrees = job.config, job.degrees
+    local = math.ceil(config.training.seq_len / degrees.cp)
+    if job.pipeline is None:
+        return config.training.local_batch_size * local, 1
+    passes = job.pipeline.micro_batches
+    size = max(config.training.local_batch_size // passes, 1)
+    return size * local, passes if job.pipeline.schedule in ("GPipe", "LoopedBFS") else min(passes, degrees.pp)
+
+
+def _kept(job: "ResolvedJob", layers: list[int]) -> int:
+    """Return the elements per token that these layers keep for the backward, and what one of them recomputes.
+
+    Counted with hooks on what autograd saves: inputs of all products, rotated queries and keys, the parts of the gated
+    feed-forward, and in half precision the float32 inputs of norms.
+    """
+    settings, model = job.config.activation_checkpoint, job.model
+    if not layers:
+        return 0
+    outputs = sum(out for name, (out, _) in model.linear_shapes().items() if name.startswith(f"layers.{layers[0]}."))
+    everything = 2 * outputs + (2 if job.compute_dtype in ("float32", "float64") else 6) * model.dim
+    by_operator = model.dim + model.n_heads * model.head_dim + outputs // 2
+    if job.compilation.model:  # the compiler recomputes what is cheap
+        everything = outputs + model.n_heads * model.head_dim + 2 * model.dim
+    if settings.mode == "none":
+        return len(layers) * everything
+    if settings.mode == "memory_budget":
+        return round(len(layers) * max(settings.memory_budget * everything, model.dim)) + everything
+    if settings.mode == "full":
+        return len(layers) * model.dim + everything
+    if settings.every is None:
+        return len(layers) * by_operator + everything
+    whole = sum(1 for layer in layers if (layer + 1) % settings.every == 0)
+    return whole * model.dim + (len(layers) - whole) * everything + everything

@@ -1,0 +1,184 @@
+"""The decisions of a job in words, each with its reason: what `check` prints, and a run at its start. Torch-free."""
+
+from pathlib import Path
+from textwrap import wrap
+
+from trainer.job.memory import rank_memory, size_words
+from trainer.job.mesh_picture import mesh_picture
+from trainer.job.record import ResolvedJob
+from trainer.models.args import has_windows
+
+WIDTH = 100
+_TOPIC = 13
+
+
+def summary(job: ResolvedJob) -> str:
+    """Return one paragraph per decision, in lines of at most `WIDTH` characters.
+
+    Raises:
+        ConfigError: the configured kernel cannot run on the job's type of device.
+    """
+    topics = {
+        "model": [_model(job)],
+        "data": [_data(job)],
+        "step": [_step(job)],
+        "mesh": [_mesh(job), *mesh_picture(job.degrees)],
+        "pipeline": [_pipeline(job)],
+        "attention": [_attention(job)],
+        "precision": [_precision(job)],
+        "recomputed": [_recomputed(job)],
+        "compiled": [_compiled(job)],
+        "checkpoints": [_checkpoints(job)],
+        "memory": [_memory(job)],
+    }
+    lines = []
+    for topic, paragraphs in topics.items():
+        text = [line for paragraph in paragraphs if paragraph for line in wrap(paragraph, WIDTH - _TOPIC)]
+        if topic == "mesh":  # a picture keeps its blanks
+            text = [*wrap(paragraphs[0], WIDTH - _TOPIC), *paragraphs[1:]]
+        for number, line in enumerate(text):
+            lines.append(f"{topic if number == 0 else '':{_TOPIC}}{line}")
+    return "\n".join(lines)
+
+
+def closing(job: ResolvedJob, *, checkpoint: Path | None, program: str) -> str:
+    """Return where everything of a finished run lies, and what to run next.
+
+    checkpoint: of the last step, if any; program: how a user calls `lct`.
+    """
+    folder, metrics = Path(job.config.job.dump_folder), job.config.metrics
+    lines = [f"{'metrics':{_TOPIC}}{folder / 'metrics.jsonl'}"]
+    if metrics.enable_tensorboard:
+        lines.append(f"{'curves':{_TOPIC}}tensorboard --logdir {folder / metrics.save_tb_folder}")
+    if checkpoint is None:
+        lines.append(f"{'weights':{_TOPIC}}not saved; --checkpoint.enable saves them")
+    else:
+        lines.append(f"{'weights':{_TOPIC}}{checkpoint}")
+        lines.append(f"{'next':{_TOPIC}}{program} generate {folder} --prompt '...'")
+        lines.append(f"{'':{_TOPIC}}the same command with a larger --training.steps trains on")
+    return "\n".join(lines)
+
+
+def _model(job: ResolvedJob) -> str:
+    settings, model = job.config.model, job.model
+    return (
+        f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.n_layers} layers of width "
+        f"{model.dim}, {model.n_heads} query and {model.n_kv_heads} key/value heads of {model.head_dim}"
+    )
+
+
+def _data(job: ResolvedJob) -> str:
+    training = job.config.training
+    source = training.dataset + (f" {training.dataset_path}" if training.dataset_path else "")
+    return (
+        f"{source}, in {training.data_streams} streams; tokenizer {Path(job.config.model.tokenizer_file).name} with "
+        f"{job.model.vocab_size:,} tokens"
+    )
+
+
+def _step(job: ResolvedJob) -> str:
+    training, sequences = job.config.training, job.sequences_per_step
+    tokens = sequences * training.seq_len
+    whole = training.steps * tokens
+    millions = (
+        f"{whole:,}" if whole < 1e6 else f"{whole / 1e6:,.1f} million" if whole < 1e9 else f"{whole / 1e9:,.1f} billion"
+    )
+    return (
+        f"{tokens:,} tokens: {sequences} sequences of {training.seq_len:,} = {job.micro_batches} micro-batch"
+        f"{'es' * (job.micro_batches > 1)} x {training.local_batch_size} sequences x {job.degrees.dp} data-parallel "
+        f"rank{'s' * (job.degrees.dp > 1)}; {training.steps:,} steps are {millions} "
+        "tokens"
+    )
+
+
+def _mesh(job: ResolvedJob) -> str:
+    degrees = job.degrees
+    device = {"cuda": "GPU", "cpu": "CPU rank"}[job.device_type]
+    shards, replicas = degrees.dp_shard * degrees.cp, degrees.dp_replicate
+    if degrees.world_size == 1:
+        return f"one {device}"
+    whose = "dp_shard x cp" if degrees.dp_shard > 1 and degrees.cp > 1 else "cp" if degrees.cp > 1 else "dp_shard"
+    sharded = f"{whose} = {shards} ranks shard parameters and optimizer (FSDP)" if shards > 1 else ""
+    copies = f"{replicas} copies of them (HSDP)" if shards > 1 else f"{replicas} copies of the parameters (DDP)"
+    parts = [part for part in (sharded, copies if replicas > 1 else "") if part]
+    return "; ".join([f"{degrees.text()} = {degrees.world_size} {device}s", *parts])
+
+
+def _pipeline(job: ResolvedJob) -> str:
+    plan = job.pipeline
+    if plan is None:
+        return ""
+    sizes = ", ".join(str(len(stage)) for stage in plan.stages)
+    return (
+        f"{plan.csv or plan.schedule}: {len(plan.stages)} stages of {sizes} modules, {plan.micro_batches} micro-batches"
+        " in a pass"
+    )
+
+
+def _attention(job: ResolvedJob) -> str:
+    config, options = job.config, job.attention
+    if options is None:
+        return "causal, by PyTorch itself: one rank has the whole sequence"
+    mask = {"causal": "causal mask", "document": "causal mask within packed documents"}[config.training.attention_mask]
+    if has_windows(job.model):
+        every = config.model.sliding_window_every
+        where = "" if every == 1 else f" in every {every}th layer" if every > 3 else f" in one of {every} layers"
+        mask += f", a window of {config.model.sliding_window:,} tokens{where}"
+    parts = [mask]
+    if job.degrees.cp > 1:
+        chosen = f" (auto: {job.attention_reason})" if job.attention_reason else ""
+        parts.append(f"{options.method} over {job.degrees.cp} ranks{chosen}")
+        parts.append(
+            {
+                "head_tail": "head_tail: a rank has a piece from the head and one from the tail, equal work",
+                "contiguous": "contiguous: a rank has one piece, so the last rank works most",
+                "balanced": "balanced: blocks dealt by their cost, for each batch",
+            }[options.load_balancer]
+        )
+    how = "auto: by device, type and tiles" if config.parallelism.context_parallel_kernel == "auto" else "as set"
+    return "; ".join([*parts, f"kernel {job.kernel} ({how})"])
+
+
+def _precision(job: ResolvedJob) -> str:
+    training, degrees = job.config.training, job.degrees
+    why = "as set"
+    if training.mixed_precision_param == "auto":
+        why = "auto: bfloat16 on GPUs" if job.device_type == "cuda" else "auto: the stored type on CPUs"
+    text = f"parameters and optimizer in {training.dtype}, computing in {job.compute_dtype} ({why})"
+    if degrees.dp * degrees.cp > 1:
+        text += f", gradients summed in {'float64' if training.dtype == 'float64' else training.mixed_precision_reduce}"
+    return text + (f"; float8 products, {job.config.float8.recipe_name}" if job.config.float8.enable else "")
+
+
+def _recomputed(job: ResolvedJob) -> str:
+    settings = job.config.activation_checkpoint
+    if settings.mode == "selective":
+        if settings.every is not None:
+            return f"activations of every {settings.every}th layer (selective)"
+        return "activations but for attention and every second matrix product (selective, by operator)"
+    return {
+        "none": 'nothing: all activations are kept (activation_checkpoint.mode = "none")',
+        "full": "all activations but the input of each layer (full)",
+        "memory_budget": f"what the compiler chooses, to keep {settings.memory_budget:.0%} of the activations",
+    }[settings.mode]
+
+
+def _compiled(job: ResolvedJob) -> str:
+    compilation = job.compilation
+    if not compilation.any:
+        return "nothing (compile.enable = false)"
+    parts = [name for name, on in (("each layer", compilation.model), ("the loss", compilation.loss)) if on]
+    return f"{' and '.join(parts)}, by {compilation.backend}; the first step takes minutes"
+
+
+def _checkpoints(job: ResolvedJob) -> str:
+    settings = job.config.checkpoint
+    if not settings.enable:
+        return "none are saved (checkpoint.enable = false)"
+    folder = Path(job.config.job.dump_folder) / settings.folder
+    return f"every {settings.interval:,} steps and after the last one, in {folder}"
+
+
+def _memory(job: ResolvedJob) -> str:
+    memory = rank_memory(job)
+    return f"about {size_words(memory.total)} a rank at its peak, beside PyTorch's own: {memory.words()}"

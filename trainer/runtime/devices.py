@@ -1,0 +1,83 @@
+"""The GPUs that a job may use, found without torch, so that the launcher counts ranks at once."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_FILES = re.compile(r"nvidia\d+")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs of this machine that this process may use, and the memory of its devices in bytes (None: not known)."""
+
+    gpus: int
+    gpu_memory: int | None
+    host_memory: int | None
+    note: str = ""
+    """A line for the log, if CUDA_VISIBLE_DEVICES names more than there is."""
+
+    def device_type(self, wanted: str) -> str:
+        """Return 'cuda' or 'cpu' for `job.device`."""
+        return ("cuda" if self.gpus else "cpu") if wanted == "auto" else wanted
+
+    def memory(self, device_type: str) -> int | None:
+        """Return the memory of one device of this type in bytes; None: not known."""
+        return self.gpu_memory if device_type == "cuda" else self.host_memory
+
+
+def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Return the GPUs that are here and visible by CUDA_VISIBLE_DEVICES, and the memory of the devices."""
+    memories = _gpu_memories()
+    present = len(memories) or _gpu_files()
+    named = environ.get(_VISIBLE)
+    gpus, note = present, ""
+    if named is not None:
+        wanted = len([word for word in named.split(",") if word.strip()])
+        gpus = min(present, wanted)
+        if wanted > present:
+            where = f"only {present} GPU{'s' * (present > 1)}" if present else "no GPU"
+            note = f"{_VISIBLE} = {named!r} names {wanted}, and this machine has {where}"
+            note += "" if present else ": training runs on the CPU (job.device = 'cuda' refuses that)"
+    return Machine(gpus, min(memories) if memories else None, _host_memory(), note)
+
+
+def _gpu_memories() -> list[int]:
+    """Return the memory of each GPU in bytes, as nvidia-smi says it; none without that program."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    sizes = found.stdout.split() if found.returncode == 0 else []
+    return [int(size) * 2**20 for size in sizes if size.isdecimal()]
+
+
+def _gpu_files() -> int:
+    """Return the number of GPUs by their files: containers may lack nvidia-smi."""
+    try:
+        return sum(1 for path in Path("/dev").iterdir() if _FILES.fullmatch(path.name))
+    except OSError:
+        return 0
+
+
+def _host_memory() -> int | None:
+    """Return the memory that processes may use here in bytes: of the machine, or of the container."""
+    limits = []
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    with suppress(ValueError, OSError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)
