@@ -31,15 +31,20 @@ def start(launcher: str, folder: Path) -> subprocess.Popen:
     )
 
 
-def ranks_in(folder: Path, program: str = "train.py") -> list[int]:
+def ranks_in(folder: Path, *programs: str) -> list[int]:
     """Process ids of all ranks of jobs in this folder that run a program, whoever is their parent now."""
+    programs = programs or ("train.py", "trainer.commands.rank")
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        is_rank = any(word.endswith(program.encode()) for word in words) and b"torch.distributed.run" not in words
+        runs = any(word.endswith(program.encode()) for word in words for program in programs)
+        is_rank = runs and b"torch.distributed.run" not in words
+            any(word.endswith(program.encode()) for word in words for program in programs)
+            and b"torch.distributed.run" not in words
+        )
         if is_rank and f"--job.dump_folder={folder}".encode() in words:
             found.append(int(path.parent.name))
     return found

@@ -90,8 +90,8 @@ CHECKPOINTS = (
     Mutant(
         "a checkpoint of another model is loaded",
         "trainer/checkpoint/checkpointer.py",
-        "        check_fits(state, self._config, self._model)\n        reader",
-        "        reader",
+        "    check_fits(state, config, model)\n    reader",
+        "    reader",
         f"{_CHECKPOINT}::test_what_appears_after_the_check_is_checked_again",
     ),
     Mutant(

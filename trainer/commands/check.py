@@ -7,6 +7,7 @@ from trainer.commands.notes import job_notes, opening
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
 from trainer.job import resolve
+from trainer.job.memory import check_memory
 from trainer.job.summary import summary
 from trainer.runtime import holder_of
 from trainer.runtime.devices import this_machine
@@ -29,8 +30,9 @@ def check(command: CommandLine) -> int:
     job = resolve(config, ranks, device_type, missing=missing if elsewhere else None)
     print(opening(config, ranks, device_type))
     print(summary(job))
-    print("the settings are valid")
     here = [] if elsewhere else job_notes(job, machine, ranks)
+    check_memory(job, None)
+    print("the settings are valid")
     for note in (*(f"missing here: {text}" for text in missing), *command.notes, *job.notes, *here):
         print(f"note: {note}", file=sys.stderr)
     if taken := holder_of(Path(config.job.dump_folder)):

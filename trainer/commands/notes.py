@@ -5,7 +5,7 @@ import os
 from trainer.checkpoint.folder import checkpoint_folder, saved_steps
 from trainer.config.schema import JobConfig
 from trainer.job import ResolvedJob
-from trainer.job.memory import rank_memory, size_words
+from trainer.job.memory import check_memory, rank_memory, size_words
 from trainer.runtime.devices import Machine
 
 
@@ -16,11 +16,18 @@ def opening(config: JobConfig, ranks: int, device_type: str) -> str:
     return f"{what} on {ranks} {device}{'s' * (ranks > 1)}; output goes to {config.job.dump_folder}"
 
 
-def job_notes(job: ResolvedJob, machine: Machine, ranks: int) -> list[str]:
-    """Return a line for each thing of this job on this machine that may surprise."""
-    return [
-        note for note in (machine.note, _left_checkpoints(job), _spoken(ranks), _little_memory(job, machine)) if note
-    ]
+def job_notes(job: ResolvedJob, machine: Machine, ranks_here: int) -> list[str]:
+    """Return a line for each thing of this job on this machine that may surprise. ranks_here: ranks on this machine.
+
+    Raises:
+        ConfigError: the job cannot fit in the memory of this machine.
+    """
+    available = machine.memory(job.device_type)
+    if available is not None and job.device_type == "cpu":
+        available //= ranks_here
+    check_memory(job, available)
+    notes = (machine.note, _left_checkpoints(job), _spoken(job.degrees.world_size), _little_memory(job, available))
+    return [note for note in notes if note]
 
 
 def _left_checkpoints(job: ResolvedJob) -> str:
@@ -47,16 +54,11 @@ def _spoken(ranks: int) -> str:
     return f"LOG_RANK = {','.join(words)!r} names none of the ranks 0 to {ranks - 1}: no rank logs its steps"
 
 
-def _little_memory(job: ResolvedJob, machine: Machine) -> str:
-    """Return a note if a rank is expected to need more memory than it has."""
-    memory, needed = machine.memory(job.device_type), rank_memory(job).total
-    if memory is None:
-        return ""
-    if job.device_type == "cpu":
-        memory //= int(os.environ.get("LOCAL_WORLD_SIZE", job.degrees.world_size))
-    if needed <= memory:
+def _little_memory(job: ResolvedJob, available: int | None) -> str:
+    needed = rank_memory(job).total
+    if available is None or needed <= available:
         return ""
     return (
-        f"a rank needs about {size_words(needed)} at its peak, and has {size_words(memory)}; the memory line of the "
-        "summary says for what"
+        f"a rank needs about {size_words(needed)} at its peak, and has {size_words(available)}; docs/performance.md "
+        "says what needs less"
     )

@@ -47,7 +47,11 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         if not launched:
             logger.info(opening(command.config, world_size, job.device_type))
             logger.info(summary(job))
-            for note in (*command.notes, *job.notes, *job_notes(job, machine, world_size)):
+            for note in (
+                *command.notes,
+                *job.notes,
+                *job_notes(job, machine, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))),
+            ):
                 logger.info(f"note: {note}")
             say_waiting("importing PyTorch")
     except ConfigError as error:

@@ -103,7 +103,7 @@ def _prepare(start: Start, command) -> list[str]:
     logger.info(opening(config, ranks, device_type))
     job = resolve(config, ranks, device_type)
     logger.info(summary(job))
-    for note in (*command.notes, *job.notes, *job_notes(job, machine, ranks)):
+    for note in (*command.notes, *job.notes, *job_notes(job, machine, here)):
         logger.info(f"note: {note}")
     if taken := holder_of(Path(config.job.dump_folder)):
         raise taken

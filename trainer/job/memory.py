@@ -8,9 +8,13 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from trainer.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from trainer.job.record import ResolvedJob
 
+_LARGEST = 2**42
+"""More than any device has, in bytes."""
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
@@ -45,6 +49,25 @@ class RankMemory:
 def rank_memory(job: "ResolvedJob") -> RankMemory:
     """Return an estimate of what the largest rank of the job holds."""
     return max((_of_stage(job, pp_rank) for pp_rank in range(job.degrees.pp)), key=lambda memory: memory.total)
+
+
+def check_memory(job: "ResolvedJob", available: int | None) -> None:
+    """Check that the exact part of what a rank holds fits. available: bytes of a rank's device; None: not known.
+
+    Raises:
+        ConfigError: it does not fit, or no device has so much.
+    """
+    memory, limit = rank_memory(job), available or _LARGEST
+    floor = memory.tables
+    if not job.config.training.enable_cpu_offload:
+        floor += memory.weights + memory.gradients + memory.optimizer
+    if floor > limit:
+        has = f"it has {size_words(limit)}" if available else "no device has that"
+        raise ConfigError(
+            f"training.seq_len = {job.config.training.seq_len} and model.flavor = {job.config.model.flavor!r} take at "
+            f"least {size_words(floor)} a rank for weights, gradients, optimizer, rotary table and batch, and {has}; "
+            "use a shorter length, a smaller model, or more ranks that shard it"
+        )
 
 
 def size_words(size: float) -> str:

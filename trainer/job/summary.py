@@ -1,7 +1,7 @@
 """The decisions of a job in words, each with its reason: what `check` prints, and a run at its start. Torch-free."""
 
 from pathlib import Path
-from textwrap import wrap
+from textwrap import TextWrapper
 
 from trainer.job.memory import rank_memory, size_words
 from trainer.job.mesh_picture import mesh_picture
@@ -10,6 +10,7 @@ from trainer.models.args import has_windows
 
 WIDTH = 100
 _TOPIC = 13
+_WRAPPER = TextWrapper(WIDTH - _TOPIC, break_on_hyphens=False, break_long_words=False)
 
 
 def summary(job: ResolvedJob) -> str:
@@ -33,9 +34,9 @@ def summary(job: ResolvedJob) -> str:
     }
     lines = []
     for topic, paragraphs in topics.items():
-        text = [line for paragraph in paragraphs if paragraph for line in wrap(paragraph, WIDTH - _TOPIC)]
+        text = [line for paragraph in paragraphs if paragraph for line in _WRAPPER.wrap(paragraph)]
         if topic == "mesh":  # a picture keeps its blanks
-            text = [*wrap(paragraphs[0], WIDTH - _TOPIC), *paragraphs[1:]]
+            text = [*_WRAPPER.wrap(paragraphs[0]), *paragraphs[1:]]
         for number, line in enumerate(text):
             lines.append(f"{topic if number == 0 else '':{_TOPIC}}{line}")
     return "\n".join(lines)
@@ -85,7 +86,8 @@ def _step(job: ResolvedJob) -> str:
     )
     return (
         f"{tokens:,} tokens: {sequences} sequences of {training.seq_len:,} = {job.micro_batches} micro-batch"
-        f"{'es' * (job.micro_batches > 1)} x {training.local_batch_size} sequences x {job.degrees.dp} data-parallel "
+        f"{'es' * (job.micro_batches > 1)} x {training.local_batch_size} "
+        f"sequence{'s' * (training.local_batch_size > 1)} x {job.degrees.dp} data-parallel "
         f"rank{'s' * (job.degrees.dp > 1)}; {training.steps:,} steps are {millions} "
         "tokens"
     )

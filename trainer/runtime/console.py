@@ -38,14 +38,19 @@ class _ConsoleHandler(logging.Handler):
             self.live = message.splitlines()[0][: self.console.width - 1]
             self._put(_ERASE + self.live)
         else:
-            self._put(_ERASE if self.live else "")
-            self.live = ""  # it is shown again by the next step
+            self.erase()  # the next step shows it again
             text = Text(message, style=_COLORS.get(record.levelno, ""))
-            if message.startswith("step "):
+            if "  loss " in message:
                 text.highlight_regex(_NAMES, "dim")
                 text.highlight_regex(r"(?<=loss )[\d.]+", "bold")
             self.console.print(text, soft_wrap=True)  # soft_wrap: a line stays a line in a narrow terminal
             self.console.file.flush()
+
+    def erase(self) -> None:
+        """Erase the last line of the terminal, if it is one that changes."""
+        if self.live:
+            self.live = ""
+            self._put(_ERASE)
 
     def _put(self, text: str) -> None:
         self.console.file.write(text)
@@ -74,9 +79,8 @@ def show_progress(text: str) -> None:
 def end_live_line() -> None:
     """Erase the last line of a terminal, before something else writes there."""
     for handler in logger.handlers:
-        if isinstance(handler, _ConsoleHandler) and handler.live:
-            handler.live = ""
-            handler._put(_ERASE)
+        if isinstance(handler, _ConsoleHandler):
+            handler.erase()
 
 
 def program() -> str:

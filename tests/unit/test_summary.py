@@ -1,0 +1,234 @@
+"""What a run says before it starts: every decision with its reason, the mesh, and what a rank will hold."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.commands import notes
+from trainer.commands.notes import job_notes, opening
+from trainer.components.loss import token_losses
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.job import Degrees, ResolvedJob, resolve
+from trainer.job.memory import check_memory, rank_memory, size_words
+from trainer.job.mesh_picture import mesh_picture
+from trainer.job.summary import WIDTH, closing, summary
+from trainer.models.llama3.args import TransformerArgs
+from trainer.models.llama3.model import Transformer
+from trainer.runtime.devices import Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS = sorted(path.name for path in (ROOT / "train_configs").glob("*.toml"))
+P = "--parallelism."
+EVERYTHING = [
+    "--model.sliding_window=128", "--model.sliding_window_every=2", "--training.attention_mask=document",
+    f"{P}context_parallel_degree=2", f"{P}tensor_parallel_degree=2", f"{P}pipeline_parallel_degree=2",
+    f"{P}context_parallel_load_balancer=balanced", f"{P}context_parallel_method=auto", "--checkpoint.enable",
+    "--activation_checkpoint.mode=full", "--float8.enable", "--compile.enable",
+]  # fmt: skip
+
+
+def job_of(*arguments: str, ranks: int = 1, device: str = "cpu") -> ResolvedJob:
+    file = ["--job.config_file", f"{ROOT}/train_configs/debug_model.toml"]
+    return resolve(parse_command_line([*file, *arguments]).config, ranks, device)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("ranks", [8, 512])
+def test_a_summary_fits_100_columns_for_every_preset(name: str, ranks: int) -> None:
+    config = parse_command_line(["--job.config_file", f"{ROOT}/train_configs/{name}"]).config
+    config = replace(config, training=replace(config.training, global_batch_size=-1, data_streams=512))
+    text = summary(resolve(config, ranks, "cuda", missing=[]))
+    assert max(map(len, text.splitlines())) <= WIDTH, text
+    for topic in ("model", "data", "step", "mesh", "attention", "precision", "recomputed", "checkpoints", "memory"):
+        assert re.search(rf"(?m)^{topic} ", text), topic
+
+
+def test_every_decision_has_its_reason() -> None:
+    text = re.sub(r"\s+", " ", summary(job_of(*EVERYTHING, ranks=8, device="cuda")))
+    for part in (
+        "pp 2 x cp 2 x tp 2 = 8 GPUs; cp = 2 ranks shard parameters and optimizer (FSDP)",
+        "1F1B: 2 stages of",
+        "causal mask within packed documents, a window of 128 tokens in one of 2 layers; ",
+        " over 2 ranks (auto: ",
+        "balanced: blocks dealt by their cost, for each batch; kernel varlen (auto: by device, type and tiles)",
+        "computing in bfloat16 (auto: bfloat16 on GPUs), gradients summed in float32; float8 products, tensorwise",
+        "all activations but the input of each layer (full)",
+        "each layer and the loss, by inductor; the first step takes minutes",
+        "every 500 steps and after the last one, in outputs/debug_model/checkpoint",
+        "8,192 tokens: 16 sequences of 512 = 8 micro-batches x 2 sequences x 1 data-parallel rank; 100 steps are",
+    ):
+        assert part in text, (part, text)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused() -> None:
+    job = job_of(f"{P}context_parallel_degree=2", f"{P}context_parallel_kernel=cuda_flash", ranks=2)
+    with pytest.raises(ConfigError, match="cannot do tensors on cpu or float32; kernels that can: 'cpu_flash', 'math'"):
+        summary(job)
+
+
+def test_the_first_line_says_what_starts() -> None:
+    config = job_of("--job.description=my run").config
+    assert opening(config, 4, "cuda") == "my run on 4 GPUs; output goes to ./outputs/debug_model"
+    assert opening(config, 1, "cpu") == "my run on 1 CPU rank; output goes to ./outputs/debug_model"
+
+
+def test_the_end_says_where_everything_lies() -> None:
+    job = job_of("--job.dump_folder=out", "--metrics.no-enable_tensorboard")
+    assert closing(job, checkpoint=None, program="lct").splitlines() == [
+        "metrics      out/metrics.jsonl",
+        "weights      not saved; --checkpoint.enable saves them",
+    ]
+    text = closing(job, checkpoint=Path("out/checkpoint/step-100"), program="lct")
+    assert "weights      out/checkpoint/step-100\nnext         lct generate out --prompt" in text
+
+
+# ---- the mesh
+
+
+def degrees(**sizes: int) -> Degrees:
+    all_sizes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp"), 1) | sizes
+    world = 1
+    for name, size in all_sizes.items():
+        world *= size if name != "cp_a2a" else 1
+    return Degrees(**all_sizes, world_size=world)
+
+
+def test_a_picture_of_three_dimensions() -> None:
+    assert mesh_picture(degrees(pp=2, dp_shard=2, tp=2)) == [
+        "                  tp 0 1",
+        "pp 0  dp_shard 0     0 1",
+        "      dp_shard 1     2 3",
+        "pp 1  dp_shard 0     4 5",
+        "      dp_shard 1     6 7",
+    ]
+
+
+def test_the_ranks_of_the_picture_are_those_of_the_mesh() -> None:
+    lines = mesh_picture(degrees(dp_replicate=2, cp=4, cp_a2a=2))
+    assert [line.split("cp_ring")[-1] for line in lines[1:3]] == [" 0         0 1", " 1         2 3"]
+    cells = [[int(x) for x in line.split()[-2:]] for line in lines[1:]]
+    mesh = torch.arange(8).reshape(2, 2, 2)  # dp_replicate, cp_ring, cp_a2a
+    assert cells == mesh.flatten(0, 1).tolist()
+
+
+def test_a_large_picture_is_cut_in_its_middle() -> None:
+    lines = mesh_picture(degrees(dp_shard=64, tp=64))
+    assert len(lines) == 9
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[-2] == "..."
+    assert lines[-1].split()[:4] == ["dp_shard", "63", "4032", "4033"]
+    assert lines[-1].endswith("... 4095")
+
+
+def test_one_dimension_needs_no_picture() -> None:
+    assert mesh_picture(degrees(dp_shard=8)) == mesh_picture(degrees()) == []
+
+
+# ---- memory
+
+
+def kept_by_autograd(args: TransformerArgs, dtype: torch.dtype, tokens: torch.Tensor) -> tuple[int, int]:
+    """Bytes that the layers keep for the backward, and the most that the loss holds."""
+    model = Transformer(args).to(dtype)
+    model.init_buffers(torch.device("cpu"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.02)
+    weights = {x.untyped_storage().data_ptr() for x in (*model.parameters(), model.freqs_cis)}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden = model(tokens)
+        layers = sum(storage.nbytes() for storage in kept.values())
+        kept.clear()
+        losses = token_losses(model.output(hidden), tokens)
+    in_loss = sum(storage.nbytes() for storage in kept.values())
+    losses.sum().backward()
+    return layers, in_loss
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [{}, {"ffn_hidden_dim": 1024}, {"n_kv_heads": 8}, {"dim": 512, "n_heads": 16}])
+def test_the_estimate_of_activations_is_what_autograd_keeps(dtype: str, shape: dict) -> None:
+    args = replace(TransformerArgs(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden_dim=512), **shape)
+    args = replace(args, vocab_size=4352, max_seq_len=128)
+    measured, in_loss = kept_by_autograd(args, getattr(torch, dtype), torch.randint(0, 4352, (2, 128)))
+    arguments = ["--training.seq_len=128", "--training.local_batch_size=2", f"--training.mixed_precision_param={dtype}"]
+    memory = rank_memory(replace(job_of(*arguments), model=args))
+    assert memory.activations == pytest.approx(measured, rel=0.15)
+    assert in_loss <= memory.logits <= 2.2 * in_loss  # beside what is kept stands its gradient
+
+
+def test_weights_gradients_and_optimizer_are_exact() -> None:
+    whole = job_of("--training.seq_len=64")
+    memory, parameters = rank_memory(whole), whole.model.n_params()
+    norms = (2 * 4 + 1) * 256  # the estimate leaves them out
+    assert (memory.weights, memory.gradients, memory.optimizer) == tuple(
+        n * 4 * (parameters - norms) for n in (1, 1, 2)
+    )
+    assert memory.gathered == 0
+    shared = rank_memory(job_of("--training.seq_len=64", f"{P}context_parallel_degree=2", ranks=4))
+    assert shared.weights == memory.weights // 4
+    assert shared.gathered > 0
+    tensor_parallel = rank_memory(job_of(f"{P}tensor_parallel_degree=2", ranks=2))
+    assert tensor_parallel.weights == memory.weights // 2
+
+
+def test_less_is_kept_with_checkpointing_and_more_ranks() -> None:
+    kept = {mode: rank_memory(job_of(f"--activation_checkpoint.mode={mode}")).activations for mode in ("none", "full")}
+    assert kept["full"] < kept["none"] / 2
+    halves = rank_memory(job_of(f"{P}context_parallel_degree=2", ranks=2))
+    assert halves.activations == pytest.approx(kept["none"] / 2, rel=0.01)
+    stages = rank_memory(job_of(f"{P}pipeline_parallel_degree=2", ranks=2))
+    assert stages.activations < kept["none"]
+
+
+def test_a_size_in_words() -> None:
+    assert [size_words(x) for x in (2**19, 2**25, 1.5 * 2**30, 300 * 2**30, 2**41)] == [
+        "0.5 MiB", "32 MiB", "1.5 GiB", "300 GiB", "2.0 TiB",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seq_len", [10**12, 2 * 10**9])
+def test_a_length_that_no_memory_holds_is_refused(seq_len: int) -> None:
+    job = job_of(f"--training.seq_len={seq_len}")
+    with pytest.raises(ConfigError, match=rf"training\.seq_len = {seq_len} .* it has 24\.0 GiB; use a shorter length"):
+        job_notes(job, Machine(0, None, 24 * 2**30), 1)
+
+
+def test_without_a_known_device_only_the_impossible_is_refused() -> None:
+    check_memory(job_of(f"--training.seq_len={2 * 10**9}"), None)
+    with pytest.raises(ConfigError, match="no device has that"):
+        check_memory(job_of(f"--training.seq_len={10**12}"), None)
+
+
+# ---- what may surprise
+
+
+def test_what_may_surprise_gets_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = job_of(f"--job.dump_folder={tmp_path}")
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    assert job_notes(quiet, Machine(0, None, 24 * 2**30), 1) == []
+    assert job_notes(quiet, Machine(0, None, None, "a note"), 1) == ["a note"]
+
+    (tmp_path / "checkpoint" / "step-40").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "step-40" / "state.json").write_text("{}")
+    (left,) = job_notes(quiet, Machine(0, None, None), 1)
+    assert "has a checkpoint of step 40, and checkpoint.enable is off: this run starts anew" in left
+    monkeypatch.setitem(os.environ, "LOG_RANK", "2,5")
+    *_, spoken = job_notes(quiet, Machine(0, None, None), 1)
+    assert spoken == "LOG_RANK = '2,5' names none of the ranks 0 to 0: no rank logs its steps"
+    monkeypatch.setattr(notes, "_left_checkpoints", lambda _: "")
+    monkeypatch.setitem(os.environ, "LOG_RANK", "0")
+    (little,) = job_notes(quiet, Machine(0, None, 128 * 2**20), 1)
+    assert re.match(r"a rank needs about \d+ MiB at its peak, and has 128 MiB; docs/performance", little)
