@@ -44,18 +44,18 @@ def generate(model: Model, temperature: float, seed: int) -> tuple[list[int], li
 @pytest.mark.parametrize("windows", [False, True])
 def test_greedy_tokens_are_the_likeliest_and_drawn_ones_follow_the_seed(pool: WorkerPool, windows: bool) -> None:
     model = Model(flavor="debugmodel", sliding_window=4 if windows else None, attention_sinks=windows)
-    ((greedy, likeliest),) = pool.run(generate, model, 0.0, 0, world_size=1)
+    ((greedy, likeliest),) = pool.run(1, generate, model, 0.0, 0)
     assert len(greedy) == 6
     if not windows:
         assert greedy == likeliest
-    ((drawn, _),) = pool.run(generate, model, 1.0, 0, world_size=1)
-    ((again, _),) = pool.run(generate, model, 1.0, 0, world_size=1)
-    ((other, _),) = pool.run(generate, model, 1.0, 1, world_size=1)
+    ((drawn, _),) = pool.run(1, generate, model, 1.0, 0)
+    ((again, _),) = pool.run(1, generate, model, 1.0, 0)
+    ((other, _),) = pool.run(1, generate, model, 1.0, 1)
     assert drawn == again
     assert len({tuple(greedy), tuple(drawn), tuple(other)}) == 3
 
 
 def test_a_window_as_long_as_the_text_changes_nothing(pool: WorkerPool) -> None:
-    ((planned, _),) = pool.run(generate, Model(sliding_window=11), 0.0, 0, world_size=1)
-    ((plain, _),) = pool.run(generate, Model(), 0.0, 0, world_size=1)
+    ((planned, _),) = pool.run(1, generate, Model(sliding_window=11), 0.0, 0)
+    ((plain, _),) = pool.run(1, generate, Model(), 0.0, 0)
     assert planned[:4] == plain[:4]  # up to 11 tokens each sees all

@@ -42,9 +42,6 @@ def ranks_in(folder: Path, *programs: str) -> list[int]:
             continue
         runs = any(word.endswith(program.encode()) for word in words for program in programs)
         is_rank = runs and b"torch.distributed.run" not in words
-            any(word.endswith(program.encode()) for word in words for program in programs)
-            and b"torch.distributed.run" not in words
-        )
         if is_rank and f"--job.dump_folder={folder}".encode() in words:
             found.append(int(path.parent.name))
     return found
