@@ -26,7 +26,7 @@ def generate(model: Model, temperature: float, seed: int) -> tuple[list[int], li
     spec.parallelize(part, dims, job)
     initialize(part, seed=1, device=torch.device("cpu"))
     with torch.no_grad():
-        part.output.weight.normal_(generator=torch.Generator().manual_seed(7))
+        part.output.weight.normal_(std=0.05, generator=torch.Generator().manual_seed(7))
     generator = torch.Generator().manual_seed(seed)
     written = list(
         itertools.islice(continued(part, job, dims, PROMPT, temperature=temperature, generator=generator), 6)
