@@ -4,7 +4,7 @@
 returns the failing rank's exit code and names the rank in one line. It passes SIGTERM and SIGINT on to the ranks, which
 finish their step, save, and end in good order; a second signal ends them at once. When a rank has failed, the others
 have a few seconds to end. A rank that hangs is asked for its stack and killed. When the launcher is killed, its ranks
-end at once (`runtime/launcher_watch.py`).
+end at once (`runtime/launcher_watch.py`). Several nodes meet before their ranks start (`runtime/meeting.py`).
 """
 
 import argparse
@@ -17,13 +17,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from trainer.config.errors import ConfigError
+from trainer.runtime.meeting import NodesMissing, meet
+from trainer.runtime.nodes import Nodes, whole_number
 from trainer.runtime.process_group import LOST_PEERS
 
 _PROGRAM = ["-m", "trainer.commands.rank"]  # what each rank runs
@@ -32,63 +38,110 @@ _GRACE_SECONDS = 10.0
 # If the first rank to end has lost its peers, it has waited for the others already.
 _GRACE_AFTER_LOST_PEERS_SECONDS = 2.0
 _STACK_SECONDS = 0.5
+_VARIABLES = {
+    "NNODES": ("--nnodes", "nodes of the job"),
+    "MASTER_ADDR": ("--master-addr", "first node"),
+    "MASTER_PORT": ("--master-port", "port on the first node where the nodes meet"),
+    "RDZV_ID": ("--rdzv-id", "name of the job"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the ranks of this node to their end, and return the exit code of the job.
 
-    Several nodes meet at MASTER_ADDR:MASTER_PORT. After a signal the code is 0 if all ranks ended in good order, else
-    128 + the signal's number.
+    After a signal the code is 0 if all ranks ended in good order, else 128 + the signal's number.
     """
-    arguments, train_arguments = _parser().parse_known_args(argv)
-    several = arguments.nnodes > 1
-    config = LaunchConfig(
-        min_nodes=arguments.nnodes,
-        max_nodes=arguments.nnodes,
-        nproc_per_node=arguments.nproc_per_node,
-        run_id=arguments.rdzv_id,
-        rdzv_backend="c10d",
-        # On one node a free port is chosen, so that two jobs on one machine do not meet.
-        rdzv_endpoint=f"{arguments.master_addr}:{arguments.master_port}" if several else "localhost:0",
-        local_addr=None if several else "localhost",
-        max_restarts=0,
-        monitor_interval=0.1,
-        **_signals_left_to_us(),
-    )
+    given, train_arguments = _parser().parse_known_args(argv)
+    variables = {variable: getattr(given, variable) for variable in _VARIABLES if getattr(given, variable) is not None}
+    try:
+        ranks = whole_number("--nproc-per-node", given.nproc_per_node, such_as="--nproc-per-node 2")
+        timeout = whole_number("--start-timeout", given.start_timeout, such_as="--start-timeout 300")
+        nodes = Nodes.from_environment(os.environ | variables)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each of these loggers has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # one line of ours reports the error
     with _passing_signals_on() as received, _killing_stragglers():
-        return _run(config, train_arguments, received)
+        return _run(nodes, ranks, timeout, train_arguments, received)
 
 
-def _run(config: LaunchConfig, train_arguments: list[str], received: list[int]) -> int:
+@contextmanager
+def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[LaunchConfig]:
+    """Meet the other nodes, and yield what the agent of this node needs; the store of the job lives inside."""
+    stores: list[TCPStore] = []
+
+    def open_store() -> int:
+        """Open the store on a free port; the agent of the first node, in this process, shares it (multi_tenant)."""
+        stores.append(TCPStore(nodes.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True))
+        return stores[0].port
+
+    meeting: dict[str, Any] = {
+        # On one node a free port is chosen, so that two jobs on one machine do not meet.
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",
+        "local_addr": "localhost",
+    }
+    if nodes.count > 1:
+        rank, port = meet(nodes, ranks, timeout_seconds, open_store)
+        meeting = {
+            "rdzv_backend": "static",
+            "rdzv_endpoint": replace(nodes, port=port).place,
+            "rdzv_configs": {"rank": rank, "timeout": timeout_seconds},
+        }
+    yield LaunchConfig(
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        nproc_per_node=ranks,
+        run_id=nodes.job,
+        max_restarts=0,
+        monitor_interval=0.1,
+        **meeting,
+        **_signals_left_to_us(),
+    )
+
+
+def _run(nodes: Nodes, ranks: int, timeout_seconds: int, train_arguments: list[str], received: list[int]) -> int:
     """Run the job and return its exit code; report a failure or stop in one line. `received`: signals passed on."""
     try:
         launched_by = ("--launched-by", str(os.getpid()))
-        elastic_launch(config, sys.executable)("-u", *_PROGRAM, *launched_by, *train_arguments)
+        with _configured(nodes, ranks, timeout_seconds) as config:
+            elastic_launch(config, sys.executable)("-u", *_PROGRAM, *launched_by, *train_arguments)
+    except (ConfigError, NodesMissing) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except DistError as error:
+        reason = str(error).partition("\n")[0]
+        print(f"error: a node ended, or was cut off, before the ranks had started ({reason})", file=sys.stderr)
+        return 1
     except ChildFailedError as error:
-        rank, failure, hung = _cause(error)
-        ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
-        if ended_by in received:
-            print(f"error: stopped by {signal.Signals(ended_by).name} at once", file=sys.stderr)
-            return 128 + ended_by
-        if hung:
-            print(f"error: rank {rank} hung, and was killed when its peers had given it up", file=sys.stderr)
-            return 1
-        if failure.exitcode == LOST_PEERS:
-            print("error: the ranks of this node lost their peers; the cause is on another node", file=sys.stderr)
-            return 1
-        how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
-        if failure.exitcode != 2:  # the rank has named the wrong setting
-            print(f"error: rank {rank} failed first ({how}); the other ranks were stopped", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _failed(error, received)
     except SignalException as error:
         print(f"error: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
         return 128 + error.sigval
     if received:
         print(f"stopped by {signal.Signals(received[0]).name}: all ranks ended in good order", file=sys.stderr)
     return 0
+
+
+def _failed(error: ChildFailedError, received: list[int]) -> int:
+    """Name the rank that failed, or the signal that ended the ranks, in one line, and return the exit code."""
+    rank, failure, hung = _cause(error)
+    ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
+    if ended_by in received:
+        print(f"error: stopped by {signal.Signals(ended_by).name} at once", file=sys.stderr)
+        return 128 + ended_by
+    if hung:
+        print(f"error: rank {rank} hung, and was killed when its peers had given it up", file=sys.stderr)
+        return 1
+    if failure.exitcode == LOST_PEERS:
+        print("error: the ranks of this node lost their peers; the cause is on another node", file=sys.stderr)
+        return 1
+    how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
+    if failure.exitcode != 2:  # the rank has named the wrong setting
+        print(f"error: rank {rank} failed first ({how}); the other ranks were stopped", file=sys.stderr)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure, bool]:
@@ -185,16 +238,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Start one process per rank of this node; what is not listed here goes to train.py.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc-per-node", type=int, required=True, help="ranks on this node")
-    for option, variable, default, text in (
-        ("--nnodes", "NNODES", 1, "nodes of the job"),
-        ("--master-addr", "MASTER_ADDR", "localhost", "first node"),
-        ("--master-port", "MASTER_PORT", 29500, "port on the first node"),
-        ("--rdzv-id", "RDZV_ID", "trainer", "name of the job"),
-    ):
-        kind = type(default)
-        value = kind(os.environ.get(variable, default))
-        parser.add_argument(option, type=kind, default=value, help=f"{text} ({variable})")
+    parser.add_argument("--nproc-per-node", required=True, help="ranks on this node")
+    parser.add_argument("--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)")
+    for variable, (option, text) in _VARIABLES.items():
+        parser.add_argument(option, dest=variable, help=f"{text}; in place of the variable {variable}")
     return parser
 
 
