@@ -223,6 +223,27 @@ PROCESSES = (
         "tests/integration/test_failures.py",
     ),
     Mutant(
+        "nodes of another job are taken in",
+        "trainer/runtime/meeting.py",
+        'if node["job"] != me["job"]:',
+        'if node["job"] == "":',
+        "tests/unit/test_meeting.py",
+    ),
+    Mutant(
+        "a node that has gone is still counted",
+        "trainer/runtime/meeting.py",
+        "                        connections.remove(key.data)\n",
+        "",
+        "tests/unit/test_meeting.py",
+    ),
+    Mutant(
+        "ranks follow the order in which nodes came",
+        "trainer/runtime/meeting.py",
+        'key=lambda c: _order(c.node["name"], nodes.names)',
+        "key=lambda c: 0",
+        "tests/unit/test_meeting.py",
+    ),
+    Mutant(
         "a message is waited for as long as when its group was made",
         "trainer/distributed/sharding/exchange.py",
         'if dist.get_backend(group) != "gloo":',

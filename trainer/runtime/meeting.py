@@ -36,6 +36,8 @@ _TELL_SECONDS = 0.5
 _GREETING = {"meeting": "trainer"}
 _LONGEST_MESSAGE = 2**20
 _MOST_NAMES = 8
+# What all nodes must have alike, the variable that sets it, and its words.
+_SAME = (("nodes", "NNODES", "NNODES on {} is {}"), ("ranks", "NGPU", "{} has {} ranks"))
 
 
 class NodesMissing(Exception):
@@ -120,12 +122,9 @@ class _Waiting:
         passed = time.monotonic() - self.started
         if passed >= (self.lines + 1) * LINE_SECONDS:
             self.lines = int(passed / LINE_SECONDS)
-            print(
-                f"waiting for {what}, {passed:.0f} s of {self.timeout:g} s; start the same command {where} with "
-                f"{self.nodes.command}",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"waiting for {what}, {passed:.0f} s of {self.timeout:g} s; start the same command {where} with "
+            sys.stderr.write(f"{line}{self.nodes.command}\n")  # in one piece: other launchers may write there too
+            sys.stderr.flush()
 
     def _over(self) -> bool:
         return time.monotonic() - self.started >= self.timeout
@@ -170,6 +169,7 @@ def _receive_nodes(
 ) -> Place:
     """Be the first node: wait for the others, and give each its place."""
     with selectors.DefaultSelector() as selector:
+        listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
         connections: list[_Connection] = []
         here, told, tell_at = [me], [], 0.0
@@ -178,8 +178,9 @@ def _receive_nodes(
                 waiting.for_nodes([node["name"] for node in here])
                 for key, _ in selector.select(_PAUSE_SECONDS):
                     if key.fileobj is listener:
-                        connections.append(_accept(listener))
-                        selector.register(connections[-1].socket, selectors.EVENT_READ, connections[-1])
+                        if (connection := _accept(listener)) is not None:
+                            connections.append(connection)
+                            selector.register(connection.socket, selectors.EVENT_READ, connection)
                     elif not _hear(key.data, me):
                         selector.unregister(key.fileobj)
                         connections.remove(key.data)
@@ -203,8 +204,11 @@ def _receive_nodes(
                 connection.socket.close()
 
 
-def _accept(listener: socket.socket) -> _Connection:
-    accepted, _ = listener.accept()
+def _accept(listener: socket.socket) -> _Connection | None:
+    try:
+        accepted, _ = listener.accept()
+    except OSError:  # who knocked has gone
+        return None
     accepted.settimeout(_CONNECT_SECONDS)
     connection = _Connection(accepted)
     connection.send(_GREETING)
@@ -226,12 +230,10 @@ def _hear(connection: _Connection, me: dict[str, Any]) -> bool:
                 remedy = "give each job a MASTER_PORT of its own, or all nodes of a job the same RDZV_ID"
                 connection.send({"error": f"{error}; {remedy}", "setting": True})
                 return False
-            for number, what in (("nodes", "NNODES = {}"), ("ranks", "{} ranks (NGPU)")):
+            for number, variable, text in _SAME:
                 if node[number] != me[number]:
-                    raise ConfigError(
-                        f"{what.format(node[number])} on {node['name']}, but {what.format(me[number])} on "
-                        f"{me['name']}; give all nodes of a job the same number"
-                    )
+                    theirs, ours = text.format(node["name"], node[number]), text.format(me["name"], me[number])
+                    raise ConfigError(f"{theirs}, but {ours}; give {variable} the same value on all nodes of a job")
             connection.node = node
     except (OSError, KeyError):  # it has gone, or was no node
         return False
