@@ -82,14 +82,14 @@ def start(folder: Path, fault: str, *arguments: str, ranks: int = 2, launcher: s
 
 def ended(folder: Path, *processes: subprocess.Popen) -> list[Ended]:
     """The launchers' ends, and what is left of each."""
-    mark, results = folder / "failed", []
+    mark, ends = folder / "failed", []
     try:
         for process in processes:
             out, err = process.communicate(timeout=180)
-            seconds = time.time() - mark.stat().st_mtime if mark.exists() else 0.0
-            left = [*in_session(process.pid), *ranks_in(folder, "faulty_train.py")]
-            results.append(Ended(process.returncode, out, err, seconds, left))
-        return results
+            ends.append((process.returncode, out, err, time.time() - mark.stat().st_mtime if mark.exists() else 0.0))
+        # When all have ended: the ranks of other nodes are in this folder too.
+        left = [[*in_session(process.pid), *ranks_in(folder, "faulty_train.py")] for process in processes]
+        return [Ended(*end, of_it) for end, of_it in zip(ends, left, strict=True)]
     finally:
         for pid in {pid for process in processes for pid in in_session(process.pid)}:
             os.kill(pid, signal.SIGKILL)
