@@ -76,6 +76,7 @@ def test_a_missing_node_is_named_until_the_time_out() -> None:
     assert said(first, code=128 + signal.SIGTERM, timeout=10)[-1] == "error: stopped by SIGTERM"
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_seconds_later_trains(tmp_path: Path) -> None:
     """The ranks of the first node are the first ranks."""
     port = free_port()
@@ -112,6 +113,7 @@ def test_a_wrong_number(argument: str, message: str) -> None:
     assert said(node("node-a", 29500, argument), code=2) == [f"error: {message}"]
 
 
+@pytest.mark.slow
 def test_a_node_that_ends_after_the_meeting_ends_the_others() -> None:
     """The store of the job waits for it until the time-out: one sentence, without a trace."""
     port = free_port()

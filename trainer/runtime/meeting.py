@@ -29,7 +29,7 @@ from trainer.runtime.nodes import Nodes
 
 LINE_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
-_GREETING_SECONDS = 3.0
+_GREETING_SECONDS = 5.0
 _PAUSE_SECONDS = 0.2
 # A thousand nodes that arrive at once are not told a thousand lists.
 _TELL_SECONDS = 0.5
@@ -191,7 +191,12 @@ def _receive_nodes(
                     for connection in connections:
                         connection.send({"here": [node["name"] for node in here]})
             port = open_store()
-            joined = sorted((c for c in connections if c.node), key=lambda c: _order(c.node["name"], nodes.names))
+            joined = [connection for connection in connections if connection.node]
+            for one_more in joined[nodes.count - 1 :]:  # they came with the last one
+                error = f"{one_more.node['name']} is one more than the {nodes.count} nodes of the job {nodes.job!r}"
+                remedy = "start the command once on each node, or give each job a MASTER_PORT of its own"
+                one_more.send({"error": f"{error}; {remedy}", "setting": True})
+            joined = sorted(joined[: nodes.count - 1], key=lambda c: _order(c.node["name"], nodes.names))
             for rank, connection in enumerate(joined, start=1):
                 connection.send({"rank": rank, "port": port})
             return Place(0, port)
@@ -261,6 +266,8 @@ def _join(me: dict[str, Any], nodes: Nodes, waiting: _Waiting) -> Place:
                 here = message.get("here", here)
             if 0 < len(here) < nodes.count:
                 waiting.for_nodes(here)
+            else:
+                waiting.for_first_node("no answer yet")
             messages = connection.receive()
 
 
