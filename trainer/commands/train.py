@@ -19,6 +19,7 @@ from trainer.job.summary import summary
 from trainer.runtime import holder_of
 from trainer.runtime.console import end_live_line, logger, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
+from trainer.runtime.nodes import Nodes, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
@@ -95,9 +96,9 @@ def main(argv: list[str]) -> int:
 def _prepare(start: Start, command) -> list[str]:
     """Say what starts, check it, set the variables of the ranks, and return the options of the launcher."""
     config, machine = command.config, this_machine()
-    nodes = int(os.environ.get("NNODES", "1"))
+    nodes = Nodes.from_environment(os.environ)
     here = start.ranks or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
-    ranks, device_type = here * nodes, machine.device_type(config.job.device)
+    ranks, device_type = here * nodes.count, machine.device_type(config.job.device)
     os.environ["LOG_RANK"] = start.log_rank
     set_up_logging(0, color=config.metrics.enable_color_printing)
     logger.info(opening(config, ranks, device_type))
@@ -114,4 +115,4 @@ def _prepare(start: Start, command) -> list[str]:
     if (ROOT / "train.py").is_file():  # a clone, which need not be installed
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["PYTHONSAFEPATH"] = "1"  # a folder `trainer` where the user stands is not this program
-    return ["--nproc-per-node", str(here)]
+    return ["--nproc-per-node", str(here), "--start-timeout", str(config.comm.init_timeout_seconds)]
