@@ -291,7 +291,7 @@ def test_full_checkpoint(tmp_path: Path, whole_run: list[dict]) -> None:
     process.terminate()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert err == "stopped by SIGTERM: all ranks ended in good order\n"
+    assert err == "SIGTERM: stopping after this step; a second signal ends the run at once\n"
     stopped = len(logged(tmp_path))
     assert 3 <= stopped < 24
     assert lines_of(out)[-1] == f"stopped by SIGTERM after step {stopped}; checkpoint saved"

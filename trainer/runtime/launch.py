@@ -120,8 +120,6 @@ def _run(nodes: Nodes, ranks: int, timeout_seconds: int, train_arguments: list[s
     except SignalException as error:
         print(f"error: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
         return 128 + error.sigval
-    if received:
-        print(f"stopped by {signal.Signals(received[0]).name}: all ranks ended in good order", file=sys.stderr)
     return 0
 
 

@@ -25,7 +25,8 @@ class Stop:
     A second signal, or the end of `timeout_seconds` after the first, ends the process at once with 128 + the signal's
     number. The exit restores the handlers. In another thread than the main thread the context does nothing.
 
-    max_minutes: time after which `reason` stops the run, too; prints: whether this rank reports the time-out.
+    max_minutes: time after which `reason` stops the run, too; prints: whether this rank reports the first signal and
+    the time-out.
     """
 
     def __init__(self, timeout_seconds: float, *, max_minutes: float | None = None, prints: bool = False) -> None:
@@ -83,5 +84,9 @@ class Stop:
             for number in filter(SIGNALS.__contains__, numbers):
                 if not self.signal:
                     self.signal, first = number, time.monotonic()
+                    if self.prints:
+                        name = signal.Signals(number).name
+                        line = f"{name}: stopping after this step; a second signal ends the run at once"
+                        print(line, file=sys.stderr, flush=True)
                 elif time.monotonic() - first > _SAME_SIGNAL_SECONDS:
                     os._exit(128 + number)
