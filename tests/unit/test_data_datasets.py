@@ -1,8 +1,10 @@
 """Laws of the sources: what they hold, that they need no network and no torch, and how they refuse bad data."""
 
 import hashlib
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import check_count, check_source, open_source
+from trainer.data.datasets import check_source, check_streams, open_source
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +247,88 @@ def test_fewer_documents_than_streams_are_refused_with_the_number_that_works(tmp
         assert message.endswith("has 3; the largest that works is 3")
         check_source(name, str(tmp_path), 3)
     assert "training.dataset = 'python_stdlib' has" in refusal(check_source, "python_stdlib", None, 100_000)
-    assert "training.dataset = 'x' holds no text" in refusal(check_count, "x", None, 0, 1)
+    assert "training.dataset = 'x' holds no text" in refusal(check_streams, "training.dataset = 'x'", 0, 1, 1)
+
+
+_STREAMS_ADVISED = r"data_streams = (\d+)|^(?:use |the largest that works is )?(\d+)(?:, a multiple .*)?$"
+
+
+@pytest.mark.parametrize("dp_degree", [1, 2, 3, 4, 6, 8])
+def test_each_advice_about_data_streams_works(dp_degree: int):
+    """No advice leads to another refusal."""
+    for documents, data_streams in itertools.product((0, 1, 2, 3, 5, 7, 8, 13, 64, 100), (1, 2, 5, 7, 8, 9, 64)):
+        given = {"documents": documents, "data_streams": data_streams, "dp_degree": dp_degree}
+        if data_streams % dp_degree == 0 and data_streams <= documents:
+            check_streams("the data", **given)
+            continue
+        advice = refusal(lambda given=given: check_streams("the data", **given)).partition("; ")[2]
+        for choice in re.split(r", or | or ", advice):
+            changed = dict(given)
+            if found := re.search(r"give (\d+) documents", choice):
+                changed["documents"] = int(found[1])
+            if found := re.search(r"use (\d+) data-parallel rank", choice):
+                changed["dp_degree"] = int(found[1])
+            if found := re.search(_STREAMS_ADVISED, choice):
+                changed["data_streams"] = int(found[1] or found[2])
+            assert changed != given, choice
+            check_streams("the data", **changed)
+
+
+def test_a_folder_with_files_of_another_data_set_is_told_with_its_name(tmp_path: Path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    assert "is a folder without *.txt files; use training.dataset = 'jsonl' for the files" in refusal(
+        check_source, "text", str(tmp_path), 1
+    )
+    check_source("jsonl", str(tmp_path), 1)
+
+
+def test_one_text_on_two_ranks_is_told_what_works(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("a")
+    message = refusal(lambda: check_source("text", str(tmp_path), 64, dp_degree=2))
+    assert message == (
+        f"training.dataset_path = {str(tmp_path)!r} has 1 document, and each of 2 data-parallel ranks needs one of its "
+        "own; give 2 documents and training.data_streams = 2, or use 1 data-parallel rank (more ranks can be "
+        "context-parallel) and training.data_streams = 1"
+    )
+    check_source("text", str(tmp_path), 1, dp_degree=1)
+    (tmp_path / "b.txt").write_text("b")
+    check_source("text", str(tmp_path), 2, dp_degree=2)
+
+
+@pytest.mark.parametrize("which", ["", "inner", "inner/deep"])
+def test_a_folder_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str):
+    """The tests may run as root, who may read everywhere."""
+    (tmp_path / "inner" / "deep").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("a")
+    closed, access = (tmp_path / which).resolve(), os.access
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed and access(path, mode))
+    message = refusal(check_source, "text", str(tmp_path), 1)
+    assert message.startswith(
+        f"training.dataset_path = {str(tmp_path)!r}: the folder {closed} cannot be read (permission"
+    )
+    if which == "inner":
+        for path in (f"{closed}/nothing.txt", f"{closed}/*.txt"):
+            assert f"the folder {closed} cannot be read" in refusal(check_source, "text", path, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_a_folder_of_another_user_is_told(tmp_path: Path):
+    """With the real permissions: a child process that is not root."""
+    (folder := tmp_path / "closed").mkdir(mode=0o700)
+    (folder / "a.txt").write_text("a")
+
+    def told() -> str:
+        os.setuid(65534)
+        return refusal(check_source, "text", str(folder), 1)
+
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(writes, told().encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b" cannot be read (permission denied); " in os.read(reads, 10_000)
 
 
 def test_the_check_of_large_data_reads_only_its_start(tmp_path):

@@ -325,11 +325,11 @@ def test_one_document_among_many_empty_ones_is_found():
 
 
 def test_streams_that_do_not_fit_are_refused():
-    assert "training.data_streams = 4 must be a multiple of the 3 data-parallel ranks; 3 works" in refusal(
+    assert "training.data_streams = 4 must be a multiple of the data-parallel degree 3" in refusal(
         lambda: loader(n=4, d=3)
     )
     assert "the data set has 30; the largest that works is 28" in refusal(lambda: loader(n=32, d=4))
-    assert "give at least one for each of 32 ranks" in refusal(lambda: loader(n=32, d=32))
+    assert "each of 32 data-parallel ranks needs one of its own" in refusal(lambda: loader(n=32, d=32))
 
 
 def test_states_of_other_data_are_refused():

@@ -65,33 +65,56 @@ def open_source(name: str, path: str | None = None) -> DocumentSource:
     return source.open(files)
 
 
-def check_source(name: str, path: str | None, data_streams: int) -> None:
+def check_source(name: str, path: str | None, data_streams: int, *, dp_degree: int = 1) -> None:
     """Check a data set without converting it; only the start of large data is read.
 
     Raises:
-        ConfigError: an unknown data set; a path that is missing, superfluous or matches nothing; no data; a first line
-            that is no object with "text"; fewer documents than `data_streams`.
+        ConfigError: an unknown data set; a path that is missing, superfluous, unreadable or matches nothing; no data; a
+            first line that is no object with "text"; `data_streams` that do not fit, see `check_streams`.
     """
     source, files = _found(name, path)
-    check_count(name, path, sum(1 for _ in islice(source.start(files), data_streams)), data_streams)
+    documents = sum(1 for _ in islice(source.start(files), _next_multiple(data_streams, dp_degree)))
+    where = f"training.dataset_path = {path!r}" if path else f"training.dataset = {name!r}"
+    check_streams(where, documents, data_streams, dp_degree)
 
 
-def check_count(name: str, path: str | None, documents: int, data_streams: int) -> None:
-    """Check that every data stream has a document.
+def check_streams(where: str, documents: int, data_streams: int, dp_degree: int) -> None:
+    """Check that every data stream has a document, and every data-parallel rank the same number of streams.
+
+    where: the data set, as the message names it.
 
     Raises:
-        ConfigError: there are no documents, or fewer than `data_streams`.
+        ConfigError: there are fewer documents than ranks or streams, or the degree does not divide the streams.
     """
-    where = f"training.dataset_path = {path!r}" if path else f"training.dataset = {name!r}"
+    streams = f"training.data_streams = {data_streams}"
+    above = _next_multiple(data_streams, dp_degree)
     if not documents:
+        also = "" if above == data_streams else f" and training.data_streams = {above}"
+        raise ConfigError(f"{where} holds no text, and {streams} needs as many documents; give {above} documents{also}")
+    if documents < dp_degree:
+        held = f"{documents} document{'s' if documents > 1 else ''}"
+        ranks = f"{documents} data-parallel rank{'s' if documents > 1 else ''}"
         raise ConfigError(
-            f"{where} holds no text; at least training.data_streams = {data_streams} documents are needed"
+            f"{where} has {held}, and each of {dp_degree} data-parallel ranks needs one of its own; give {dp_degree} "
+            f"documents and training.data_streams = {dp_degree}, or use {ranks} (more ranks can be context-parallel) "
+            f"and training.data_streams = {documents}"
         )
-    if documents < data_streams:
+    below = min(data_streams, documents) // dp_degree * dp_degree
+    if data_streams > documents:
+        multiple = f", a multiple of the data-parallel degree {dp_degree}" if dp_degree > 1 else ""
         raise ConfigError(
-            f"training.data_streams = {data_streams} needs as many documents and {where} has {documents};"
-            f" the largest that works is {documents}"
+            f"{streams} needs as many documents and {where} has {documents}; "
+            f"the largest that works is {below}{multiple}"
         )
+    if data_streams % dp_degree:
+        works = " or ".join(str(number) for number in (below, above) if 0 < number <= documents)
+        raise ConfigError(
+            f"{streams} must be a multiple of the data-parallel degree {dp_degree} (replicas x shards); use {works}"
+        )
+
+
+def _next_multiple(number: int, factor: int) -> int:
+    return -(-number // factor) * factor
 
 
 def _found(name: str, path: str | None) -> tuple[Source, list[str]]:
@@ -121,16 +144,35 @@ def _files(name: str, path: str, ending: str) -> list[str]:
     expanded = os.path.expanduser(path)
     if os.path.isfile(expanded):
         return [expanded]
-    pattern = os.path.join(glob.escape(expanded), "**", f"*{ending}") if os.path.isdir(expanded) else expanded
+    is_folder = os.path.isdir(expanded)
+    if is_folder:
+        _check_folders_can_be_read(path, expanded)
+    pattern = os.path.join(glob.escape(expanded), "**", f"*{ending}") if is_folder else expanded
     found = sorted({file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file)})
-    if not found:
-        what = f"a folder without *{ending} files" if os.path.isdir(expanded) else "neither a file nor a folder"
-        what = "a glob that matches no file" if glob.has_magic(path) and not os.path.isdir(expanded) else what
-        raise MissingFile(
-            f"training.dataset_path = {path!r} is {what}; for training.dataset = {name!r} give a {ending} file,"
-            " a folder of them, or a glob"
-        )
-    return found
+    if found:
+        return found
+    _check_folders_can_be_read(path, expanded)
+    what = f"a folder without *{ending} files" if is_folder else "neither a file nor a folder"
+    what = "a glob that matches no file" if glob.has_magic(path) and not is_folder else what
+    others = {source.ending: other for other, source in DATASETS.items() if source.ending and is_folder}
+    there = next((other for end, other in others.items() if any(Path(expanded).rglob(f"*{end}"))), None)
+    advice = f"for training.dataset = {name!r} give a {ending} file, a folder of them, or a glob"
+    if there is not None:
+        advice = f"use training.dataset = {there!r} for the files that are there, or give another folder"
+    raise MissingFile(f"training.dataset_path = {path!r} is {what}; {advice}")
+
+
+def _check_folders_can_be_read(path: str, expanded: str) -> None:
+    """Refuse folders that this user may not read, on the way to the data or below: `glob` would find nothing there."""
+    parts = (expanded, *map(str, Path(expanded).absolute().parents))
+    way = [next(part for part in parts if os.path.isdir(part))]
+    below = (os.path.join(root, name) for root, names, _ in os.walk(expanded) for name in names)
+    for folder in (*way, *below):
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise ConfigError(
+                f"training.dataset_path = {path!r}: the folder {folder} cannot be read (permission denied); "
+                "change its permissions, or give data that you may read"
+            )
 
 
 # --- python_stdlib

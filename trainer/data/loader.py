@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import DocumentSource
+from trainer.data.datasets import DocumentSource, check_streams
 from trainer.data.packing import PackedSequence, SequenceBuilder
 from trainer.data.tokenizer import Tokenizer
 from trainer.runtime.agreement import content_hash
@@ -143,18 +143,7 @@ class BatchLoader:
         dp_degree: int,
         plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
     ) -> None:
-        if data_streams % dp_degree:
-            raise ConfigError(
-                f"training.data_streams = {data_streams} must be a multiple of the {dp_degree} data-parallel ranks; "
-                f"{max(dp_degree, round(data_streams / dp_degree) * dp_degree)} works"
-            )
-        if len(source) < data_streams:
-            most = len(source) // dp_degree * dp_degree
-            remedy = f"the largest that works is {most}" if most else f"give at least one for each of {dp_degree} ranks"
-            raise ConfigError(
-                f"training.data_streams = {data_streams} needs as many documents and the data set has {len(source)}; "
-                f"{remedy}"
-            )
+        check_streams("the data set", len(source), data_streams, dp_degree)
         self._batch_size, self._plan = local_batch_size, plan
         # The meaning of a position depends on these. They are saved with it, so that no run resumes on other data.
         self._fixed = {"data_streams": data_streams, "documents": len(source), "seed": seed}

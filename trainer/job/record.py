@@ -112,8 +112,9 @@ def resolve(
     check_float8(config, model, degrees)
     compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
+    training = config.training
     try:
-        check_source(config.training.dataset, config.training.dataset_path, config.training.data_streams)
+        check_source(training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
     except MissingFile as error:
         if missing is None:
             raise

@@ -52,7 +52,7 @@ def check_profiling(config: JobConfig) -> None:
 
 
 def check_batch(config: JobConfig, degrees: Degrees) -> None:
-    """Check that batch, data streams and sequence length can be divided among the ranks."""
+    """Check that batch and sequence length can be divided among the ranks."""
     training = config.training
     micro_batch = training.local_batch_size * degrees.dp
     factors = f"training.local_batch_size = {training.local_batch_size} x data-parallel degree {degrees.dp}"
@@ -62,11 +62,6 @@ def check_batch(config: JobConfig, degrees: Degrees) -> None:
         raise ConfigError(
             f"training.global_batch_size = {training.global_batch_size} must be a multiple of {factors} = "
             f"{micro_batch}; use {_nearest_multiples(training.global_batch_size, micro_batch)} or -1 (that product)"
-        )
-    if training.data_streams % degrees.dp:
-        raise ConfigError(
-            f"training.data_streams = {training.data_streams} must be a multiple of the data-parallel degree "
-            f"{degrees.dp} (replicas x shards); use {_nearest_multiples(training.data_streams, degrees.dp)}"
         )
     if training.seq_len % degrees.tp:
         raise ConfigError(
