@@ -212,7 +212,8 @@ def test_an_error_while_writing_reaches_every_rank(pool: WorkerPool, tmp_path: P
     for where, text, steps in pool.run(2, full_disk_case, str(tmp_path), mode, rank):
         assert where == ("save" if mode == "disabled" else "next save")
         assert text.startswith("the checkpoint of step 500 could not be written to ")
-        assert "No space left on device" in text
+        assert f"(rank {rank}: the disk is full (" in text
+        assert "are needed)); make room, or name another job.dump_folder, and run the same command again" in text
         assert "\n" not in text
         assert steps == []
 

@@ -27,6 +27,7 @@ from trainer.checkpoint.folder import (
     model_description,
     read_state,
     remove_unfinished,
+    saved_steps,
     step_folder,
     step_to_load,
     unfinished_folder,
@@ -43,6 +44,7 @@ from trainer.job.record import ResolvedJob
 from trainer.models.args import ModelArgs
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger, say_waiting
+from trainer.runtime.full_disk import full_disk
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout
 from trainer.transforms.float8 import without_float8_cast
 
@@ -241,11 +243,19 @@ class Checkpointer:
             raise self._not_written(self._last_step, error) from None
 
     def _not_written(self, step: int, error: CheckpointException) -> CheckpointError:
-        reason = f"rank {min(error.failures)}: " + str(_cause(error)).strip().split("\n")[0]
+        cause, rank = _cause(error), min(error.failures)
+        full = full_disk(cause, self.folder, needed=self._size())
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).strip().split("\n")[0]
+        kept = [earlier for earlier in saved_steps(self.folder) if earlier < step]
+        again = "run the same command again" + (f", which resumes after step {kept[-1]}" if kept else "")
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.folder} ({reason}); make room, or name "
-            f"another job.dump_folder, and run the same command again"
+            f"the checkpoint of step {step} could not be written to {self.folder} (rank {rank}: {full or reason}); "
+            + (f"make room there and {again}" if kept else f"make room, or name another job.dump_folder, and {again}")
         )
+
+    def _size(self) -> int:
+        """Return the bytes of a checkpoint, without the small files: each parameter, and its two moments."""
+        return 3 * self._model.n_params() * getattr(torch, self._config.training.dtype).itemsize
 
     def _all_streams(self) -> Mapping[int, Mapping[str, int]]:
         """Return the position of every data stream of all data-parallel ranks."""

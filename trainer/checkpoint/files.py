@@ -14,10 +14,12 @@ from typing import IO, Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from trainer.checkpoint.folder import RunState, keep_latest, publish
+from trainer.runtime.full_disk import os_error_of
 
 _METADATA = ".metadata"
 # All classes and values in the metadata of tensors.
@@ -94,6 +96,19 @@ class Writer(FileSystemWriter):
     def __init__(self, unfinished: Path, state: RunState, *, keep_latest_k: int) -> None:
         super().__init__(unfinished, sync_files=True)
         self._state, self._keep_latest_k = state, keep_latest_k
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors.
+
+        Raises:
+            OSError: a file cannot be written. PyTorch's own error says less, and loses the cause on the way to others.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            if (cause := os_error_of(error)) is not None:
+                raise OSError(cause.errno, cause.strerror) from error
+            raise
 
     def storage_meta(self) -> StorageMeta | None:
         return None  # it would hold a path object: one more class that the reader must know

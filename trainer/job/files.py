@@ -1,11 +1,11 @@
 """Check the dump folder, and the checkpoint that the run would resume from."""
 
-import os
 from pathlib import Path
 
 from trainer.checkpoint.folder import check_fits, checkpoint_folder, read_state, step_to_load
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.config.writable import is_writable, nearest_existing, writable_folder
 from trainer.models.args import ModelArgs
 
 
@@ -17,15 +17,15 @@ def check_dump_folder(folder: str) -> None:
     """
     if not folder:
         raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
-    path = Path(folder).absolute()
-    existing = next(part for part in (path, *path.parents) if os.path.lexists(part))
+    path = Path(folder)
+    existing = nearest_existing(path)
     if not existing.is_dir():
         what = "a file" if existing.exists() else "a broken link"
-        raise ConfigError(f"job.dump_folder = {folder!r}: {existing} is {what}; name a folder, such as './outputs'")
-    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"job.dump_folder = {folder!r}: {existing} is {what}; name a folder{writable_folder(path)}")
+    if not is_writable(path):
         raise ConfigError(
             f"job.dump_folder = {folder!r}: {existing} is not writable for this user; "
-            f"name a folder that is, such as './outputs'"
+            f"name a folder that is{writable_folder(path)}"
         )
 
 

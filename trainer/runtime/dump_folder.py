@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from trainer.config.errors import ConfigError
+from trainer.config.writable import nearest_existing, writable_folder
+from trainer.runtime.full_disk import full_disk
 
 LOCK_FILE = "job.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -36,9 +38,15 @@ def writing_to(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
+        if full := full_disk(error, nearest_existing(folder)):
+            raise ConfigError(
+                f"job.dump_folder = {str(folder)!r} cannot be written: {full}; make room there, or name another "
+                "folder, and run the same command again"
+            ) from None
+        where = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         raise ConfigError(
-            f"job.dump_folder = {str(folder)!r} cannot be written ({error.strerror}: {error.filename}); "
-            f"name a folder that can, such as './outputs'"
+            f"job.dump_folder = {str(folder)!r} cannot be written ({where}); "
+            f"name a folder that can{writable_folder(folder)}"
         ) from None
 
 
@@ -54,7 +62,7 @@ def folder_held(
         ConfigError: another job holds the lock, or the folder cannot be written to.
     """
     with writing_to(folder):
-        file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
+        file = (folder / LOCK_FILE).open("ab+", buffering=0)  # a buffer would be written again when the file is closed
     with file:
         with writing_to(folder):
             locked = _wait_for_lock(file, patience_seconds)
@@ -64,21 +72,20 @@ def folder_held(
                 warn(f"the file system of {folder} has no locks: let no other job use this folder as job.dump_folder")
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
             file.truncate(0)
-            file.write(json.dumps(holder) + "\n")
-            file.flush()
+            file.write(f"{json.dumps(holder)}\n".encode())
         yield
 
 
 def holder_of(folder: Path, *, patience_seconds: float = _PATIENCE_SECONDS) -> ConfigError | None:
     """Return the error that names the job which holds the folder now; None if it is free or missing."""
     try:
-        with (folder / LOCK_FILE).open("r+", encoding="utf-8") as file:
+        with (folder / LOCK_FILE).open("rb+", buffering=0) as file:
             return None if _wait_for_lock(file, patience_seconds) is not False else _taken(folder, file)
     except OSError:  # the job will report it
         return None
 
 
-def _wait_for_lock(file: IO[str], patience_seconds: float) -> bool | None:
+def _wait_for_lock(file: IO[bytes], patience_seconds: float) -> bool | None:
     """Wait for the lock, and return whether this process has it; None: the file system has no locks."""
     deadline = time.monotonic() + patience_seconds
     while True:
@@ -95,7 +102,7 @@ def _wait_for_lock(file: IO[str], patience_seconds: float) -> bool | None:
         time.sleep(0.1)
 
 
-def _taken(folder: Path, file: IO[str]) -> ConfigError:
+def _taken(folder: Path, file: IO[bytes]) -> ConfigError:
     file.seek(0)
     try:
         holder = json.loads(file.read())

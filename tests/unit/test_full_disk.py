@@ -1,0 +1,85 @@
+"""A disk that is full, a quota, a limit on files: told in words, whatever PyTorch makes of them."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from trainer.config import ConfigError
+from trainer.runtime import writing_to
+from trainer.runtime.full_disk import full_disk, os_error_of
+
+ROOT = Path(__file__).resolve().parents[2]
+# Files may have 64 KiB: what PyTorch writes beyond fails as on a full disk.
+SAVE = """
+import resource, signal, sys
+from pathlib import Path
+import torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from trainer.checkpoint.files import Writer
+from trainer.checkpoint.folder import RunState
+from trainer.runtime.full_disk import full_disk
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+writer = Writer(Path(sys.argv[1]), RunState(1, 0, {}, {}, {}), keep_latest_k=0)
+try:
+    dcp.save({"x": torch.zeros(1 << 20)}, storage_writer=writer, no_dist=True)
+except CheckpointException as error:
+    ((cause, _),) = error.failures.values()
+    print(type(cause).__name__, cause.errno, full_disk(cause, Path(sys.argv[1]), needed=4 << 20))
+"""
+
+
+def test_a_checkpoint_that_does_not_fit_has_the_cause_and_not_pytorchs_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAVE, str(tmp_path / "step-1.tmp")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    told = "a file has reached the largest size that this user may write (ulimit -f) (about 4.0 MiB are needed)"
+    assert result.stdout == f"OSError {errno.EFBIG} {told}\n", result.stderr[-2000:]
+
+
+def test_the_cause_is_found_behind_other_errors(tmp_path: Path) -> None:
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    error.__context__ = ValueError("between")
+    error.__context__.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert os_error_of(error).errno == errno.ENOSPC
+    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=3 << 20)):
+        told = full_disk(error, tmp_path, needed=5 << 30)
+    assert told == "the disk is full (3.0 MiB are free, about 5.0 GiB are needed)"
+    assert full_disk(OSError(errno.EDQUOT, "x"), tmp_path) == "the quota of this user is used up"
+    for other in (RuntimeError("x"), OSError(errno.EIO, "x"), OSError("no number")):
+        assert full_disk(other, tmp_path) == ""
+
+
+def test_a_full_dump_folder_is_told_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error, writing_to(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    message = str(error.value)
+    assert message.startswith(f"job.dump_folder = '{tmp_path}/out' cannot be written: the disk is full (")
+    assert message.endswith("are free); make room there, or name another folder, and run the same command again")
+
+
+def test_a_lock_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    """With a limit of no bytes, in a process of its own; nothing is written again when the file is closed."""
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from trainer.runtime import folder_held\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "with folder_held(Path(sys.argv[1]), print): pass\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert "ConfigError: job.dump_folder = " in result.stderr.splitlines()[-1]
+    assert "a file has reached the largest size" in result.stderr.splitlines()[-1]
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").touch()
+    with pytest.raises(ConfigError) as error, writing_to(Path("outputs")):
+        pass
+    assert "cannot be written (File exists: outputs); name a folder that can, such as '" in str(error.value)
+    assert not str(error.value).endswith("'./outputs'")
