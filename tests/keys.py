@@ -121,7 +121,7 @@ _DECAY = "--lr_scheduler.warmup_steps=0"
 
 # One run for several keys, each of which shows in another place.
 _MANY = (
-    "--job.description=what-it-is-for --job.print_config --metrics.enable_tensorboard --metrics.save_tb_folder=x "
+    "--job.description=what-it-is-for --metrics.enable_tensorboard --metrics.save_tb_folder=x "
     "--optimizer.implementation=fused --training.gc_freq=1 --training.deterministic --checkpoint.enable "
     "--checkpoint.folder=c --checkpoint.interval=2 --comm.init_timeout_seconds=77 --comm.train_timeout_seconds=88 "
     "--comm.checkpoint_timeout_seconds=99 --comm.trace_buf_size=123"
@@ -138,7 +138,6 @@ EFFECTS: dict[str, str | Seen] = {
     "job.config_file": "tests/unit/test_config_loader.py::test_command_line_over_file_over_base_over_defaults",
     "job.dump_folder": Seen("", lambda _, on: {"config.toml", "metrics.jsonl"} <= set(on.files)),
     "job.description": Seen(_MANY, _more("out", "what-it-is-for")),
-    "job.print_config": Seen(_MANY, _more("out", "[optimizer]\n")),
     "job.device": "tests/unit/test_devices.py::test_the_device_that_is_asked_for",
     "job.max_minutes": Seen("--job.max_minutes=1e-6", _becomes("logged", [1, 2, 3], [1])),
     # ---- profiling

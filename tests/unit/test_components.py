@@ -193,5 +193,7 @@ def test_clipping_scales_down_and_never_up() -> None:
     parameter.grad = torch.tensor([3.0, 4.0])
     clip_gradients([parameter], norm=5.0, max_norm=10.0)
     assert parameter.grad.tolist() == [3.0, 4.0]
+    clip_gradients([parameter], norm=5.0, max_norm=float("inf"))  # switched off
+    assert parameter.grad.tolist() == [3.0, 4.0]
     clip_gradients([parameter], norm=5.0, max_norm=2.5)
     assert parameter.grad.tolist() == [1.5, 2.0]

@@ -33,33 +33,35 @@ class Schema(JobConfig):
     extra: Extra = field(default_factory=Extra)
 
 
-def read(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Schema:
-    monkeypatch.setattr(loader, "JobConfig", Schema)
-    return loader.parse_command_line(list(argv)).config
+def read(*argv: str) -> Schema:
+    return loader.parse_command_line(list(argv), Schema).config
 
 
-def test_it_is_read_from_files_and_command_lines_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_read_from_files_and_command_lines_and_written(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[extra]\nrounds = 7\nslow = true\n")
     file = ("--job.config_file", str(tmp_path / "run.toml"))
-    config = read(monkeypatch, *file, "--extra.no-slow")
+    config = read(*file, "--extra.no-slow")
     assert config.extra == Extra(rounds=7)
     assert "[extra]\nrounds = 7\nslow = false\n" in loader.to_toml(config)
-    assert read(monkeypatch, *file, "--extra.rounds", "None").extra == Extra(slow=True)
+    assert read(*file, "--extra.rounds", "None").extra == Extra(slow=True)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--extra.rounds", "x"], "extra.rounds = 'x' (on the command line) must be an int, or leave it out"),
+        (
+            ["--extra.rounds", "x"],
+            "extra.rounds = 'x' (on the command line) must be an int, such as 5, or leave it out",
+        ),
         (
             ["--extra.round", "3"],
             "--extra.round 3 (on the command line) is not a known key; did you mean 'extra.rounds'?",
         ),
     ],
 )
-def test_wrong_words_for_it_are_refused(monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str) -> None:
+def test_wrong_words_for_it_are_refused(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(monkeypatch, *argv)
+        read(*argv)
     assert str(error.value) == message
 
 
@@ -89,7 +91,7 @@ def test_the_help_has_it() -> None:
         "  --extra.rounds  an int (laps), at least 1, or None\n"
         "      How often it goes round. Default: None. No effect with metrics.log_freq = 1.\n"
         "  --extra.slow, --extra.no_slow\n"
-        "      It takes its time. Default: false. No effect without extra.rounds."
+        "      It takes its time. Default: false. No effect without rounds."
     )
 
 

@@ -48,7 +48,6 @@ CASES = [
         "parallelism.pipeline_parallel_module_fqns",
         ("tok_embeddings,layers.0", "norm,output"),
     ),
-    ("job.print_args", True, "job.print_config", True),
     ("metrics.disable_color_printing", True, "metrics.enable_color_printing", False),
     ("model.hf_assets_path", "./assets/hf", "model.tokenizer_path", "./assets/hf"),
     ("model.converters", ["quantize.linear.float8"], "float8.enable", True),

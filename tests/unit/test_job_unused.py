@@ -23,7 +23,7 @@ PRESETS["debug_model.toml"] = 2
 # Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.
 CONDITIONAL = {key for key, known in keys_of(JobConfig).items() if known.when}
 ALWAYS = {
-    *("job.config_file", "job.dump_folder", "job.description", "job.print_config", "job.max_minutes"),
+    *("job.config_file", "job.dump_folder", "job.description", "job.max_minutes"),
     "job.device",
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_color_printing"),

@@ -7,50 +7,102 @@ parser, used for its help only.
 import ast
 import inspect
 import sys
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from textwrap import fill
 from typing import get_type_hints
 
+from trainer.config.elsewhere import ELSEWHERE
+from trainer.config.errors import ConfigError
 from trainer.config.keys import Key, keys_of
+from trainer.config.spelling import nearest
 from trainer.config.values import kind_name, shown, without_none
 
 _USAGE = """Train a language model: train.py --job.config_file FILE [--table.key VALUE ...]
 
-The command line goes over the TOML file, the file over the defaults.
+The command line goes over the TOML file, the file over its base, the base over
+the defaults. In files a key stands in its table: training.steps is `steps`
+below [training]. ./run_llama_train.sh takes the same options, and starts one
+process per GPU (NGPU=2 for another number).
 
-  -h, --help
-      Print this text, then exit.
+Examples
+
+  Train a small model:
+    ./run_llama_train.sh --training.steps 300
+  Train on 4 GPUs with context parallelism:
+    NGPU=4 ./run_llama_train.sh --parallelism.context_parallel_degree 4
+  Check a configuration for 8 GPUs, on any machine:
+    train.py --job.config_file llama3_8b --check-config --world-size 8
+  Print the effective configuration:
+    train.py --job.config_file llama3_8b --print-config
+  Train on your own text, a document per file:
+    ./run_llama_train.sh --training.dataset text \\
+      --training.dataset_path 'books/*.txt' --training.data_streams 2
+
+Actions
+  -h, --help [TABLE or KEY ...]
+      Print this text, or what it says of a table or key, then exit, such as
+      --help parallelism or --help training.seq_len.
   --check-config
       Check every setting without starting anything, then exit.
   --world-size N
-      With --check-config, the number of ranks to check the degrees for.
+      With --check-config, the number of ranks to check for. Default: 1.
   --print-config
-      Print the effective configuration as TOML, then exit (--job.print_config: print it, then train)."""
+      Print the effective configuration as TOML, then exit."""
 
 
-def help_text(schema: type, width: int) -> str:
-    """Return every option with its meaning and rules, by table, in lines of `width` characters."""
-    keys, lines = keys_of(schema), [_USAGE]
+def help_text(schema: type, width: int, topics: Sequence[str] = ()) -> str:
+    """Return every option with its meaning and rules, by table, in lines of `width` characters.
+
+    topics: tables or keys; only these are in the text.
+
+    Raises:
+        ConfigError: a topic is neither a table nor a key.
+    """
+    keys, lines = keys_of(schema), [] if topics else [_USAGE]
+    wanted = {name for topic in topics for name in _keys_of_topic(topic, schema)}
     for table, kind in get_type_hints(schema).items():
-        lines += ["", fill(f"[{table}] {kind.__doc__}", width)]
-        for field, text in docstrings(kind).items():
-            key = keys[f"{table}.{field}"]
-            spelled = f", --{table}.no_{field}" if key.kind is bool else f"  {allowed(key)}"
-            in_vain = f" No effect {', or '.join(when.words() for when in key.when)}." if key.when else ""
-            for line, indent in (
-                (f"--{table}.{field}{spelled}", "  "),
-                (f"{text} Default: {shown(key.default)}.{in_vain}", " " * 6),
-            ):
-                indents = {"initial_indent": indent, "subsequent_indent": " " * 6}
-                lines.append(fill(line, width, **indents, break_on_hyphens=False, break_long_words=False))
-    return "\n".join(lines)
+        told = [field for field in docstrings(kind) if not topics or f"{table}.{field}" in wanted]
+        if told:
+            lines += ["", fill(f"[{table}] {kind.__doc__}", width)]
+        for field in told:
+            lines += _entry(f"{table}.{field}", keys[f"{table}.{field}"], docstrings(kind)[field], width)
+    return "\n".join(lines).lstrip("\n")
+
+
+def _entry(name: str, key: Key, text: str, width: int) -> list[str]:
+    table, _, field = name.partition(".")
+    spelled = f", --{table}.no_{field}" if key.kind is bool else f"  {allowed(key)}"
+    in_vain = f" No effect {', or '.join(when.words() for when in key.when)}." if key.when else ""
+    in_vain = in_vain.replace(f" {table}.", " ")  # the reader is in this table
+    indents = {"subsequent_indent": " " * 6, "break_on_hyphens": False, "break_long_words": False}
+    return [
+        fill(f"--{name}{spelled}", width, initial_indent="  ", **indents),
+        fill(f"{text} Default: {shown(key.default)}.{in_vain}", width, initial_indent=" " * 6, **indents),
+    ]
+
+
+def _keys_of_topic(topic: str, schema: type) -> list[str]:
+    """Return the keys of a table, or the key that a topic names, with or without its table."""
+    name, tables = topic.strip("[]").removeprefix("--").replace("-", "_"), list(get_type_hints(schema))
+    found = [key for key in keys_of(schema) if name in (key, *key.split("."))]
+    if found:
+        return found
+    near = nearest(name, [*tables, *keys_of(schema)]) or nearest(name, [key.split(".")[1] for key in keys_of(schema)])
+    if name in ELSEWHERE:
+        hint = ELSEWHERE[name]
+    elif near is not None:
+        hint = f"did you mean {near!r}?"
+    else:
+        hint = f"the tables are {', '.join(tables)}"
+    raise ConfigError(f"--help {topic} is neither a table nor a key; {hint}")
 
 
 def allowed(key: Key) -> str:
     """Return the values that a key may have, in words."""
     kind, optional = without_none(key.kind)
-    parts = [kind_name(kind) + (f" ({key.unit})" if key.unit else "")]
+    parts = [kind_name(kind, infinite=key.may_be_infinite) + (f" ({key.unit})" if key.unit else "")]
     parts += [key.bounds.words] if key.bounds is not None else []
     return ", ".join([*parts, "or None"] if optional else parts)
 

@@ -26,6 +26,7 @@ NOT_NEGATIVE = Bounds(lambda x: 0 <= x < math.inf, "at least 0")
 AT_LEAST_ONE = Bounds(lambda x: 1 <= x < math.inf, "at least 1")
 SHARE = Bounds(lambda x: 0 <= x <= 1, "in [0, 1]")
 DECAY = Bounds(lambda x: 0 <= x < 1, "in [0, 1)")
+POSITIVE_OR_OFF = Bounds(lambda x: x > 0, "above 0 (inf: off)")
 SECONDS = Bounds(lambda x: 1 <= x <= 10**8, "in [1, 100000000]")
 
 
@@ -85,6 +86,16 @@ class Key:
     unit: str = ""
     example: object = None
     when: tuple[Condition, ...] = ()
+
+    @property
+    def works(self) -> object:
+        """A value that works, for messages: the default, or the example if the default is None."""
+        return self.example if self.default is None else self.default
+
+    @property
+    def may_be_infinite(self) -> bool:
+        """Whether a float of this key may be `inf`, by its bounds."""
+        return self.bounds is not None and self.bounds.test(math.inf)
 
 
 def key(

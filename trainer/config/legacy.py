@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.config.keys import Key, keys_of
 from trainer.config.schema import JobConfig
 from trainer.config.torchtitan import ABSENT, OLDER, OLDER_VALUES
 from trainer.config.values import shown
@@ -26,6 +28,14 @@ class Settings:
     def over(self, base: "Settings") -> "Settings":
         """Return these settings merged over `base`; notes in the order of reading, the base first."""
         return Settings(base.values | self.values, base.absent | self.absent, base.notes + self.notes)
+
+
+@cache
+def accepted_keys(schema: type) -> dict[str, Key]:
+    """Return every key that is read: of the schema, older keys, and keys without counterpart here."""
+    today = keys_of(schema)
+    older = {name: Key(today[old.key].kind if old.kind is None else old.kind, None) for name, old in OLDER.items()}
+    return older | {name: Key(key.kind, None) for name, key in ABSENT.items()} | today
 
 
 def rewrite(values: Mapping[str, Any], where: str) -> Settings:

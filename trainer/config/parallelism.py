@@ -10,6 +10,7 @@ from trainer.config.keys import AT_LEAST_ONE, NOT_NEGATIVE, SECONDS, Bounds, Con
 SHARDED = Condition(
     lambda _, degrees: degrees.dp_shard * degrees.cp > 1,
     "where parameters are not sharded (data_parallel_shard_degree x context_parallel_degree = 1)",
+    general="without sharding (FSDP or CP)",
 )
 _WITH_CP, _WITH_PP, _WITH_TP = (
     unless(f"parallelism.{name}_parallel_degree", 1) for name in ("context", "pipeline", "tensor")
@@ -35,11 +36,13 @@ _FREED = Condition(
     lambda config, _: config.parallelism.fsdp_reshard_after_forward != "never",
     "where the backward finds all parameters gathered (fsdp_reshard_after_forward = 'never')",
     "leave it out, or use 'always'",
+    general="with fsdp_reshard_after_forward = 'never'",
 )
 _FREED_WITH_PP = Condition(
     lambda config, degrees: degrees.pp == 1 or config.parallelism.fsdp_reshard_after_forward == "always",
     "where the backward finds all parameters gathered (fsdp_reshard_after_forward = 'default' with a pipeline)",
     "leave it out, or use 'always'",
+    general="in a pipeline unless fsdp_reshard_after_forward = 'always'",
 )
 _RANKS = Condition(lambda _, degrees: degrees.world_size > 1, "on one rank")
 

@@ -13,6 +13,7 @@ from trainer.config.keys import (
     DECAY,
     NOT_NEGATIVE,
     POSITIVE,
+    POSITIVE_OR_OFF,
     SECONDS,
     SHARE,
     Bounds,
@@ -51,6 +52,7 @@ _SAVING, _COMPILED, _FLOAT8 = needs("checkpoint.enable"), needs("compile.enable"
 _NO_OFFLOAD = Condition(
     lambda config, _: not config.training.enable_cpu_offload,
     "with training.enable_cpu_offload, which copies weights to the GPU without the scales found for them",
+    general="with training.enable_cpu_offload",
 )
 
 
@@ -59,13 +61,11 @@ class Job:
     """The run as a whole."""
 
     config_file: str | None = None
-    """TOML file to read; for the command line only (a file inherits from another with base = "other.toml")."""
+    """TOML file to read, or a preset by name, such as llama3_8b. A file has base = "other.toml" instead."""
     dump_folder: str = "./outputs"
     """Folder of everything that the run writes; created if it is missing."""
     description: str = ""
     """A line about the run, printed at the start."""
-    print_config: bool = False
-    """Print the effective configuration as TOML, then train; --print-config prints it and ends."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Type of device of all ranks; auto: a GPU a rank where GPUs are visible, else the CPU."""
     max_minutes: float | None = key(None, POSITIVE, "minutes", example=60.0)
@@ -200,8 +200,8 @@ class Training:
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
     attention_mask: Literal["causal", "document"] = "causal"
     """A token sees all tokens before it in its sequence, or in its document, from whose start positions then count."""
-    max_norm: float = key(1.0, POSITIVE)
-    """Largest gradient norm; larger gradients are scaled down to it."""
+    max_norm: float = key(1.0, POSITIVE_OR_OFF)
+    """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
     steps: int = key(10000, AT_LEAST_ONE, "steps")
     """Optimizer steps of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"

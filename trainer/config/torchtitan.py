@@ -89,7 +89,6 @@ def _moved(table: str, keys: str, to: str) -> dict[str, Spelling]:
 
 
 OLDER: dict[str, Spelling] = {
-    "job.print_args": Spelling("job.print_config"),
     "metrics.disable_color_printing": Spelling(
         "metrics.enable_color_printing", "inverted", bool, lambda disable: not disable
     ),
@@ -179,7 +178,8 @@ def _refused(keys: str, *off: object, instead: str = "leave it out", needs: str 
 # Settings of a feature that is off, or that change nothing here, by type.
 _IGNORED = {
     bool: """
-        job.use_for_integration_test parallelism.pipeline_parallel_expert_parallel_overlap
+        job.use_for_integration_test job.print_args job.print_config
+        parallelism.pipeline_parallel_expert_parallel_overlap
         debug.moe_force_load_balance activation_checkpoint.early_stop activation_checkpoint.preserve_rng_state
         float8.force_recompute_fp8_weight_in_bwd checkpoint.initial_load_model_only
         checkpoint.initial_load_model_weights_only checkpoint.initial_load_in_hf

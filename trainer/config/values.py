@@ -1,30 +1,36 @@
 """Convert a TOML value, or the words of a command line, to the type of its key."""
 
-import difflib
 import math
+import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
 from trainer.config.errors import ConfigError
+from trainer.config.spelling import nearest
 
+_SWITCHES = dict.fromkeys(("1", "yes", "y", "on", "t"), "true") | dict.fromkeys(("0", "no", "n", "off", "f"), "false")
 _NAMES: dict[type, str] = {bool: "true or false", int: "an int", float: "a finite float", str: "a string"}
 
 
-def from_toml(key: str, value: object, kind: Any, default: object, where: str) -> object:
+def from_toml(key: str, value: object, kind: Any, default: object, where: str, *, infinite: bool = False) -> object:
     """Return `value` if it has type `kind`; an int becomes a float, a list a tuple, nothing else is converted.
+
+    infinite: whether `inf` is a value of a float.
 
     Raises:
         ConfigError: the value has another type or is none of the choices.
     """
     plain, optional = without_none(kind)
-    checked = _checked(value, plain)
+    checked = _checked(value, plain, infinite=infinite)
     if checked is None:
-        raise _wrong(key, value, plain, default, where, optional=optional)
+        raise _wrong(key, value, plain, default, where, optional=optional, infinite=infinite)
     return checked
 
 
-def from_words(key: str, words: list[str], kind: Any, default: object) -> object:
+def from_words(key: str, words: list[str], kind: Any, default: object, *, infinite: bool = False) -> object:
     """Return the value of the words after an option; a bool needs no word, an optional value may be None.
+
+    infinite: whether `inf` is a value of a float.
 
     Raises:
         ConfigError: too few or too many words, or a word that is no value of type `kind`.
@@ -37,14 +43,17 @@ def from_words(key: str, words: list[str], kind: Any, default: object) -> object
         return True
     if len(words) != 1:
         given = f"{' '.join(words)!r}" if words else "none"
-        raise ConfigError(
-            f"{key} ({where}) was given {given}, and takes one value: {kind_name(plain)}{_example(default, plain)}"
-        )
+        hint = _example(default, plain)
+        if any(word[:1] == "-" and _parsed(word, float) == word for word in words):
+            hint = "; options begin with two hyphens"
+        elif not words and plain is str:
+            hint += f"; write --{key}=VALUE for a value that begins with two hyphens"
+        raise ConfigError(f"{key} ({where}) was given {given}, and takes one value: {kind_name(plain)}{hint}")
     if optional and words == ["None"]:
         return None
-    value = _checked(_parsed(words[0], plain), plain)
+    value = _checked(_parsed(words[0], plain), plain, infinite=infinite)
     if value is None:
-        raise _wrong(key, words[0], plain, default, where, optional=optional)
+        raise _wrong(key, words[0], plain, default, where, optional=optional, infinite=infinite)
     return value
 
 
@@ -54,7 +63,7 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _checked(value: object, kind: Any) -> object | None:
+def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | None:
     """Return `value` as a `kind`, or None if it is not one."""
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else None
@@ -63,7 +72,9 @@ def _checked(value: object, kind: Any) -> object | None:
         return None if None in items else tuple(items)
     if kind is float and type(value) is int and abs(value) < 2**1023:
         value = float(value)
-    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+    if type(value) is not kind:
+        return None
+    if isinstance(value, float) and not math.isfinite(value) and not (infinite and value == math.inf):
         return None
     return value
 
@@ -88,37 +99,52 @@ def without_none(kind: Any) -> tuple[Any, bool]:
     return plain, True
 
 
-def kind_name(kind: Any) -> str:
+def kind_name(kind: Any, *, infinite: bool = False) -> str:
     """Return a type as messages name it: "an int", "one of 'a', 'b'", "a list, each item a string"."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
     if get_origin(kind) is tuple:
         return f"a list, each item {kind_name(get_args(kind)[0])}"
-    return _NAMES[kind]
+    return "a float" if kind is float and infinite else _NAMES[kind]
 
 
 def _example(default: object, kind: Any) -> str:
     if default == ():
         toml, words = ("[2, 4]", "2 4") if get_args(kind)[0] is int else ('["a", "b"]', "a b")
         return f", such as {toml} in a file and {words} on the command line"
-    return "" if default is None else f", such as {shown(default)}"
+    return "" if default in (None, "") else f", such as {shown(default)}"
 
 
-def _wrong(key: str, value: object, kind: Any, default: object, where: str, *, optional: bool) -> ConfigError:
+def _wrong(
+    key: str, value: object, kind: Any, default: object, where: str, *, optional: bool, infinite: bool
+) -> ConfigError:
     hint = _example(default, kind)
     if get_origin(kind) is Literal:
-        choices = {choice.lower(): choice for choice in get_args(kind)}
-        near = difflib.get_close_matches(str(value).lower(), choices, n=1)
-        hint = f"; did you mean {choices[near[0]]!r}?" if near else ""
+        near = nearest(str(value), get_args(kind))
+        hint = f"; did you mean {near!r}?" if near else ""
     elif isinstance(value, str) and kind in (int, float, bool) and _checked(_parsed(value, kind), kind) is not None:
         hint = f"; write {value.strip()} without quotes"
     elif kind is str and type(value) in (int, float):
         hint = f'; write "{value}"'
-    elif kind is int and (whole := _whole_number(value)) is not None:
-        hint = f"; write {whole}"
+    elif kind is bool and str(value).lower() in _SWITCHES:
+        hint = f"; write {_SWITCHES[str(value).lower()]}"
+    elif kind is int and (meant := _meant(value)):
+        hint = f"; write {meant}"
     if optional:
         hint += ", or leave it out"
-    return ConfigError(f"{key} = {shown(value)} ({where}) must be {kind_name(kind)}{hint}")
+    return ConfigError(f"{key} = {shown(value)} ({where}) must be {kind_name(kind, infinite=infinite)}{hint}")
+
+
+def _meant(value: object) -> str:
+    """Return the whole number for 1e4, 8,192 or 8k; both readings of a unit; empty for anything else."""
+    if (whole := _whole_number(value)) is not None:
+        return str(whole)
+    found = re.fullmatch(r"(\d[\d,_]*(?:\.\d+)?)\s*([kKMG]?)i?", str(value).strip())
+    if found is None or isinstance(value, list | dict):
+        return ""
+    number, power = float(re.sub("[,_]", "", found[1])), " kMG".index(found[2].replace("K", "k") or " ")
+    choices = [number * 1024**power, number * 1000**power] if power else [number]
+    return " or ".join(str(int(choice)) for choice in choices if choice == int(choice))
 
 
 def _whole_number(value: object) -> int | None:

@@ -22,8 +22,7 @@ def check_bounds(config: JobConfig) -> None:
     for name, key in keys_of(type(config)).items():
         value = attrgetter(name)(config)
         if key.bounds is not None and value is not None and not key.bounds.test(value):
-            works = key.example if key.default is None else key.default
-            raise ConfigError(f"{name} = {value!r} must be {key.bounds.words}, such as {works!r}")
+            raise ConfigError(f"{name} = {value!r} must be {key.bounds.words}, such as {key.works!r}")
 
 
 def check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:

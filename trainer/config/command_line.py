@@ -1,0 +1,108 @@
+"""Read the options of a command line as typed values: settings (--table.key value) and actions (--help, ...)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.config.errors import ConfigError, Problems
+from trainer.config.keys import Key
+from trainer.config.legacy import accepted_keys, todays_value
+from trainer.config.spelling import nearest
+from trainer.config.unknown import unknown_key
+from trainer.config.values import from_words, shown
+
+COMMAND_LINE = "on the command line"
+_HELP = ("-h", "--help")
+# Options that are not settings of a run.
+ACTIONS = {"check_config": Key(bool, False), "print_config": Key(bool, False), "world_size": Key(int, 8)}
+# A script gives it first, and its caller may give it again.
+_OFTEN_TWICE = ("job.config_file",)
+
+
+@dataclass
+class Options:
+    """The options of a command line.
+
+    help: what --help asks for, [] for everything; None: no help. values: name of a setting or action -> typed value.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    help: list[str] | None = None
+
+
+def read_options(argv: list[str], schema: type, problems: Problems) -> Options:
+    """Return the options of `argv`; wrong ones go to `problems`. The last counts if an option is given twice."""
+    read = Options()
+    with problems.collected():
+        for token, words in _split(argv):
+            if token in _HELP:
+                read.help = [*(read.help or []), *words]
+                continue
+            with problems.collected():
+                _read_option(token, words, schema, read)
+    return read
+
+
+def _read_option(token: str, words: list[str], schema: type, read: Options) -> None:
+    name, negated = _option_name(token, words, schema)
+    key = (ACTIONS | accepted_keys(schema))[name]
+    if not negated:
+        if len(words) == 1:
+            word, renamed = todays_value(name, words[0], COMMAND_LINE)
+            words = [str(word)]
+            read.notes += renamed
+        value = from_words(_label(name), words, key.kind, key.works, infinite=key.may_be_infinite)
+    elif words:
+        raise ConfigError(f"{token} takes no value, and was given {' '.join(words)!r}; write {token} alone")
+    else:
+        value = False
+    if read.values.get(name, value) != value and name not in _OFTEN_TWICE:
+        read.notes.append(
+            f"{_label(name)} is given more than once {COMMAND_LINE}; the last value counts: {shown(value)}"
+        )
+    read.values[name] = value
+
+
+def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
+    """Return each option with the words up to the next option; the value of `--key=value` is a word, too."""
+    options: list[tuple[str, list[str]]] = []
+    for token in argv:
+        if token == "-h":
+            options.append((token, []))
+        elif token.startswith("--") and len(token) > 2:
+            name, equals, value = token.partition("=")
+            options.append((name, [value] if equals else []))
+        elif options and token != "--":
+            options[-1][1].append(token)
+        else:
+            raise ConfigError(
+                f"{token!r} {COMMAND_LINE} belongs to no option; write --table.key value, "
+                f"such as --job.config_file debug_model"
+            )
+    return options
+
+
+def _option_name(token: str, words: list[str], schema: type) -> tuple[str, bool]:
+    """Return (name, False) for --table.key, and (name, True) for --no-table.key and --table.no-key of a boolean."""
+    keys = ACTIONS | accepted_keys(schema)
+    name = token[2:].replace("-", "_")
+    table, _, key = name.rpartition(".")
+    for candidate in (name, name.removeprefix("no_"), f"{table}.{key.removeprefix('no_')}"):
+        negated = candidate != name
+        if candidate in keys and negated and keys[candidate].kind is not bool:
+            raise ConfigError(f"{token} is no switch: {candidate!r} takes a value; write {_option(candidate)} VALUE")
+        if candidate in keys:
+            return candidate, negated
+    near = nearest(name, [*ACTIONS, "help"])
+    if near and "." not in name:
+        raise ConfigError(f"{token} is not a known option; did you mean {_label(near)}?")
+    raise unknown_key(name, " ".join([token, *words]), COMMAND_LINE, schema)
+
+
+def _option(name: str) -> str:
+    return f"--{name}" if "." in name else f"--{name.replace('_', '-')}"
+
+
+def _label(name: str) -> str:
+    """Return the option as messages name it: settings by key, actions as typed."""
+    return name if "." in name else _option(name)

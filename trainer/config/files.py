@@ -1,0 +1,110 @@
+"""Read TOML files and their bases as typed settings."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError, Problems
+from trainer.config.legacy import Settings, accepted_keys, rewrite, todays_value
+from trainer.config.presets import found_or_preset, missing_file_hint
+from trainer.config.unknown import unknown_key, unknown_table
+from trainer.config.values import from_toml, shown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def read_file(path: Path, schema: type, problems: Problems, chain: tuple[Path, ...] = ()) -> Settings:
+    """Return the settings of a file merged over its bases; wrong ones go to `problems`.
+
+    chain: the files that led here by their key `base`.
+
+    Raises:
+        ConfigError: a file is missing or not TOML, or a base is wrong.
+    """
+    if path.resolve() in [earlier.resolve() for earlier in chain]:
+        circle = " -> ".join(str(file) for file in (*chain, path))
+        raise ConfigError(f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base")
+    content = _load_toml(path, chain)
+    base, below = content.pop("base", None), Settings()
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f'base = {shown(base)} (in {path}) must be one file name, such as base = "llama3_8b.toml"')
+    own = Settings()
+    with problems.collected():
+        own = _typed(content, f"in {path}", schema, problems)
+    if base is not None:
+        below = read_file(found_or_preset(path.parent / base, base), schema, problems, (*chain, path))
+    return own.over(below)
+
+
+def _load_toml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    asked = f"base = {str(path)!r} (in {chain[-1]})" if chain else f"job.config_file = {str(path)!r}"
+    text = ""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte-order mark
+        return tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"{asked} does not exist; {missing_file_hint(path)}") from None
+    except tomllib.TOMLDecodeError as error:
+        reason = str(error).replace("at end of document", f"at line {len(text.splitlines())}, the end")
+        raise ConfigError(f'{path} is not valid TOML: {reason}; a line is key = value, strings in "quotes"') from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: byte {error.start} is not UTF-8; save it as UTF-8") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{asked} cannot be read ({reason}); give a readable .toml file") from None
+
+
+def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems) -> Settings:
+    """Return the settings of a parsed file, with their types checked."""
+    values: dict[str, object] = {}
+    notes: list[str] = []
+    for table, settings in content.items():
+        with problems.collected():
+            _check_table(table, settings, where, schema)
+            for name, value in _flat(table, settings, accepted_keys(schema)):
+                with problems.collected():
+                    typed, renamed = _typed_value(name, value, where, schema)
+                    notes += renamed
+                    if typed is not None:
+                        values[name] = typed
+    return Settings(notes=tuple(notes)).over(rewrite(values, where))
+
+
+def _check_table(table: str, settings: object, where: str, schema: type) -> None:
+    known = any(name.startswith(f"{table}.") for name in accepted_keys(schema))
+    if not known and isinstance(settings, dict):
+        raise unknown_table(table, where, schema)
+    if not known:
+        raise unknown_key(table, f"{table} = {shown(settings)}", where, schema)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{table} = {shown(settings)} ({where}) must be a table; write [{table}] and keys below it")
+
+
+def _typed_value(name: str, value: object, where: str, schema: type) -> tuple[object, tuple[str, ...]]:
+    """Return today's value of one key, or None for the default, and notes."""
+    if name == "job.config_file":
+        raise ConfigError(
+            f"{name} = {shown(value)} ({where}) is for the command line only; a file inherits another one "
+            f'with base = "other.toml" at its top'
+        )
+    key = accepted_keys(schema).get(name)
+    if key is None:
+        raise unknown_key(name, f"{name} = {shown(value)}", where, schema)
+    value, renamed = todays_value(name, value, where)
+    if value is not None:
+        value = from_toml(name, value, key.kind, key.works, where, infinite=key.may_be_infinite)
+    return value, renamed
+
+
+def _flat(table: str, settings: dict[str, Any], accepted: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the keys of a table, and of known tables within it as "table.within.key"."""
+    for key, value in settings.items():
+        name = f"{table}.{key}"
+        if isinstance(value, dict) and any(known.startswith(f"{name}.") for known in accepted):
+            yield from _flat(name, value, accepted)
+        else:
+            yield name, value

@@ -1,0 +1,52 @@
+"""The error for a key or table that does not exist: what to write instead."""
+
+from typing import get_type_hints
+
+from trainer.config.elsewhere import ELSEWHERE
+from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.keys import keys_of
+from trainer.config.spelling import nearest
+
+
+def unknown_key(name: str, given: str, where: str, schema: type) -> ConfigError:
+    """Return the error for an unknown key `name`, "table.key" or "key"; given: the key and its value as they came.
+
+    What to write instead is, in this order: a key of the same name in another table; what the key of another program
+    is called here; a key of a near spelling; else the keys of the table, or the tables.
+    """
+    table, _, key = name.rpartition(".")
+    known, tables = list(keys_of(schema)), list(get_type_hints(schema))
+    if not given.isprintable():
+        given = repr(given)
+    same = [other for other in known if other.partition(".")[2] == key]
+    if same:
+        return ConfigError(f"{given} ({where}) is not a known key; did you mean {' or '.join(map(repr, same))}?")
+    advice = ELSEWHERE.get(key.lower()) or ELSEWHERE.get(name.lower().replace(".", "_"))
+    if advice is None:
+        advice = ELSEWHERE.get(table.partition(".")[0].lower())
+    if advice is not None:
+        return ConfigError(f"{given} ({where}) is not a known key; {advice}")
+    if table and table not in tables:
+        return ConfigError(f"{given} ({where}) is in no known table{did_you_mean(table, tables)}")
+    in_table = [other for other in known if other.startswith(f"{table}.")]
+    near = _nearest(key, in_table) or _nearest(key, known)
+    if near:
+        hint = f"did you mean {near!r}?"
+    elif table:
+        hint = f"the keys of [{table}] are {', '.join(other.partition('.')[2] for other in in_table)}"
+    else:
+        hint = f"settings are table.key, with table one of {', '.join(tables)}"
+    return ConfigError(f"{given} ({where}) is not a known key; {hint}")
+
+
+def unknown_table(table: str, where: str, schema: type) -> ConfigError:
+    """Return the error for an unknown table of a file."""
+    name = table if table.isprintable() else repr(table)
+    hint = f"; {ELSEWHERE[table]}" if table in ELSEWHERE else did_you_mean(table, get_type_hints(schema))
+    return ConfigError(f"[{name}] ({where}) is not a known table{hint}")
+
+
+def _nearest(key: str, names: list[str]) -> str | None:
+    """Return the name whose part after the dot is spelled most like `key`."""
+    near = nearest(key, [name.partition(".")[2] for name in names])
+    return next((name for name in names if near is not None and name.partition(".")[2] == near), None)
