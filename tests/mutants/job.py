@@ -29,6 +29,13 @@ DATA = (
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
+        "streams that do not fit the ranks are advised",
+        "trainer/data/datasets.py",
+        "below = min(data_streams, documents) // dp_degree * dp_degree",
+        "below = min(data_streams, documents)",
+        "tests/unit/test_data_datasets.py",
+    ),
+    Mutant(
         "labels are not shifted",
         "trainer/data/packing.py",
         "document[start + 1 : start + n + 1]",
@@ -174,6 +181,34 @@ SETTINGS = (
         "when = when if isinstance(when, tuple) else ()",
         "tests/unit/test_config_keys.py",
     ),
+    Mutant(
+        "any word is near any key",
+        "trainer/config/spelling.py",
+        "return (shorter > 2) + (shorter > 6) + (shorter > 11)",
+        "return 4",
+        "tests/unit/test_config_unknown.py",
+    ),
+    Mutant(
+        "only the first wrong setting is told",
+        "trainer/config/errors.py",
+        "            self._found.append(str(error))",
+        "            self._found = self._found or [str(error)]",
+        "tests/unit/test_config_unknown.py",
+    ),
+    Mutant(
+        "the refused folder is suggested",
+        "trainer/config/writable.py",
+        "if is_writable(folder) and refused",
+        "if refused",
+        "tests/unit/test_writable.py",
+    ),
+    Mutant(
+        "a step that grows with the sequence is not told",
+        "trainer/config/loader.py",
+        "not 0 < before < now:",
+        "not 0 < now < before:",
+        "tests/unit/test_config_presets.py",
+    ),
 )
 
 CACHES = (
@@ -200,6 +235,13 @@ PROCESSES = (
         "    except ProcessLookupError:\n        return\n    except (Attr",
         "    except ProcessLookupError:\n        ended.poll()\n    except (Attr",
         "tests/unit/test_launcher_watch.py",
+    ),
+    Mutant(
+        "a full disk is told in PyTorch's words",
+        "trainer/runtime/full_disk.py",
+        "error = error.__cause__ or error.__context__",
+        "error = error.__cause__",
+        "tests/unit/test_full_disk.py",
     ),
     Mutant(
         "two jobs share a folder",
