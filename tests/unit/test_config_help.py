@@ -6,6 +6,7 @@ from typing import get_type_hints
 
 import pytest
 
+from trainer.commands.train import parse
 from trainer.config.errors import ConfigError
 from trainer.config.help import help_text
 from trainer.config.keys import keys_of
@@ -41,11 +42,15 @@ def test_examples_come_first_then_actions_then_the_tables():
 
 
 def test_the_examples_are_accepted():
-    examples = PAGE[PAGE.index("Examples") : PAGE.index("Actions")].replace("\\\n", " ")
-    commands = re.findall(r"^    (?:NGPU=\d+ )?(?:train\.py|\./run_llama_train\.sh) (.*)$", examples, re.MULTILINE)
-    assert len(commands) == 5
-    for command in commands:
-        parse_command_line(shlex.split(command))
+    examples = PAGE[PAGE.index("Examples") : PAGE.index("Start (")].replace("\\\n", " ")
+    commands = re.findall(r"^    lct (train|check) (.*)$", examples, re.MULTILINE)
+    assert [verb for verb, _ in commands].count("train") == 4
+    for verb, arguments in commands:
+        words = shlex.split(arguments)
+        if verb == "check":
+            parse_command_line(["--check-config", "--job.config_file", *words])
+        else:
+            parse_command_line(parse(words).arguments)
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])

@@ -1,20 +1,37 @@
 """Check a configuration for a number of ranks, and print every decision with its reason. Torch-free."""
 
+import os
 import sys
 from pathlib import Path
 
 from trainer.commands.notes import job_notes, opening
 from trainer.config.errors import ConfigError
-from trainer.config.loader import CommandLine, parse_command_line
+from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.job import resolve
 from trainer.job.memory import check_memory
 from trainer.job.summary import summary
 from trainer.runtime import holder_of
 from trainer.runtime.devices import this_machine
 
+CPU_RANKS = 2
+"""Ranks that are started on a machine without GPUs."""
+
+
+def acted(command: CommandLine) -> int | None:
+    """Do what --print-config and --check-config ask for, and return the exit code; None: the run is to start.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    if command.print_config:
+        print(to_toml(command.config), flush=True)
+        if not command.check_config:
+            return 0
+    return check(command) if command.check_config else None
+
 
 def check(command: CommandLine) -> int:
-    """Check the configuration, print its summary, and return the exit code.
+    """Check the configuration, print its summary (but not beside --print-config), and return the exit code.
 
     With --world-size the job may be for another machine: `job.device = "auto"` then means GPUs, and files that are not
     here yet are notes.
@@ -24,15 +41,16 @@ def check(command: CommandLine) -> int:
     """
     machine, config = this_machine(), command.config
     elsewhere = command.world_size is not None
-    ranks = command.world_size or machine.gpus or 1
+    ranks = command.world_size or int(os.environ.get("WORLD_SIZE", machine.gpus or CPU_RANKS))
     device_type = "cuda" if elsewhere and config.job.device == "auto" else machine.device_type(config.job.device)
     missing: list[str] = []
     job = resolve(config, ranks, device_type, missing=missing if elsewhere else None)
-    print(opening(config, ranks, device_type))
-    print(summary(job))
     here = [] if elsewhere else job_notes(job, machine, ranks)
     check_memory(job, None)
-    print("the settings are valid")
+    if not command.print_config:
+        print(opening(config, ranks, device_type))
+        print(summary(job))
+        print("the settings are valid", flush=True)
     for note in (*(f"missing here: {text}" for text in missing), *command.notes, *job.notes, *here):
         print(f"note: {note}", file=sys.stderr)
     if taken := holder_of(Path(config.job.dump_folder)):
@@ -41,7 +59,7 @@ def check(command: CommandLine) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """`check FILE [--world-size N] [--table.key value ...]`."""
+    """`check [FILE] [--world-size N] [--table.key value ...]`."""
     if argv and not argv[0].startswith("-"):
         argv = ["--job.config_file", *argv]
     try:

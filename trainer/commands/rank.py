@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from trainer.commands.check import check
+from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
 from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.config.loader import parse_command_line, to_toml
+from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.runtime import end_with, folder_held, launcher_of
@@ -36,11 +36,8 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         command = parse_command_line(sys.argv[1:] if argv is None else argv)
-        if command.print_config:
-            print(to_toml(command.config), flush=True)
-            return 0
-        if command.check_config:
-            return check(command) if rank == 0 else 0
+        if command.print_config or command.check_config:
+            return acted(command) if rank == 0 else 0
         machine = this_machine()
         job = resolve(command.config, world_size, machine.device_type(command.config.job.device))
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)

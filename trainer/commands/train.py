@@ -6,14 +6,16 @@ The variables NGPU, CONFIG_FILE and LOG_RANK stand for FILE and the two options.
 on each (docs/several_nodes.md). Torch is imported when everything has been checked and said.
 """
 
+import argparse
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.commands.check import CPU_RANKS, acted
 from trainer.commands.notes import job_notes, opening
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line, to_toml
+from trainer.config.loader import CommandLine, parse_command_line
 from trainer.job import resolve
 from trainer.job.summary import summary
 from trainer.runtime import holder_of
@@ -23,7 +25,6 @@ from trainer.runtime.nodes import Nodes, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
-CPU_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -43,31 +44,19 @@ def parse(argv: list[str]) -> Start:
     Raises:
         ConfigError: a number of ranks that is none.
     """
-    options = {"--ngpu": os.environ.get("NGPU", ""), "--log-rank": os.environ.get("LOG_RANK", "0")}
-    source = {"--ngpu": "NGPU = {!r}"}
-    words, rest = list(argv), []
-    config = os.environ.get("CONFIG_FILE") or str(DEFAULT_CONFIG)
-    if words and not words[0].startswith("-"):
-        config = words.pop(0)
-    while words:
-        name, equals, value = words.pop(0).partition("=")
-        if name in options:
-            options[name] = value if equals else words.pop(0) if words else ""
-            source[name] = f"{name} {{}}"
-        else:
-            rest.append(name + equals + value)
-    ranks = options["--ngpu"]
-    if ranks or "NGPU" not in source["--ngpu"]:
-        _check_count(source["--ngpu"].format(ranks), ranks)
-    return Start(int(ranks) if ranks else None, options["--log-rank"], ["--job.config_file", config, *rest])
-
-
-def _check_count(given: str, value: str) -> None:
-    if not value.isdecimal() or int(value) == 0:
-        example = given.split()[0]
-        raise ConfigError(
-            f"{given} must be a whole number from 1 up, such as {example}{'=' if example.isupper() else ' '}2"
-        )
+    config = argv[0] if argv and not argv[0].startswith("-") else None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for option in ("--ngpu", "--log-rank"):
+        parser.add_argument(option, nargs="?", const="")
+    known, rest = parser.parse_known_args(argv[1:] if config else argv)
+    ranks = None
+    if "ngpu" in known:
+        ranks = whole_number("--ngpu", known.ngpu, such_as="--ngpu 2")
+    elif "NGPU" in os.environ:
+        ranks = whole_number("NGPU", os.environ["NGPU"], such_as="NGPU=2")
+    config = config or os.environ.get("CONFIG_FILE") or str(DEFAULT_CONFIG)
+    log_rank = getattr(known, "log_rank", os.environ.get("LOG_RANK", "0"))
+    return Start(ranks, log_rank, ["--job.config_file", config, *rest])
 
 
 def main(argv: list[str]) -> int:
@@ -75,13 +64,8 @@ def main(argv: list[str]) -> int:
     try:
         start = parse(argv)
         command = parse_command_line(start.arguments)
-        if command.print_config:
-            print(to_toml(command.config), flush=True)
-            return 0
-        if command.check_config:
-            from trainer.commands.check import check
-
-            return check(command)
+        if (code := acted(command)) is not None:
+            return code
         launch_arguments = _prepare(start, command)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -93,7 +77,7 @@ def main(argv: list[str]) -> int:
     return launch([*launch_arguments, *start.arguments])
 
 
-def _prepare(start: Start, command) -> list[str]:
+def _prepare(start: Start, command: CommandLine) -> list[str]:
     """Say what starts, check it, set the variables of the ranks, and return the options of the launcher."""
     config, machine = command.config, this_machine()
     nodes = Nodes.from_environment(os.environ)

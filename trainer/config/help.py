@@ -19,26 +19,34 @@ from trainer.config.keys import Key, keys_of
 from trainer.config.spelling import nearest
 from trainer.config.values import kind_name, shown, without_none
 
-_USAGE = """Train a language model: train.py --job.config_file FILE [--table.key VALUE ...]
+_USAGE = """Train a language model: lct train [FILE] [--ngpu N] [--table.key VALUE ...]
 
 The command line goes over the TOML file, the file over its base, the base over
 the defaults. In files a key stands in its table: training.steps is `steps`
-below [training]. ./run_llama_train.sh takes the same options, and starts one
-process per GPU (NGPU=2 for another number).
+below [training]. In a clone, ./run_llama_train.sh is `lct train`, and train.py
+is one process of it, for torchrun.
 
 Examples
 
   Train a small model:
-    ./run_llama_train.sh --training.steps 300
+    lct train --training.steps 300
   Train on 4 GPUs with context parallelism:
-    NGPU=4 ./run_llama_train.sh --parallelism.context_parallel_degree 4
+    lct train --ngpu 4 --parallelism.context_parallel_degree 4
   Check a configuration for 8 GPUs, on any machine:
-    train.py --job.config_file llama3_8b --check-config --world-size 8
+    lct check llama3_8b --world-size 8
   Print the effective configuration:
-    train.py --job.config_file llama3_8b --print-config
+    lct train llama3_8b --print-config
   Train on your own text, a document per file:
-    ./run_llama_train.sh --training.dataset text \\
+    lct train --training.dataset text \\
       --training.dataset_path 'books/*.txt' --training.data_streams 2
+
+Start (of lct train)
+  FILE
+      TOML file, or a preset by name. Default: CONFIG_FILE, or debug_model.
+  --ngpu N
+      Processes on this machine. Default: NGPU, or one per GPU, or 2 on a CPU.
+  --log-rank N,N
+      Ranks whose log is shown. Default: LOG_RANK, or 0.
 
 Actions
   -h, --help [TABLE or KEY ...]
@@ -47,7 +55,8 @@ Actions
   --check-config
       Check every setting without starting anything, then exit.
   --world-size N
-      With --check-config, the number of ranks to check for. Default: 1.
+      With --check-config, the number of ranks to check for. Default: as many
+      as lct train starts here.
   --print-config
       Print the effective configuration as TOML, then exit."""
 
