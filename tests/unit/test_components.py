@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from tests.unit.test_model import ARGS, build
 from trainer.components.grad_norm import clip_gradients
 from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler, lr_factor
-from trainer.components.metrics import StepMetrics, _JsonLines, console_line, duration, peak_flops, peak_memory_gib
+from trainer.components.metrics import StepMetrics, console_line, duration, peak_flops, peak_memory_gib
 from trainer.components.optimizer import build_optimizer
-from trainer.config.schema import LRScheduler, Optimizer
+from trainer.components.sinks import JsonLines, WeightsAndBiases
+from trainer.config.schema import Job, JobConfig, LRScheduler, Optimizer
 
 
 def test_token_losses():
@@ -164,8 +165,8 @@ def test_a_duration_is_short(seconds, text):
 def test_json_lines_keep_an_earlier_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for step in (7, 8):
-        sink = _JsonLines(path)
-        sink.write(replace(METRICS, step=step))
+        sink = JsonLines(path)
+        sink.write(asdict(replace(METRICS, step=step)))
         sink.close()
     assert json.loads(path.read_text())["step"] == 8
     (earlier,) = [other for other in tmp_path.iterdir() if other != path]
@@ -197,3 +198,19 @@ def test_clipping_scales_down_and_never_up() -> None:
     assert parameter.grad.tolist() == [3.0, 4.0]
     clip_gradients([parameter], norm=5.0, max_norm=2.5)
     assert parameter.grad.tolist() == [1.5, 2.0]
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    """Real files of the real package; a run that resumes continues the same run."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = JobConfig(job=Job(dump_folder=str(tmp_path), description="my run"))
+    for start in (0, 7):
+        sink = WeightsAndBiases(config, start)
+        sink.write(asdict(replace(METRICS, step=start + 7)))
+        sink.close()
+    first, second = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    run_id = (tmp_path / "wandb_run_id").read_text()
+    assert first.name == second.name == f"run-{run_id}.wandb"
+    for name in (b"grad_norm", b"seconds_per_step", b"epoch", b"my run", b"57344"):
+        assert name in first.read_bytes()
+    assert b"mfu_causal" not in first.read_bytes()  # it is not known on a CPU

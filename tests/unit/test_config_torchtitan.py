@@ -192,12 +192,12 @@ def option(key: str, known: Absent, words: list[str]) -> list[str]:
 
 
 def test_the_command_line_goes_over_a_file_for_them_too(tmp_path):
-    (tmp_path / "run.toml").write_text("[metrics]\nenable_wandb = true\n")
-    with pytest.raises(ConfigError, match=r"enable_wandb = true \(in .*run.toml\) .*; use metrics.enable_tensorboard"):
+    (tmp_path / "run.toml").write_text("[metrics]\nsave_for_all_ranks = true\n")
+    with pytest.raises(ConfigError, match=r"save_for_all_ranks = true \(in .*run.toml\) .*; rank 0 writes"):
         read(tmp_path / "run.toml")
     assert (
-        read(tmp_path / "run.toml", "--metrics.no-enable_wandb").config
-        == read(tmp_path / "run.toml", "--metrics.enable_wandb=false").config
+        read(tmp_path / "run.toml", "--metrics.no-save_for_all_ranks").config
+        == read(tmp_path / "run.toml", "--metrics.save_for_all_ranks=false").config
     )
 
 

@@ -26,7 +26,7 @@ ALWAYS = {
     *("job.config_file", "job.dump_folder", "job.description", "job.max_minutes"),
     "job.device",
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
-    *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_color_printing"),
+    *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_wandb", "metrics.enable_color_printing"),
     *("model.name", "model.flavor", "model.norm_type", "model.tokenizer_path", "model.rope_theta"),
     *("model.attention_sinks", "model.rope_scaling", "lr_scheduler.warmup_steps"),
     *(key for key in keys_of(JobConfig) if key.startswith("optimizer.")),

@@ -1,17 +1,17 @@
-"""Metrics of a step, reduced over ranks, to the console, TensorBoard and `metrics.jsonl`."""
+"""Metrics of a step, reduced over ranks, to the console, `metrics.jsonl` and other sinks."""
 
-import json
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from trainer.components.sinks import JsonLines, TensorBoard, WeightsAndBiases
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.record import ResolvedJob
@@ -142,11 +142,13 @@ class MetricsLogger:
         self.flops_per_token = job.model.flops_per_token(training.seq_len)
         self.tokens_per_step = job.sequences_per_step * training.seq_len
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
-        self._sinks: list[_JsonLines | _TensorBoard] = []
+        self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         if dims.rank("world") == 0:
-            self._sinks = [_JsonLines(dump_folder / "metrics.jsonl", start_step)]
+            self._sinks = [JsonLines(dump_folder / "metrics.jsonl", start_step)]
             if self.settings.enable_tensorboard:
-                self._sinks.append(_TensorBoard(dump_folder / self.settings.save_tb_folder, start_step))
+                self._sinks.append(TensorBoard(dump_folder / self.settings.save_tb_folder, start_step))
+            if self.settings.enable_wandb:
+                self._sinks.append(WeightsAndBiases(job.config, start_step))
         self._run_started = time.perf_counter()
         self.last_loss: float | None = None
         """Loss of the last logged step of this run."""
@@ -223,7 +225,7 @@ class MetricsLogger:
         left = self.last_step - step
         logger.info(console_line(metrics, self.last_step, left * elapsed / steps))
         for sink in self._sinks:
-            sink.write(metrics)
+            sink.write(asdict(metrics))
         self.restart_clock(step)
         return metrics
 
@@ -231,58 +233,3 @@ class MetricsLogger:
         """Flush and close the files."""
         for sink in self._sinks:
             sink.close()
-
-
-class _JsonLines:
-    """Writes one JSON object a logged step.
-
-    A run that resumes after `start_step` continues the file, without the later steps. Any other run keeps an earlier
-    file under the time of its last line.
-    """
-
-    def __init__(self, path: Path, start_step: int = 0) -> None:
-        if start_step and path.exists():
-            kept = path.with_suffix(".tmp")
-            kept.write_text("".join(_lines_up_to(path, start_step)), encoding="utf-8")
-            kept.replace(path)
-        elif path.exists():
-            last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-            path.rename(path.with_name(f"metrics.{last}.jsonl"))
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, metrics: StepMetrics) -> None:
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _lines_up_to(path: Path, step: int) -> Iterator[str]:
-    """Yield the lines of the steps up to `step`, without a line that a killed run left incomplete."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                yield line + "\n"
-        except (ValueError, KeyError, TypeError):
-            continue
-
-
-class _TensorBoard:
-    """Writes one scalar a metric to a folder per run; a run that resumes after `start_step` shares the folder."""
-
-    def __init__(self, folder: Path, start_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # the import takes a second
-
-        earlier = sorted(path for path in folder.glob("????????-??????") if path.is_dir()) if start_step else []
-        run = earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
-        # Repeated steps replace the same steps of the interrupted run.
-        self._writer = SummaryWriter(str(run), purge_step=start_step + 1 if start_step else None)
-
-    def write(self, metrics: StepMetrics) -> None:
-        for name, value in asdict(metrics).items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, metrics.step)
-
-    def close(self) -> None:
-        self._writer.close()

@@ -104,6 +104,8 @@ class Metrics:
     """Also write TensorBoard event files."""
     save_tb_folder: str = key("tb", when=needs("metrics.enable_tensorboard"))
     """Folder of the event files, inside job.dump_folder."""
+    enable_wandb: bool = False
+    """Also write to Weights & Biases (an optional extra), whose variables, such as WANDB_PROJECT, say where."""
     enable_color_printing: bool = True
     """Colours in the log, on a terminal only."""
 

@@ -236,7 +236,6 @@ ABSENT: dict[str, Absent] = {
     **_refused("activation_checkpoint.determinism_check", "default"),
     **_refused("job.custom_config_module experimental.custom_args_module", "", instead=_OWN_KEYS),
     **_refused("experimental.custom_import experimental.custom_model_path", "", instead=_OWN_PROGRAM),
-    **_refused("metrics.enable_wandb", False, instead="use metrics.enable_tensorboard, or metrics.jsonl"),
     **_refused("metrics.save_for_all_ranks", False, instead=_REDUCED),
     **_refused("metrics.rank_0_only", True, instead=_REDUCED),
     **_refused("optimizer.early_step_in_backward", False, instead=_CLIPPED),

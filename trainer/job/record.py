@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
@@ -18,7 +19,7 @@ from trainer.job.keys import check_bounds, check_effects
 from trainer.job.model import check_tensor_parallel_sizes, resolve_model
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
-from trainer.job.training import check_batch, check_profiling, check_schedule
+from trainer.job.training import check_batch, check_profiling, check_schedule, check_trackers
 from trainer.models.args import ModelArgs
 
 
@@ -113,12 +114,16 @@ def resolve(
     compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
     training = config.training
-    try:
-        check_source(training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
-    except MissingFile as error:
-        if missing is None:
-            raise
-        missing.append(str(error))
+    for check in (
+        partial(check_source, training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp),
+        partial(check_trackers, config),
+    ):
+        try:
+            check()
+        except MissingFile as error:
+            if missing is None:
+                raise
+            missing.append(str(error))
     check_checkpoint(config, model)
     degrees = with_head_degree(degrees, attention)
     return ResolvedJob(config, degrees, device_type, model, attention, reason, pipeline, compilation, notes)

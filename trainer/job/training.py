@@ -1,8 +1,9 @@
 """Check the learning-rate schedule, the profiler's cycle, and the batch against the degrees. They raise ConfigError."""
 
 import math
+from importlib.util import find_spec
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.job.degrees import Degrees
 
@@ -31,6 +32,19 @@ def check_schedule(config: JobConfig) -> None:
         raise ConfigError(
             f"lr_scheduler.total_steps = {total} leaves a learning rate of 0 for the rest of training.steps = {steps}; "
             f"use at least {steps}, or an lr_scheduler.min_lr_factor above 0, such as 0.1"
+        )
+
+
+def check_trackers(config: JobConfig) -> None:
+    """Check that the packages of optional trackers are installed.
+
+    Raises:
+        MissingFile: wandb is not.
+    """
+    if config.metrics.enable_wandb and find_spec("wandb") is None:
+        raise MissingFile(
+            "metrics.enable_wandb = true needs the package wandb: pip install wandb, or leave it out and use "
+            "metrics.enable_tensorboard"
         )
 
 

@@ -1,0 +1,104 @@
+"""Where metrics are written: a JSON file, TensorBoard, Weights & Biases. One of each a run, on rank 0.
+
+Each has `write`, which takes the metrics of a step by name, and `close`.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from uuid import uuid4
+
+from trainer.config.schema import JobConfig
+
+logger = logging.getLogger("trainer")
+
+
+class JsonLines:
+    """Writes one JSON object a logged step.
+
+    A run that resumes after `start_step` continues the file, without the later steps. Any other run keeps an earlier
+    file under the time of its last line.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0) -> None:
+        if start_step and path.exists():
+            kept = path.with_suffix(".tmp")
+            kept.write_text("".join(_lines_up_to(path, start_step)), encoding="utf-8")
+            kept.replace(path)
+        elif path.exists():
+            last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+            path.rename(path.with_name(f"metrics.{last}.jsonl"))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: Mapping[str, float | None]) -> None:
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines_up_to(path: Path, step: int) -> Iterator[str]:
+    """Yield the lines of the steps up to `step`, without a line that a killed run left incomplete."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                yield line + "\n"
+        except (ValueError, KeyError, TypeError):
+            continue
+
+
+class TensorBoard:
+    """Writes one scalar a metric to a folder per run; a run that resumes after `start_step` shares the folder."""
+
+    def __init__(self, folder: Path, start_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # the import takes a second
+
+        earlier = sorted(path for path in folder.glob("????????-??????") if path.is_dir()) if start_step else []
+        run = earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
+        # Repeated steps replace the same steps of the interrupted run.
+        self._writer = SummaryWriter(str(run), purge_step=start_step + 1 if start_step else None)
+
+    def write(self, metrics: Mapping[str, float | None]) -> None:
+        for name, value in metrics.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Sends metrics to Weights & Biases, or with WANDB_MODE=offline writes them to a folder for `wandb sync`.
+
+    Project, entity and mode are those of its own variables (WANDB_PROJECT, ...). A run that resumes after `start_step`
+    continues the run of its dump folder.
+    """
+
+    def __init__(self, config: JobConfig, start_step: int = 0) -> None:
+        import wandb  # optional; the import takes a second
+
+        folder = Path(config.job.dump_folder)
+        file = folder / "wandb_run_id"
+        run_id = file.read_text(encoding="utf-8") if start_step and file.exists() else uuid4().hex[:8]
+        file.write_text(run_id, encoding="utf-8")
+        self._run = wandb.init(
+            dir=str(folder),
+            id=run_id,
+            resume="allow",
+            name=config.job.description or None,
+            config=asdict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        place = self._run.url or self._run.dir
+        logger.info(f"Weights & Biases: {place if self._run.url else f'offline, wandb sync {Path(place).parent}'}")
+
+    def write(self, metrics: Mapping[str, float | None]) -> None:
+        known = {name: value for name, value in metrics.items() if name != "step" and value is not None}
+        self._run.log(known, step=int(metrics["step"]))
+
+    def close(self) -> None:
+        self._run.finish()
