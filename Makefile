@@ -26,6 +26,8 @@ mutants: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) scripts/config_docs.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo "the site is in site/: $(PY) -m http.server --directory site"
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -42,4 +44,4 @@ $(STAMP): requirements.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) outputs site .pytest_cache .ruff_cache .hypothesis

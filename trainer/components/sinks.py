@@ -93,8 +93,8 @@ class WeightsAndBiases:
             config=asdict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
-        place = self._run.url or self._run.dir
-        logger.info(f"Weights & Biases: {place if self._run.url else f'offline, wandb sync {Path(place).parent}'}")
+        offline = f"offline, wandb sync {Path(self._run.dir).parent}"
+        logger.info(f"Weights & Biases: {offline if self._run.offline else self._run.url}")
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
         known = {name: value for name, value in metrics.items() if name != "step" and value is not None}

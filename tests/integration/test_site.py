@@ -1,0 +1,130 @@
+"""The documentation as a site: it builds without a broken link, and a real browser shows it and searches in it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+import pytest
+import websocket
+
+from scripts.site_pages import site_links
+
+ROOT = Path(__file__).resolve().parents[2]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+LIGHT, DARK = "--blink-settings=preferredColorScheme=1", "--blink-settings=preferredColorScheme=0"
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on this machine")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr  # strict: a warning is an error
+    assert "WARNING" not in built.stderr
+    return folder
+
+
+def shown(page: str, *options: str) -> str:
+    """The document as a browser has it after its scripts have run."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", *options]
+    result = subprocess.run([*command, "--dump-dom", page], capture_output=True, text=True, check=True, timeout=120)
+    return result.stdout
+
+
+def test_every_page_of_the_repository_is_in_the_site(site: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"index", "contributing"}
+    assert pages <= {path.stem for path in site.glob("*.html")}
+    start = (site / "index.html").read_text()
+    assert all(f'href="{page}.html' in start for page in pages - {"index"})
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    for path in site.glob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|iframe)[^>]*src=\"([^\"]+)\"|<link[^>]*rel=\"stylesheet\"[^>]*href=\"([^\"]+)",
+            path.read_text(),
+        )
+        addresses = [address for pair in loaded for address in pair if address]
+        assert addresses
+        assert not [address for address in addresses if address.startswith(("http", "//"))], path
+
+
+def test_links_are_those_of_the_site() -> None:
+    text = "[a](docs/data.md#packing) [b](../CONTRIBUTING.md) [loop](trainer/trainer.py) [c](https://x.y) [d](#here)"
+    assert site_links(text) == (
+        "[a](data.md#packing) [b](contributing.md) `trainer/trainer.py` [c](https://x.y) [d](#here)"
+    )
+    assert site_links("[gone](nowhere.md)") == "[gone](nowhere.md)"  # the build refuses it
+
+
+@needs_browser
+@pytest.mark.parametrize(("scheme", "name"), [(LIGHT, "default"), (DARK, "slate")])
+def test_a_browser_shows_it_light_and_dark(site: Path, tmp_path: Path, scheme: str, name: str) -> None:
+    page = f"file://{site}/context_parallelism.html"
+    dom = shown(page, scheme)
+    assert f'data-md-color-scheme="{name}"' in dom
+    assert "Context parallelism" in dom
+    picture = tmp_path / "page.png"
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", scheme, "--window-size=1200,2000"]
+    subprocess.run(
+        [*command, "--virtual-time-budget=8000", f"--screenshot={picture}", page],
+        capture_output=True, check=True, timeout=120,
+    )  # fmt: skip
+    from matplotlib.image import imread
+
+    pixels = imread(picture)[..., :3]
+    assert pixels.shape[0] == 2000
+    assert bool(pixels.mean() > 0.7) is (name == "default")
+    assert pixels.std() > 0.05  # there is something on it
+
+
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    """The address of a server of the site; a browser searches only on one."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("localhost", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://localhost:{server.server_port}"
+        server.shutdown()
+
+
+def found(browser_address: str, page: str) -> str:
+    """The search results of a page, by Chrome's protocol: a dump of the document is made before they are there."""
+    with urlopen(Request(f"{browser_address}/json/new?{quote(page, safe='')}", method="PUT")) as answer:
+        target = json.load(answer)["webSocketDebuggerUrl"]
+    expression = "document.querySelector('.md-search-result__list')?.innerText"
+    with closing(websocket.create_connection(target, timeout=30, suppress_origin=True)) as socket:
+        for number in range(100):
+            socket.send(json.dumps({"id": number, "method": "Runtime.evaluate", "params": {"expression": expression}}))
+            if text := json.loads(socket.recv())["result"]["result"].get("value"):
+                return text
+            time.sleep(0.2)
+    return ""
+
+
+@needs_browser
+def test_the_search_finds_a_word(address: str, tmp_path: Path) -> None:
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    with subprocess.Popen([*command, "--remote-debugging-port=0"], stderr=subprocess.PIPE, text=True) as browser:
+        try:
+            line = next(line for line in browser.stderr if "DevTools listening on" in line)
+            port = re.search(r":(\d+)/", line)[1]
+            text = found(f"http://localhost:{port}", f"{address}/index.html?q=zigzag")
+        finally:
+            browser.kill()
+    assert "Context parallelism" in text
