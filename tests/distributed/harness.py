@@ -71,6 +71,17 @@ class Record:
     """Elements of parameters that this rank holds."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A loader of made batches."""
+
+    batches: Callable[[], Iterator[Batch]]
+    epoch: float = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+
 class RecordingTrainer(Trainer):
     """The real trainer on made-up rows, which writes down what it computed."""
 
@@ -79,7 +90,10 @@ class RecordingTrainer(Trainer):
         self.fault = fault
         super().__init__(*args)
 
-    def build_loader(self) -> Iterator[Batch]:
+    def build_loader(self) -> "Rows":
+        return Rows(self.batches_of_rows)
+
+    def batches_of_rows(self) -> Iterator[Batch]:
         training = self.config.training
         degree, i = self.dims.size("dp"), self.dims.rank("dp")
         while True:

@@ -22,7 +22,7 @@ from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.runtime import end_with, folder_held, launcher_of
-from trainer.runtime.console import end_live_line, logger, say_waiting, set_up_logging
+from trainer.runtime.console import end_live_line, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 
 _GRACE_SECONDS = 5
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
             say_waiting("importing PyTorch")
     except ConfigError as error:
         if rank == 0:  # every rank has the same error
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            report(f"error: {error}")
         return 2
     return train(job)
 
@@ -73,7 +73,7 @@ def train(job: ResolvedJob) -> int:
         job = job.on(process.device.type)
     except ConfigError as error:
         if process.rank == 0:  # every rank has the same error
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            report(f"error: {error}")
         return 2
     reports = Reports(process, config.comm)
     try:
@@ -90,15 +90,15 @@ def train(job: ResolvedJob) -> int:
     except SharedConfigError:
         return 2
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        report(f"error: {error}")
         return 2
     except (TrainingError, CheckpointError) as error:
         if process.rank == 0:  # every rank has the same error
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            report(f"error: {error}")
         return 1
     except Exception as error:
         if not is_peer_failure(error):
-            print(f"rank {process.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            report(f"rank {process.rank} failed:\n{traceback.format_exc()}")
             reports.failed(error)
             return 1
         _report_lost_peers(partial(reports.lost, error))
@@ -117,7 +117,7 @@ def _report_lost_peers(find: Callable[[], str | None]) -> None:
     started = time.monotonic()
     line = find()
     if line is not None:
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        report(f"error: {line}")
     grace = _GRACE_SECONDS if line is not None else 1.2 * _GRACE_SECONDS
     time.sleep(max(started + grace - time.monotonic(), 0))
 
@@ -131,7 +131,7 @@ def _shared_errors_printed_once(rank: int) -> Iterator[None]:
         from torch.distributed import barrier
 
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            report(f"error: {error}")
         barrier()
         raise
 

@@ -8,7 +8,6 @@ on each (docs/several_nodes.md). Torch is imported when everything has been chec
 
 import argparse
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from trainer.config.loader import CommandLine, parse_command_line
 from trainer.job import resolve
 from trainer.job.summary import summary
 from trainer.runtime import holder_of
-from trainer.runtime.console import end_live_line, logger, say_waiting, set_up_logging
+from trainer.runtime.console import logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 from trainer.runtime.nodes import Nodes, whole_number
 
@@ -68,12 +67,11 @@ def main(argv: list[str]) -> int:
             return code
         launch_arguments = _prepare(start, command)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        report(f"error: {error}")
         return 2
     say_waiting("importing PyTorch, here and in the ranks")
     from trainer.runtime.launch import main as launch
 
-    end_live_line()
     return launch([*launch_arguments, *start.arguments])
 
 

@@ -76,6 +76,11 @@ def show_progress(text: str) -> None:
     logger.info(text, extra=_PROGRESS)
 
 
+def report(line: str) -> None:
+    """Print a line on stderr, in the place of a terminal's last line if that changes."""
+    print(f"{_ERASE if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
+
+
 def end_live_line() -> None:
     """Erase the last line of a terminal, before something else writes there."""
     for handler in logger.handlers:

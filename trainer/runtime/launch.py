@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.config.errors import ConfigError
+from trainer.runtime.console import report
 from trainer.runtime.meeting import NodesMissing, meet
 from trainer.runtime.nodes import Nodes, whole_number
 from trainer.runtime.process_group import LOST_PEERS
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         timeout = whole_number("--start-timeout", given.start_timeout, such_as="--start-timeout 300")
         nodes = Nodes.from_environment(os.environ | variables)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        report(f"error: {error}")
         return 2
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each of these loggers has a level of its own
@@ -109,16 +110,16 @@ def _run(nodes: Nodes, ranks: int, timeout_seconds: int, train_arguments: list[s
         with _configured(nodes, ranks, timeout_seconds) as config:
             elastic_launch(config, sys.executable)("-u", *_PROGRAM, *launched_by, *train_arguments)
     except (ConfigError, NodesMissing) as error:
-        print(f"error: {error}", file=sys.stderr)
+        report(f"error: {error}")
         return 2 if isinstance(error, ConfigError) else 1
     except DistError as error:
         reason = str(error).partition("\n")[0]
-        print(f"error: a node ended, or was cut off, before the ranks had started ({reason})", file=sys.stderr)
+        report(f"error: a node ended, or was cut off, before the ranks had started ({reason})")
         return 1
     except ChildFailedError as error:
         return _failed(error, received)
     except SignalException as error:
-        print(f"error: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
+        report(f"error: stopped by {signal.Signals(error.sigval).name}")
         return 128 + error.sigval
     return 0
 
@@ -128,17 +129,17 @@ def _failed(error: ChildFailedError, received: list[int]) -> int:
     rank, failure, hung = _cause(error)
     ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
     if ended_by in received:
-        print(f"error: stopped by {signal.Signals(ended_by).name} at once", file=sys.stderr)
+        report(f"error: stopped by {signal.Signals(ended_by).name} at once")
         return 128 + ended_by
     if hung:
-        print(f"error: rank {rank} hung, and was killed when its peers had given it up", file=sys.stderr)
+        report(f"error: rank {rank} hung, and was killed when its peers had given it up")
         return 1
     if failure.exitcode == LOST_PEERS:
-        print("error: the ranks of this node lost their peers; the cause is on another node", file=sys.stderr)
+        report("error: the ranks of this node lost their peers; the cause is on another node")
         return 1
     how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
     if failure.exitcode != 2:  # the rank has named the wrong setting
-        print(f"error: rank {rank} failed first ({how}); the other ranks were stopped", file=sys.stderr)
+        report(f"error: rank {rank} failed first ({how}); the other ranks were stopped")
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 

@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from types import TracebackType
@@ -12,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.runtime.console import report
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OUT_OF_TIME = 1  # below every signal of SIGNALS: the largest reason counts
@@ -76,7 +76,7 @@ class Stop:
             if not ready.poll(None if left is None else 1000 * left):
                 if self.prints:
                     limit = f"checkpoint.stop_timeout_seconds = {self.timeout}"
-                    print(f"error: not stopped within {limit}: ended at once", file=sys.stderr, flush=True)
+                    report(f"error: not stopped within {limit}: ended at once")
                 os._exit(128 + self.signal)
             numbers = os.read(self._read_end, 64)
             if not numbers:
@@ -87,6 +87,6 @@ class Stop:
                     if self.prints:
                         name = signal.Signals(number).name
                         line = f"{name}: stopping after this step; a second signal ends the run at once"
-                        print(line, file=sys.stderr, flush=True)
+                        report(line)
                 elif time.monotonic() - first > _SAME_SIGNAL_SECONDS:
                     os._exit(128 + number)
