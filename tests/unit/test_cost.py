@@ -131,6 +131,22 @@ def test_staged_bytes_are_those_of_the_messages(problem: Problem, method: str, d
         assert set(cost.calls) <= {"kv", "dkv"}
 
 
+@settings(max_examples=100)
+@given(problems(), st.sampled_from(DIRECTIONS), st.integers(0, 2))
+def test_what_is_sent_is_received(problem: Problem, direction: str, heads_per_pass: int):
+    layout, kv_layout, mask, shape = problem
+    for name, method in METHODS.items():
+        for hybrid in method.ways(layout.degree, shape.heads):
+            heads = method.head_degree(layout.degree, hybrid)
+            passes = heads_per_pass if method.passes else 0
+            costs = cost_of_all(layout, mask, name, shape, direction, passes, kv_layout, head_degree=heads)
+            sent, received = Counter(), Counter()
+            for _, cost in costs:
+                sent.update(cost.bytes_sent)
+                received.update(cost.bytes_received)
+            assert sent == received
+
+
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_causal_head_tail_sends_what_the_documentation_says(degree: int, itemsize: int):

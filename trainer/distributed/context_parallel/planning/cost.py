@@ -41,16 +41,21 @@ class AttentionShape:
 
 @dataclass
 class Cost:
-    """The cost for one rank. calls, bytes_sent: by kind, as `exchange.py` counts them; workspace: bytes of buffers."""
+    """The cost for one rank. calls, bytes_sent: by kind, as `exchange.py` counts them; workspace: bytes of buffers.
+
+    bytes_received: by kind, what the other ranks send to this one.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes_sent: Counter[str] = field(default_factory=Counter)
+    bytes_received: Counter[str] = field(default_factory=Counter)
     flops: int = 0
     workspace: int = 0
 
-    def sends(self, kind: str, size: int) -> None:
+    def exchanges(self, kind: str, sent: int, received: int) -> None:
         self.calls[kind] += 1
-        self.bytes_sent[kind] += size
+        self.bytes_sent[kind] += sent
+        self.bytes_received[kind] += received
 
 
 def attention_cost(plan: RankPlan, shape: AttentionShape, direction: str, heads_per_pass: int = 0) -> Cost:
@@ -78,9 +83,14 @@ def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool
         for stage in stages[1:]:
             kv, dkv = element * heads * shape.itemsize, element * heads * shape.accumulator
             if stage.collective or stage.messages:
-                cost.sends("kv", plan.rows_sent_for(stage, stage.messages) * kv)
+                sent, received = (
+                    plan.rows_sent_for(stage, stage.messages),
+                    plan.rows_received_for(stage, stage.messages),
+                )
+                cost.exchanges("kv", sent * kv, received * kv)
             if is_backward and (stage.collective or stage.home):
-                cost.sends("dkv", plan.rows_sent_for(stage, stage.home) * dkv)
+                sent, received = plan.rows_sent_for(stage, stage.home), plan.rows_received_for(stage, stage.home)
+                cost.exchanges("dkv", sent * dkv, received * dkv)
             gathered = plan.degree * plan.longest * stage.collective
             alive.append(stage.rows * (kv + dkv * is_backward) + gathered * (dkv if is_backward else kv))
     cost.workspace = _most_alive(alive)
@@ -104,11 +114,18 @@ def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: b
         inside = _staged(plan.inner, part, width, is_backward, 0)
         cost.calls += inside.calls
         cost.bytes_sent += inside.bytes_sent
+        cost.bytes_received += inside.bytes_received
         there, back = ([*_pieces(shape, width, kv_heads, share, names)] for names in _TRAVELLING[is_backward])
-        size = sum(aligned(lengths[of_keys][here] * row) for of_keys, row in there)
-        cost.sends("qkv_dout" if is_backward else "qkv", size * len(others))
-        size = sum(aligned(lengths[of_keys][r] * row) for r in others for of_keys, row in back)
-        cost.sends("dqkv" if is_backward else "out", size)
+        # Of each tensor there: this rank's rows for each other rank. Back: each other rank's rows, for that rank.
+        mine, theirs = (
+            [
+                sum(aligned(lengths[of_keys][r] * row) for r in ranks for of_keys, row in pieces)
+                for pieces in (there, back)
+            ]
+            for ranks in ([here] * len(others), others)
+        )
+        cost.exchanges("qkv_dout" if is_backward else "qkv", mine[0], theirs[0])
+        cost.exchanges("dqkv" if is_backward else "out", theirs[1], mine[1])
         # The rows that arrive from the others, and all rows in their order.
         rows = [2 * sum(each) - each[here] for each in lengths]
         alive.append(sum(rows[of_keys] * row for of_keys, row in there) + inside.workspace)

@@ -109,7 +109,13 @@ class RankPlan:
             return (self.degree - 1) * self.longest
         return sum(message.rows for message in messages if message.source == self.rank)
 
-    @property
+    def rows_received_for(self, stage: Stage, messages: tuple[Message, ...]) -> int:
+        """Return how many rows this rank receives for one stage, by these messages or by the collective."""
+        if stage.collective:
+            return (self.degree - 1) * self.longest
+        return sum(message.rows for message in messages if message.target == self.rank)
+
+    @cached_property
     def longest(self) -> int:
         """The number of rows of the longest shard of keys, to which a collective pads the others."""
         return self.sequences * max(self.kv_layout.local_length(rank) for rank in range(self.degree))

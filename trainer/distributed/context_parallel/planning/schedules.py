@@ -20,6 +20,7 @@ Ring attention: arXiv 2310.01889.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from trainer.distributed.context_parallel.planning.needs import Needs
 from trainer.distributed.context_parallel.planning.plan import Message, Stage
@@ -71,10 +72,14 @@ def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
 # ---- the ring
 
 
-def _steps(needs: Needs, direction: int) -> list[int]:
-    """Return the steps of the ring at which some rank has work; without idle steps, messages hide behind work."""
+@lru_cache(maxsize=4)
+def _steps(needs: Needs, direction: int) -> tuple[int, ...]:
+    """Return the steps of the ring at which some rank has work; without idle steps, messages hide behind work.
+
+    Cached, because they are the same for every rank, and `auto` and `lct plan` plan several ranks.
+    """
     ranks, steps = range(needs.degree), range(1, needs.degree)
-    return [s for s in steps if any(needs.held(rank, (rank - direction * s) % needs.degree) for rank in ranks)]
+    return tuple(s for s in steps if any(needs.held(rank, (rank - direction * s) % needs.degree) for rank in ranks))
 
 
 def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
