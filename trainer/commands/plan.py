@@ -1,23 +1,22 @@
 """Show a plan of context parallelism: which rank owns which tokens, computes which tiles, and sends how much.
 
-    python scripts/show_plan.py --seq-len 65536 --degree 4
-    python scripts/show_plan.py --seq-len 65536 --degree 8 --load-balancer contiguous --mask window:4096
-    python scripts/show_plan.py --seq-len 65536 --degree 4 --load-balancer balanced --mask document \
-        --documents random:0 --output plan.svg
-
-It reads the same plans that training runs. It computes no attention, and needs no GPU.
+It reads the same plans that training runs. It computes no attention, and needs neither torch nor a GPU.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
-from trainer.commands.plan_tables import Case, report
+from trainer.commands.plan_case import DIRECTIONS, MOST_RANKS, Case
+from trainer.commands.plan_summary import summary
+from trainer.commands.plan_tables import TABLES, tables
 from trainer.config.errors import ConfigError, did_you_mean
+from trainer.distributed.context_parallel.planning.auto import choose
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
 from trainer.distributed.context_parallel.planning.heads import check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, full, sliding_window
@@ -94,6 +93,20 @@ def build(args: argparse.Namespace) -> Case:
     Raises:
         ConfigError: a wrong value.
     """
+    check(args)
+    mask, packed, mask_name = parse_mask(args.mask, args.seq_len, args.documents)
+    shape = AttentionShape(1, args.heads, args.kv_heads, args.head_dim, args.bytes)
+    options, reason = method_of(args, shape, mask, packed)
+    layout = options.layout(args.seq_len, args.degree, packed)
+    return Case(layout, mask, mask_name, options, args.direction or DIRECTIONS[0], shape, reason)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check the numbers, and that no option is without effect.
+
+    Raises:
+        ConfigError: a wrong value.
+    """
     for name in ("seq_len", "degree", "heads", "kv_heads", "head_dim", "bytes"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -103,48 +116,57 @@ def build(args: argparse.Namespace) -> Case:
             f"{args.degree}, or fewer ranks"
         )
     if args.heads % args.kv_heads:
-        works = ", ".join(str(n) for n in range(1, args.heads + 1) if args.heads % n == 0)
-        raise ConfigError(f"--kv-heads {args.kv_heads} must divide --heads {args.heads}; use one of {works}")
-    head_degree = _head_degree(args)
+        raise ConfigError(
+            f"--kv-heads {args.kv_heads} must divide --heads {args.heads}; use one of {divisors(args.heads)}"
+        )
     if args.rank is not None and not 0 <= args.rank < args.degree:
         raise ConfigError(f"--rank {args.rank} is none of --degree {args.degree} ranks; use 0 to {args.degree - 1}")
-    if args.output is not None and args.output.suffix not in OUTPUTS:
+    if args.output is None:
+        return
+    if args.output.suffix not in OUTPUTS:
         raise ConfigError(f"--output {args.output} must end in {' or '.join(OUTPUTS)}, the two kinds of picture")
-    if args.output is not None and not args.output.parent.is_dir():
+    if not args.output.parent.is_dir():
         raise ConfigError(f"--output {args.output} lies in no folder: make {args.output.parent} first")
-    mask, batch_mask, mask_name = parse_mask(args.mask, args.seq_len, args.documents)
-    degrees = {"hybrid_degrees": (head_degree, args.degree // head_degree)} if args.method == "hybrid" else {}
-    options = ContextParallelOptions(method=args.method, load_balancer=args.load_balancer, **degrees)
-    layout = options.layout(args.seq_len, args.degree, batch_mask)
-    shape = AttentionShape(1, args.heads, args.kv_heads, args.head_dim, args.bytes)
-    return Case(layout, mask, mask_name, args.method, head_degree, args.direction, shape)
+    if args.degree > MOST_RANKS:
+        raise ConfigError(
+            f"--output draws at most {MOST_RANKS} ranks, and --degree is {args.degree}; draw fewer ranks, or leave "
+            "--output out"
+        )
 
 
-def _head_degree(args: argparse.Namespace) -> int:
-    """Return how many ranks divide the heads.
+def divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def method_of(
+    args: argparse.Namespace, shape: AttentionShape, mask: Mask, packed: Mask | None
+) -> tuple[ContextParallelOptions, str]:
+    """Return the options of the method, and why `auto` chose it (empty if it is named).
 
     Raises:
-        ConfigError: a number that cannot divide them, or has no effect.
+        ConfigError: a head degree that is missing, does not fit, or has no effect.
     """
-    number, name = args.head_degree, "--head-degree"
-    if (number is None) != (args.method != "hybrid"):
-        raise ConfigError(
-            "--method hybrid needs --head-degree, the number of ranks that divide the heads, such as 2"
-            if number is None
-            else f"--head-degree {number} has no effect with --method {args.method}; leave it out, or use hybrid"
-        )
-    if args.method == "all_to_all":
-        number, name = args.degree, "--degree"
-    if number is None:
-        return 1
-    if number < 1 or args.degree % number:
-        works = ", ".join(str(n) for n in range(1, args.degree + 1) if args.degree % n == 0)
-        raise ConfigError(f"--head-degree {number} must divide --degree {args.degree}; use one of {works}")
+    options, number, name = ContextParallelOptions(load_balancer=args.load_balancer), args.head_degree, "--head-degree"
+    spread = METHODS.get(args.method)
+    two_level = spread is not None and spread.two_level
+    if two_level and number is None:
+        raise ConfigError(f"--method {args.method} needs {name}, the number of ranks that divide the heads, such as 2")
+    if not two_level and number is not None:
+        others = " or ".join(each for each, record in METHODS.items() if record.two_level)
+        raise ConfigError(f"{name} {number} has no effect with --method {args.method}; leave it out, or use {others}")
+    if spread is None:
+        # As training does: with packed documents, for the batch, and on the mesh that stands before the first batch.
+        masks = (causal(args.seq_len) if packed else mask,)
+        return choose(options, masks, args.degree, shape, batch=packed, hybrids=packed is None)
+    if number is not None and (number < 1 or args.degree % number):
+        raise ConfigError(f"{name} {number} must divide --degree {args.degree}; use one of {divisors(args.degree)}")
+    hybrid = (number, args.degree // number) if number is not None else None
     try:
-        check_heads(args.heads, number)
+        check_heads(args.heads, spread.head_degree(args.degree, hybrid), args.method)
     except ValueError as error:
-        raise ConfigError(f"{name} {number} does not go with --heads {args.heads}: {error}") from None
-    return number
+        flag, value = ("--degree", args.degree) if number is None else (name, number)
+        raise ConfigError(f"{flag} {value} does not go with --heads {args.heads}: {error}") from None
+    return replace(options, method=args.method, hybrid_degrees=hybrid), ""
 
 
 def painter() -> Callable[[Case, Path, int | None], None]:
@@ -164,38 +186,66 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; see --help\n")
+        self.exit(2, f"error: {message}; see lct plan --help\n")
+
+
+_EXAMPLES = """examples:
+  lct plan --seq-len 1048576 --degree 64 --method auto
+      a summary, with the method that training would choose
+  lct plan --seq-len 65536 --degree 8 --mask window:4096 --load-balancer contiguous --tables ranks stages
+      a sliding window, with tables of ranks and stages
+  lct plan --seq-len 65536 --degree 4 --mask document --load-balancer balanced --output plan.svg
+      packed documents, as a picture
+"""
 
 
 def parser() -> argparse.ArgumentParser:
-    described = _Parser(description=__doc__.splitlines()[0])
-    add = described.add_argument
-    add("--seq-len", type=int, required=True, help="tokens of the sequence")
-    add("--degree", type=int, required=True, help="ranks that share the sequence")
-    add("--method", choices=METHODS, default="ring", help="how attention reaches the other ranks' keys")
-    add("--head-degree", type=int, help="with --method hybrid: ranks that divide the heads")
-    add("--load-balancer", choices=LOAD_BALANCERS, default="head_tail", help="who owns which tokens")
+    """Return the parser of the options."""
+    described = _Parser(
+        prog="lct plan",
+        description=__doc__.splitlines()[0],
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = described.add_argument_group("sequence and ranks").add_argument
+    add("--seq-len", type=int, required=True, metavar="TOKENS", help="tokens of the sequence")
+    add("--degree", type=int, required=True, metavar="RANKS", help="ranks that share the sequence")
     add("--mask", default="causal", help="causal (default), full, window:4096, or document (causal within documents)")
-    add("--documents", help="lengths, such as 5000,3000, or random:SEED (default random:0), with --mask document")
-    add("--heads", type=int, default=32, help="query heads")
-    add("--kv-heads", type=int, default=8, help="key/value heads")
-    add("--head-dim", type=int, default=128, help="size of a head")
-    add("--bytes", type=int, default=2, help="bytes of an element of q, k, v")
-    add("--direction", choices=("forward", "backward"), default="forward", help="direction of training")
-    add("--rank", type=int, help="show all tiles of this rank only")
-    add("--output", type=Path, help="picture to write, .svg or .png")
+    add("--documents", metavar="LENGTHS", help="with --mask document: 5000,3000,... or random:SEED (default random:0)")
+    add = described.add_argument_group("method and layout").add_argument
+    add(
+        "--method",
+        choices=(*METHODS, "auto"),
+        default="ring",
+        help="how attention reaches other ranks' keys (default: ring); auto: the choice of training, with its reason",
+    )
+    add("--head-degree", type=int, metavar="RANKS", help="with --method hybrid: ranks that divide the heads")
+    add("--load-balancer", choices=LOAD_BALANCERS, default="head_tail", help="who owns which tokens (head_tail)")
+    add = described.add_argument_group("attention, by default that of Llama 3 8B in bfloat16").add_argument
+    add("--heads", type=int, default=32, metavar="N", help="query heads (32)")
+    add("--kv-heads", type=int, default=8, metavar="N", help="key/value heads (8)")
+    add("--head-dim", type=int, default=128, metavar="N", help="size of a head (128)")
+    add("--bytes", type=int, default=2, metavar="N", help="bytes of an element of q, k, v (2)")
+    add = described.add_argument_group("what is shown, beside a summary").add_argument
+    add("--tables", choices=TABLES, nargs="+", default=[], help="tables; of many ranks or stages they list some")
+    add("--rank", type=int, help="all stages and tiles of this rank; in a picture, the others are pale")
+    add("--direction", choices=DIRECTIONS, help="only this one (default: the summary has both, the rest is forward)")
+    add("--output", type=Path, metavar="FILE", help="picture to write, .svg or .png")
     return described
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print what the arguments ask for, write the picture, and return the exit code."""
     args = parser().parse_args(argv)
     try:
         case = build(args)
         draw = None if args.output is None else painter()
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    print(report(case, args.rank))
+    print(summary(case, [args.direction] if args.direction else DIRECTIONS))
+    if wanted := args.tables or (TABLES if args.rank is not None else ()):
+        print(f"\n{tables(case, wanted, args.rank)}")
     if draw is not None:
         draw(case, args.output, args.rank)
         print(f"\n{args.output}")

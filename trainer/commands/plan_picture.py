@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
-from trainer.commands.plan_tables import Case
+from trainer.commands.plan_case import Case
 from trainer.distributed.context_parallel.planning.mask import ANY, Band
 
 Color = tuple[float, ...]

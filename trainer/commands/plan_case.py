@@ -1,0 +1,123 @@
+"""The case that `lct plan` shows: layout, mask and method, with the plans and costs of its ranks. Torch-free."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
+from trainer.distributed.context_parallel.planning.mask import ANY, Band, Mask
+from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
+from trainer.distributed.context_parallel.planning.tiles import Tile
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import Range, Ranges, union
+
+MOST_RANKS = 64
+"""Up to so many ranks are all planned."""
+_SAMPLES = 16
+
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One attention call of one sequence, with the plan and the cost of each rank, made at first use.
+
+    direction: of stages, tiles and the picture. reason: why `auto` chose the method, or empty.
+    """
+
+    layout: AxisLayout
+    mask: Mask
+    mask_name: str
+    options: ContextParallelOptions
+    direction: str
+    shape: AttentionShape
+    reason: str = ""
+    _plans: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)
+    _costs: dict[tuple[int, str], Cost] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def degree(self) -> int:
+        return self.layout.degree
+
+    @property
+    def head_degree(self) -> int:
+        """How many ranks make a head group."""
+        return self.options.head_degree(self.degree)
+
+    @property
+    def ranks_named(self) -> str:
+        return f"{self.degree:,} rank{'s' * (self.degree > 1)}"
+
+    @cached_property
+    def middles(self) -> list[int]:
+        """The ranks of which the mean is taken: all, or with many ranks the middles of equal parts."""
+        if self.degree <= MOST_RANKS:
+            return [*range(self.degree)]
+        return [(2 * part + 1) * self.degree // (2 * _SAMPLES) for part in range(_SAMPLES)]
+
+    @cached_property
+    def planned(self) -> list[int]:
+        """The ranks of which the busiest is looked for: those of the mean, the first two and the last."""
+        return sorted({*self.middles, 0, min(1, self.degree - 1), self.degree - 1})
+
+    def plan(self, rank: int) -> RankPlan:
+        if rank not in self._plans:
+            self._plans[rank] = make_plan(
+                self.layout, self.mask, self.options.method, rank, head_degree=self.head_degree
+            )
+        return self._plans[rank]
+
+    def cost(self, rank: int, direction: str) -> Cost:
+        if (rank, direction) not in self._costs:
+            self._costs[rank, direction] = attention_cost(self.plan(rank), self.shape, direction)
+        return self._costs[rank, direction]
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """The visible pairs that each rank computes for its heads, without plans: (degree,) int64."""
+        total = np.concatenate([[0], np.cumsum(self.mask.work())])
+        pairs = [sum(int(total[stop] - total[start]) for start, stop in ranges) for ranges in self._queries]
+        return np.repeat(np.array(pairs, dtype=np.int64), self.head_degree)
+
+    def stages(self, rank: int, direction: str | None = None) -> tuple[Stage, ...]:
+        """Return the stages of `rank` in a direction, by default in the one that is shown."""
+        plan = self.plan(rank)
+        return plan.forward if (direction or self.direction) == "forward" else plan.backward
+
+    def queries(self, rank: int) -> Ranges:
+        """Return the queries of the rank's head group, in order."""
+        return self._queries[rank // self.head_degree]
+
+    @cached_property
+    def _queries(self) -> list[Ranges]:
+        firsts = range(0, self.degree, self.head_degree)
+        return [union(sum(self.layout.ranges[first : first + self.head_degree], ())) for first in firsts]
+
+    def bands(self, rank: int, stage: Stage, tile: Tile) -> Iterator[Band]:
+        """Yield a tile in tokens of the sequence: one band for each piece of its queries and of its keys."""
+        between = tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
+        for q_place, q_start, q_stop in spread(tile.q, self.queries(rank)):
+            for kv_place, kv_start, kv_stop in spread(tile.kv, stage.held):
+                # Where place j - place i is 0, in tokens.
+                diagonal = kv_start - q_start - (kv_place - tile.kv[0]) + (q_place - tile.q[0])
+                lower = diagonal if tile.relation.lower else -ANY
+                upper = diagonal + between if tile.relation.upper else ANY
+                band = Band(q_start, q_stop, kv_start, kv_stop, lower, upper)
+                if len(range(*band.hull(q_start, q_stop))):
+                    yield band
+
+
+def spread(places: Range, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
+    """Yield (place, start, stop) of the numbers at `places`, if the ranges are laid one after another."""
+    before = 0
+    for start, stop in ranges:
+        first, last = max(places[0], before), min(places[1], before + stop - start)
+        if first < last:
+            yield first, start + first - before, start + last - before
+        before += stop - start
+        if before >= places[1]:
+            return
