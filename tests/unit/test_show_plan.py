@@ -3,19 +3,21 @@
 import re
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.masks import dense
-from trainer.commands.plan import build, main, parse_documents, parser
-from trainer.commands.plan_picture import polygon
-from trainer.commands.plan_tables import Case
+from trainer.commands.plan import build, main, parse_documents, parse_mask, parser
+from trainer.commands.plan_case import DIRECTIONS, MOST_RANKS, Case
+from trainer.commands.plan_summary import WIDTH, busiest_and_mean, busiest_and_mean_flops, summary
+from trainer.commands.plan_tables import TABLES
+from trainer.distributed.context_parallel.planning.auto import choose
+from trainer.distributed.context_parallel.planning.cost import attention_cost
 from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, head_tail
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.sharding.layout import head_tail
 
 SMALL = ["--seq-len", "48", "--degree", "4"]
 
@@ -35,7 +37,8 @@ def tables(text: str) -> dict[str, list[list[str]]]:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, list[list[str]]]:
-    assert main([*SMALL, *argv]) == 0
+    """All tables of one direction, forward unless another one is given."""
+    assert main([*SMALL, *argv, *([] if "--rank" in argv else ["--tables", *TABLES])]) == 0
     return tables(capsys.readouterr().out)
 
 
@@ -44,7 +47,7 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, list[list
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_stages_are_those_of_the_plan(capsys: pytest.CaptureFixture[str], direction: str):
-    columns, *rows = shown(capsys, "--direction", direction)["Stages"]
+    columns, *rows = shown(capsys, "--direction", direction)[f"Stages, {direction}"]
     assert columns[:6] == ["rank", "stage", "keys of", "rows held", "tiles", "pairs"]
     wanted = []
     for rank in range(4):
@@ -93,21 +96,22 @@ def test_the_owners_are_those_of_the_layout(capsys: pytest.CaptureFixture[str]):
     assert rows[3] == ["3", "12", "[18, 30)"]
 
 
-def test_the_costs_are_those_of_the_plan_with_their_sums(capsys: pytest.CaptureFixture[str]):
+def test_the_costs_are_those_of_the_plan_with_their_means(capsys: pytest.CaptureFixture[str]):
     argv = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64")
     case = case_of(*argv)
-    columns, *rows = shown(capsys, *argv)["Cost of one layer's attention"]
-    assert columns == ["rank", "kFLOP", "kv sent KiB", "calls", "buffers KiB"]
-    assert [row[0] for row in rows] == ["0", "1", "2", "3", "total", "maximum", "max/mean"]
-    units = (1e3, 1024, 1, 1024)
-    exact = [(c.flops, c.bytes_sent["kv"], c.calls["kv"], c.workspace) for c in case.costs]
-    exact += [tuple(map(sum, zip(*exact, strict=True))), tuple(map(max, zip(*exact, strict=True)))]
+    costs = [case.cost(rank, "forward") for rank in range(4)]
+    columns, *rows = shown(capsys, *argv)["Cost of one layer's attention, forward"]
+    assert columns == ["rank", "kFLOP", "kv sent KiB", "received KiB", "calls", "buffers KiB"]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "maximum", "mean", "max/mean"]
+    units = (1e3, 1024, 1024, 1, 1024)
+    exact = [(c.flops, c.bytes_sent["kv"], c.bytes_received["kv"], c.calls["kv"], c.workspace) for c in costs]
+    exact += [tuple(map(max, zip(*exact, strict=True))), tuple(np.mean(exact, axis=0))]
     for row, values in zip(rows, exact, strict=False):
         assert [float(cell.replace(",", "")) for cell in row[1:]] == pytest.approx(
             [value / unit for value, unit in zip(values, units, strict=True)], abs=6e-4
         )
-    assert sum(c.bytes_sent["kv"] for c in case.costs) == 0.75 * 48 * 3 * (2 * 2 * 64 * 2)
-    assert rows[-1][1:] == [f"{4 * most / total:.3f}" for total, most in zip(*exact[-2:], strict=True)]
+    assert sum(c.bytes_sent["kv"] for c in costs) == 0.75 * 48 * 3 * (2 * 2 * 64 * 2)
+    assert rows[-1][1:] == [f"{most / mean:.3f}" for most, mean in zip(*exact[-2:], strict=True)]
 
 
 def test_one_rank_alone_is_shown_whole(capsys: pytest.CaptureFixture[str]):
@@ -135,74 +139,112 @@ def test_balanced_deals_by_the_documents_as_training_does():
     argv = ("--load-balancer", "balanced", "--mask", "document", "--documents", "40,8")
     assert case_of(*argv).layout != case_of("--load-balancer", "balanced").layout
     argv = ("--seq-len", "8192", *argv[:-1], "8000,192")
-    costs = case_of(*argv).costs
-    assert max(c.flops for c in costs) < 1.02 * np.mean([c.flops for c in costs])
+    pairs = case_of(*argv).pairs
+    assert pairs.max() < 1.02 * pairs.mean()
 
 
-# ---- the picture
+def test_many_ranks_are_abbreviated_and_the_sums_are_of_all(capsys: pytest.CaptureFixture[str]):
+    argv = ["--seq-len", "1024", "--degree", "64", "--direction", "backward"]
+    assert main([*argv, "--tables", *TABLES]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) < 150
+    found = tables(text)
+    assert [row[0] for row in found["Who owns what"][1:]] == ["0", "1", "2", "...", "32", "...", "63"]
+    assert [row[:2] for row in found["Stages, backward"][1:8]] == [
+        ["0", "0"], ["0", "1"], ["0", "2"], ["0", "..."], ["0", "32"], ["0", "..."], ["0", "63"],
+    ]  # fmt: skip
+    case = case_of(*argv)
+    sent = [case.cost(rank, "backward").bytes_sent["kv"] / 2**20 for rank in range(64)]
+    rows = {row[0]: row for row in found["Cost of one layer's attention, backward"]}
+    column = rows["rank"].index("kv sent MiB")
+    assert rows["maximum"][column] == f"{max(sent):,.3f}"
+    assert rows["mean"][column] == f"{np.mean(sent):,.3f}"
 
-MASKS = [["--mask", m] for m in ("causal", "full", "window:7")] + [["--mask", "document", "--documents", "20,1,27"]]
+
+# ---- the summary
+
+SUMMARIES = [
+    ["--seq-len", "65536", "--degree", "1"],
+    ["--seq-len", "65536", "--degree", "2"],
+    ["--seq-len", "1048576", "--degree", "64"],
+    ["--seq-len", "1048576", "--degree", "64", "--method", "hybrid", "--head-degree", "8", "--mask", "window:4096"],
+    ["--seq-len", "65536", "--degree", "8", "--method", "auto", "--mask", "document"],
+    ["--seq-len", "16384", "--degree", "1024", "--method", "all_gather", "--load-balancer", "contiguous"],
+]
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=lambda m: m[1])
+@pytest.mark.parametrize("argv", SUMMARIES, ids=" ".join)
+def test_a_summary_is_short_and_narrow(capsys: pytest.CaptureFixture[str], argv: list[str]):
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 20
+    assert max(map(len, lines)) <= WIDTH == 100
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("load_balancer", LOAD_BALANCERS)
-def test_the_square_shows_each_visible_pair_once(mask: list[str], method: str, load_balancer: str):
-    for direction in ("forward", "backward"):
-        case = case_of(*mask, *with_degree(method), "--load-balancer", load_balancer, "--direction", direction)
-        each = {"all_to_all": 4, "hybrid": 2}.get(method, 1)  # that many ranks compute the same, for other heads
-        seen = np.zeros((48, 48), dtype=int)
-        for rank in range(4):
-            for stage in case.stages(rank):
-                for tile in stage.tiles:
-                    before = seen.sum()
-                    for band in case.bands(rank, stage, tile):
-                        shown_before, corners = seen.sum(), polygon(band)
-                        for query in range(band.q_start, band.q_stop):
-                            seen[query, slice(*band.visible(query))] += 1
-                        # A diagonal cuts half a square off at each end.
-                        assert area_of(corners) == pytest.approx(seen.sum() - shown_before, abs=0.51)
-                    assert seen.sum() - before == tile.pairs
-        assert (seen == each * dense(case.mask)[0]).all()
+@pytest.mark.parametrize("mask", [["--mask", "causal"], ["--mask", "document", "--documents", "20,1,27"]])
+def test_the_numbers_of_a_summary_are_those_of_all_plans(mask: list[str], method: str, direction: str):
+    argv = [*mask, *with_degree(method), "--load-balancer", "contiguous"]
+    case = case_of(*argv)
+    heads = METHODS[method].head_degree(4, (2, 2))
+    plans = [make_plan(case.layout, case.mask, method, rank, head_degree=heads) for rank in range(4)]
+    costs = [attention_cost(plan, case.shape, direction) for plan in plans]
+    assert case.pairs.tolist() == [plan.pairs for plan in plans]
+    flops = [cost.flops for cost in costs]
+    assert busiest_and_mean_flops(case, direction) == pytest.approx((max(flops), np.mean(flops)))
+    for of in (lambda c: c.bytes_sent.total(), lambda c: c.bytes_received.total(), lambda c: c.calls.total()):
+        assert busiest_and_mean(case, direction, of) == (max(map(of, costs)), np.mean([*map(of, costs)]))
+    balance = re.search(r"over the mean: ([\d.]+)", summary(case))
+    assert balance[1] == f"{max(flops) / np.mean(flops):.3f}"
 
 
-def area_of(corners: list[tuple[float, float]]) -> float:
-    """By the shoelace formula."""
-    return abs(sum(a[0] * b[1] - b[0] * a[1] for a, b in pairwise([*corners, *corners[:1]]))) / 2
+def test_the_summary_prints_these_numbers():
+    case = case_of("--seq-len", "1048576", "--degree", "64")
+    words = {line.split()[0]: line.split()[1:] for line in summary(case).splitlines() if line.startswith("  ")}
+    sent = [case.cost(rank, "backward").bytes_sent.total() / 2**30 for rank in range(64)]
+    assert words["sends"][4:] == [f"{max(sent):.2f}", "GiB", f"{np.mean(sent):.2f}", "GiB"]
+    held = [case.cost(rank, "forward").workspace / 2**20 for rank in range(64)]
+    assert words["buffers"][:4] == [f"{max(held):.2f}", "MiB", f"{np.mean(held):.2f}", "MiB"]
+    assert words["exchanges"] == ["63", "63", "126", "126"]
+    assert words["stages"] == ["64", "64"]
+    assert words["mask"][:4] == ["causal", "mask;", "50", "%"]
 
 
-@pytest.mark.parametrize(("ending", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["--method", "all_to_all", "--mask", "document"],
-        ["--load-balancer", "balanced", "--direction", "backward", "--rank", "1"],
-        ["--degree", "11", "--mask", "window:1"],
-    ],
-    ids=lambda argv: " ".join(argv) or "default",
-)
-def test_a_picture_is_written_and_is_the_same_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], ending: str, start: bytes
-):
-    pictures = [tmp_path / f"{name}.{ending}" for name in ("a", "b")]
-    for picture in pictures:
-        assert main([*SMALL, *argv, "--output", str(picture)]) == 0
-        assert capsys.readouterr().out.endswith(f"\n{picture}\n")
-    first, second = (picture.read_bytes() for picture in pictures)
-    assert first == second
-    assert first.startswith(start)
-    assert len(first) > 10_000
-    assert b"<dc:date>" not in first
+@pytest.mark.parametrize("load_balancer", ["head_tail", "contiguous"])
+def test_of_many_ranks_a_few_stand_for_all(load_balancer: str):
+    degree = MOST_RANKS + 8
+    case = case_of("--seq-len", str(degree * 4), "--degree", str(degree), "--load-balancer", load_balancer)
+    assert len(case.planned) == 20
+    assert "Compute is of all ranks, the rest of 20 of them" in summary(case)
+    for direction in DIRECTIONS:
+        each = [case.cost(rank, direction) for rank in range(degree)]
+        for of in (lambda c: c.bytes_sent.total(), lambda c: c.bytes_received.total()):
+            most, mean = busiest_and_mean(case, direction, of)
+            assert 0.97 * max(map(of, each)) < most <= max(map(of, each))
+            assert mean == pytest.approx(np.mean([*map(of, each)]), rel=0.02)
 
 
-def test_other_plans_make_other_pictures(tmp_path: Path):
-    pictures = set()
-    for number, method in enumerate(METHODS):
-        main([*SMALL, *with_degree(method), "--output", str(tmp_path / f"{number}.svg")])
-        pictures.add((tmp_path / f"{number}.svg").read_text())
-    assert len(pictures) == len(METHODS)
-    assert any("#e69f00" in picture for picture in pictures)
+def test_a_summary_of_1024_ranks_plans_few_of_them(capsys: pytest.CaptureFixture[str]):
+    assert main(["--seq-len", "1048576", "--degree", "1024"]) == 0
+    out = capsys.readouterr().out
+    assert "Compute is of all ranks, the rest of 20 of them" in out
+    assert re.search(r"stages +1,024 +1,024", out)
+
+
+@pytest.mark.parametrize("mask", [["--mask", "causal"], ["--mask", "window:4"], ["--mask", "document"]])
+def test_auto_chooses_as_training_does(capsys: pytest.CaptureFixture[str], mask: list[str]):
+    argv = ["--seq-len", "8192", "--degree", "8", "--method", "auto", *mask]
+    case = case_of(*argv)
+    packed = mask[-1] == "document"
+    _, batch, _ = parse_mask("document", 8192, None) if packed else (None, None, None)
+    masks = (causal(8192),) if packed else (case.mask,)
+    options, reason = choose(ContextParallelOptions(), masks, 8, case.shape, batch=batch, hybrids=not packed)
+    assert (case.options, case.reason) == (options, reason)
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert f"auto chose {reason}" in " ".join(out.split())
+    assert out.startswith(f"{options.method} on 8 ranks")
 
 
 # ---- the command line
@@ -231,6 +273,9 @@ def test_other_plans_make_other_pictures(tmp_path: Path):
         (["--mask", "document", "--documents", "random"], "or random: and a seed, as random:0"),
         (["--output", "plan.pdf"], "--output plan.pdf must end in .svg or .png"),
         (["--output", "no/such/folder/plan.svg"], "--output .* lies in no folder: make no/such/folder first"),
+        (["--seq-len", "650", "--degree", "65", "--output", "plan.svg"], "--output draws at most 64 ranks"),
+        (["--method", "auto", "--head-degree", "2"], "--head-degree 2 has no effect with --method auto; .* use hybrid"),
+        (["--tables", "stage"], "argument --tables: invalid choice: 'stage'"),
         (["--method", "rng"], "argument --method: invalid choice: 'rng'"),
         (["--degree", "four"], "argument --degree: invalid int value: 'four'"),
         (["--windw", "3"], "unrecognized arguments: --windw 3"),
@@ -246,8 +291,25 @@ def test_a_bad_argument_is_told_in_one_sentence(
     out, err = capsys.readouterr()
     assert code == 2
     assert re.search(sentence, err)
+    assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert not out
+
+
+def test_the_help_has_examples_that_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert out.startswith("usage: lct plan ")
+    examples = re.findall(r"^  lct plan (.*)$", out, re.MULTILINE)
+    assert len(examples) == 3
+    monkeypatch.chdir(tmp_path)
+    for example in examples:
+        # A sixteenth of the length: the same options in less time.
+        words = example.split()
+        words[1] = str(int(words[1]) // 16)
+        assert main(words) == 0
 
 
 def test_without_its_module_there_is_no_picture(

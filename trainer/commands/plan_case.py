@@ -61,8 +61,8 @@ class Case:
 
     @cached_property
     def planned(self) -> list[int]:
-        """The ranks of which the busiest is looked for: those of the mean, the first two and the last."""
-        return sorted({*self.middles, 0, min(1, self.degree - 1), self.degree - 1})
+        """The ranks of which the busiest is looked for: those of the mean, the first two and the last two."""
+        return sorted({*self.middles, *range(self.degree)[:2], *range(self.degree)[-2:]})
 
     def plan(self, rank: int) -> RankPlan:
         if rank not in self._plans:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import hsv_to_rgb, to_rgb
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
@@ -20,14 +21,27 @@ _SETTINGS = {"svg.hashsalt": "plan", "font.family": "DejaVu Sans", "font.size": 
 # Of Okabe and Ito: told apart by the colour-blind as well.
 _RANKS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#999999")
 _PALE, _GREY = (0.93, 0.93, 0.93), (0.8, 0.8, 0.8)
+_PALE, _GREY = (0.93, 0.93, 0.93), (0.8, 0.8, 0.8)
+_FEW = 16
+"""Up to so many ranks have a line of numbers each; more have a chart."""
+_MOST_OUTLINES = 3000
+"""More fields are drawn as an image inside the file, which would take megabytes otherwise."""
 _SMALLEST_LABEL = 0.05
 """A piece whose width or height is less than this share of the sequence gets no number."""
 
 
 def draw(case: Case, output: Path, rank: int | None = None) -> None:
     """Write the picture, SVG or PNG by the file's ending; the same case gives the same file. rank: others are pale."""
-    width, height, side = 9.6, 5.85, 4.7  # inches
-    strip, gap, left, bottom = 0.15, 0.04, 0.65, 0.15
+    with matplotlib.rc_context(_SETTINGS):
+        # No date, and no version of the program that drew it. White behind all, so that it can be read on any page.
+        metadata = {"Date": None, "Creator": None} if output.suffix == ".svg" else {"Software": None}
+        picture(case, rank).savefig(output, dpi=160, metadata=metadata, facecolor="white")
+
+
+def picture(case: Case, rank: int | None = None) -> Figure:
+    """Return the figure: the square with strips of owners on the left, the ranks' numbers on the right."""
+    width, height, side = 9.7, 6.05, 4.7  # inches
+    strip, gap, left, bottom = 0.15, 0.04, 0.75, 0.15
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(width, height))
 
@@ -38,40 +52,51 @@ def draw(case: Case, output: Path, rank: int | None = None) -> None:
         _draw_square(place(inner, bottom, side, side), case, rank)
         _draw_owners(place(left, bottom, strip, side), case, is_upright=True)
         _draw_owners(place(inner, bottom + side + gap, side, strip), case, is_upright=False)
-        _draw_stages(place(inner + side, bottom, width - inner - side, side), case, rank)
-        figure.suptitle(
-            f"{case.method}, {case.direction}: {case.mask_name}, {case.layout.name} layout, {case.ranks_named}",
-            x=left / width, y=0.985, ha="left", fontsize=11,
-        )  # fmt: skip
-        # No date, and no version of the program that drew it.
-        metadata = {"Date": None, "Creator": None} if output.suffix == ".svg" else {"Software": None}
-        figure.savefig(output, dpi=160, metadata=metadata)
+        right = inner + side
+        if case.degree <= _FEW:
+            _draw_stages(place(right, bottom, width - right, side), case, rank)
+        else:
+            chart = place(right + 0.85, bottom + 1.1, 1.5, side - 1.6)
+            loads = [place(right + x, bottom + 1.1, 0.5, side - 1.6) for x in (2.45, 3.05)]
+            _draw_chart(chart, loads, case, rank)
+        for text, y, size in ((_title(case), 0.985, 11), (f"{case.mask_name}, {case.layout.name} layout", 0.945, 9)):
+            figure.text(left / width, y, text, ha="left", va="top", fontsize=size)
+    return figure
+
+
+def _title(case: Case) -> str:
+    return f"{case.options.method}, {case.direction}: {case.layout.length:,} tokens on {case.ranks_named}"
 
 
 def _draw_square(axes: Axes, case: Case, rank: int | None) -> None:
     seq_len = case.layout.length
+    fields: list[tuple[Color, bool, int, list[list[Point]]]] = []
     for r in range(0, case.degree, case.head_degree):  # ranks of a head group compute the same pairs, for other heads
         is_pale = rank is not None and rank // case.head_degree != r // case.head_degree
         for number, stage in enumerate(case.stages(r)):
             bands = [band for tile in stage.tiles for band in case.bands(r, stage, tile)]
             outlines = [outline for band in bands if len(outline := polygon(band)) > 2]
-            if not outlines:
-                continue
-            color = _stage_color(case, r, number, is_pale=is_pale)
-            _fill(axes, outlines, color, linewidth=0.12)
-            for outline in outlines:
-                x, y = zip(*outline, strict=True)
-                is_large = min(max(x) - min(x), max(y) - min(y)) >= _SMALLEST_LABEL * seq_len
-                if is_large and not is_pale and case.head_degree < case.degree:
-                    middle = sum(x) / len(x), sum(y) / len(y)
-                    axes.text(*middle, str(number), ha="center", va="center", fontsize=8, color=_ink(color))
+            if outlines:
+                fields.append((_stage_color(case, r, number, is_pale=is_pale), is_pale, number, outlines))
+    is_image = sum(len(outlines) for *_, outlines in fields) > _MOST_OUTLINES
+    for color, is_pale, number, outlines in fields:
+        _fill(axes, outlines, color, linewidth=0 if is_image else 0.12, is_image=is_image)
+        for outline in outlines:
+            x, y = zip(*outline, strict=True)
+            is_large = min(max(x) - min(x), max(y) - min(y)) >= _SMALLEST_LABEL * seq_len
+            if is_large and not is_pale and case.head_degree < case.degree and case.degree <= _FEW:
+                middle = sum(x) / len(x), sum(y) / len(y)
+                axes.text(*middle, str(number), ha="center", va="center", fontsize=8, color=_ink(color))
     axes.set(xlim=(0, seq_len), ylim=(seq_len, 0), xticks=[], yticks=[])
 
 
-def _fill(axes: Axes, outlines: Sequence[Sequence[Point]], color: Color, *, linewidth: float) -> None:
+def _fill(
+    axes: Axes, outlines: Sequence[Sequence[Point]], color: Color, *, linewidth: float, is_image: bool = False
+) -> None:
     """Many polygons as one path, which keeps the file small."""
     whole = Outline.make_compound_path(*(Outline([*corners, corners[0]], closed=True) for corners in outlines))
-    axes.add_patch(PathPatch(whole, facecolor=color, edgecolor="white", linewidth=linewidth))
+    patch = PathPatch(whole, facecolor=color, edgecolor="white", linewidth=linewidth, rasterized=is_image)
+    axes.add_artist(patch)  # add_patch would walk all corners to find the limits, which are set
 
 
 def polygon(band: Band) -> list[Point]:
@@ -106,7 +131,7 @@ def _draw_owners(axes: Axes, case: Case, *, is_upright: bool) -> None:
             corners = [(0, start), (1, start), (1, stop), (0, stop)]
             outlines.append(corners if is_upright else [(y, x) for x, y in corners])
         if outlines:
-            _fill(axes, outlines, _rank_color(case, r), linewidth=0)
+            _fill(axes, outlines, rank_color(case, r), linewidth=0)
     ticks = [seq_len * i // 4 for i in range(5)]
     if is_upright:
         axes.set(xlim=(0, 1), ylim=(seq_len, 0), xticks=[], yticks=ticks, yticklabels=_tokens(ticks))
@@ -130,10 +155,10 @@ def _draw_stages(axes: Axes, case: Case, rank: int | None) -> None:
     """
     stages = max(len(case.stages(r)) for r in range(case.degree))
     has_text = stages <= 8
-    mean = sum(plan.pairs for plan in case.plans) / case.degree or 1
+    mean = float(case.pairs.mean()) or 1
     for r in range(case.degree):
         axes.text(-0.09, r + 0.5, f"rank {r}", ha="right", va="center", fontsize=8)
-        axes.add_patch(Rectangle((-0.065, r + 0.25), 0.035, 0.5, facecolor=_rank_color(case, r)))
+        axes.add_patch(Rectangle((-0.065, r + 0.25), 0.035, 0.5, facecolor=rank_color(case, r)))
         for number, stage in enumerate(case.stages(r)):
             color = _stage_color(case, r, number, is_pale=rank not in (None, r))
             corner = number / stages, r
@@ -141,38 +166,87 @@ def _draw_stages(axes: Axes, case: Case, rank: int | None) -> None:
             if has_text:
                 share, middle = f"{100 * stage.pairs / mean:.0f}", ((number + 0.5) / stages, r + 0.5)
                 axes.text(*middle, share, ha="center", va="center", fontsize=7, color=_ink(color))
-        total, sent = f"{100 * case.plans[r].pairs / mean:.1f}", f"{case.costs[r].bytes_sent.total() / 2**20:,.1f}"
-        for x, text in ((1.2, total), (1.55, sent)):
+        for x, text in ((1.2, f"{100 * case.pairs[r] / mean:.1f}"), (1.55, f"{_sent(case, r):,.1f}")):
             axes.text(x, r + 0.5, text, ha="right", va="center", fontsize=8)
     for number in range(stages):
         if has_text or number in (0, stages - 1):
             axes.text((number + 0.5) / stages, -0.15, str(number), ha="center", fontsize=8)
-    for x, text in ((0.75, "pairs at stage, % of the mean"), (1.2, "all"), (1.55, "sends,\nMiB")):
-        y = -0.15 if x > 1 else -0.75
-        axes.text(x if x > 1 else 0.5, y, text, ha="right" if x > 1 else "center", fontsize=8)
-    caption = "Square: which rank computes what,\nnumber and shade: at which stage."
-    if case.head_degree > 1:
-        each = f"each with {case.shape.heads // case.head_degree} of {case.shape.heads} heads."
-        caption = f"Square: {case.head_degree} ranks compute the same,\n{each}"
-    caption += "\nStrips: which rank owns the tokens."
-    axes.text(0, case.degree + 0.6, caption, ha="left", va="top", fontsize=8)
+    heads = [(0.5, "pairs at stage" + ", % of the mean" * has_text, "center", -0.75)]
+    for x, text, align, y in (*heads, (1.2, "all, %", "right", -0.15), (1.55, "sends,\nMiB", "right", -0.15)):
+        axes.text(x, y, text, ha=align, fontsize=8)
+    axes.text(0, case.degree + 0.6, _caption(case), ha="left", va="top", fontsize=8)
     # Rows of one height, unless there are too many ranks.
-    axes.set(xlim=(-0.38, 1.6), ylim=(max(case.degree + 3, 14), -1.2))
+    axes.set(xlim=(-0.38, 1.6), ylim=(max(case.degree + 4, 14), -1.2))
     axes.axis("off")
 
 
-def _rank_color(case: Case, rank: int) -> Color:
-    return to_rgb(_RANKS[rank]) if case.degree <= len(_RANKS) else tuple(hsv_to_rgb((rank / case.degree, 0.6, 0.9)))
+def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case, rank: int | None) -> None:
+    """Charts for many ranks, which run down: the pairs of each stage as darkness, and two profiles."""
+    stages = max(len(case.stages(r)) for r in range(case.degree))
+    share = np.zeros((case.degree, stages))
+    for r in range(case.degree):
+        share[r, : len(case.stages(r))] = [stage.pairs for stage in case.stages(r)]
+    image = np.ones((case.degree, stages, 3))
+    for r in range(case.degree):
+        color = np.array(_PALE if rank not in (None, r) else rank_color(case, r))
+        image[r] -= (1 - color) * (share[r] / (share.max() or 1))[:, None]
+    axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, stages, case.degree, 0))
+    for r in range(case.degree):  # the legend of colours
+        axes.add_patch(Rectangle((-0.09 * stages, r), 0.06 * stages, 1, facecolor=rank_color(case, r), clip_on=False))
+    ranks = [*range(0, case.degree - case.degree // 16, max(case.degree // 8, 1)), case.degree - 1]
+    ticks = sorted({0, stages - 1})
+    axes.set(yticks=[r + 0.5 for r in ranks], yticklabels=[f"rank {r}" for r in ranks])
+    axes.set(
+        xticks=[stage + 0.5 for stage in ticks], xticklabels=[str(stage) for stage in ticks], title="pairs at stage"
+    )
+    axes.tick_params(length=0, labelsize=8, pad=4)
+    axes.tick_params(axis="y", pad=14)
+    axes.title.set_fontsize(8)
+    mean = float(case.pairs.mean()) or 1
+    columns = [100 * pairs / mean for pairs in case.pairs], [_sent(case, r) for r in range(case.degree)]
+    for load, values, title in zip(loads, columns, ("pairs, % of\nthe mean", "sends,\nMiB"), strict=True):
+        most = max(values) or 1
+        load.barh([r + 0.5 for r in range(case.degree)], values, height=1, color="#888888")
+        load.set(ylim=(case.degree, 0), xlim=(0, 1.05 * most), yticks=[], xticks=[most], xticklabels=[f"{most:,.0f}"])
+        load.tick_params(length=2, labelsize=8)
+        load.set_title(title, fontsize=8)
+        load.spines[["top", "right"]].set_visible(False)
+    axes.text(-0.09 * stages, 1.1 * case.degree, _caption(case), ha="left", va="top", fontsize=8)
+
+
+def _sent(case: Case, rank: int) -> float:
+    return case.cost(rank, case.direction).bytes_sent.total() / 2**20
+
+
+def _caption(case: Case) -> str:
+    caption = "Square: which rank computes what"
+    if case.head_degree > 1:
+        each = f"each with {case.shape.heads // case.head_degree} of {case.shape.heads} heads."
+        caption = f"Square: {case.head_degree} ranks compute the same,\n{each}"
+    elif case.degree <= _FEW:
+        caption += ",\nnumber and shade: at which stage."
+    else:
+        caption += ".\nEvery second rank is lighter."
+    return caption + "\nStrips: which rank owns the tokens."
+
+
+def rank_color(case: Case, rank: int) -> Color:
+    """Return a colour of its own for each of a few ranks; of many, neighbours differ in lightness."""
+    if case.degree <= len(_RANKS):
+        return to_rgb(_RANKS[rank])
+    red, green, blue, _ = matplotlib.colormaps["turbo"](0.05 + 0.9 * rank / (case.degree - 1))
+    white = 0.4 * (rank % 2)
+    return tuple(float(part + white * (1 - part)) for part in (red, green, blue))
 
 
 def _stage_color(case: Case, rank: int, stage: int, *, is_pale: bool) -> Color:
-    """Return the colour of a rank, or of the first rank of its head group, lighter with each stage."""
+    """Return the colour of a rank, or of the first rank of its head group; of few ranks lighter with each stage."""
     if is_pale:
         return _PALE
     if case.head_degree == case.degree > 1:
         return _GREY  # nobody's
-    white = 0.75 * stage / max(len(case.stages(rank)) - 1, 1)
-    rgb = _rank_color(case, rank - rank % case.head_degree)
+    white = 0.75 * stage / max(len(case.stages(rank)) - 1, 1) * (case.degree <= _FEW)
+    rgb = rank_color(case, rank - rank % case.head_degree)
     return tuple(float(part + white * (1 - part)) for part in rgb)
 
 

@@ -37,8 +37,7 @@ def summary(case: Case, directions: Sequence[str] = DIRECTIONS) -> str:
     lines += ["", *_table(case, directions)]
     if len(case.planned) < case.degree:
         lines.append(
-            f"  Compute is of all ranks. The rest is of {len(case.planned)} ranks: 0, 1, the last, and the middles of "
-            f"{len(case.middles)} equal parts."
+            f"  Compute is of all ranks, the rest of {len(case.planned)} of them: the outermost and some between."
         )
     return "\n".join(lines)
 
