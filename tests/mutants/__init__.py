@@ -13,6 +13,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.GRADIENTS,
     *attention.PLANS,
     *attention.EXECUTION,
+    *attention.SHOWN_PLANS,
     *attention.MODELS_OF_OTHERS,
     *step.FAMILIES,
     *step.LAYOUTS,

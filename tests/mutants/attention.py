@@ -244,6 +244,30 @@ EXECUTION = (
     ),
 )
 
+SHOWN_PLANS = (
+    Mutant(
+        "received bytes are those that are sent",
+        f"{_CP}/planning/plan.py",
+        "for message in messages if message.target == self.rank)",
+        "for message in messages if message.source == self.rank)",
+        "tests/unit/test_cost.py",
+    ),
+    Mutant(
+        "the rank that sends most is not looked at",
+        "trainer/commands/plan_case.py",
+        "return sorted({*self.middles, *range(self.degree)[:2], *range(self.degree)[-2:]})",
+        "return self.middles",
+        "tests/unit/test_show_plan.py",
+    ),
+    Mutant(
+        "auto looks at the mask of no batch",
+        "trainer/commands/plan.py",
+        "batch=packed, hybrids=packed is None)",
+        "hybrids=packed is None)",
+        "tests/unit/test_show_plan.py",
+    ),
+)
+
 MODELS_OF_OTHERS = (
     Mutant(
         "a model may count its part from 0",

@@ -225,6 +225,7 @@ def test_of_many_ranks_a_few_stand_for_all(load_balancer: str):
             assert mean == pytest.approx(np.mean([*map(of, each)]), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_summary_of_1024_ranks_plans_few_of_them(capsys: pytest.CaptureFixture[str]):
     assert main(["--seq-len", "1048576", "--degree", "1024"]) == 0
     out = capsys.readouterr().out
