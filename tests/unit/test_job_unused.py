@@ -16,7 +16,8 @@ from trainer.job import resolve
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = {path.name: 1 for path in (ROOT / "train_configs").glob("*.toml")}
 PRESETS |= {
-    f"llama3_{size}.toml": ranks for size, ranks in (("1b", 8), ("3b", 8), ("8b", 8), ("70b", 256), ("405b", 512))
+    f"llama3_{size}.toml": ranks
+    for size, ranks in (("1b", 8), ("3b", 8), ("8b", 8), ("8b_long", 8), ("8b_1m", 64), ("70b", 256), ("405b", 512))
 }
 PRESETS["debug_model.toml"] = 2
 

@@ -38,7 +38,7 @@ def job_of(*arguments: str, ranks: int = 1, device: str = "cpu") -> ResolvedJob:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("ranks", [8, 512])
+@pytest.mark.parametrize("ranks", [64, 512])
 def test_a_summary_fits_100_columns_for_every_preset(name: str, ranks: int) -> None:
     config = parse_command_line(["--job.config_file", f"{ROOT}/train_configs/{name}"]).config
     config = replace(config, training=replace(config.training, global_batch_size=-1, data_streams=512))
@@ -210,6 +210,18 @@ def test_without_a_known_device_only_the_impossible_is_refused() -> None:
     check_memory(job_of(f"--training.seq_len={2 * 10**9}"), None)
     with pytest.raises(ConfigError, match="no device has that"):
         check_memory(job_of(f"--training.seq_len={10**12}"), None)
+
+
+@pytest.mark.parametrize(("name", "ranks", "seq_len"), [("llama3_8b_long", 8, 2**17), ("llama3_8b_1m", 64, 2**20)])
+def test_a_rank_of_the_long_presets_has_room_on_80_gb(name: str, ranks: int, seq_len: int) -> None:
+    config = parse_command_line(["--job.config_file", name]).config
+    job = resolve(config, ranks, "cuda", missing=[])
+    memory = rank_memory(job)
+    assert config.training.seq_len == seq_len
+    assert job.degrees.cp == ranks
+    assert memory.total < 0.8 * 80e9, memory.words()
+    assert memory.logits > 0.1 * memory.total  # they are counted
+    assert f"{config.training.global_batch_size * seq_len:,} tokens: " in summary(job)
 
 
 # ---- what may surprise
