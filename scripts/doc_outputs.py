@@ -1,0 +1,61 @@
+"""Run the commands of docs/ that stand before their output, and write what they print now below them.
+
+python scripts/doc_outputs.py
+
+In the pages below, an indented line that begins with `$ ` is a command for bash, from the root of the repository. The
+lines after it, up to an empty one or the next command, are its standard output.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "docs" / "long_context.md",)
+_BLOCK = re.compile(
+    r"^(?P<indent> {4,})\$ (?P<command>(?:.*\\\n)*.*\n)(?P<output>(?:(?P=indent)(?!\$ ).*\n)*)", re.MULTILINE
+)
+
+
+def commands(text: str) -> list[str]:
+    """Return the commands of a page whose output follows, each in one line."""
+    return [_one_line(match["command"]) for match in _BLOCK.finditer(text)]
+
+
+def page(text: str, run: Callable[[str], str]) -> str:
+    """Return the page with the output that `run` gives for each command."""
+
+    def block(match: re.Match) -> str:
+        output = "".join(f"{match['indent']}{line}\n" for line in run(_one_line(match["command"])).splitlines())
+        return f"{match['indent']}$ {match['command']}{output}"
+
+    return _BLOCK.sub(block, text)
+
+
+def run_here(command: str) -> str:
+    """Return what a command prints on standard output, with the program of this checkout."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        raise SystemExit(f"{command}\nended with exit code {result.returncode}: {result.stderr}")
+    return result.stdout
+
+
+def _one_line(command: str) -> str:
+    return re.sub(r"\\\n *", "", command).strip()
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(page(path.read_text(), run_here))
