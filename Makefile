@@ -26,6 +26,7 @@ mutants: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) scripts/config_docs.py
+	$(PY) scripts/doc_outputs.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "the site is in site/: $(PY) -m http.server --directory site"
 

@@ -300,6 +300,20 @@ PROCESSES = (
         "tests/integration/test_failures.py",
     ),
     Mutant(
+        "the preset of long context shares a sequence over half of the GPUs",
+        "train_configs/llama3_8b_long.toml",
+        "context_parallel_degree = 8",
+        "context_parallel_degree = 4",
+        "tests/unit/test_summary.py",
+    ),
+    Mutant(
+        "the README has a command that does not run",
+        "README.md",
+        "lct check llama3_8b --world-size 8",
+        "lct check llama3_8b --world_sizes 8",
+        "tests/integration/test_documented_commands.py",
+    ),
+    Mutant(
         "what one rank finds wrong does not reach the others",
         "trainer/runtime/agreement.py",
         'if all_reduce(failed, over, "max").item():',

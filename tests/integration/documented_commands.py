@@ -1,0 +1,281 @@
+"""The commands of the documentation, and how each is run. See test_documented_commands.py."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "train_configs").glob("*.toml")),
+    ROOT / "multinode_trainer.slurm",
+]
+_PROGRAMS = [
+    *("lct", "make", "python", "python3", "torchrun", "pip", "git", "tensorboard", "./run_llama_train.sh"),
+    *("sbatch", "scancel", "kill", "export", "source", "mkdir", "cp"),
+]
+_PROGRAM = rf"({'|'.join(map(re.escape, _PROGRAMS))}|\.venv/bin/\S+)(\s|$)"
+_COMMAND = re.compile(rf"(\$ )?([A-Z_]+=\S+ )*({_PROGRAM}|for \w+ in [^:]*;)")
+
+
+def commands(path: Path) -> Iterator[str]:
+    """Yield the commands of a page, each in one line: from code in Markdown, from comments in other files."""
+    lines, fence = iter(path.read_text().splitlines()), ""
+    for line in lines:
+        if path.suffix != ".md":
+            code = line.removeprefix("#").strip() if line.startswith("#") else ""
+        elif line.startswith("```"):
+            fence, code = "" if fence else line, ""
+        else:
+            code = line.strip() if fence == "```bash" or (not fence and line.startswith("    ")) else ""
+        if not _COMMAND.match(code):
+            continue
+        while code.endswith("\\") or _quote_is_open(code):
+            joined = "\n" if _quote_is_open(code.removesuffix("\\")) else ""
+            code = code.removesuffix("\\") + joined + next(lines).lstrip("# ")
+        yield re.sub(r"\s+# .*", "", code).strip()
+
+
+def _quote_is_open(code: str) -> bool:
+    try:
+        shlex.split(code, comments=True)
+    except ValueError:
+        return True
+    return False
+
+
+def all_commands() -> dict[str, list[str]]:
+    """Return every command with the pages where it stands."""
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        for command in commands(page):
+            found.setdefault(command, []).append(str(page.relative_to(ROOT)))
+    return found
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How commands that match `pattern`, whole, are run in a fresh copy of the repository."""
+
+    pattern: str
+    run: str = r"\g<0>"
+    """What bash runs: a template of the match. As written, if `why` is empty."""
+    why: str = ""
+    """Why something else is run."""
+    first: str = ""
+    """Commands before it: what the reader brings, or an earlier command of the page has made."""
+    says: str = ""
+    """A regular expression for what is printed."""
+    code: int = 0
+    slow: bool = True
+
+    def text(self, command: str) -> str | None:
+        """Return what is run for a command, or None if it has another rule."""
+        match = re.fullmatch(self.pattern, command, re.DOTALL)
+        return match and match.expand(self.run)
+
+
+SHORT = "--training.steps=2 --training.seq_len=64 --training.global_batch_size=-1"
+LONG = "a hundred steps take minutes"
+BIG = "it needs GPUs: all is checked that can be checked without"
+OWN = "the reader brings the files"
+SLOW = "it takes minutes"
+BENCHMARK = r"python scripts/benchmarks/"
+SHOW = r"(?:lct plan|\.venv/bin/python scripts/show_plan\.py) "
+DATA = """mkdir -p data books && for i in $(seq 64); do
+echo '{"text": "Once upon a time"}' >> data/a.jsonl; echo "a tale of $i and other things" > books/$i.txt; done"""
+SAVED = f"lct train --checkpoint.enable {SHORT}"
+
+RULES = [
+    # ---- README: from a clone to a run
+    Rule(
+        r"make train",
+        f"make -n train | grep -v pip | sed 's/checkpoint.enable/& {SHORT}/; s/--prompt/--tokens 4 &/' | bash -e",
+        why=f"{LONG}; packages are installed",
+        says=r"(?s)training done: 2 steps .*next +lct generate|def ",
+        slow=False,
+    ),
+    Rule(r"make (test|test-all|mutants)", r"make -n \1", why="this test is part of it", slow=False),
+    Rule(r"make (lint|docs)"),
+    Rule(
+        r"python3 -m venv \.venv && \.venv/bin/pip install (torch==\S+) --index-url \S+",
+        r"python3 -m venv --without-pip elsewhere && grep '^\1 ' requirements.txt",
+        why="it downloads gigabytes; the version must be the one that is tested",
+    ),
+    Rule(
+        r"\.venv/bin/pip install '\.\[float8\]'",
+        "grep '^float8 = ' pyproject.toml",
+        why="packages are installed; test_package.py builds and installs the package",
+        slow=False,
+    ),
+    Rule(r"source \.venv/bin/activate", r"\g<0> && command -v lct | grep '\.venv/bin/lct'", "the place is checked"),
+    Rule(r"lct --help|lct train --help training", says=r"lct|training\.seq_len", slow=False),
+    Rule(r"\$ .* \| grep .*|\$ python -c .*", ":", why="test_outputs_are_those_of_the_commands runs it", slow=False),
+    Rule(
+        r"lct check my_torchtitan\.toml .*",
+        first="cp tests/unit/torchtitan_configs/2026_02_llama3_8b.toml my_torchtitan.toml",
+        slow=False,
+    ),
+    Rule(r"lct check .*", says="the settings are valid", slow=False),
+    Rule(rf"{SHOW}.* --output .*", r"\g<0> && test -s plan.svg", "the picture is looked for"),
+    Rule(rf"{SHOW}.*", says="[Rr]ank", slow=False),
+    Rule(r"lct train \S+ --print-config", says=r'flavor = "70B"', slow=False),
+    # ---- big models
+    Rule(
+        r"lct train (train_configs/)?llama3_8b\S* --ngpu 8.*|NGPU=8 CONFIG_FILE=\S+8b.toml \./run_llama_train\.sh",
+        r"\g<0> --check-config --world-size 8",
+        why=BIG,
+        says="the settings are valid",
+        slow=False,
+    ),
+    Rule(
+        r"torchrun --nproc-per-node 8 (.*)",
+        r"torchrun --nproc-per-node 2 \1 --check-config --world-size 8",
+        why=BIG,
+        says="the settings are valid",
+    ),
+    Rule(
+        r"torchrun --nnodes 2 --nproc-per-node 8 (.*)node-a(.*)",
+        r"torchrun --nnodes 1 --nproc-per-node 2 \1localhost\2 --check-config --world-size 16",
+        why=BIG,
+        says="the settings are valid",
+    ),
+    Rule(
+        r"(?:CONFIG_FILE=(\S+) )?(?:for .*; do )?sbatch [^;]*multinode_trainer\.slurm([^;]*)(?:; done)?",
+        r"bash -n multinode_trainer.slurm && lct check \1 \2 --world-size 64",
+        why="it needs Slurm; test_several_nodes.py runs the script with stand-ins",
+        says="the settings are valid",
+        slow=False,
+    ),
+    Rule(r"scancel .*", ":", why="it needs Slurm", slow=False),
+    Rule(r"export .*", slow=False),
+    # ---- training
+    Rule(
+        r"(lct train --training\.dataset text .*)",
+        rf"\1 {SHORT} --training.data_streams=8",
+        why=LONG,
+        first=DATA,
+        says="training done: 2 steps",
+    ),
+    Rule(
+        r"lct train --model\.tokenizer_path (\S+)",
+        rf"\g<0> {SHORT}",
+        why=LONG,
+        first="mkdir -p assets/tokenizer/original && cp trainer/assets/python_4k.tiktoken "
+        "assets/tokenizer/original/tokenizer.model",
+        says="training done",
+    ),
+    Rule(
+        r"lct train --profiling\S+ .*",
+        r"\g<0> --training.steps=20 --training.seq_len=16 --training.global_batch_size=-1 "
+        "&& test -f outputs/debug_model/profile_trace/iteration_20/rank0_trace.json",
+        why=LONG,
+    ),
+    Rule(
+        r"lct train --float8\S+ .*", rf"\g<0> --float8.emulate {SHORT}", why="float8 needs a GPU", says="training done"
+    ),
+    Rule(r"lct train --checkpoint\.enable --checkpoint\.interval 50", rf"\g<0> --checkpoint.interval=1 {SHORT}", LONG),
+    Rule(
+        r"lct train --checkpoint\.enable --training\.steps \d+( --ngpu 4)?",
+        rf"\g<0> {SHORT} --training.steps=3",
+        why=LONG,
+        first=f"rm -rf outputs/debug_model; {SAVED}",
+        says="resumed after step 2(?s:.*)training done",
+    ),
+    Rule(
+        r"lct train --checkpoint\.enable --training\.steps 300 --checkpoint\.load_step 50",
+        rf"\g<0> {SHORT} --training.steps=3 --checkpoint.load_step=1",
+        why=LONG,
+        first=f"rm -rf outputs/debug_model; {SAVED} --checkpoint.interval=1",
+        says="resumed after step 1(?s:.*)training done",
+    ),
+    Rule(
+        r"lct train debug_model --job\.dump_folder outputs/short .*",
+        r"\g<0> --training.seq_len=64 --training.global_batch_size=-1",
+        why=LONG,
+        says="training done: 20 steps",
+    ),
+    Rule(
+        r"lct train debug_model --job\.dump_folder outputs/long .*",
+        r"\g<0> --training.seq_len=256",
+        why=LONG,
+        says="resumed after step 20(?s:.*)training done: 25 steps",
+    ),
+    Rule(
+        r"NNODES=2 MASTER_ADDR=node-a (.*)|NGPU=1 NNODES=2 MASTER_ADDR=localhost (.*)",
+        rf"export NGPU=1 NNODES=2 MASTER_ADDR=localhost MASTER_PORT=29517; (./run_llama_train.sh {SHORT} "
+        rf"--job.dump_folder=outputs/nodes &); ./run_llama_train.sh {SHORT} --job.dump_folder=outputs/nodes",
+        why=f"{LONG}; two nodes on one machine",
+        says="training done",
+    ),
+    Rule(r"(lct train|(NGPU=\d )?\./run_llama_train\.sh)( .*)?", rf"\g<0> {SHORT}", LONG, says="training done"),
+    Rule(r"python train\.py (--job\.config_file \S+ )?--training\..*", rf"\g<0> {SHORT}", LONG, says="training done"),
+    Rule(r"\$ python train\.py .*", code=2, says=r"^error: ", slow=False),
+    # ---- after a run
+    Rule(
+        r"lct generate outputs/\w+( .*)?",
+        r"lct generate outputs/debug_model\1",
+        why="the folder of a short run",
+        first=f"test -d outputs/debug_model/checkpoint || {SAVED}",
+    ),
+    Rule(
+        r"tensorboard --logdir \S+",
+        r"\g<0> --inspect",
+        "a server does not end",
+        first=f"lct train {SHORT}",
+        says="loss",
+    ),
+    Rule(r"mkdir -p .*debug\S*|mkdir -p outputs/long/checkpoint && cp .*"),
+    Rule(r"mkdir -p .*", slow=False),
+    Rule(
+        r"cp -r (\S+) \S+",
+        first=r"mkdir -p outputs/llama3_8b/checkpoint/step-10000 outputs/llama3_8b_long/checkpoint",
+        slow=False,
+    ),
+    Rule(
+        r"(lct compare .*?)( -- .*)?",
+        r"\1 --steps 1 --tolerance 1e-3\2",
+        why=LONG,
+        says="the same: ",
+    ),
+    # ---- tokenizers and data
+    Rule(
+        r"lct download-tokenizer .*",
+        r"HF_HUB_OFFLINE=1 \g<0>",
+        why="it needs the network and a token",
+        code=1,
+        says="the Hugging Face hub cannot be reached",
+    ),
+    Rule(
+        r"(lct train-tokenizer .*) --vocab-size 32000(.*)", r"\1 --vocab-size 260\2", OWN, first=DATA, says="260 tokens"
+    ),
+    Rule(r"lct train-tokenizer .*", r"\g<0> --vocab-size 300", "4,096 words take minutes", says="300 tokens"),
+    # ---- measurements
+    Rule(rf"{BENCHMARK}data_loader\.py .*", r"\g<0> --batches 2 --seq-len 512", SLOW),
+    Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
+    Rule(rf"{BENCHMARK}block_parts\.py .*", r"\g<0> --seq-len 32 --steps 1 --rounds 1 --backend eager", SLOW),
+    Rule(rf"{BENCHMARK}\w+\.py --device cuda .*", r"\g<0> --help", why=BIG),
+    Rule(rf"{BENCHMARK}train\.py .*", r"\g<0> --seq-len 32 --rounds 1 --no-memory --features kernel=cpu_flash", SLOW),
+    Rule(rf"{BENCHMARK}context_parallel\.py .*", r"\g<0> --seq-len 64 --repeats 1", SLOW),
+    Rule(r"\.venv/bin/python -m pytest \S+ -k .*", r"\g<0> --collect-only -q", "these tests run by themselves"),
+    Rule(
+        r"\.venv/bin/python -m pytest (.*)",
+        r"ls $(echo '\1' | grep -o 'tests/[^ ]*')",
+        why="these tests run by themselves",
+        slow=False,
+    ),
+    Rule(
+        r"python -c 'import pickle; .*",
+        why="",
+        first='mkdir -p outputs/debug_model/comm_traces && python -c \'import pickle; pickle.dump({"entries": [{'
+        '"record_id": 1, "profiling_name": "gloo:all_reduce", "input_sizes": [[1]]}]}, '
+        'open("outputs/debug_model/comm_traces/rank_0", "wb"))\'',
+        says="1 gloo:all_reduce",
+        slow=False,
+    ),
+    Rule(r"torchrun --nproc-per-node 2 my_model\.py", first="cp docs/transformers.py my_model.py", says="loss"),
+]
