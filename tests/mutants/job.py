@@ -307,10 +307,10 @@ PROCESSES = (
         "tests/unit/test_summary.py",
     ),
     Mutant(
-        "the README has a command that does not run",
-        "README.md",
-        "lct check llama3_8b --world-size 8",
-        "lct check llama3_8b --world_sizes 8",
+        "a check for another machine needs the files of that machine",
+        "trainer/commands/check.py",
+        "missing=missing if elsewhere else None",
+        "missing=None",
         "tests/integration/test_documented_commands.py",
     ),
     Mutant(
