@@ -121,7 +121,7 @@ RULES = [
         slow=False,
     ),
     Rule(r"lct check .*", says="the settings are valid", slow=False),
-    Rule(rf"{SHOW}.* --output .*", r"\g<0> && test -s plan.svg", "the picture is looked for"),
+    Rule(rf"{SHOW}.* --output (\S+).*", r"\g<0> && test -s \1", "the picture is looked for"),
     Rule(rf"{SHOW}.*", says="[Rr]ank", slow=False),
     Rule(r"lct train \S+ --print-config", says=r'flavor = "70B"', slow=False),
     # ---- big models
@@ -214,7 +214,7 @@ RULES = [
     ),
     Rule(r"(lct train|(NGPU=\d )?\./run_llama_train\.sh)( .*)?", rf"\g<0> {SHORT}", LONG, says="training done"),
     Rule(r"python train\.py (--job\.config_file \S+ )?--training\..*", rf"\g<0> {SHORT}", LONG, says="training done"),
-    Rule(r"\$ python train\.py .*", code=2, says=r"^error: ", slow=False),
+    Rule(r"\$ python train\.py .*", code=2, says=r"^error: "),
     # ---- after a run
     Rule(
         r"lct generate outputs/\w+( .*)?",
