@@ -218,9 +218,9 @@ RULES = [
     # ---- after a run
     Rule(
         r"lct generate outputs/\w+( .*)?",
-        r"lct generate outputs/debug_model\1",
+        r"lct generate outputs/saved\1",
         why="the folder of a short run",
-        first=f"test -d outputs/debug_model/checkpoint || {SAVED}",
+        first=f"test -d outputs/saved || {SAVED} --job.dump_folder=outputs/saved",
     ),
     Rule(
         r"tensorboard --logdir \S+",
