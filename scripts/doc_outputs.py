@@ -2,14 +2,15 @@
 
 python scripts/doc_outputs.py
 
-In the pages below, an indented line that begins with `$ ` is a command for bash, from the root of the repository. The
-lines after it, up to an empty one or the next command, are its standard output.
+In the pages below, an indented line that begins with `$ ` is a command for bash, in a folder without files of a user.
+The lines after it, up to an empty one or the next command, are its standard output.
 """
 
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,14 +40,9 @@ def run_here(command: str) -> str:
     """Return what a command prints on standard output, with the program of this checkout."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    shell = ["bash", "-o", "pipefail", "-c", command]
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"{command}\nended with exit code {result.returncode}: {result.stderr}")
     return result.stdout

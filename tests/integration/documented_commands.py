@@ -218,7 +218,7 @@ RULES = [
     # ---- after a run
     Rule(
         r"lct generate outputs/\w+( .*)?",
-        r"lct generate outputs/saved\1",
+        r"lct generate outputs/saved\1 --tokens 4",
         why="the folder of a short run",
         first=f"test -d outputs/saved || {SAVED} --job.dump_folder=outputs/saved",
     ),
@@ -237,8 +237,8 @@ RULES = [
         slow=False,
     ),
     Rule(
-        r"(lct compare .*?)( -- .*)?",
-        r"\1 --steps 1 --tolerance 1e-3\2",
+        r"(lct compare .*?)(?: -- (.*))?",
+        r"\1 --steps 1 --tolerance 1e-3 -- \2 --training.seq_len=64 --training.global_batch_size=4",
         why=LONG,
         says="the same: ",
     ),
