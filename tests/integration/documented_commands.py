@@ -85,7 +85,7 @@ BIG = "it needs GPUs: all is checked that can be checked without"
 OWN = "the reader brings the files"
 SLOW = "it takes minutes"
 BENCHMARK = r"python scripts/benchmarks/"
-SHOW = r"(?:lct plan|\.venv/bin/python scripts/show_plan\.py) "
+SHOW = r"(?:\$ )?lct plan "
 DATA = """mkdir -p data books && for i in $(seq 64); do
 echo '{"text": "Once upon a time"}' >> data/a.jsonl; echo "a tale of $i and other things" > books/$i.txt; done"""
 SAVED = f"lct train --checkpoint.enable {SHORT}"
