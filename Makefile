@@ -10,7 +10,7 @@ TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 train: $(STAMP)
 	./run_llama_train.sh --checkpoint.enable
-	$(PY) -m trainer generate outputs/debug_model --prompt 'def '
+	$(PY) -m trainer generate outputs/debug_model --prompt '    def __init__(self, ' --temperature 0.5
 
 test: $(STAMP)
 	$(PY) -m pytest $(TWO_FILES) -m "not slow"
