@@ -221,7 +221,7 @@ error = {error}
 def refuse(**kwargs):
     raise error
 huggingface_hub.hf_hub_download = refuse
-download_tokenizer.main(["--folder", "nowhere"])
+sys.exit(download_tokenizer.main(["--folder", "nowhere"]))
 """
 
 
@@ -239,6 +239,7 @@ def test_the_download_says_what_is_wrong_in_one_sentence(error, message):
     result = subprocess.run(
         [sys.executable, "-c", DOWNLOAD.format(error=error)], capture_output=True, text=True, timeout=60
     )
-    assert result.returncode == 1
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1

@@ -1,6 +1,6 @@
 """Download a Llama 3 tokenizer (`original/tokenizer.model`) from the Hugging Face hub.
 
-    python scripts/download_tokenizer.py --repo-id meta-llama/Llama-3.1-8B --token hf_...
+    lct download-tokenizer --repo-id meta-llama/Llama-3.1-8B --token hf_...
 
 Meta's repositories ask for an account and the acceptance of the licence; a token also comes from `hf auth login`.
 """
@@ -9,60 +9,70 @@ import argparse
 import sys
 from pathlib import Path
 
+from trainer.config.errors import ConfigError
+
 FILENAME = "original/tokenizer.model"
 
 
 def download(repo_id: str, folder: str, token: str | None) -> str:
-    """Path of the downloaded file, `<folder>/original/tokenizer.model`.
+    """Return the path of the downloaded file, `<folder>/original/tokenizer.model`.
 
     Raises:
-        SystemExit: one sentence, when the hub refuses access, lacks the file, or cannot be reached.
+        ConfigError: the hub refuses access, lacks the file, or cannot be reached.
     """
     from huggingface_hub import errors as hub
     from huggingface_hub import hf_hub_download
 
     try:
         return hf_hub_download(repo_id=repo_id, filename=FILENAME, local_dir=folder, token=token)
-    except hub.HFValidationError:
-        sys.exit(f"--repo-id {repo_id!r} is no repository name; it must look like meta-llama/Llama-3.1-8B")
-    except (hub.GatedRepoError, hub.RepositoryNotFoundError) as error:
+    except Exception as error:
+        # The hub's client has changed its HTTP library (requests, httpx); connection errors of both are known by module.
+        library = type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests")
+        if not (isinstance(error, hub.HfHubHTTPError | hub.HFValidationError | OSError) or library):
+            raise
+        raise ConfigError(_reason(error, repo_id)) from None
+
+
+def _reason(error: Exception, repo_id: str) -> str:
+    from huggingface_hub import errors as hub
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, hub.HFValidationError):
+        return f"--repo-id {repo_id!r} is no repository name; it must look like meta-llama/Llama-3.1-8B"
+    if isinstance(error, hub.GatedRepoError | hub.RepositoryNotFoundError):
         # The hub answers "not found" to strangers as well, so that one sentence has to serve both.
         what = "is gated" if isinstance(error, hub.GatedRepoError) else "does not exist or is private"
-        sys.exit(
-            f"{repo_id} {what} for this account; accept its licence at https://huggingface.co/{repo_id} and pass"
-            " --token (from https://huggingface.co/settings/tokens)"
+        return (
+            f"{repo_id} {what} for this account; accept its licence at https://huggingface.co/{repo_id} and pass "
+            "--token (from https://huggingface.co/settings/tokens)"
         )
-    except hub.EntryNotFoundError as error:
-        if not isinstance(error, hub.LocalEntryNotFoundError):  # the local kind means: no connection, nothing cached
-            sys.exit(f"{repo_id} has no {FILENAME}; choose a repository of Meta, for example meta-llama/Llama-3.1-8B")
-        sys.exit(_unreachable(error))
-    except hub.HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        if status in (401, 403):
-            sys.exit(f"the hub refused access to {repo_id} (HTTP {status}); pass a valid --token with read permission")
-        sys.exit(_unreachable(error))
-    except Exception as error:
-        # The hub's client has changed its HTTP library (requests, httpx); both connection errors end here.
-        if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests"):
-            sys.exit(_unreachable(error))
-        raise
+    # The local kind of a missing entry means: no connection, and nothing cached.
+    if isinstance(error, hub.EntryNotFoundError) and not isinstance(error, hub.LocalEntryNotFoundError):
+        return f"{repo_id} has no {FILENAME}; choose a repository of Meta, for example meta-llama/Llama-3.1-8B"
+    if status in (401, 403):
+        return f"the hub refused access to {repo_id} (HTTP {status}); pass a valid --token with read permission"
+    return _unreachable(error)
 
 
 def _unreachable(error: Exception) -> str:
     reason = str(error.__cause__ or error).strip().partition("\n")[0]
     return (
         f"the Hugging Face hub cannot be reached ({reason}); check the network, or copy {FILENAME} here by hand,"
-        " or train a tokenizer with scripts/train_tokenizer.py"
+        " or train a tokenizer with `lct train-tokenizer`"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lct download-tokenizer", description=__doc__.splitlines()[0])
     parser.add_argument("--repo-id", default="meta-llama/Llama-3.1-8B", help="repository on the hub")
     parser.add_argument("--folder", default="assets/tokenizer", help="where to put it")
     parser.add_argument("--token", default=None, help="access token; default: the one of `hf auth login`")
     args = parser.parse_args(argv)
-    path = Path(download(args.repo_id, args.folder, args.token))
+    try:
+        path = Path(download(args.repo_id, args.folder, args.token))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"{path}\nuse it with --model.tokenizer_path {path}")
     return 0
 

@@ -1,7 +1,7 @@
 """Train a byte-level BPE with Llama 3's split pattern and write it in tiktoken's rank format.
 
-    python scripts/train_tokenizer.py --output trainer/assets/python_4k.tiktoken
-    python scripts/train_tokenizer.py --dataset text --path 'books/*.txt' --vocab-size 32000 --output my.tiktoken
+    lct train-tokenizer --output trainer/assets/python_4k.tiktoken
+    lct train-tokenizer --dataset text --path 'books/*.txt' --vocab-size 32000 --output my.tiktoken
 
 The same text gives the same file, byte for byte.
 """
@@ -54,7 +54,7 @@ def byte_of_char() -> dict[str, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lct train-tokenizer", description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", default="python_stdlib", help=f"one of {', '.join(DATASETS)}")
     parser.add_argument("--path", default=None, help="file, folder or glob, for text and jsonl")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens without the 256 special ones")
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         source = open_source(args.dataset, args.path)
         tokens = train((source[i] for i in range(len(source))), args.vocab_size)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
