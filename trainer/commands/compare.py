@@ -132,9 +132,8 @@ _EXAMPLE = "train_configs/debug_model.toml"
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Run]]:
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        prog="lct compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="lct compare", description=__doc__, formatter_class=layout)
     parser.add_argument("first", metavar="A", help=f"[REV:]FILE, such as {_EXAMPLE}")
     parser.add_argument("second", metavar="B", help="[REV:]FILE")
     parser.add_argument("--ngpu", type=int, nargs="+", default=[2], help="ranks of both runs, or of each (default: 2)")

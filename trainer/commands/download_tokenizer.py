@@ -26,7 +26,7 @@ def download(repo_id: str, folder: str, token: str | None) -> str:
     try:
         return hf_hub_download(repo_id=repo_id, filename=FILENAME, local_dir=folder, token=token)
     except Exception as error:
-        # The hub's client has changed its HTTP library (requests, httpx); connection errors of both are known by module.
+        # The hub's client has changed its HTTP library: connection errors of both are known by their module.
         library = type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests")
         if not (isinstance(error, hub.HfHubHTTPError | hub.HFValidationError | OSError) or library):
             raise
