@@ -253,7 +253,12 @@ RULES = [
     Rule(
         r"(lct train-tokenizer .*) --vocab-size 32000(.*)", r"\1 --vocab-size 260\2", OWN, first=DATA, says="260 tokens"
     ),
-    Rule(r"lct train-tokenizer .*", r"\g<0> --vocab-size 300", "4,096 words take minutes", says="300 tokens"),
+    Rule(
+        r"lct train-tokenizer --output (\S+)",
+        r"cp \1 kept && \g<0> --vocab-size 300 && mv kept \1",
+        why="4,096 words take minutes; later commands need the shipped tokenizer",
+        says="300 tokens",
+    ),
     # ---- measurements
     Rule(rf"{BENCHMARK}data_loader\.py .*", r"\g<0> --batches 2 --seq-len 512", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
