@@ -132,8 +132,8 @@ def _attention(job: ResolvedJob) -> str:
         parts.append(f"{options.method} over {job.degrees.cp} ranks{chosen}")
         parts.append(
             {
-                "head_tail": "head_tail: a rank has a piece from the head and one from the tail, equal work",
-                "contiguous": "contiguous: a rank has one piece, so the last rank works most",
+                "head_tail": "head_tail: a piece from the head and one from the tail a rank, for equal causal work",
+                "contiguous": "contiguous: one piece a rank, for windows",
                 "balanced": "balanced: blocks dealt by their cost, for each batch",
             }[options.load_balancer]
         )
