@@ -74,7 +74,7 @@ def _install(tree: Path) -> None:
 
 def run(text: str, clone: Path) -> subprocess.CompletedProcess:
     """Run bash in the copy, as after `source .venv/bin/activate`."""
-    ours = (
+    ours = [
         "RANK",
         "LOCAL_RANK",
         "WORLD_SIZE",
@@ -84,7 +84,8 @@ def run(text: str, clone: Path) -> subprocess.CompletedProcess:
         "LOG_RANK",
         "PYTHON",
         "OMP_NUM_THREADS",
-    )
+    ]
+    ours += ["MAKEFLAGS", "MAKELEVEL", "MFLAGS"]  # of the make that runs the tests
     inherited = {key: value for key, value in os.environ.items() if key not in ours}
     path = os.pathsep.join([str(clone / ".venv" / "bin"), inherited["PATH"]])
     return subprocess.run(

@@ -39,18 +39,6 @@ def refused(*argv: str) -> str:
     return str(error.value)
 
 
-@pytest.fixture
-def toml(tmp_path: Path):
-    """Writes a TOML file and gives its path."""
-
-    def write(text: str, name: str = "run.toml") -> str:
-        path = tmp_path / name
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 # ---- precedence
 
 

@@ -15,18 +15,6 @@ def parse(*argv: str) -> JobConfig:
     return parse_command_line(list(argv)).config
 
 
-@pytest.fixture
-def toml(tmp_path: Path):
-    """Writes a TOML file and gives its path."""
-
-    def write(text: str, name: str = "run.toml") -> str:
-        path = tmp_path / name
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 # ---- presets
 
 
