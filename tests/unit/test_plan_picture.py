@@ -116,7 +116,7 @@ def test_the_test_sees_a_clipped_text():
 @pytest.mark.parametrize(
     ("layout", "mask"),
     [
-        ("head_tail", "causal"),
+        pytest.param("head_tail", "causal", marks=pytest.mark.slow),
         ("contiguous", "document"),
         pytest.param("balanced", "document", marks=pytest.mark.slow),
     ],
