@@ -66,7 +66,7 @@ def test_log_rank_chooses_who_speaks(tmp_path: Path) -> None:
     process = launch(*QUICK, f"--job.dump_folder={tmp_path}", LOG_RANK="1")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    steps = [line for line in lines_of(out) if "step" in line and "loss" in line]
+    steps = [line for line in lines_of(out) if "grad" in line]
     assert len(steps) == 3
     assert all(line.startswith("[rank 1] ") for line in steps)
 
