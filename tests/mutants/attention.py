@@ -175,8 +175,8 @@ EXECUTION = (
     Mutant(
         "the adjoint of an exchange does not add",
         "trainer/distributed/sharding/exchange.py",
-        "put_rows(result, places, piece, add=True)",
-        "put_rows(result, places, piece, add=False)",
+        "movement.received, movement.sent, ctx.group, add=True)",
+        "movement.received, movement.sent, ctx.group, add=False)",
         "tests/distributed/test_exchange.py",
     ),
     Mutant(

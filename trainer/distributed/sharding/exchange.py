@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import Offsets, Range, intersection, size, union
+from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, size, union
 
 # kind -> calls of this process; tests compare them with the cost of a plan
 calls: Counter[str] = Counter()
@@ -154,12 +154,13 @@ class Movement:
     """What one rank sends and receives in an exchange of rows.
 
     sent[r]: places in its shard that go to rank r, in order; received[r]: places in its result that come from rank r.
-    rows: number of rows of the result; rows outside the axis come from no rank.
+    rows: number of rows of the result; those at the places `outside` come from no rank.
     """
 
     sent: tuple[tuple[Range, ...], ...]
     received: tuple[tuple[Range, ...], ...]
     rows: int
+    outside: Ranges
 
 
 @lru_cache(maxsize=256)
@@ -168,7 +169,9 @@ def plan_movement(layout: AxisLayout, wanted: tuple[tuple[Range, ...], ...], ran
     own = Offsets(layout.ranges[rank])
     sent = tuple(tuple(place for _, place in _common(ranges, own)) for ranges in wanted)
     received = tuple(tuple(place for place, _ in _common(wanted[rank], Offsets(ranges))) for ranges in layout.ranges)
-    return Movement(sent, received, size(wanted[rank]))
+    rows = size(wanted[rank])
+    outside = difference(union([(0, rows)]), union(part for places in received for part in places))
+    return Movement(sent, received, rows, outside)
 
 
 def _common(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]]:
@@ -195,7 +198,8 @@ def exchange(
 
     x: this rank's shard, `layout.local_length(rank)` rows in `dim`. wanted: the half-open ranges that each rank of the
     group wants, the same list on every rank. Ranges may overlap. Rows beyond the ends of the axis are zeros, or with
-    outside="refuse" an error. The adjoint adds up, in the order of ranks, the gradients of all copies of a row.
+    outside="refuse" an error. The adjoint adds up the gradients of all copies of a row, own ones first, then in the
+    order of ranks.
 
     Raises:
         ValueError: a shard of another length, ranges for another number of ranks, a range that ends before it begins,
@@ -228,37 +232,53 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx, x, movement, dim, group):
         ctx.movement, ctx.dim, ctx.group, ctx.rows = movement, dim, group, x.shape[dim]
         rows = x.movedim(dim, 0)
-        result = rows.new_zeros(movement.rows, *rows.shape[1:])
-        for places, piece in zip(movement.received, _swap(rows, movement.sent, movement.received, group), strict=True):
-            put_rows(result, places, piece, add=False)
-        return result.movedim(0, dim)
+        result = _with_rows(x, movement.rows, dim)
+        target = result.movedim(dim, 0)
+        for start, stop in movement.outside:
+            target[start:stop] = 0
+        _move(rows, target, movement.sent, movement.received, group, add=False)
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        movement, rows = ctx.movement, gradient.movedim(ctx.dim, 0)
+        movement, dtype = ctx.movement, torch.promote_types(gradient.dtype, torch.float32)
+        result = _with_rows(gradient, ctx.rows, ctx.dim, dtype).zero_()
         # A row may have gone to many ranks.
-        result = rows.new_zeros(ctx.rows, *rows.shape[1:], dtype=torch.promote_types(rows.dtype, torch.float32))
-        for places, piece in zip(movement.sent, _swap(rows, movement.received, movement.sent, ctx.group), strict=True):
-            put_rows(result, places, piece, add=True)
-        return result.to(rows.dtype).movedim(0, ctx.dim), None, None, None
+        rows, target = gradient.movedim(ctx.dim, 0), result.movedim(ctx.dim, 0)
+        _move(rows, target, movement.received, movement.sent, ctx.group, add=True)
+        return result.to(gradient.dtype), None, None, None
 
 
-def _swap(
+def _with_rows(x: torch.Tensor, rows: int, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an uninitialised tensor like `x` with another number of rows in `dim`."""
+    shape = list(x.shape)
+    shape[dim] = rows
+    return x.new_empty(shape, dtype=dtype)
+
+
+def _move(
     rows: torch.Tensor,
+    target: torch.Tensor,
     sent: tuple[tuple[Range, ...], ...],
     received: tuple[tuple[Range, ...], ...],
     group: dist.ProcessGroup,
-) -> list[torch.Tensor]:
-    """Send rows at some places to each rank; return the rows that each rank sent here."""
-    shape = rows.shape[1:]
+    *,
+    add: bool,
+) -> None:
+    """Send rows at the places sent[r] to each rank r; write, or add, what r sent to the places received[r]."""
+    own, shape = group.rank(), rows.shape[1:]
     width = shape.numel()
-    parts = [rows[start:stop].reshape(-1) for places in sent for start, stop in places]
+    parts = [rows[start:stop].reshape(-1) for r, places in enumerate(sent) if r != own for start, stop in places]
     buffer = torch.cat(parts) if parts else rows.new_empty(0)
-    counts = [size(places) * width for places in received]
-    arrived, pending = all_to_all(buffer, [size(places) * width for places in sent], counts, group, kind="exchange")
+    send_sizes, counts = ([size(p) * width * (r != own) for r, p in enumerate(x)] for x in (sent, received))
+    arrived, pending = all_to_all(buffer, send_sizes, counts, group, kind="exchange")
+    for (start, stop), place in zip(sent[own], received[own], strict=True):  # while the others travel
+        put_rows(target, [place], rows[start:stop], add=add)
     pending.wait()
-    return [x.view(size(places), *shape) for x, places in zip(arrived.split(counts), received, strict=True)]
+    for rank, (piece, places) in enumerate(zip(arrived.split(counts), received, strict=True)):
+        if rank != own:
+            put_rows(target, places, piece.view(size(places), *shape), add=add)
 
 
 def put_rows(rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool) -> None:

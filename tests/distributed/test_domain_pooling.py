@@ -1,0 +1,58 @@
+"""Law: pooling over sharded axes equals that of one process: overlapping windows, ceil_mode, what counts as padding."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.domain_cases import DomainCase, check, worst
+from tests.distributed.pool import WorkerPool
+from trainer.distributed.domain_parallel import pooling
+
+MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def draw_pooling(rng: random.Random) -> DomainCase:
+    name, ndim = rng.choice(["max", "max", "avg", "avg", "avg", "adaptive"]), rng.choice([1, 1, 2, 2, 3])
+    kernel = [rng.randint(1, 5 if ndim == 1 else 3) for _ in range(ndim)]
+    stride = rng.choice([None, [rng.randint(1, 4) for _ in range(ndim)]])
+    dilation = [rng.randint(1, 2) if name == "max" else 1 for _ in range(ndim)]
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    padding = [rng.randint(0, min(r, k) // 2) for r, k in zip(reach, kernel, strict=True)]
+    options = {"padding": padding, "ceil_mode": rng.random() < 0.5}
+    sizes = [max(rng.randint(2, 14 if ndim == 1 else 7), r) for r in reach]
+    shape, sharded = (2, 3, *sizes), (0, *range(2, 2 + ndim))
+    if name == "adaptive":
+        dims = [*range(2, 2 + ndim)]
+        average = rng.random() < 0.5
+        split = pooling.adaptive_avg_pool if average else pooling.adaptive_max_pool
+        whole = partial(torch.mean if average else torch.amax, dim=dims, keepdim=True)
+        return DomainCase(f"adaptive, average {average}", shape, sharded, split, whole)
+    if name == "max":
+        options["dilation"] = dilation
+        split, whole = pooling.max_pool, MAX[ndim]
+    else:
+        options["count_include_pad"] = rng.random() < 0.5
+        if ndim > 1 and rng.random() < 0.3:
+            options["divisor_override"] = 3
+        split, whole = pooling.avg_pool, AVERAGE[ndim]
+    return DomainCase(
+        f"{name} {kernel} stride {stride} {options}",
+        shape,
+        sharded,
+        partial(split, kernel_size=kernel, stride=stride, **options),
+        partial(whole, kernel_size=kernel, stride=stride, **options),
+        is_linear=name == "avg",
+    )
+
+
+def cases(seeds: range) -> list[tuple[float, str]]:
+    return worst(draw_pooling, seeds)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_pooling_equals_one_process(pool: WorkerPool, world_size: int) -> None:
+    check(pool.run(world_size, cases, range(world_size * 10_000, world_size * 10_000 + 40)))

@@ -1,0 +1,92 @@
+"""Law: reductions and norms over sharded axes equal those of one process, with either placement of the gradient."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.domain_cases import DomainCase, check, worst
+from tests.distributed.pool import WorkerPool
+from trainer.distributed.domain_parallel import norms, reductions
+
+REDUCTIONS = {
+    "sum": (reductions.domain_sum, torch.sum),
+    "mean": (reductions.domain_mean, torch.mean),
+    "var": (reductions.domain_var, torch.var),
+    "max": (reductions.domain_max, torch.amax),
+    "norm": (reductions.domain_norm, torch.linalg.vector_norm),
+}
+
+
+def draw_reduction(rng: random.Random) -> DomainCase:
+    name = rng.choice([*REDUCTIONS])
+    split, whole = REDUCTIONS[name]
+    ndim = rng.randint(1, 4)
+    shape = [rng.randint(2, 9) for _ in range(ndim)]
+    dims = rng.sample(range(ndim), rng.randint(1, ndim))
+    options, grad = {"keepdim": rng.random() < 0.5}, rng.choice(["partial", "replicated"])
+    theirs = dict(options)
+    if name == "var":
+        options["correction"] = theirs["correction"] = rng.randint(0, 1)
+    if name == "norm":
+        options["order"] = theirs["ord"] = rng.choice([1.0, 2.0, 3.0, torch.inf])
+    signed = [dim - ndim * rng.randint(0, 1) for dim in dims]
+    # Dimensions that stay sharded need a gradient for each shard, so a replicated one is drawn for whole results.
+    sharded = tuple(dims) if grad == "replicated" else tuple(range(ndim))
+    return DomainCase(
+        f"{name} over {dims} {options} {grad}",
+        tuple(shape),
+        sharded,
+        lambda x, domain: split(x, domain, signed, grad=grad, **options),
+        lambda x: whole(x, dim=tuple(dims), **theirs),
+        grad=grad,
+        is_linear=name in ("sum", "mean"),
+        ties=name == "max",
+    )
+
+
+def draw_norm(rng: random.Random) -> DomainCase:
+    ndim = rng.randint(1, 3)
+    name = rng.choice(["group", "instance", "batch", "layer", "rms"])
+    shape = (rng.randint(2, 3), 4, *[rng.randint(2, 7) for _ in range(ndim)])
+    sharded = (0, *range(2, 2 + ndim))
+    if name in ("group", "instance", "batch"):
+        groups, mode = rng.choice([1, 2, 4]), rng.choice([(), ((4,),), ((4,), (4,))])
+        split, whole = {
+            "group": (partial(group, groups=groups), lambda x, *p: F.group_norm(x, groups, *p)),
+            "instance": (norms.instance_norm, lambda x, *p: F.group_norm(x, 4, *p)),
+            "batch": (batch, lambda x, *p: F.batch_norm(x, None, None, *p, training=True)),
+        }[name]
+    else:
+        last = rng.randint(1, ndim)
+        normalized = shape[-last:]
+        mode = rng.choice([(), (normalized,), (normalized, normalized)])[: 1 if name == "rms" else 2]
+        function, whole_function = {"layer": (norms.layer_norm, F.layer_norm), "rms": (norms.rms_norm, F.rms_norm)}[
+            name
+        ]
+        split = lambda x, domain, *p: function(x, domain, normalized, *p)  # noqa: E731
+        whole = lambda x, *p: whole_function(x, normalized, *p)  # noqa: E731
+    return DomainCase(f"{name} norm, parameters {mode}", shape, sharded, split, whole, mode, keeps_layout=True)
+
+
+def group(x, domain, *parameters, groups):
+    return norms.group_norm(x, domain, groups, *parameters)
+
+
+def batch(x, domain, *parameters):
+    return norms.batch_norm(x, domain, None, None, *parameters, training=True)
+
+
+DRAW = {"reductions": draw_reduction, "norms": draw_norm}
+
+
+def cases(name: str, seeds: range) -> list[tuple[float, str]]:
+    return worst(DRAW[name], seeds)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", DRAW)
+def test_reductions_and_norms_equal_one_process(pool: WorkerPool, name: str, world_size: int) -> None:
+    check(pool.run(world_size, cases, name, range(world_size * 10_000, world_size * 10_000 + 40)))

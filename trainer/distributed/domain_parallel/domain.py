@@ -1,0 +1,132 @@
+"""Domains: which axes of a tensor are sharded, over which ranks, and which rank has which rows.
+
+A tensor of a domain is a plain local tensor. Each operator takes the tensor and its domain, and returns the result and
+the result's domain, so that shards of any sizes stay described:
+
+    x: (2, 16, 9, 12) on a 2x2 mesh (h, w)    h: 9 rows as 5 + 4        w: 12 columns as 7 + 5
+    Domain.on(mesh, {2: ("h", sized([5, 4])), 3: ("w", sized([7, 5]))})
+
+    rank (0, 0) has (2, 16, 5, 7)    rank (0, 1) has (2, 16, 5, 5)
+    rank (1, 0) has (2, 16, 4, 7)    rank (1, 1) has (2, 16, 4, 5)
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.distributed.sharding.exchange import all_gather
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.layout import contiguous as balanced
+from trainer.distributed.sharding.ranges import Ranges, union
+
+__all__ = ["Axis", "Domain", "balanced", "gathered", "sized"]
+
+
+def sized(sizes: Sequence[int]) -> AxisLayout:
+    """Return the layout in which rank r owns the next sizes[r] rows; any may be 0 or 1."""
+    ends = accumulate((int(size) for size in sizes), initial=0)
+    return AxisLayout("sized", sum(sizes), tuple(union([piece]) for piece in pairwise(ends)))
+
+
+def gathered(rows: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> AxisLayout:
+    """Return the layout in which each rank owns the next `rows` rows, its own number; a collective."""
+    if group.size() == 1:
+        return sized([rows])
+    return sized(all_gather(torch.tensor([rows], device=device), group).view(-1).tolist())
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A sharded axis: the ranks of `group` own its rows as `layout` says."""
+
+    layout: AxisLayout
+    group: dist.ProcessGroup
+
+    def __post_init__(self) -> None:
+        if self.layout.degree != self.group.size():
+            raise ValueError(
+                f"a layout for {self.layout.degree} ranks does not fit a group of {self.group.size()}; give one size "
+                "for each rank of the group, 0 if it has no rows"
+            )
+
+    @property
+    def degree(self) -> int:
+        """The number of ranks."""
+        return self.layout.degree
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.group.rank()
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of this rank."""
+        return self.layout.local_length(self.rank)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The sharded axes of a tensor, by dimension (counted from 0); the tensor's other dimensions are whole.
+
+    Raises:
+        ValueError: a negative dimension.
+    """
+
+    axes: Mapping[int, Axis]
+
+    def __post_init__(self) -> None:
+        if any(dim < 0 for dim in self.axes):
+            raise ValueError(f"the dimensions {[*self.axes]} of a domain count from 0; write them so")
+        object.__setattr__(self, "axes", dict(sorted(self.axes.items())))
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh, axes: Mapping[int, tuple[str, AxisLayout]]) -> "Domain":
+        """Return a domain on a mesh; axes: dimension of the tensor -> (dimension of the mesh, layout)."""
+        return cls({dim: Axis(layout, mesh[name].get_group()) for dim, (name, layout) in axes.items()})
+
+    def layouts(self, layouts: Mapping[int, AxisLayout]) -> "Domain":
+        """Return the domain with other layouts of some of its dimensions."""
+        return Domain({d: Axis(layouts.get(d, axis.layout), axis.group) for d, axis in self.axes.items()})
+
+    def split(self, dims: Iterable[int]) -> dict[int, Axis]:
+        """Return those of `dims` that more than one rank shares."""
+        return {dim: self.axes[dim] for dim in dims if dim in self.axes and self.axes[dim].degree > 1}
+
+    def ranges(self, dim: int, length: int) -> Ranges:
+        """Return the rows of dimension `dim`, whose global length is given, that this rank has."""
+        axis = self.axes.get(dim)
+        return union([(0, length)]) if axis is None else axis.layout.ranges[axis.rank]
+
+    def shape(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Return the global shape of the tensor of which x is this rank's shard.
+
+        Raises:
+            ValueError: x has other sizes than its domain says.
+        """
+        for dim, axis in self.axes.items():
+            if dim >= x.ndim or x.shape[dim] != axis.rows:
+                raise ValueError(
+                    f"a tensor of shape {tuple(x.shape)} does not fit its domain, which has {axis.rows} rows for this "
+                    f"rank in dimension {dim}; pass the domain that the operator returned with the tensor"
+                )
+        return tuple(self.axes[dim].layout.length if dim in self.axes else n for dim, n in enumerate(x.shape))
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of this rank's shard of a tensor of a global shape."""
+        return tuple(self.axes[dim].rows if dim in self.axes else n for dim, n in enumerate(shape))
+
+    def reduced(self, dims: Sequence[int], *, keepdim: bool) -> "Domain":
+        """Return the domain of a result that every rank has whole in `dims`, of size 1 (keepdim) or dropped."""
+        kept = {dim: axis for dim, axis in self.axes.items() if dim not in dims}
+        if keepdim:
+            return Domain(kept)
+        return Domain({dim - sum(d < dim for d in dims): axis for dim, axis in kept.items()})
+
+    def moved(self, by: int, *, first: int = 0) -> "Domain":
+        """Return the domain after `by` dimensions were put in, or taken out, before dimension `first`."""
+        return Domain({dim + by if dim >= first else dim: axis for dim, axis in self.axes.items()})

@@ -1,0 +1,212 @@
+"""Reductions over sharded axes. The result is whole on every rank, and weighted by counts: never a mean of means.
+
+Each returns (result, domain of the result). The gradient of the result has one of two placements, which the caller
+names as in trainer/distributed/sharding/placement.py:
+
+                 forward                  backward
+    partial      sum over the ranks       sum over the ranks    each rank's gradient is its part, as where the result
+                                                                is used on shards, or losses are parts of a sum
+    replicated   sum over the ranks       nothing is sent       every rank has the whole gradient
+
+`replicate` there is the counterpart: nothing is sent in the forward, and gradients are summed in the backward.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.sharding.exchange import all_gather, all_reduce
+from trainer.distributed.sharding.placement import PLACEMENTS
+
+Dims = int | Sequence[int] | None
+"""Dimensions, negative ones from the end; None: all."""
+
+
+def domain_sum(
+    x: torch.Tensor, domain: Domain, dims: Dims = None, *, keepdim: bool = False, grad: str = "partial"
+) -> tuple[torch.Tensor, Domain]:
+    """Return the sum over dimensions, in which x may be sharded."""
+    dims = check_reduction(x, domain, dims, grad)
+    total = x.sum(dims, keepdim=keepdim) if dims else x
+    for axis in domain.split(dims).values():
+        total = _Sum.apply(total, axis.group, grad)
+    return total, domain.reduced(dims, keepdim=keepdim)
+
+
+def domain_mean(
+    x: torch.Tensor, domain: Domain, dims: Dims = None, *, keepdim: bool = False, grad: str = "partial"
+) -> tuple[torch.Tensor, Domain]:
+    """Return the mean over dimensions: the sum over all ranks, divided by the number of all elements."""
+    total, result = domain_sum(x, domain, dims, keepdim=keepdim, grad=grad)
+    return total / count(x, domain, check_reduction(x, domain, dims, grad)), result
+
+
+def domain_var(
+    x: torch.Tensor,
+    domain: Domain,
+    dims: Dims = None,
+    *,
+    correction: int = 1,
+    keepdim: bool = False,
+    grad: str = "partial",
+) -> tuple[torch.Tensor, Domain]:
+    """Return the variance over dimensions: the sum of squares about the mean, divided by (elements - correction)."""
+    dims = check_reduction(x, domain, dims, grad)
+    _, squares, number = moments(x, domain, dims, grad=grad)
+    var = squares / (number - correction) if number > correction else squares * torch.nan
+    return _dropped(var, dims, keepdim), domain.reduced(dims, keepdim=keepdim)
+
+
+def domain_max(
+    x: torch.Tensor, domain: Domain, dims: Dims = None, *, keepdim: bool = False, grad: str = "partial"
+) -> tuple[torch.Tensor, Domain]:
+    """Return the maximum over dimensions. Equal maxima share the gradient evenly, as with torch.amax.
+
+    Raises:
+        ValueError: there is no element.
+    """
+    dims = check_reduction(x, domain, dims, grad)
+    if not count(x, domain, dims):
+        raise ValueError("the maximum of no elements is not defined; give the axis at least one row")
+    groups = [axis.group for axis in domain.split(dims).values()]
+    top = _Max.apply(x, dims, groups, grad) if groups else x.amax(dims, keepdim=True)
+    return _dropped(top, dims, keepdim), domain.reduced(dims, keepdim=keepdim)
+
+
+def domain_norm(
+    x: torch.Tensor,
+    domain: Domain,
+    dims: Dims = None,
+    *,
+    order: float = 2.0,
+    keepdim: bool = False,
+    grad: str = "partial",
+) -> tuple[torch.Tensor, Domain]:
+    """Return the vector norm over dimensions; order: positive, or infinity."""
+    dims = check_reduction(x, domain, dims, grad)
+    if order == torch.inf:
+        return domain_max(x.abs(), domain, dims, keepdim=keepdim, grad=grad)
+    if not order > 0:
+        raise ValueError(f"a norm of order {order} is not handled; use a positive number, or infinity")
+    norm = torch.linalg.vector_norm(x, order, dims, keepdim=keepdim) if dims else x.abs()
+    for axis in domain.split(dims).values():
+        norm = torch.linalg.vector_norm(gather_statistics(norm, axis, grad), order, 0)
+    return norm, domain.reduced(dims, keepdim=keepdim)
+
+
+def moments(
+    x: torch.Tensor, domain: Domain, dims: Sequence[int], *, grad: str = "partial"
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return mean and sum of squares about it, of size 1 in `dims`, and the number of elements.
+
+    Each axis gathers the ranks' means and squares, which are combined as in Chan, Golub and LeVeque (1983). One
+    collective for each sharded axis.
+    """
+    dims = tuple(dims)
+    sizes = {dim: x.shape[dim] for dim in dims}
+    if number := math.prod(sizes.values()):
+        var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+        squares = var * number
+    else:
+        empty = x.sum(dims, keepdim=True)  # zeros that depend on x
+        mean, squares = empty, empty
+    for dim, axis in domain.split(dims).items():
+        layout = axis.layout
+        sizes[dim] = layout.length
+        number = math.prod(sizes.values())
+        means, parts = gather_statistics(torch.stack([mean, squares]), axis, grad).unbind(1)
+        rows = [layout.local_length(rank) for rank in range(layout.degree)]
+        weights = means.new_tensor(rows).div_(max(layout.length, 1)).view(-1, *[1] * x.ndim)
+        mean = (means * weights).sum(0)
+        squares = parts.sum(0) + ((means - mean).square() * weights).sum(0) * number
+    return mean, squares, number
+
+
+def gather_statistics(x: torch.Tensor, axis: Axis, grad: str = "partial") -> torch.Tensor:
+    """Return the x of all ranks of an axis, small and of one shape: (ranks, *x.shape); a collective, differentiable."""
+    return _Gather.apply(x, axis.group, grad)
+
+
+def count(x: torch.Tensor, domain: Domain, dims: Sequence[int]) -> int:
+    """Return the number of elements of the whole tensor over dimensions."""
+    return math.prod(domain.axes[dim].layout.length if dim in domain.axes else x.shape[dim] for dim in dims)
+
+
+def check_reduction(x: torch.Tensor, domain: Domain, dims: Dims, grad: str = "partial") -> tuple[int, ...]:
+    """Return the dimensions in order, counted from 0.
+
+    Raises:
+        ValueError: a tensor that does not fit its domain, a dimension that it lacks, or another placement.
+    """
+    domain.shape(x)
+    asked = range(x.ndim) if dims is None else (dims,) if isinstance(dims, int) else dims
+    if grad not in PLACEMENTS or any(not -x.ndim <= dim < x.ndim for dim in asked):
+        raise ValueError(
+            f"dims = {dims!r}, grad = {grad!r} do not fit a tensor of {x.ndim} dimensions; dims count from "
+            f"{-x.ndim} to {x.ndim - 1}, and grad is one of {', '.join(map(repr, PLACEMENTS))}"
+        )
+    return tuple(sorted({dim % x.ndim for dim in asked}))
+
+
+def _dropped(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    return x if keepdim or not dims else x.squeeze(dims)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, grad):
+        ctx.group, ctx.grad = group, grad
+        return _summed(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return _summed(gradient, ctx.group) if ctx.grad == "partial" else gradient, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, grad):
+        ctx.group, ctx.grad = group, grad
+        return all_gather(x.contiguous(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        whole = _summed(gradient, ctx.group) if ctx.grad == "partial" else gradient
+        return whole[ctx.group.rank()], None, None
+
+
+class _Max(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dims, groups, grad):
+        ctx.dims, ctx.groups, ctx.grad = dims, groups, grad
+        shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
+        lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+        filled = 0 not in [x.shape[dim] for dim in dims]
+        top = x.amax(dims, keepdim=True) if filled else x.new_full(shape, lowest)
+        for group in groups:
+            top = all_reduce(top, group, "max")
+        ctx.save_for_backward(x, top)
+        return top
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        x, top = ctx.saved_tensors
+        equal = (x == top).to(gradient.dtype)
+        ties = equal.sum(ctx.dims, keepdim=True)
+        for group in ctx.groups:
+            all_reduce(ties, group)
+            gradient = _summed(gradient, group) if ctx.grad == "partial" else gradient
+        return equal * (gradient / ties), None, None, None
+
+
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over the ranks, computed in at least float32."""
+    total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+    return all_reduce(total, group).to(x.dtype)

@@ -1,0 +1,117 @@
+"""Rows that a rank wants of a sharded axis: from other ranks only if some rank lacks them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from trainer.distributed.domain_parallel.domain import Axis
+from trainer.distributed.sharding.exchange import exchange
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import Offsets, Range, difference, intersection, union
+
+Wanted = tuple[tuple[Range, ...], ...]
+"""For each rank the ranges of rows that it wants, one after another; they may overlap and leave the axis."""
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows wanted of an axis. source: `own` (each rank has exactly its own), `local` (no rank wants others'), `ranks`.
+
+    It is decided from the wishes of all ranks, so that either all of them communicate or none does.
+    """
+
+    wanted: Wanted
+    source: str
+
+
+@lru_cache(maxsize=4096)
+def plan_rows(layout: AxisLayout, wanted: Wanted, periodic: bool) -> RowPlan:
+    """Return the plan; periodic: rows beyond the ends are those at the other end, else zeros."""
+    if periodic:
+        wanted = tuple(tuple(p for part in parts for p in wrapped(part, layout.length)) for parts in wanted)
+    wanted = tuple(tuple(part for part in parts if part[0] < part[1]) for parts in wanted)
+    if wanted == layout.ranges:
+        return RowPlan(wanted, "own")
+    whole = ((0, layout.length),)
+    foreign = (
+        difference(intersection(union(parts), whole), own) for parts, own in zip(wanted, layout.ranges, strict=True)
+    )
+    return RowPlan(wanted, "ranks" if any(foreign) else "local")
+
+
+def wrapped(part: Range, length: int) -> list[Range]:
+    """Return a range of a periodic axis as ranges within [0, length)."""
+    start, stop = part
+    if start < stop and not length:
+        raise ValueError("a periodic axis of length 0 has no rows; give it at least one row, or zeros as boundary")
+    pieces = []
+    while start < stop:
+        first = start % length
+        step = min(stop - start, length - first)
+        pieces.append((first, first + step))
+        start += step
+    return pieces
+
+
+def fetch(x: torch.Tensor, axis: Axis, wanted: Wanted, dim: int, *, periodic: bool = False) -> torch.Tensor:
+    """Return the rows of dimension `dim` that this rank wants, differentiable; zeros beyond the ends, unless periodic.
+
+    wanted: of every rank, the same on all of them. Nothing is copied if every rank wants its own rows, and nothing is
+    sent if no rank wants rows of another one; else it is one exchange.
+    """
+    plan = plan_rows(axis.layout, wanted, periodic)
+    if plan.source == "own":
+        return x
+    if plan.source == "local":
+        return local_rows(x, axis.layout.ranges[axis.rank], plan.wanted[axis.rank], dim)
+    return exchange(x, axis.layout, plan.wanted, dim=dim, group=axis.group)
+
+
+def local_rows(x: torch.Tensor, owned: Sequence[Range], wanted: Sequence[Range], dim: int) -> torch.Tensor:
+    """Return wanted rows of x, which has the rows `owned`; others are zeros."""
+    parts = local_parts(tuple(owned), tuple(wanted))
+    if len(parts) == 1 and parts[0][1] == 0:
+        start, stop = parts[0][0]
+        return x.narrow(dim, start, stop - start)
+    shape = list(x.shape)
+    pieces = [] if any(not zeros for _, zeros in parts) else [x.narrow(dim, 0, 0)]  # the result depends on x
+    for (start, stop), zeros in parts:
+        shape[dim] = zeros
+        pieces.append(x.new_zeros(shape) if zeros else x.narrow(dim, start, stop - start))
+    return torch.cat(pieces, dim)
+
+
+@lru_cache(maxsize=4096)
+def local_parts(owned: tuple[Range, ...], wanted: tuple[Range, ...]) -> tuple[tuple[Range, int], ...]:
+    """Return wanted rows in order: (place in the shard, 0), or ((0, 0), number of zeros)."""
+    places, parts = Offsets(owned), []
+    for start, stop in wanted:
+        here = start
+        for first, last in intersection(union([(start, stop)]), owned):
+            if first > here:
+                parts.append(((0, 0), first - here))
+            parts.append(((places(first), places(first) + last - first), 0))
+            here = last
+        if stop > here:
+            parts.append(((0, 0), stop - here))
+    return tuple(parts)
+
+
+def padded(x: torch.Tensor, dim: int, before: int, after: int, *, periodic: bool) -> torch.Tensor:
+    """Return x with rows of zeros, or of its other end, before and after; x has dimension `dim` whole."""
+    if not (before or after):
+        return x
+    length = x.shape[dim]
+    parts = [(-before, length + after)]
+    wanted = [p for part in parts for p in wrapped(part, length)] if periodic else parts
+    return local_rows(x, ((0, length),), wanted, dim)
+
+
+def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """Return a result without elements that depends on the inputs: every rank joins the exchanges of the backward."""
+    for x in inputs:
+        if x is not None:
+            empty = empty + x.reshape(-1)[:0].sum()
+    return empty
