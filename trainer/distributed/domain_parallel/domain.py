@@ -82,7 +82,7 @@ class Domain:
     def __post_init__(self) -> None:
         if any(dim < 0 for dim in self.axes):
             raise ValueError(f"the dimensions {[*self.axes]} of a domain count from 0; write them so")
-        object.__setattr__(self, "axes", dict(sorted(self.axes.items())))
+        object.__setattr__(self, "axes", {dim: self.axes[dim] for dim in sorted(self.axes)})
 
     @classmethod
     def on(cls, mesh: DeviceMesh, axes: Mapping[int, tuple[str, AxisLayout]]) -> "Domain":

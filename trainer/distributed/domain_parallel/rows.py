@@ -27,6 +27,7 @@ class RowPlan:
 
 
 @lru_cache(maxsize=4096)
+@torch.compiler.assume_constant_result
 def plan_rows(layout: AxisLayout, wanted: Wanted, periodic: bool) -> RowPlan:
     """Return the plan; periodic: rows beyond the ends are those at the other end, else zeros."""
     if periodic:
@@ -84,6 +85,7 @@ def local_rows(x: torch.Tensor, owned: Sequence[Range], wanted: Sequence[Range],
 
 
 @lru_cache(maxsize=4096)
+@torch.compiler.assume_constant_result
 def local_parts(owned: tuple[Range, ...], wanted: tuple[Range, ...]) -> tuple[tuple[Range, int], ...]:
     """Return wanted rows in order: (place in the shard, 0), or ((0, 0), number of zeros)."""
     places, parts = Offsets(owned), []

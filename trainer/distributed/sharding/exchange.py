@@ -30,7 +30,7 @@ def all_reduce(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = 
     x: contiguous, of one shape on every rank; op: `sum`, `max` or `min`.
     """
     if over.size() > 1:
-        calls["all_reduce"] += 1
+        _count("all_reduce")
         dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=_group(over))
     return x
 
@@ -38,7 +38,7 @@ def all_reduce(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = 
 def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Tensor:
     """Return the `x` of every rank of a 1-D mesh or a group, in its order: (size, *x.shape)."""
     gathered = x.new_empty(over.size(), *x.shape)
-    calls["all_gather"] += 1
+    _count("all_gather")
     _all_gather(gathered.view(-1), x.reshape(-1), group=_group(over))
     return gathered
 
@@ -132,13 +132,17 @@ def all_to_all(
     received = sent.new_empty(sum(receive_sizes))
     own = send_sizes[group.rank()]
     _count(kind, (sum(send_sizes) - own) * sent.element_size())
-    work = dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=True)
-    return received, Pending([work], [sent])
+    is_async = not torch.compiler.is_compiling()  # what is traced has no handles
+    work = dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=is_async)
+    return received, Pending([work] if is_async else (), [sent])
 
 
-def _count(kind: str, size: int) -> None:
+def _count(kind: str, size: int | None = None) -> None:
+    if torch.compiler.is_compiling():
+        return  # a graph of torch.compile has no place for counters
     calls[kind] += 1
-    bytes_sent[kind] += size
+    if size is not None:
+        bytes_sent[kind] += size
 
 
 # torch 2.13 renamed them
@@ -164,6 +168,7 @@ class Movement:
 
 
 @lru_cache(maxsize=256)
+@torch.compiler.assume_constant_result
 def plan_movement(layout: AxisLayout, wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
     """Return what `rank` sends and receives when every rank r wants the ranges wanted[r]."""
     own = Offsets(layout.ranges[rank])

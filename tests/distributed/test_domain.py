@@ -1,0 +1,270 @@
+"""Laws of domains: layouts, transfers, bytes, sizes of one, running statistics, refusals, compiled code."""
+
+import itertools
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.distributed.domain_cases import DomainCase, check, compare, layout_of, local, meshes, worst
+from tests.distributed.pool import WorkerPool
+from trainer.distributed.domain_parallel import convolution, norms, pooling, reductions, resample, transfer
+from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced, gathered, sized
+from trainer.distributed.sharding import exchange as door
+
+SHAPE = (2, 9, 7)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def random_domain(rng: random.Random, mesh: DeviceMesh, dims: tuple[int, ...] = (1, 2)) -> Domain:
+    pairs = zip(dims, mesh.get_all_groups(), strict=False)
+    return Domain({dim: Axis(layout_of(rng, SHAPE[dim], group.size()), group) for dim, group in pairs})
+
+
+def transfers() -> list[str]:
+    """Scatter from each rank, read, reshard there and back, gather: bit-exact."""
+    wrong, x = [], noise(*SHAPE)
+    with meshes() as all_meshes:
+        for mesh, seed in itertools.product(all_meshes, range(6)):
+            rng = random.Random(seed)
+            domain, other = random_domain(rng, mesh), random_domain(rng, mesh)
+            mine = local(x, domain)
+            there, result = transfer.reshard(mine, domain, {d: axis.layout for d, axis in other.axes.items()})
+            back, _ = transfer.reshard(there, result, {d: axis.layout for d, axis in domain.axes.items()})
+            whole, none = transfer.gather(there, result)
+            source = {dim: rng.randrange(axis.degree) for dim, axis in domain.axes.items()}
+            has = all(axis.rank == source[dim] for dim, axis in domain.axes.items())
+            cut = transfer.scatter(x if has else None, domain, SHAPE, x.dtype, source=source)
+            parts = transfer.read(x.numpy(), domain)
+            pairs = {"there": (there, local(x, other)), "back": (back, mine), "whole": (whole, x), "cut": (cut, mine)}
+            pairs["read"] = (parts, mine)
+            wrong += [f"{name}, seed {seed}" for name, pair in pairs.items() if not torch.equal(*pair)]
+            wrong += ["domain"] * bool(none.axes)
+    return wrong
+
+
+def scatter_holds_only_parts() -> int:
+    """Return the bytes that this rank sends when rank 0 has a tensor: every row goes to its owner, once."""
+    with meshes() as all_meshes:
+        group = all_meshes[0].get_group()
+        domain = Domain({1: Axis(sized([4, 0, 5]), group)})
+        door.bytes_sent.clear()
+        transfer.scatter(noise(*SHAPE) if group.rank() == 0 else None, domain, SHAPE, torch.float64)
+        return door.bytes_sent["exchange"]
+
+
+def bytes_of_a_convolution() -> tuple[int, int, int]:
+    """Return bytes sent, bytes that a count row by row expects, and calls, of kernel 6, stride 2 on uneven shards."""
+    with meshes() as all_meshes:
+        group = all_meshes[0].get_group()
+        sizes = [5, 1, 0, 6][: group.size()]
+        axis = Axis(sized(sizes), group)
+        x = noise(3, 2, sum(sizes)).index_select(2, torch.from_numpy(axis.layout.indices(axis.rank)))
+        door.bytes_sent.clear()
+        door.calls.clear()
+        convolution.conv(x, Domain({2: axis}), noise(2, 2, 6), stride=2, padding=2)
+        owner = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+        outputs = (sum(sizes) + 4 - 6) // 2 + 1
+        needs: list[set[int]] = [set() for _ in sizes]
+        for output in range(outputs):
+            needs[owner[2 * output]] |= {2 * output - 2 + tap for tap in range(6)} & set(range(sum(sizes)))
+        sent = sum(owner[row] == axis.rank != rank for rank, rows in enumerate(needs) for row in rows)
+        return door.bytes_sent["exchange"], sent * 3 * 2 * 8, door.calls["exchange"]
+
+
+def nothing_is_sent() -> tuple[int, bool]:
+    """A domain of one rank, and windows that end with shards: no collective, and no copy of the rows."""
+    with meshes() as all_meshes:
+        group = all_meshes[0].get_group()
+        domain = Domain({2: Axis(sized([4] * group.size()), group)})
+        x = noise(2, 2, 4)
+        door.calls.clear()
+        convolution.conv(x, domain, noise(2, 2, 2), stride=2)
+        pooling.max_pool(x, domain, (2,))
+        pooling.avg_pool(x, domain, (4,))
+        same, _ = transfer.reshard(x, domain, {2: domain.axes[2].layout})
+        if group.size() == 1:
+            for stride, padding in itertools.product((1, 2), (0, 1, "causal")):
+                convolution.conv(x, domain, noise(2, 2, 3), stride=stride, padding=padding)
+                convolution.conv_transpose(x, domain, noise(2, 2, 3), stride=stride)
+            resample.interpolate(x, domain, scale_factor=2.0)
+            resample.flip(x, domain, (2,))
+            resample.roll(x, domain, {2: 1})
+            resample.cumsum(x, domain, 2)
+            norms.group_norm(x, domain, 1)
+            norms.batch_norm(x, domain, training=True)
+            reductions.domain_var(x, domain)
+            reductions.domain_max(x, domain)
+            transfer.gather(x, domain)
+        return sum(door.calls.values()), same is x
+
+
+def running_statistics() -> list[float]:
+    """Errors of the buffers after three steps, and of evaluation, against one process."""
+    with meshes() as all_meshes:
+        group = all_meshes[0].get_group()
+        domain = Domain({0: Axis(sized([0, 1, 2][: group.size()]), group)})
+        ours, theirs = ([torch.zeros(4).double(), torch.ones(4).double()] for _ in range(2))
+        for step in range(3):
+            x = noise(3, 4, 5, seed=step) + 100
+            norms.batch_norm(local(x, domain), domain, *ours, training=True, momentum=0.3)
+            F.batch_norm(x, *theirs, training=True, momentum=0.3)
+        y, _ = norms.batch_norm(local(x, domain), domain, *ours)
+        expected = local(F.batch_norm(x, *theirs), domain)
+        pairs = [*zip(ours, theirs, strict=True), (y, expected)]
+        return [((a - b).norm() / max(b.norm(), torch.tensor(1e-9))).item() for a, b in pairs]
+
+
+def conv_block(x, domain, weight, other):
+    """A residual block: its layouts must not drift."""
+    y, result = convolution.conv(x, domain, weight, padding="same")
+    y, result = norms.group_norm(y, result, 2)
+    y, result = convolution.conv(y.relu(), result, other, padding="same")
+    assert result == domain
+    y, result = pooling.max_pool(x + y, result, (3, 3), 2, padding=1)
+    return resample.interpolate(y, result, scale_factor=2.0, mode="linear")
+
+
+def whole_block(x, weight, other):
+    y = F.group_norm(F.conv2d(x, weight, padding="same"), 2)
+    y = x + F.conv2d(y.relu(), other, padding="same")
+    return F.interpolate(F.max_pool2d(y, 3, 2, padding=1), scale_factor=2.0, mode="bilinear")
+
+
+BLOCK = DomainCase(
+    "block", (2, 4, 9, 10), (0, 2, 3), conv_block, whole_block, ((4, 4, 3, 3), (4, 4, 2, 4)), keeps_layout=False
+)
+
+
+def blocks(seeds: range) -> list[tuple[float, str]]:
+    return worst(lambda rng: BLOCK, seeds)
+
+
+def compiled_block() -> list[float]:
+    """Largest differences of compiled and eager code: the result and each gradient."""
+    with meshes() as all_meshes:
+        group = all_meshes[0].get_group()
+        domain = Domain({2: Axis(sized([6, 3]), group)})
+        leaves = [local(noise(2, 4, 9, 10), domain), noise(4, 4, 3, 3, seed=1), noise(4, 4, 2, 4, seed=2)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+
+        def run(x, weight, other):
+            return conv_block(x, domain, weight, other)[0]
+
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        results = [function(*leaves) for function in (run, compiled)]
+        cotangent = noise(*results[0].shape, seed=3)
+        gradients = [torch.autograd.grad(result, leaves, cotangent) for result in results]
+        pairs = [results, *zip(*gradients, strict=True)]
+        return [(a - b).abs().max().item() for a, b in pairs]
+
+
+def refusals() -> list[str]:
+    """What a wrong use says."""
+    with meshes() as all_meshes:
+        group = all_meshes[0].get_group()
+        domain = Domain({2: Axis(sized([3, 2]), group)})
+        x = noise(1, 2, domain.axes[2].rows)
+        uses: list[Callable[[], object]] = [
+            lambda: Axis(sized([1, 2, 3]), group),
+            lambda: Domain({-1: domain.axes[2]}),
+            lambda: convolution.conv(x[..., 1:], domain, noise(2, 2, 3)),
+            lambda: convolution.conv(x, Domain({1: Axis(sized([1, 1]), group)}), noise(2, 2, 3)),
+            lambda: convolution.conv(x, domain, noise(2, 2, 7)),
+            lambda: convolution.conv(x, domain, noise(2, 2, 3), stride=2, padding="same"),
+            lambda: convolution.conv(x, domain, noise(2, 2, 3), padding="around"),
+            lambda: pooling.max_pool(x, domain, (2,), padding=2),
+            lambda: reductions.domain_sum(x, domain, 5),
+            lambda: reductions.domain_sum(x, domain, grad="averaged"),
+            lambda: norms.layer_norm(x, domain, (4,)),
+            lambda: resample.interpolate(x, domain, mode="cubic", size=4),
+            lambda: resample.pad(x, domain, {2: (5, 0)}, mode="reflect"),
+            lambda: transfer.reshard(x, domain, {2: sized([3, 3])}),
+            lambda: transfer.scatter(x, domain, (1, 2, 6), torch.float64),
+        ]
+        said = []
+        for use in uses:
+            with pytest.raises(ValueError) as error:
+                use()
+            said.append(str(error.value))
+        return said
+
+
+def control() -> float:
+    """The comparison sees a convolution that pads at each shard."""
+    with meshes() as all_meshes:
+        group = all_meshes[0].get_group()
+        domain = Domain({2: Axis(balanced(8, group.size()), group)})
+        case = DomainCase(
+            "no halo",
+            (1, 2, 8),
+            (2,),
+            lambda x, domain, w: (F.conv1d(x, w, padding=1), domain),
+            lambda x, w: F.conv1d(x, w, padding=1),
+            ((2, 2, 3),),
+        )
+        return min(value for name, value in compare(case, domain, 0).items() if name in ("output", "input"))
+
+
+def layouts_gathered() -> tuple:
+    with meshes() as all_meshes:
+        group = all_meshes[0].get_group()
+        return gathered(2 * dist.get_rank(), group).ranges
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_rows_arrive_where_they_belong(pool: WorkerPool, world_size: int) -> None:
+    assert pool.run(world_size, transfers) == [[]] * world_size
+
+
+def test_scatter_sends_each_row_once(pool: WorkerPool) -> None:
+    assert pool.run(3, scatter_holds_only_parts) == [2 * 5 * 7 * 8, 0, 0]
+
+
+def test_a_convolution_sends_the_halo_alone_and_at_once(pool: WorkerPool) -> None:
+    results = pool.run(4, bytes_of_a_convolution)
+    assert [sent for sent, _, _ in results] == [wanted for _, wanted, _ in results]
+    assert sum(sent for sent, _, _ in results) > 0
+    assert {calls for _, _, calls in results} == {1}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_halo_costs_nothing(pool: WorkerPool, world_size: int) -> None:
+    assert pool.run(world_size, nothing_is_sent) == [(0, True)] * world_size
+
+
+def test_running_statistics_are_those_of_one_process(pool: WorkerPool) -> None:
+    assert max(error for errors in pool.run(3, running_statistics) for error in errors) <= 1e-12
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_residual_block_keeps_its_layouts(pool: WorkerPool, world_size: int) -> None:
+    check(pool.run(world_size, blocks, range(world_size * 100, world_size * 100 + 15)))
+
+
+def test_compiled_code_agrees(pool: WorkerPool) -> None:
+    assert max(error for errors in pool.run(2, compiled_block) for error in errors) <= 1e-12
+
+
+def test_a_wrong_use_is_refused_on_every_rank(pool: WorkerPool) -> None:
+    for said in pool.run(2, refusals):
+        assert len(said) == 15
+        assert len(set(said)) == 15
+
+
+def test_the_comparison_sees_a_missing_halo(pool: WorkerPool) -> None:
+    assert min(pool.run(2, control)) > 1e-3
+
+
+def test_layouts_from_local_sizes(pool: WorkerPool) -> None:
+    assert pool.run(3, layouts_gathered) == [((), ((0, 2),), ((2, 6),))] * 3
+    assert [balanced(10, 4).local_length(rank) for rank in range(4)] == [3, 3, 2, 2]
+    assert np.array_equal(sized([2, 0, 3]).indices(2), [2, 3, 4])

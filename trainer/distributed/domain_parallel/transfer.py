@@ -1,0 +1,108 @@
+"""How a tensor gets into a domain, from one domain to another, and out: scatter, read, reshard, gather.
+
+Axes are treated one after another, each by one exchange of the rows that change their owner.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.rows import fetch
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.placement import unshard
+
+
+def reshard(x: torch.Tensor, domain: Domain, layouts: Mapping[int, AxisLayout]) -> tuple[torch.Tensor, Domain]:
+    """Return x with other layouts of some of its sharded dimensions, over the same ranks; only moved rows travel.
+
+    Raises:
+        ValueError: a dimension that is not sharded, or a layout of another length or degree.
+    """
+    domain.shape(x)
+    for dim, layout in layouts.items():
+        axis = domain.axes.get(dim)
+        if axis is None or (axis.layout.length, axis.degree) != (layout.length, layout.degree):
+            there = "is not sharded" if axis is None else f"has {axis.layout.length} rows on {axis.degree} ranks"
+            raise ValueError(
+                f"dimension {dim} {there}; a layout of {layout.length} rows on {layout.degree} ranks does not fit it"
+            )
+        x = fetch(x, axis, layout.ranges, dim)
+    return x, domain.layouts(layouts)
+
+
+def gather(
+    x: torch.Tensor, domain: Domain, dims: Sequence[int] | None = None, *, grad: str = "partial"
+) -> tuple[torch.Tensor, Domain]:
+    """Return x with dimensions (None: all) whole on every rank, differentiable.
+
+    grad: placement of the result's gradient: `partial` (summed over the ranks) or `replicated` (nothing is sent).
+    """
+    domain.shape(x)
+    dims = tuple(domain.axes) if dims is None else tuple(dims)
+    for dim, axis in domain.split(dims).items():
+        x = unshard(x, axis.layout, dim, group=axis.group, grad=grad)
+    return x, domain.reduced(dims, keepdim=True)
+
+
+def scatter(
+    x: torch.Tensor | None,
+    domain: Domain,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    source: Mapping[int, int] | None = None,
+) -> torch.Tensor:
+    """Return this rank's shard of a tensor that one rank has; no other rank ever holds it whole. Not differentiable.
+
+    x: the tensor on the source, None elsewhere; shape: its global shape. source: for each sharded dimension the rank,
+    in the group of that axis, of the process that has the tensor; the first rank where it is not given. With several
+    axes the source cuts the first axis, and the ranks that get its slabs cut the next one.
+
+    Raises:
+        ValueError: x has another shape or dtype, or is given on another rank than the source.
+    """
+    owners = {dim: (source or {}).get(dim, 0) for dim in domain.axes}
+    mine = [axis.rank == owners[dim] for dim, axis in domain.axes.items()]
+    if all(mine) != (x is not None) or (x is not None and (tuple(x.shape), x.dtype) != (tuple(shape), dtype)):
+        given = "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
+        raise ValueError(
+            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {given} on this rank; pass the "
+            "tensor on the source, and None elsewhere"
+        )
+    rows = list(shape)
+    with torch.no_grad():
+        for number, (dim, axis) in enumerate(domain.axes.items()):
+            if all(mine[number + 1 :]):  # the others' turn comes with the next axis
+                if x is None:
+                    x = torch.empty([*rows[:dim], 0, *rows[dim + 1 :]], dtype=dtype, device=device)
+                x = fetch(x, _all_on(axis, owners[dim]), axis.layout.ranges, dim)
+            rows[dim] = axis.rows
+    if x is None:
+        raise AssertionError("the last axis gives every rank its rows")
+    return x.contiguous()
+
+
+def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return this rank's shard of an array on disk, such as of zarr, HDF5 or numpy.memmap; only its part is read.
+
+    source: has a `shape` and takes a tuple of slices. An axis of which the rank has several ranges is read range by
+    range.
+    """
+    shape = tuple(source.shape)
+
+    def part(dim: int, chosen: tuple[slice, ...]) -> torch.Tensor:
+        if dim == len(shape):
+            return torch.as_tensor(source[chosen], dtype=dtype)
+        ranges = domain.ranges(dim, shape[dim]) or ((0, 0),)
+        parts = [part(dim + 1, (*chosen, slice(start, stop))) for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    return part(0, ())
+
+
+def _all_on(axis: Axis, rank: int) -> Axis:
+    whole = ((0, axis.layout.length),) if axis.layout.length else ()
+    ranges = tuple(whole if r == rank else () for r in range(axis.degree))
+    return Axis(AxisLayout("one rank", axis.layout.length, ranges), axis.group)
