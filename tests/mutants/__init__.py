@@ -3,7 +3,7 @@
 A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
 """
 
-from tests.mutants import attention, job, step
+from tests.mutants import attention, domain, job, step
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -15,6 +15,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *attention.EXECUTION,
     *attention.SHOWN_PLANS,
     *attention.MODELS_OF_OTHERS,
+    *domain.DOMAIN,
     *step.FAMILIES,
     *step.LAYOUTS,
     *job.DATA,

@@ -108,7 +108,7 @@ def moments(
     """
     dims = tuple(dims)
     sizes = {dim: x.shape[dim] for dim in dims}
-    if number := math.prod(sizes.values()):
+    if number := math.prod([*sizes.values()]):
         var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
         squares = var * number
     else:
@@ -117,7 +117,7 @@ def moments(
     for dim, axis in domain.split(dims).items():
         layout = axis.layout
         sizes[dim] = layout.length
-        number = math.prod(sizes.values())
+        number = math.prod([*sizes.values()])
         means, parts = gather_statistics(torch.stack([mean, squares]), axis, grad).unbind(1)
         rows = [layout.local_length(rank) for rank in range(layout.degree)]
         weights = means.new_tensor(rows).div_(max(layout.length, 1)).view(-1, *[1] * x.ndim)
@@ -133,7 +133,7 @@ def gather_statistics(x: torch.Tensor, axis: Axis, grad: str = "partial") -> tor
 
 def count(x: torch.Tensor, domain: Domain, dims: Sequence[int]) -> int:
     """Return the number of elements of the whole tensor over dimensions."""
-    return math.prod(domain.axes[dim].layout.length if dim in domain.axes else x.shape[dim] for dim in dims)
+    return math.prod([domain.axes[d].layout.length if d in domain.axes else x.shape[d] for d in dims])
 
 
 def check_reduction(x: torch.Tensor, domain: Domain, dims: Dims, grad: str = "partial") -> tuple[int, ...]:

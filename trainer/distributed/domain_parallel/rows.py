@@ -8,8 +8,7 @@ import torch
 
 from trainer.distributed.domain_parallel.domain import Axis
 from trainer.distributed.sharding.exchange import exchange
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import Offsets, Range, difference, intersection, union
+from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, union
 
 Wanted = tuple[tuple[Range, ...], ...]
 """For each rank the ranges of rows that it wants, one after another; they may overlap and leave the axis."""
@@ -28,17 +27,15 @@ class RowPlan:
 
 @lru_cache(maxsize=4096)
 @torch.compiler.assume_constant_result
-def plan_rows(layout: AxisLayout, wanted: Wanted, periodic: bool) -> RowPlan:
-    """Return the plan; periodic: rows beyond the ends are those at the other end, else zeros."""
+def plan_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> RowPlan:
+    """Return the plan; owned: by each rank. periodic: rows beyond the ends are those at the other end, else zeros."""
     if periodic:
-        wanted = tuple(tuple(p for part in parts for p in wrapped(part, layout.length)) for parts in wanted)
+        wanted = tuple(tuple(p for part in parts for p in wrapped(part, length)) for parts in wanted)
     wanted = tuple(tuple(part for part in parts if part[0] < part[1]) for parts in wanted)
-    if wanted == layout.ranges:
+    if wanted == owned:
         return RowPlan(wanted, "own")
-    whole = ((0, layout.length),)
-    foreign = (
-        difference(intersection(union(parts), whole), own) for parts, own in zip(wanted, layout.ranges, strict=True)
-    )
+    whole = ((0, length),)
+    foreign = (difference(intersection(union(parts), whole), own) for parts, own in zip(wanted, owned, strict=True))
     return RowPlan(wanted, "ranks" if any(foreign) else "local")
 
 
@@ -62,7 +59,7 @@ def fetch(x: torch.Tensor, axis: Axis, wanted: Wanted, dim: int, *, periodic: bo
     wanted: of every rank, the same on all of them. Nothing is copied if every rank wants its own rows, and nothing is
     sent if no rank wants rows of another one; else it is one exchange.
     """
-    plan = plan_rows(axis.layout, wanted, periodic)
+    plan = plan_rows(axis.layout.ranges, axis.layout.length, wanted, periodic)
     if plan.source == "own":
         return x
     if plan.source == "local":

@@ -169,11 +169,11 @@ class Movement:
 
 @lru_cache(maxsize=256)
 @torch.compiler.assume_constant_result
-def plan_movement(layout: AxisLayout, wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
-    """Return what `rank` sends and receives when every rank r wants the ranges wanted[r]."""
-    own = Offsets(layout.ranges[rank])
+def plan_movement(owned: tuple[Ranges, ...], wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
+    """Return what `rank` sends and receives when every rank r owns the ranges owned[r] and wants wanted[r]."""
+    own = Offsets(owned[rank])
     sent = tuple(tuple(place for _, place in _common(ranges, own)) for ranges in wanted)
-    received = tuple(tuple(place for place, _ in _common(wanted[rank], Offsets(ranges))) for ranges in layout.ranges)
+    received = tuple(tuple(place for place, _ in _common(wanted[rank], Offsets(ranges))) for ranges in owned)
     rows = size(wanted[rank])
     outside = difference(union([(0, rows)]), union(part for places in received for part in places))
     return Movement(sent, received, rows, outside)
@@ -227,7 +227,7 @@ def exchange(
             f"exchange with outside={outside!r} was asked for rows {beyond[:1]} of an axis of {layout.length}; ask "
             "for rows within it, or use outside='zeros'"
         )
-    return _Exchange.apply(x, plan_movement(layout, wanted, rank), dim, group)
+    return _Exchange.apply(x, plan_movement(layout.ranges, wanted, rank), dim, group)
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,0 +1,52 @@
+"""Mistakes in operators over sharded axes."""
+
+from tests.mutants.mutant import Mutant
+
+_DOMAIN = "trainer/distributed/domain_parallel"
+_CONVOLUTION = "tests/distributed/test_domain_convolution.py"
+_REDUCTIONS = "tests/distributed/test_domain_reductions.py"
+
+DOMAIN = (
+    Mutant(
+        "gradients of rows that went to other ranks are dropped",
+        "trainer/distributed/sharding/exchange.py",
+        "        if rank != own:\n            put_rows(target, places, piece.view(size(places), *shape), add=add)",
+        "        if rank != own and not add:\n            put_rows(target, places, piece.view(size(places), *shape), add=add)",
+        _CONVOLUTION,
+    ),
+    Mutant(
+        "the gradient of a row is that of its last copy",
+        "trainer/distributed/sharding/exchange.py",
+        "rows[start:stop] += part",
+        "rows[start:stop] = part",
+        _CONVOLUTION,
+    ),
+    Mutant(
+        "a convolution ignores where its stride begins in a shard",
+        f"{_DOMAIN}/windows.py",
+        "return plan_outputs(layout, total, lambda row: -(-row // step), inputs)",
+        "return plan_outputs(layout, total, lambda row: row // step, inputs)",
+        _CONVOLUTION,
+    ),
+    Mutant(
+        "a mean of the ranks' means",
+        f"{_DOMAIN}/reductions.py",
+        "weights = means.new_tensor(rows).div_(max(layout.length, 1))",
+        "weights = means.new_ones(len(rows)).div_(len(rows))",
+        _REDUCTIONS,
+    ),
+    Mutant(
+        "a window reads from one row later on",
+        f"{_DOMAIN}/windows.py",
+        "first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before",
+        "first, last = start * step - window.before + 1, (stop - 1) * step + window.reach + 2 - window.before",
+        _CONVOLUTION,
+    ),
+    Mutant(
+        "a cumulative sum starts anew with each range",
+        f"{_DOMAIN}/resample.py",
+        "results.append(part.cumsum(dim) + offset)",
+        "results.append(part.cumsum(dim) + 0 * offset)",
+        "tests/distributed/test_domain_resample.py",
+    ),
+)
