@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.domain_cases import DomainCase, check, worst
+from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
 from tests.distributed.pool import WorkerPool
 from trainer.distributed.domain_parallel.convolution import conv, conv_transpose
 
@@ -101,11 +101,12 @@ def draw_transposed(rng: random.Random) -> DomainCase:
 DRAW = {"conv": draw_conv, "conv_transpose": draw_transposed}
 
 
-def cases(name: str, seeds: range) -> list[tuple[float, str]]:
-    return worst(DRAW[name], seeds)
+def cases(name: str, numbers: range) -> list[tuple[float, str]]:
+    return worst(DRAW[name], numbers)
 
 
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", DRAW)
-def test_convolutions_equal_one_process(pool: WorkerPool, name: str, world_size: int) -> None:
-    check(pool.run(world_size, cases, name, range(world_size * 10_000, world_size * 10_000 + 40)))
+def test_convolutions_equal_one_process(pool: WorkerPool, name: str, world_size: int, number: int) -> None:
+    check(pool.run(world_size, cases, name, seeds(world_size, number)))

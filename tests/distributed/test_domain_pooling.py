@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.domain_cases import DomainCase, check, worst
+from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
 from tests.distributed.pool import WorkerPool
 from trainer.distributed.domain_parallel import pooling
 
@@ -49,10 +49,11 @@ def draw_pooling(rng: random.Random) -> DomainCase:
     )
 
 
-def cases(seeds: range) -> list[tuple[float, str]]:
-    return worst(draw_pooling, seeds)
+def cases(numbers: range) -> list[tuple[float, str]]:
+    return worst(draw_pooling, numbers)
 
 
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_pooling_equals_one_process(pool: WorkerPool, world_size: int) -> None:
-    check(pool.run(world_size, cases, range(world_size * 10_000, world_size * 10_000 + 40)))
+def test_pooling_equals_one_process(pool: WorkerPool, world_size: int, number: int) -> None:
+    check(pool.run(world_size, cases, seeds(world_size, number)))

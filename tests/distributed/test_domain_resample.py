@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.domain_cases import DomainCase, check, worst
+from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
 from tests.distributed.pool import WorkerPool
 from trainer.distributed.domain_parallel import resample
 
@@ -74,11 +74,12 @@ def draw_moves(rng: random.Random) -> DomainCase:
 DRAW = {"interpolation": draw_interpolation, "moves": draw_moves}
 
 
-def cases(name: str, seeds: range) -> list[tuple[float, str]]:
-    return worst(DRAW[name], seeds)
+def cases(name: str, numbers: range) -> list[tuple[float, str]]:
+    return worst(DRAW[name], numbers)
 
 
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", DRAW)
-def test_resampling_equals_one_process(pool: WorkerPool, name: str, world_size: int) -> None:
-    check(pool.run(world_size, cases, name, range(world_size * 10_000, world_size * 10_000 + 40)))
+def test_resampling_equals_one_process(pool: WorkerPool, name: str, world_size: int, number: int) -> None:
+    check(pool.run(world_size, cases, name, seeds(world_size, number)))

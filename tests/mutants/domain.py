@@ -5,13 +5,14 @@ from tests.mutants.mutant import Mutant
 _DOMAIN = "trainer/distributed/domain_parallel"
 _CONVOLUTION = "tests/distributed/test_domain_convolution.py"
 _REDUCTIONS = "tests/distributed/test_domain_reductions.py"
+_INPUTS = "first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before"
 
 DOMAIN = (
     Mutant(
         "gradients of rows that went to other ranks are dropped",
         "trainer/distributed/sharding/exchange.py",
-        "        if rank != own:\n            put_rows(target, places, piece.view(size(places), *shape), add=add)",
-        "        if rank != own and not add:\n            put_rows(target, places, piece.view(size(places), *shape), add=add)",
+        "if rank != own:",
+        "if rank != own and not add:",
         _CONVOLUTION,
     ),
     Mutant(
@@ -22,11 +23,19 @@ DOMAIN = (
         _CONVOLUTION,
     ),
     Mutant(
-        "a convolution ignores where its stride begins in a shard",
+        "windows begin at multiples of the stride, whatever the padding",
+        f"{_DOMAIN}/windows.py",
+        _INPUTS,
+        "first, last = start * step - window.before // step * step, (stop - 1) * step + window.reach + 1 - "
+        "window.before // step * step",
+        _CONVOLUTION,
+    ),
+    Mutant(
+        "an output belongs to another rank than the row at which its window begins",
         f"{_DOMAIN}/windows.py",
         "return plan_outputs(layout, total, lambda row: -(-row // step), inputs)",
         "return plan_outputs(layout, total, lambda row: row // step, inputs)",
-        _CONVOLUTION,
+        "tests/distributed/test_domain.py",
     ),
     Mutant(
         "a mean of the ranks' means",
@@ -38,7 +47,7 @@ DOMAIN = (
     Mutant(
         "a window reads from one row later on",
         f"{_DOMAIN}/windows.py",
-        "first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before",
+        _INPUTS,
         "first, last = start * step - window.before + 1, (stop - 1) * step + window.reach + 2 - window.before",
         _CONVOLUTION,
     ),

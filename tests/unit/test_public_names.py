@@ -13,6 +13,7 @@ PACKAGES = (
     "trainer.data",
     "trainer.distributed",
     "trainer.distributed.context_parallel",
+    "trainer.distributed.domain_parallel",
     "trainer.models",
     "trainer.runtime",
 )
