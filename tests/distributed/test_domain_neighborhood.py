@@ -1,0 +1,217 @@
+"""Law: neighbourhood attention over sharded axes equals dense attention under NATTEN's mask, and sends what is seen."""
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.domain_cases import TOLERANCE, error, layout_of, local, meshes
+from tests.distributed.pool import WorkerPool
+from trainer.distributed.domain_parallel import neighborhood
+from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
+from trainer.distributed.domain_parallel.neighborhoods import Neighborhood, segments
+from trainer.distributed.sharding import exchange
+
+# ---- the oracle: a boolean mask of every query and key, from the words of NATTEN's definition
+
+
+def axis_mask(length: int, kernel: int, dilation: int = 1, stride: int = 1, causal: bool = False) -> np.ndarray:
+    """(length, length) bool, by loops over the rows of each residue class."""
+    mask = np.zeros((length, length), dtype=bool)
+    for remainder in range(min(dilation, length)):
+        rows = [*range(remainder, length, dilation)]
+        groups = [range(len(rows))[at : at + stride] for at in range(0, len(rows), stride)]
+        for query, group in enumerate(g for g in groups for _ in g):
+            if causal:  # ends at the query; as far back as the window of the last query of the group
+                keys = [key for key in range(query + 1) if group[-1] - key < kernel]
+            else:  # of all windows the one whose middle is nearest to the middle query of the group
+                leader = group[min(stride // 2, len(group) - 1)]
+                first = min(range(len(rows) - kernel + 1), key=lambda first: abs(first + kernel // 2 - leader))
+                keys = [*range(first, first + kernel)]
+            for key in keys:
+                mask[rows[query], rows[key]] = True
+    return mask
+
+
+def dense(q, k, v, hoods, scale):
+    """Attention with the mask of the whole field."""
+    spatial = q.shape[1:-2]
+    places = np.unravel_index(np.arange(np.prod(spatial)), spatial)
+    mask = np.ones((len(places[0]),) * 2, dtype=bool)
+    for at, hood, length in zip(places, hoods, spatial, strict=True):
+        mask &= axis_mask(length, *hood)[at[:, None], at[None, :]]
+    groups = q.shape[-2] // k.shape[-2]
+    k, v = (x.flatten(1, -3).repeat_interleave(groups, -2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q.flatten(1, -3), k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    weights = scores.masked_fill(~torch.from_numpy(mask), -torch.inf).softmax(-1)
+    return torch.einsum("bhij,bjhd->bihd", weights, v).unflatten(1, spatial)
+
+
+@pytest.mark.parametrize(
+    ("length", "hood", "expected"),
+    [
+        (6, Neighborhood(3), ["012", "012", "123", "234", "345", "345"]),
+        (6, Neighborhood(4), ["0123", "0123", "0123", "1234", "2345", "2345"]),  # two before, one behind
+        (7, Neighborhood(3, dilation=2), ["024", "135", "024", "135", "246", "135", "246"]),
+        (5, Neighborhood(3, causal=True), ["0", "01", "012", "123", "234"]),
+        (6, Neighborhood(2, dilation=2, causal=True), ["0", "1", "02", "13", "24", "35"]),
+        (6, Neighborhood(3, stride=2), ["012", "012", "234", "234", "345", "345"]),  # leaders 1 3 5
+        (6, Neighborhood(3, stride=3), ["012", "012", "012", "345", "345", "345"]),  # blocks
+        (6, Neighborhood(3, stride=2, causal=True), ["0", "01", "12", "123", "34", "345"]),
+        (5, Neighborhood(3, stride=3, causal=True), ["0", "01", "012", "23", "234"]),  # the last group is shorter
+    ],
+)
+def test_windows_by_hand(length: int, hood: Neighborhood, expected: list[str]) -> None:
+    keys = [[int(key) for key in row] for row in expected]
+    assert [np.flatnonzero(row).tolist() for row in axis_mask(length, *hood)] == keys
+    planned = {}
+    for segment in segments(((0, length),), length, hood):
+        for place in range(*segment.queries):
+            window = hood.window(place, segment.length)
+            planned[segment.rows((place, place + 1), hood.dilation)[0]] = [*segment.rows(window, hood.dilation)]
+    assert [planned[row] for row in range(length)] == keys
+
+
+# ---- random cases
+
+
+@dataclass(frozen=True)
+class Case:
+    spatial: tuple[int, ...]
+    hoods: tuple[Neighborhood, ...]
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+    scale: float | None
+
+
+def draw(rng: random.Random) -> Case:
+    axes = rng.choice([1, 1, 2, 2, 3])
+    spatial, hoods = [], []
+    for _ in range(axes):
+        length = rng.randint(2, {1: 30, 2: 11, 3: 6}[axes])
+        dilation = rng.choice([1, 1, 2, 3])
+        kernel = rng.randint(1, max(length // dilation, 1))
+        dilation = min(dilation, length // kernel)
+        stride = rng.choice([1, 1, rng.randint(1, kernel)])
+        spatial.append(length)
+        hoods.append(Neighborhood(kernel, dilation, stride, rng.random() < 0.3))
+    kv = rng.choice([1, 2])
+    heads, widths = (kv * rng.choice([1, 2]), kv), (4, rng.choice([4, 2]))
+    return Case(tuple(spatial), tuple(hoods), heads, widths, rng.choice([None, 0.3]))
+
+
+def attend(case: Case, q, k, v, domain: Domain) -> tuple[torch.Tensor, Domain]:
+    kernel, dilation, stride, causal = zip(*case.hoods, strict=True)
+    options = {"kernel_size": kernel, "dilation": dilation, "stride": stride, "is_causal": causal}
+    return neighborhood_attention(q, k, v, domain, scale=case.scale, **options)
+
+
+def tensors(case: Case, seed: int, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k, v and the gradient of the output, with a batch of 2."""
+    generator = torch.Generator().manual_seed(seed)
+    (heads, kv), (width, value_width) = case.heads, case.widths
+    shapes = [(heads, width), (kv, width), (kv, value_width), (heads, value_width)]
+    *inputs, cotangent = (torch.randn(2, *case.spatial, *s, dtype=dtype, generator=generator) for s in shapes)
+    return inputs, cotangent
+
+
+def compare(case: Case, domain: Domain, seed: int, oracle: Case) -> dict[str, float]:
+    """Relative errors of this rank, and the difference between bytes sent and rows that others see."""
+    inputs, cotangent = tensors(case, seed)
+    wholes = [x.clone().requires_grad_() for x in inputs]
+    expected = dense(*wholes, oracle.hoods, case.scale)
+    wanted = torch.autograd.grad(expected, wholes, cotangent)
+    shards = [local(x, domain).requires_grad_() for x in inputs]
+    before = exchange.bytes_sent["exchange"]
+    out, result = attend(case, *shards, domain)
+    sent = exchange.bytes_sent["exchange"] - before
+    gradients = torch.autograd.grad(out, shards, local(cotangent, result), allow_unused=False)
+    assert result.axes == domain.axes
+    errors = {"out": error(out, local(expected, domain), expected)}
+    for name, gradient, whole in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        errors[name] = error(gradient, local(whole, domain), whole)
+    return errors | {"bytes": abs(sent - bytes_of(case, domain))}
+
+
+def bytes_of(case: Case, domain: Domain) -> int:
+    """Bytes of the K and V rows that this rank owns and others see, axis by axis."""
+    rows = {dim: axis.rows for dim, axis in domain.axes.items()}
+    rows = {dim: rows.get(dim, n) for dim, n in enumerate((2, *case.spatial))}
+    total = 0
+    for dim, axis in domain.axes.items():
+        if dim == 0:
+            continue
+        mask = axis_mask(case.spatial[dim - 1], *case.hoods[dim - 1])
+        seen = [set(np.flatnonzero(mask[axis.layout.indices(rank)].any(0))) for rank in range(axis.degree)]
+        own = set(axis.layout.indices(axis.rank).tolist())
+        sent = sum(len(own & rows_seen) for rank, rows_seen in enumerate(seen) if rank != axis.rank)
+        others = np.prod([n for d, n in rows.items() if d != dim])
+        total += sent * others * case.heads[1] * sum(case.widths) * 8
+        rows[dim] = len(seen[axis.rank])
+    return int(total)
+
+
+def place(rng: random.Random, mesh, case: Case) -> Domain:
+    dims = rng.sample(range(len(case.spatial) + 1), min(mesh.ndim, len(case.spatial) + 1))
+    whole = (2, *case.spatial)
+    return Domain(
+        {d: Axis(layout_of(rng, whole[d], g.size()), g) for d, g in zip(dims, mesh.get_all_groups(), strict=False)}
+    )
+
+
+def cases(seeds: range, most: int = 1 << 22, change: int = 0) -> list[tuple[float, str]]:
+    """Compare each case; most: elements of a mask; change: of the oracle's kernels, so that nothing should agree."""
+    found, limit = [], neighborhood._MASK_ELEMENTS
+    neighborhood._MASK_ELEMENTS = most
+    try:
+        with meshes() as all_meshes:
+            for seed in seeds:
+                rng = random.Random(seed)
+                case = draw(rng)
+                domain = place(rng, rng.choice(all_meshes), case)
+                hoods = (
+                    h._replace(kernel=max(h.kernel - change, 1), stride=1 if change else h.stride) for h in case.hoods
+                )
+                oracle = replace(case, hoods=tuple(hoods))
+                told = f"seed {seed}: {case}, { ({d: a.layout.ranges for d, a in domain.axes.items()}) }"
+                try:
+                    errors = compare(case, domain, seed, oracle)
+                except Exception as reason:
+                    raise RuntimeError(told) from reason
+                found += [(value, f"{name}, {told}") for name, value in errors.items() if not value <= TOLERANCE]
+    finally:
+        neighborhood._MASK_ELEMENTS = limit
+    return sorted(found, reverse=True)[:5]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_attention_equals_dense_attention(pool: WorkerPool, world_size: int) -> None:
+    first = world_size * 10_000
+    for most, seeds in [(1 << 22, range(first, first + 30)), (64, range(first + 100, first + 110))]:
+        wrong = [line for rank in pool.run(world_size, cases, seeds, most) for line in rank]
+        assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_another_kernel_size_is_seen(pool: WorkerPool) -> None:
+    """Negative control."""
+    assert any(value > 1e-3 for rank in pool.run(2, cases, range(20, 24), 64, 1) for value, _ in rank)
+
+
+def one_rank_dtypes() -> list[float]:
+    with meshes() as (mesh,):
+        case = Case((12, 9), (Neighborhood(5), Neighborhood(4, 2)), (4, 2), (8, 8), None)
+        domain = Domain.on(mesh, {1: (mesh.mesh_dim_names[0], sized([12]))}) if mesh.mesh_dim_names else Domain({})
+        expected = dense(*tensors(case, 0)[0], case.hoods, None)
+        return [
+            error(attend(case, *(x.to(dtype) for x in tensors(case, 0)[0]), domain)[0].double(), expected)
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+
+
+def test_lower_precisions(pool: WorkerPool) -> None:
+    single, half = pool.run(1, one_rank_dtypes)[0]
+    assert single < 1e-6
+    assert half < 1e-2

@@ -1,0 +1,165 @@
+"""Neighbourhood attention over sharded axes, as NATTEN defines it, in one to three spatial dimensions.
+
+Queries stay where they are. Keys and values travel together, one exchange for each sharded axis, and only the rows that
+the receiving rank's queries see. Then each rank attends in tiles: a tile of queries, and the box of keys that it sees.
+Tiles that see their keys in the same way are one call of scaled_dot_product_attention. `neighborhoods` has the windows.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+
+from trainer.distributed.domain_parallel.convolution import per_axis
+from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.domain_parallel.neighborhoods import Neighborhood, Run, tile_axis, tile_rows, wanted_rows
+from trainer.distributed.domain_parallel.rows import connected, fetch
+
+_MASK_ELEMENTS = 1 << 22
+_TILES_OF_A_CALL = 1 << 14  # kernels launch a block for each tile in a dimension that ends at 65,535
+
+
+def neighborhood_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    domain: Domain,
+    *,
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int] = 1,
+    stride: int | Sequence[int] = 1,
+    is_causal: bool | Sequence[bool] = False,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, Domain]:
+    """Return the attention of each query to its neighbourhood: (B, *spatial, H, D of v), and its domain, the same one.
+
+    q: (B, *spatial, H, D); k, v: (B, *spatial, K, D), where K divides H and head h reads head h // (H / K). Options are
+    given for all axes or one by one. scale: of the scores, None for 1 / sqrt(D).
+
+    Raises:
+        ValueError: tensors that do not fit each other or the domain, sharded heads, a stride above the kernel size, or
+            a window that does not fit the axis.
+    """
+    shape = _check_shapes(q, k, v, domain)
+    dims = range(1, q.ndim - 2)
+    options = (per_axis(option, dims) for option in (kernel_size, dilation, stride, is_causal))
+    hoods = {dim: Neighborhood(*option) for dim, *option in zip(dims, *options, strict=True)}
+    for dim, hood in hoods.items():
+        _check_fit(hood, shape[dim], dim)
+    keys = {dim: ((0, shape[dim]),) for dim in dims}
+    split = domain.split(dims)
+    if split:
+        both = torch.cat([k, v], -1)
+        for dim, axis in split.items():
+            wanted = wanted_rows(axis.layout, hoods[dim])
+            both, keys[dim] = fetch(both, axis, wanted, dim), wanted[axis.rank]
+        k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    result = (*q.shape[:-1], v.shape[-1])
+    if 0 in result:
+        return connected(q.new_zeros(result), q, k, v), domain
+    most = _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
+    rows = tile_rows([*hoods.values()], [q.shape[dim] for dim in dims], most)
+    runs, order = {}, {}
+    for (dim, hood), tile in zip(hoods.items(), rows, strict=True):
+        tiles = tile_axis(domain.ranges(dim, shape[dim]), keys[dim], shape[dim], hood, tile)
+        runs[dim], order[dim] = tiles.runs, _index(tiles.queries, q.device)
+        q, places = _reordered(q, dim, order[dim]), _index(tiles.keys, q.device)
+        k, v = _reordered(k, dim, places), _reordered(v, dim, places)
+    out = _attend(q, k, v, [*runs.items()], (), scale)
+    for dim, places in order.items():
+        out = _reordered(out, dim, None if places is None else places.argsort())
+    return out, domain
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, domain: Domain) -> tuple[int, ...]:
+    """Return the global shape of q."""
+    fits = q.ndim == k.ndim == v.ndim in (4, 5, 6) and q.shape[:-2] == k.shape[:-2] and k.shape[:-1] == v.shape[:-1]
+    if not fits or q.shape[-1] != k.shape[-1] or not k.shape[-2] or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} do not fit; they must be "
+            "(batch, *spatial, heads, head dim) with one to three spatial dimensions, the same head dim of q and k, "
+            "and a number of heads of k and v that divides q's"
+        )
+    if any(dim >= q.ndim - 2 for dim, axis in domain.axes.items() if axis.degree > 1):
+        raise ValueError(
+            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
+            "must have whole; shard batch or spatial dimensions"
+        )
+    return domain.shape(q)
+
+
+def _check_fit(hood: Neighborhood, length: int, dim: int) -> None:
+    kernel, dilation, stride, _ = hood
+    if min(hood[:3]) < 1 or stride > kernel:
+        raise ValueError(
+            f"kernel_size {kernel}, dilation {dilation} and stride {stride} of dimension {dim} must be at least 1, and "
+            "the stride at most the kernel size"
+        )
+    if kernel * dilation > length:
+        raise ValueError(
+            f"kernel_size {kernel} times dilation {dilation} is more than the {length} rows of dimension {dim}; use a "
+            f"kernel of at most {length // dilation} or a smaller dilation"
+        )
+
+
+def _index(places: object, device: torch.device) -> torch.Tensor | None:
+    return None if places is None else torch.as_tensor(places, device=device)
+
+
+def _reordered(x: torch.Tensor, dim: int, places: torch.Tensor | None) -> torch.Tensor:
+    return x if places is None else x.index_select(dim, places)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: list, chosen: tuple[Run, ...], scale: float | None
+) -> torch.Tensor:
+    """Attend for each combination of runs of the axes, and put the results together."""
+    if not runs:
+        return _attend_tiles(q, k, v, chosen, scale)
+    (dim, axis), *others = runs
+    results = []
+    for part, run in zip(q.split([run.tiles * run.rows for run in axis], dim), axis, strict=True):
+        keys, values = (x.narrow(dim, run.first_key, run.all_keys) for x in (k, v))
+        results.append(_attend(part, keys, values, others, (*chosen, run), scale))
+    return results[0] if len(results) == 1 else torch.cat(results, dim)
+
+
+def _attend_tiles(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: tuple[Run, ...], scale: float | None
+) -> torch.Tensor:
+    """Attend in the tiles of one run of each axis. Query heads that read the same keys are queries of one head."""
+    axes, heads, groups = len(runs), k.shape[-2], q.shape[-2] // k.shape[-2]
+    counts, rows, sizes = ([*part] for part in zip(*((r.tiles, r.rows, r.keys) for r in runs), strict=True))
+    # (B, tiles and rows of each axis, K, groups, D) -> (B, tiles of all axes, K, groups, rows of all axes, D)
+    q = q.reshape(q.shape[0], *chain(*zip(counts, rows, strict=True)), heads, groups, q.shape[-1])
+    order = [0, *range(1, 2 * axes, 2), 2 * axes + 1, 2 * axes + 2, *range(2, 2 * axes + 1, 2), 2 * axes + 3]
+    q = q.permute(order)
+    tiled = q.shape
+    q = q.reshape(-1, heads, groups * math.prod(rows), q.shape[-1])
+    k, v = (_boxes(x, runs).reshape(-1, heads, math.prod(sizes), x.shape[-1]) for x in (k, v))
+    mask = _mask(runs, groups, q.device)
+    parts = zip(*(x.split(_TILES_OF_A_CALL) for x in (q, k, v)), strict=True)
+    results = [F.scaled_dot_product_attention(*part, attn_mask=mask, scale=scale) for part in parts]
+    out = results[0] if len(results) == 1 else torch.cat(results)
+    out = out.reshape(*tiled[:-1], v.shape[-1]).permute([order.index(dim) for dim in range(len(order))])
+    return out.reshape(out.shape[0], *(c * r for c, r in zip(counts, rows, strict=True)), heads * groups, v.shape[-1])
+
+
+def _boxes(x: torch.Tensor, runs: tuple[Run, ...]) -> torch.Tensor:
+    """Return each tile's keys: (B, tiles of all axes, K, keys of all axes, D), a view of x: (B, *spatial, K, D)."""
+    axes = len(runs)
+    for dim, run in enumerate(runs, 1):
+        x = x.unfold(dim, run.keys, run.rows)
+    return x.movedim(axes + 2, -1)
+
+
+def _mask(runs: tuple[Run, ...], groups: int, device: torch.device) -> torch.Tensor | None:
+    """Return which query of a tile sees which key, (groups * queries, keys), or None if each sees all."""
+    if all(run.is_full for run in runs):
+        return None
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    for run in runs:
+        mask = torch.kron(mask, torch.from_numpy(run.mask()))
+    return mask.to(device).repeat(groups, 1)
