@@ -6,18 +6,21 @@ Tiles that see their keys in the same way are one call of scaled_dot_product_att
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from trainer.distributed.domain_parallel.convolution import per_axis
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.neighborhoods import Neighborhood, Run, tile_axis, tile_rows, wanted_rows
 from trainer.distributed.domain_parallel.rows import connected, fetch
 
-_MASK_ELEMENTS = 1 << 22
+_MASK_ELEMENTS = 1 << 20
+_COPIES_KEPT = 8  # of each key, for the backward; if tiles overlap more, the backward cuts them out again
 _TILES_OF_A_CALL = 1 << 14  # kernels launch a block for each tile in a dimension that ends at 65,535
 
 
@@ -67,7 +70,12 @@ def neighborhood_attention(
         runs[dim], order[dim] = tiles.runs, _index(tiles.queries, q.device)
         q, places = _reordered(q, dim, order[dim]), _index(tiles.keys, q.device)
         k, v = _reordered(k, dim, places), _reordered(v, dim, places)
-    out = _attend(q, k, v, [*runs.items()], (), scale)
+    attend = partial(_attend_tiles, scale=scale)
+    copies = math.prod((tile + hood.kernel - 1) / tile for tile, hood in zip(rows, hoods.values(), strict=True))
+    if copies > _COPIES_KEPT:
+        runs[1] = tuple(chain.from_iterable(run.single() for run in runs[1]))
+        attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+    out = _attend(q, k, v, [*runs.items()], (), attend)
     for dim, places in order.items():
         out = _reordered(out, dim, None if places is None else places.argsort())
     return out, domain
@@ -113,16 +121,16 @@ def _reordered(x: torch.Tensor, dim: int, places: torch.Tensor | None) -> torch.
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: list, chosen: tuple[Run, ...], scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: list, chosen: tuple[Run, ...], attend: Callable
 ) -> torch.Tensor:
     """Attend for each combination of runs of the axes, and put the results together."""
     if not runs:
-        return _attend_tiles(q, k, v, chosen, scale)
+        return attend(q, k, v, chosen)
     (dim, axis), *others = runs
     results = []
     for part, run in zip(q.split([run.tiles * run.rows for run in axis], dim), axis, strict=True):
         keys, values = (x.narrow(dim, run.first_key, run.all_keys) for x in (k, v))
-        results.append(_attend(part, keys, values, others, (*chosen, run), scale))
+        results.append(_attend(part, keys, values, others, (*chosen, run), attend))
     return results[0] if len(results) == 1 else torch.cat(results, dim)
 
 

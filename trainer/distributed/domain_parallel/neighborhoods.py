@@ -111,6 +111,11 @@ class Run(NamedTuple):
         """Whether every query sees all keys of its tile."""
         return all(window == (0, self.keys) for window in self.windows)
 
+    def single(self) -> Iterator["Run"]:
+        """Yield each tile as a run."""
+        for tile in range(self.tiles):
+            yield self._replace(tiles=1, first_key=self.first_key + tile * self.rows)
+
     def mask(self) -> np.ndarray:
         """Return which query of a tile sees which key: (rows, keys) bool."""
         first, stop = np.array(self.windows).T[:, :, None]
