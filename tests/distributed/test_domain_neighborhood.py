@@ -10,7 +10,7 @@ import torch
 from tests.distributed.domain_cases import TOLERANCE, error, layout_of, local, meshes
 from tests.distributed.pool import WorkerPool
 from trainer.distributed.domain_parallel import neighborhood
-from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.neighborhoods import Neighborhood, segments
 from trainer.distributed.sharding import exchange
@@ -162,37 +162,57 @@ def place(rng: random.Random, mesh, case: Case) -> Domain:
     )
 
 
-def cases(seeds: range, most: int = 1 << 22, change: int = 0) -> list[tuple[float, str]]:
+def stand_in(q, k, v, *, kernel_size, dilation, stride, is_causal, scale):
+    """As NATTEN's na1d, na2d and na3d: queries and keys of the same box."""
+    assert q.shape[:-2] == k.shape[:-2]
+    stand_in_calls.append(q.shape)
+    return dense(q, k, v, [*zip(kernel_size, dilation, stride, is_causal, strict=True)], scale)
+
+
+stand_in_calls: list[torch.Size] = []
+
+
+def box_cases(seeds: range) -> tuple[list[tuple[float, str]], int]:
+    """Compare with NATTEN's kernels replaced by dense attention of a box; also how often that computed."""
+    stand_in_calls.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighborhood, "natten_kernel", lambda *_: stand_in)
+        return cases(seeds), len(stand_in_calls)
+
+
+def cases(seeds: range, most: int = 1 << 20, change: int = 0) -> list[tuple[float, str]]:
     """Compare each case; most: elements of a mask; change: of the oracle's kernels, so that nothing should agree."""
-    found, limit = [], neighborhood._MASK_ELEMENTS
-    neighborhood._MASK_ELEMENTS = most
-    try:
-        with meshes() as all_meshes:
-            for seed in seeds:
-                rng = random.Random(seed)
-                case = draw(rng)
-                domain = place(rng, rng.choice(all_meshes), case)
-                hoods = (
-                    h._replace(kernel=max(h.kernel - change, 1), stride=1 if change else h.stride) for h in case.hoods
-                )
-                oracle = replace(case, hoods=tuple(hoods))
-                told = f"seed {seed}: {case}, { ({d: a.layout.ranges for d, a in domain.axes.items()}) }"
-                try:
-                    errors = compare(case, domain, seed, oracle)
-                except Exception as reason:
-                    raise RuntimeError(told) from reason
-                found += [(value, f"{name}, {told}") for name, value in errors.items() if not value <= TOLERANCE]
-    finally:
-        neighborhood._MASK_ELEMENTS = limit
+    found = []
+    with meshes() as all_meshes, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighborhood, "_MASK_ELEMENTS", most)
+        for seed in seeds:
+            rng = random.Random(seed)
+            case = draw(rng)
+            domain = place(rng, rng.choice(all_meshes), case)
+            kernels = (max(hood.kernel - change, 1) for hood in case.hoods)
+            hoods = (h._replace(kernel=k, stride=min(h.stride, k)) for h, k in zip(case.hoods, kernels, strict=True))
+            told = f"seed {seed}: {case}, { ({d: axis.layout.ranges for d, axis in domain.axes.items()}) }"
+            try:
+                errors = compare(case, domain, seed, replace(case, hoods=tuple(hoods)))
+            except Exception as reason:
+                raise RuntimeError(told) from reason
+            found += [(value, f"{name}, {told}") for name, value in errors.items() if not value <= TOLERANCE]
     return sorted(found, reverse=True)[:5]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_attention_equals_dense_attention(pool: WorkerPool, world_size: int) -> None:
     first = world_size * 10_000
-    for most, seeds in [(1 << 22, range(first, first + 30)), (64, range(first + 100, first + 110))]:
+    for most, seeds in [(1 << 20, range(first, first + 30)), (64, range(first + 100, first + 110))]:
         wrong = [line for rank in pool.run(world_size, cases, seeds, most) for line in rank]
         assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_a_kernel_for_boxes_computes_the_same(pool: WorkerPool) -> None:
+    results = pool.run(3, box_cases, range(50, 80))
+    wrong = [line for lines, _ in results for line in lines]
+    assert not wrong, "\n".join(map(str, wrong))
+    assert all(calls > 5 for _, calls in results)
 
 
 def test_another_kernel_size_is_seen(pool: WorkerPool) -> None:
@@ -200,18 +220,27 @@ def test_another_kernel_size_is_seen(pool: WorkerPool) -> None:
     assert any(value > 1e-3 for rank in pool.run(2, cases, range(20, 24), 64, 1) for value, _ in rank)
 
 
-def one_rank_dtypes() -> list[float]:
-    with meshes() as (mesh,):
-        case = Case((12, 9), (Neighborhood(5), Neighborhood(4, 2)), (4, 2), (8, 8), None)
-        domain = Domain.on(mesh, {1: (mesh.mesh_dim_names[0], sized([12]))}) if mesh.mesh_dim_names else Domain({})
-        expected = dense(*tensors(case, 0)[0], case.hoods, None)
-        return [
-            error(attend(case, *(x.to(dtype) for x in tensors(case, 0)[0]), domain)[0].double(), expected)
-            for dtype in (torch.float32, torch.bfloat16)
-        ]
+def test_lower_precisions() -> None:
+    case = Case((12, 9), (Neighborhood(5), Neighborhood(4, 2)), (4, 2), (8, 8), None)
+    inputs, _ = tensors(case, 0)
+    expected = dense(*inputs, case.hoods, None)
+    for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        out, _ = attend(case, *(x.to(dtype) for x in inputs), Domain({}))
+        assert out.dtype == dtype
+        assert error(out.double(), expected) < most
 
 
-def test_lower_precisions(pool: WorkerPool) -> None:
-    single, half = pool.run(1, one_rank_dtypes)[0]
-    assert single < 1e-6
-    assert half < 1e-2
+@pytest.mark.parametrize(
+    ("heads", "options", "words"),
+    [
+        ((4, 2), {"kernel_size": (5, 3), "dilation": (2, 1)}, "kernel of at most 4"),
+        ((4, 2), {"kernel_size": 2, "stride": 3}, "stride at most the kernel size"),
+        ((4, 2), {"kernel_size": 0}, "at least 1"),
+        ((4, 3), {"kernel_size": 3}, "divides q's"),
+        ((4, 2), {"kernel_size": (3, 3, 3)}, "2 spatial dimensions"),
+    ],
+)
+def test_wrong_options_in_a_sentence(heads: tuple[int, int], options: dict, words: str) -> None:
+    (q, k, v), _ = tensors(Case((8, 6), (), heads, (4, 4), None), 0)
+    with pytest.raises(ValueError, match=words):
+        neighborhood_attention(q, k, v, Domain({}), **options)

@@ -2,7 +2,8 @@
 
 Queries stay where they are. Keys and values travel together, one exchange for each sharded axis, and only the rows that
 the receiving rank's queries see. Then each rank attends in tiles: a tile of queries, and the box of keys that it sees.
-Tiles that see their keys in the same way are one call of scaled_dot_product_attention. `neighborhoods` has the windows.
+Tiles that see their keys in the same way are one call of scaled_dot_product_attention. `neighborhoods` has the windows,
+and `natten_kernel` computes instead where NATTEN is installed.
 """
 
 import math
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.distributed.domain_parallel.convolution import per_axis
 from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.domain_parallel.natten_kernel import attend_box, fits_box, natten_kernel
 from trainer.distributed.domain_parallel.neighborhoods import Neighborhood, Run, tile_axis, tile_rows, wanted_rows
 from trainer.distributed.domain_parallel.rows import connected, fetch
 
@@ -62,23 +64,33 @@ def neighborhood_attention(
     result = (*q.shape[:-1], v.shape[-1])
     if 0 in result:
         return connected(q.new_zeros(result), q, k, v), domain
-    most = _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
-    rows = tile_rows([*hoods.values()], [q.shape[dim] for dim in dims], most)
+    queries = [domain.ranges(dim, shape[dim]) for dim in dims]
+    kernel = natten_kernel(q, v)
+    if kernel is not None and fits_box([*hoods.values()], queries, [*keys.values()]):
+        return attend_box(kernel, (q, k, v), [*hoods.values()], queries, [*keys.values()], scale), domain
+    axes = [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)]
+    return _attend_axes(q, k, v, axes, scale), domain
+
+
+def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None) -> torch.Tensor:
+    """Attend in tiles; axes: of each one the rows of q, the rows of k and v, its length, and its neighbourhood."""
+    hoods, most = [hood for *_, hood in axes], _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
+    rows = tile_rows(hoods, q.shape[1:-2], most)
     runs, order = {}, {}
-    for (dim, hood), tile in zip(hoods.items(), rows, strict=True):
-        tiles = tile_axis(domain.ranges(dim, shape[dim]), keys[dim], shape[dim], hood, tile)
+    for dim, (axis, tile) in enumerate(zip(axes, rows, strict=True), 1):
+        tiles = tile_axis(*axis, tile)
         runs[dim], order[dim] = tiles.runs, _index(tiles.queries, q.device)
         q, places = _reordered(q, dim, order[dim]), _index(tiles.keys, q.device)
         k, v = _reordered(k, dim, places), _reordered(v, dim, places)
     attend = partial(_attend_tiles, scale=scale)
-    copies = math.prod((tile + hood.kernel - 1) / tile for tile, hood in zip(rows, hoods.values(), strict=True))
+    copies = math.prod((tile + hood.kernel - 1) / tile for tile, hood in zip(rows, hoods, strict=True))
     if copies > _COPIES_KEPT:
         runs[1] = tuple(chain.from_iterable(run.single() for run in runs[1]))
         attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     out = _attend(q, k, v, [*runs.items()], (), attend)
     for dim, places in order.items():
         out = _reordered(out, dim, None if places is None else places.argsort())
-    return out, domain
+    return out
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, domain: Domain) -> tuple[int, ...]:
