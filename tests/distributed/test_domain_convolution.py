@@ -66,7 +66,8 @@ def whole_transposed(x, weight, bias=None, *, pads, stride, dilation, output_pad
     y = TRANSPOSED[len(pads)](x, weight, None, stride, 0, 0, groups, dilation)
     for axis, (before, after) in enumerate(pads):
         dim = y.ndim - len(pads) + axis
-        y = F.pad(y, [0, 0] * (y.ndim - 1 - dim) + [-before, output_padding[axis] - after])
+        y = F.pad(y, [0, 0] * (y.ndim - 1 - dim) + [0, output_padding[axis]])
+        y = y.narrow(dim, before, y.shape[dim] - before - after)
     return y if bias is None else y + bias.view(-1, *[1] * len(pads))
 
 

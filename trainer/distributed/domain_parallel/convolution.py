@@ -14,11 +14,13 @@ from trainer.distributed.domain_parallel.rows import connected, fetch, local_row
 from trainer.distributed.domain_parallel.windows import (
     Tile,
     Window,
+    WindowPlan,
     outputs_of,
     transposed_outputs,
     transposed_plan,
     window_plan,
 )
+from trainer.distributed.sharding.layout import AxisLayout
 
 AxisPadding = int | str | tuple[int, int]
 """Of one axis: rows on both sides, (before, after), or `valid`, `same`, `causal`."""
@@ -52,9 +54,8 @@ def conv(
     shape = domain.shape(x)
     steps, gaps = per_axis(stride, dims), per_axis(dilation, dims)
     pads = per_axis(padding, dims)
-    windows = {}
-    for dim, kernel, step, pad, gap in zip(dims, weight.shape[2:], steps, pads, gaps, strict=True):
-        windows[dim] = Window(kernel, step, *_padding(pad, gap * (kernel - 1), step), gap)
+    options = zip(dims, weight.shape[2:], steps, pads, gaps, strict=True)
+    windows = {d: Window(k, step, *_padding(pad, gap * (k - 1), step), gap) for d, k, step, pad, gap in options}
     if padding_mode not in ("zeros", "circular"):
         raise ValueError(f"padding_mode = {padding_mode!r} is neither 'zeros' nor 'circular'")
     periodic = padding_mode == "circular"
@@ -68,16 +69,15 @@ def conv(
             native[dim] = window.before
         else:
             x = padded(x, dim, window.before, window.after, periodic=periodic)
-    layouts = {d: window_plan(domain.axes[d].layout, w).layout for d, w in windows.items() if d in domain.axes}
-    result = domain.layouts(layouts)
+    result = _result(domain, windows, window_plan)
     function, around = _CONVOLUTIONS[len(dims)], tuple(native.values())
 
     def one_tile(part: torch.Tensor, _: Sequence[Tile]) -> torch.Tensor:
         return function(part, weight, bias, steps, around, gaps, groups)
 
-    sizes = {d: outputs_of(shape[d], w) for d, w in windows.items()}
-    whole = [sizes.get(d, weight.shape[0] if d == dims[0] - 1 else n) for d, n in enumerate(shape)]
-    return over_tiles(x, tiles, one_tile, result.local_shape(whole), (weight, bias)), result
+    sizes = {d: outputs_of(shape[d], w) for d, w in windows.items()} | {dims[0] - 1: weight.shape[0]}
+    local = result.local_shape([sizes.get(d, n) for d, n in enumerate(shape)])
+    return over_tiles(x, tiles, one_tile, local, (weight, bias)), result
 
 
 def conv_transpose(
@@ -102,12 +102,9 @@ def conv_transpose(
     """
     dims = spatial_dims(x, domain, weight.ndim - 2)
     shape = domain.shape(x)
-    steps, gaps, extras = (per_axis(option, dims) for option in (stride, dilation, output_padding))
-    windows = {}
-    for dim, kernel, step, pad, gap, extra in zip(
-        dims, weight.shape[2:], steps, per_axis(padding, dims), gaps, extras, strict=True
-    ):
-        windows[dim] = Window(kernel, step, *((pad, pad) if isinstance(pad, int) else pad), gap, extra)
+    steps, gaps, pads, extras = (per_axis(option, dims) for option in (stride, dilation, padding, output_padding))
+    options = zip(dims, weight.shape[2:], steps, pads, gaps, extras, strict=True)
+    windows = {d: Window(k, step, *_padding(pad, 0, 1), gap, extra) for d, k, step, pad, gap, extra in options}
     split, tiles = domain.split(dims), {}
     for dim, window in windows.items():
         if dim in split:
@@ -117,9 +114,7 @@ def conv_transpose(
         elif window.before != window.after:
             tiles[dim] = transposed_plan(sized([shape[dim]]), window).tiles[0]
             x = local_rows(x, ((0, shape[dim]),), (tiles[dim][0].inputs,), dim)
-    layouts = {d: transposed_plan(domain.axes[d].layout, w).layout for d, w in windows.items() if d in domain.axes}
-    result = domain.layouts(layouts)
-    function = _TRANSPOSED[len(dims)]
+    result = _result(domain, windows, transposed_plan)
 
     def one_tile(part: torch.Tensor, parts: Sequence[Tile]) -> torch.Tensor:
         around = {dim: (w.before, w.extra) for dim, w in windows.items()}
@@ -127,15 +122,19 @@ def conv_transpose(
         for dim, tile in zip(tiles, parts, strict=True):
             start, rows, missing = _cut(tile, windows[dim])
             around[dim], cuts[dim] = (0, missing), (start, rows)
-        pads, extra = zip(*around.values(), strict=True)
-        y = function(part, weight, bias, steps, pads, extra, groups, gaps)
+        y = _TRANSPOSED[len(dims)](part, weight, bias, steps, *zip(*around.values(), strict=True), groups, gaps)
         for dim, (start, rows) in cuts.items():
             y = y.narrow(dim, start, rows)
         return y
 
-    sizes = {d: transposed_outputs(shape[d], w) for d, w in windows.items()}
-    whole = [sizes.get(d, weight.shape[1] * groups if d == dims[0] - 1 else n) for d, n in enumerate(shape)]
-    return over_tiles(x, tiles, one_tile, result.local_shape(whole), (weight, bias)), result
+    sizes = {d: transposed_outputs(shape[d], w) for d, w in windows.items()} | {dims[0] - 1: weight.shape[1] * groups}
+    local = result.local_shape([sizes.get(d, n) for d, n in enumerate(shape)])
+    return over_tiles(x, tiles, one_tile, local, (weight, bias)), result
+
+
+def _result(domain: Domain, windows: dict[int, Window], plan: Callable[[AxisLayout, Window], WindowPlan]) -> Domain:
+    layouts = {d: plan(domain.axes[d].layout, w).layout for d, w in windows.items() if d in domain.axes}
+    return domain.layouts(layouts)
 
 
 def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:

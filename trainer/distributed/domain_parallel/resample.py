@@ -47,17 +47,17 @@ def interpolate(
     factors = [None] * len(dims) if scale_factor is None else [float(f) for f in scale_factor]
     sizes = [int(shape[d] * f) for d, f in zip(dims, factors, strict=True)] if size is None else per_axis(size, dims)
     if not split:
-        return _whole(x, size, scale_factor, mode, align_corners), domain.layouts(
-            {d: _one(n) for d, n in zip(dims, sizes, strict=True) if d in domain.axes}
-        )
+        changed = {d: _one(n) for d, n in zip(dims, sizes, strict=True) if d in domain.axes and n != shape[d]}
+        return _whole(x, size, scale_factor, mode, align_corners), domain.layouts(changed)
     layouts = {}
     for dim, outputs, factor in zip(dims, sizes, factors, strict=True):
         axis = domain.axes.get(dim)
         sources = _sources(shape[dim], outputs, factor, mode, align_corners)
         plan = _plan(axis.layout if axis else _one(shape[dim]), outputs, sources)
-        x = x if axis is None else fetch(x, axis, plan.wanted, dim)
-        if axis is not None:
-            layouts[dim] = plan.layout
+        if axis is None:
+            x = local_rows(x, ((0, shape[dim]),), plan.wanted[0], dim)
+        else:
+            x, layouts[dim] = fetch(x, axis, plan.wanted, dim), plan.layout
         tiles = plan.tiles[axis.rank if axis else 0]
         local = list(x.shape)
         local[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles)

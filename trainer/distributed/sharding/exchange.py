@@ -248,7 +248,7 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         movement, dtype = ctx.movement, torch.promote_types(gradient.dtype, torch.float32)
-        result = _with_rows(gradient, ctx.rows, ctx.dim, dtype).zero_()
+        result = _with_rows(gradient, ctx.rows, ctx.dim, dtype)
         # A row may have gone to many ranks.
         rows, target = gradient.movedim(ctx.dim, 0), result.movedim(ctx.dim, 0)
         _move(rows, target, movement.received, movement.sent, ctx.group, add=True)
@@ -271,15 +271,21 @@ def _move(
     *,
     add: bool,
 ) -> None:
-    """Send rows at the places sent[r] to each rank r; write, or add, what r sent to the places received[r]."""
+    """Send rows at the places sent[r] to each rank r; write, or add up, what r sent at the places received[r].
+
+    target: has no values yet.
+    """
     own, shape = group.rank(), rows.shape[1:]
     width = shape.numel()
     parts = [rows[start:stop].reshape(-1) for r, places in enumerate(sent) if r != own for start, stop in places]
     buffer = torch.cat(parts) if parts else rows.new_empty(0)
     send_sizes, counts = ([size(p) * width * (r != own) for r, p in enumerate(x)] for x in (sent, received))
     arrived, pending = all_to_all(buffer, send_sizes, counts, group, kind="exchange")
+    is_first = add and received[own] == ((0, target.shape[0]),)  # own rows fill the target, with nothing to add to
+    if add and not is_first:
+        target.zero_()
     for (start, stop), place in zip(sent[own], received[own], strict=True):  # while the others travel
-        put_rows(target, [place], rows[start:stop], add=add)
+        put_rows(target, [place], rows[start:stop], add=add and not is_first)
     pending.wait()
     for rank, (piece, places) in enumerate(zip(arrived.split(counts), received, strict=True)):
         if rank != own:
