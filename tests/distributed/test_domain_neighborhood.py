@@ -10,7 +10,8 @@ import torch
 from tests.distributed.domain_cases import TOLERANCE, error, layout_of, local, meshes
 from tests.distributed.pool import WorkerPool
 from trainer.distributed.domain_parallel import neighborhood
-from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.natten_kernel import fits_box
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.neighborhoods import Neighborhood, segments
 from trainer.distributed.sharding import exchange
@@ -99,7 +100,7 @@ def draw(rng: random.Random) -> Case:
         spatial.append(length)
         hoods.append(Neighborhood(kernel, dilation, stride, rng.random() < 0.3))
     kv = rng.choice([1, 2])
-    heads, widths = (kv * rng.choice([1, 2]), kv), (4, rng.choice([4, 2]))
+    heads, widths = (kv * rng.choice([1, 3]), kv), (4, rng.choice([4, 2]))
     return Case(tuple(spatial), tuple(hoods), heads, widths, rng.choice([None, 0.3]))
 
 
@@ -206,6 +207,71 @@ def test_attention_equals_dense_attention(pool: WorkerPool, world_size: int) -> 
     for most, seeds in [(1 << 20, range(first, first + 30)), (64, range(first + 100, first + 110))]:
         wrong = [line for rank in pool.run(world_size, cases, seeds, most) for line in rank]
         assert not wrong, "\n".join(map(str, wrong))
+
+
+FIXED = [  # spatial, sizes of each mesh dimension, kernel, dilation, causal; on dimensions 1, 2
+    ((12,), [(6, 0, 6)], 5, 1, False),
+    ((12,), [(1, 10, 1)], 12, 1, False),
+    ((12,), [(1, 1, 10)], 3, 4, True),
+    ((12,), [(0, 0, 12)], 5, 2, False),
+    ((6, 7), [(2, 1, 3)], 6, 1, False),
+    ((6, 7), [(6, 0), (1, 6)], 5, 1, False),
+    ((6, 7), [(1, 5), (7, 0)], 3, 2, True),
+    ((6, 7, 3), [(1, 5), (4, 3)], 3, 1, False),
+]
+
+
+def fixed_cases(ndim: int) -> list[tuple[float, str]]:
+    found = []
+    with meshes() as all_meshes:
+        groups = next(mesh for mesh in all_meshes if mesh.ndim == ndim).get_all_groups()
+        for spatial, sizes, *hood in FIXED:
+            if len(sizes) != ndim:
+                continue
+            kernel, dilation, causal = hood
+            case = Case(spatial, (Neighborhood(kernel, dilation, 1, causal),) * len(spatial), (4, 2), (4, 4), None)
+            axes = {d: Axis(sized(part), group) for d, (part, group) in enumerate(zip(sizes, groups, strict=True), 1)}
+            found += [(e, f"{n} {spatial} {sizes}") for n, e in compare(case, Domain(axes), 0, case).items()]
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "ndim"), [(3, 1), (4, 2)])
+def test_shards_without_rows_and_windows_wider_than_shards(pool: WorkerPool, world_size: int, ndim: int) -> None:
+    results = [line for rank in pool.run(world_size, fixed_cases, ndim) for line in rank]
+    assert len(results) == world_size * 5 * sum(len(sizes) == ndim for _, sizes, *_ in FIXED)
+    assert max(results)[0] <= TOLERANCE, max(results)
+
+
+def bytes_kept(case: Case, inputs: list[torch.Tensor]) -> int:
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storages.append(x.untyped_storage())  # alive, so that addresses differ
+        kept[storages[-1].data_ptr()] = storages[-1].nbytes()
+        return x
+
+    storages: list[torch.UntypedStorage] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        attend(case, *(x.requires_grad_() for x in inputs), Domain({}))
+    return sum(kept.values())
+
+
+def test_boxes_that_overlap_much_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward keeps q, k, v and the output, each once, or few masks and boxes; never a mask of the whole field."""
+    case = Case((48, 48), (Neighborhood(21), Neighborhood(21)), (2, 2), (16, 16), None)
+    inputs, _ = tensors(case, 0, torch.float32)
+    for most, limit in ((1 << 14, 6), (1 << 20, 30)):  # tiles of a few queries; tiles as wide as the kernel
+        monkeypatch.setattr(neighborhood, "_MASK_ELEMENTS", most)
+        kept = bytes_kept(case, inputs) / inputs[0].nbytes
+        assert kept < limit
+
+
+def test_what_a_box_must_be() -> None:
+    strided, causal = Neighborhood(3, stride=2), Neighborhood(3, causal=True)
+    assert fits_box([strided], [((0, 9),)], [((0, 9),)])
+    assert not fits_box([strided], [((3, 6),)], [((1, 7),)])  # the groups would begin at row 1
+    assert not fits_box([causal], [((0, 2),)], [((0, 2),)])  # shorter than the kernel
+    assert not fits_box([Neighborhood(3)], [((0, 2), (6, 8))], [((0, 3), (5, 8))])
 
 
 def test_a_kernel_for_boxes_computes_the_same(pool: WorkerPool) -> None:
