@@ -209,6 +209,14 @@ def test_attention_equals_dense_attention(pool: WorkerPool, world_size: int) -> 
         assert not wrong, "\n".join(map(str, wrong))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_attention_equals_dense_attention_in_many_cases(pool: WorkerPool, world_size: int) -> None:
+    for first in range(world_size * 10_000 + 1000, world_size * 10_000 + 1500, 100):
+        wrong = [line for rank in pool.run(world_size, cases, range(first, first + 100), 1 << 12) for line in rank]
+        assert not wrong, "\n".join(map(str, wrong))
+
+
 FIXED = [  # spatial, sizes of each mesh dimension, kernel, dilation, causal; on dimensions 1, 2
     ((12,), [(6, 0, 6)], 5, 1, False),
     ((12,), [(1, 10, 1)], 12, 1, False),
