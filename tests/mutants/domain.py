@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _DOMAIN = "trainer/distributed/domain_parallel"
 _CONVOLUTION = "tests/distributed/test_domain_convolution.py"
+_NEIGHBORHOOD = "tests/distributed/test_domain_neighborhood.py"
 _REDUCTIONS = "tests/distributed/test_domain_reductions.py"
 _INPUTS = "first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before"
 
@@ -57,5 +58,26 @@ DOMAIN = (
         "results.append(part.cumsum(dim) + offset)",
         "results.append(part.cumsum(dim) + 0 * offset)",
         "tests/distributed/test_domain_resample.py",
+    ),
+    Mutant(
+        "the window of an even or odd kernel is off by one",
+        f"{_DOMAIN}/neighborhoods.py",
+        "first = min(max(leader - self.kernel // 2, 0), length - self.kernel)",
+        "first = min(max(leader - (self.kernel - 1) // 2, 0), length - self.kernel)",
+        _NEIGHBORHOOD,
+    ),
+    Mutant(
+        "ranks at the edges fetch a centred halo",
+        f"{_DOMAIN}/neighborhoods.py",
+        "return union(segment.keys for segment in segments(ranges, length, hood))",
+        "return union((max(a - hood.kernel // 2, 0), min(b + hood.kernel // 2, length)) for a, b in ranges)",
+        _NEIGHBORHOOD,
+    ),
+    Mutant(
+        "a rank without queries leaves the graph",
+        f"{_DOMAIN}/neighborhood.py",
+        "return connected(q.new_zeros(result), q, k, v), domain",
+        "return q.new_zeros(result, requires_grad=True), domain",
+        _NEIGHBORHOOD,
     ),
 )
