@@ -199,6 +199,7 @@ def batch_job(folder: Path, *arguments: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_a_batch_job_is_stopped_in_good_order(slurm: Path) -> None:
     """SIGTERM to the batch shell and to every process of the tasks: the step is finished and saved."""
     out_folder = slurm / "out"
