@@ -139,6 +139,7 @@ class Trainer:
 
     def _prepare_machine(self) -> None:
         """Check that this machine can run the job, and save the configuration."""
+        _ = self.job.kernel  # refuses a kernel that cannot run here
         check_compiler(self.job.compilation, self.device)
         check_float8_machine(
             self.config.float8, self.device, norms_have_parameters=self.job.model.norms_have_parameters
@@ -224,7 +225,9 @@ class Trainer:
                 "training.steps to go on, or name another job.dump_folder to start anew"
             )
         else:
-            logger.info(f"training done: {steps} steps in {metrics.run_time()}, loss {metrics.last_loss:.3f}")
+            logger.info(
+                f"training done: {steps - self.start_step} steps in {metrics.run_time()}, loss {metrics.last_loss:.3f}"
+            )
         logger.info(closing(self.job, checkpoint=self.checkpoint.saved, program=program()))
 
     def train_step(self, step: int) -> None:

@@ -202,7 +202,7 @@ RULES = [
         r"lct train debug_model --job\.dump_folder outputs/long .*",
         r"\g<0> --training.seq_len=256",
         why=LONG,
-        says="resumed after step 20(?s:.*)training done: 25 steps",
+        says="resumed after step 20(?s:.*)training done: 5 steps",
     ),
     Rule(
         r"NNODES=2 MASTER_ADDR=node-a (.*)|NGPU=1 NNODES=2 MASTER_ADDR=localhost (.*)",

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.pool import free_port
 from tests.integration.console import lines_of
@@ -69,6 +70,19 @@ def test_log_rank_chooses_who_speaks(tmp_path: Path) -> None:
     steps = [line for line in lines_of(out) if "grad" in line]
     assert len(steps) == 3
     assert all(line.startswith("[rank 1] ") for line in steps)
+
+
+@pytest.mark.slow
+def test_a_pytorch_without_the_gpus_of_the_machine_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 81559\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    process = launch(*QUICK, f"--job.dump_folder={tmp_path}/out", PATH=path, CUDA_VISIBLE_DEVICES="0")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    if not torch.cuda.is_available():
+        assert "note: this machine has cuda, and the installed PyTorch uses cpu: so does the run" in lines_of(out)
 
 
 def test_torchrun_by_hand(tmp_path: Path) -> None:

@@ -247,7 +247,10 @@ def test_what_may_surprise_gets_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert "has a checkpoint of step 40, and checkpoint.enable is off: this run starts anew" in left
     monkeypatch.setitem(os.environ, "LOG_RANK", "2,5")
     *_, spoken = job_notes(quiet, Machine(0, None, None), 1)
-    assert spoken == "LOG_RANK = '2,5' names none of the ranks 0 to 0: no rank logs its steps"
+    assert spoken == "LOG_RANK names '2', '5', and there are the ranks 0 to 0: no rank logs its steps"
+    monkeypatch.setitem(os.environ, "LOG_RANK", "0, 9")
+    *_, spoken = job_notes(quiet, Machine(0, None, None), 1)
+    assert spoken == "LOG_RANK names '9', and there are the ranks 0 to 0: the others log"
     monkeypatch.setattr(notes, "_left_checkpoints", lambda _: "")
     monkeypatch.setitem(os.environ, "LOG_RANK", "0")
     (little,) = job_notes(quiet, Machine(0, None, 128 * 2**20), 1)

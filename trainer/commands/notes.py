@@ -47,11 +47,13 @@ def _left_checkpoints(job: ResolvedJob) -> str:
 
 
 def _spoken(ranks: int) -> str:
-    """Return a note about the first rank of LOG_RANK that does not exist."""
+    """Return a note if LOG_RANK names ranks that do not exist."""
     words = [word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")]
-    if any(word.isdecimal() and int(word) < ranks for word in words):
+    strange = [word for word in words if not (word.isdecimal() and int(word) < ranks)]
+    if not strange:
         return ""
-    return f"LOG_RANK = {','.join(words)!r} names none of the ranks 0 to {ranks - 1}: no rank logs its steps"
+    silent = "no rank logs its steps" if strange == words else "the others log"
+    return f"LOG_RANK names {', '.join(map(repr, strange))}, and there are the ranks 0 to {ranks - 1}: {silent}"
 
 
 def _little_memory(job: ResolvedJob, available: int | None) -> str:

@@ -31,7 +31,7 @@ _GRACE_SECONDS = 5
 def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
     """Parse and check the configuration, then train; return the exit code. Only training imports torch.
 
-    launched: our launcher started this rank, and has printed the summary.
+    launched: our launcher started this rank.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
@@ -41,14 +41,12 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         machine = this_machine()
         job = resolve(command.config, world_size, machine.device_type(command.config.job.device))
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)
-        if not launched:
+        # Our launcher has told all this, but not the launchers of several nodes.
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if not launched or ranks_here < world_size:
             logger.info(opening(command.config, world_size, job.device_type))
             logger.info(summary(job))
-            for note in (
-                *command.notes,
-                *job.notes,
-                *job_notes(job, machine, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))),
-            ):
+            for note in (*command.notes, *job.notes, *job_notes(job, machine, ranks_here)):
                 logger.info(f"note: {note}")
             say_waiting("importing PyTorch")
     except ConfigError as error:
@@ -70,6 +68,9 @@ def train(job: ResolvedJob) -> int:
     config = job.config
     process = Process.from_environment(config.job.device)
     try:
+        if process.device.type != job.device_type:
+            expected, found = job.device_type, process.device.type
+            logger.info(f"note: this machine has {expected}, and the installed PyTorch uses {found}: so does the run")
         job = job.on(process.device.type)
     except ConfigError as error:
         if process.rank == 0:  # every rank has the same error

@@ -85,9 +85,9 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     set_up_logging(0, color=config.metrics.enable_color_printing)
     logger.info(opening(config, ranks, device_type))
     job = resolve(config, ranks, device_type)
-    logger.info(summary(job))
-    for note in (*command.notes, *job.notes, *job_notes(job, machine, here)):
-        logger.info(f"note: {note}")
+    told = [summary(job), *(f"note: {note}" for note in (*command.notes, *job.notes, *job_notes(job, machine, here)))]
+    for text in told if nodes.count == 1 else ():  # of several nodes rank 0 tells it, once
+        logger.info(text)
     if taken := holder_of(Path(config.job.dump_folder)):
         raise taken
     # Ranks share the cores instead of fighting over them.

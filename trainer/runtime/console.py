@@ -59,7 +59,7 @@ class _ConsoleHandler(logging.Handler):
 
 def set_up_logging(rank: int, *, color: bool) -> None:
     """Send log lines to stdout: all lines of the ranks in LOG_RANK (default 0), warnings of the others."""
-    spoken = os.environ.get("LOG_RANK", "0").split(",")
+    spoken = [word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")]
     console = Console(file=sys.stdout, no_color=not color, highlight=False)
     logger.handlers = [_ConsoleHandler(console, rank)]
     logger.setLevel(logging.INFO if str(rank) in spoken else logging.WARNING)
