@@ -189,6 +189,11 @@ PRIVATE = {
         }.items()
         for name in names.split()
     },
+    "_pytree": Private(
+        "trainer/distributed/domain_parallel/dispatch.py",
+        "domain tensors among the arguments of modules that FSDP wraps",
+        imports("torch.utils._pytree", "register_pytree_node"),
+    ),
     # memory
     "_record_memory_history": Private(
         "trainer/components/profiling.py", "memory snapshots", lambda: torch.cuda.memory._record_memory_history

@@ -7,11 +7,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "domain": "Axis Domain balanced gathered sized",
         "convolution": "conv conv_transpose",
+        "modules": "DomainConv1d DomainConv2d DomainConv3d parallelize",
         "neighborhood": "neighborhood_attention",
         "norms": "batch_norm group_norm instance_norm layer_norm rms_norm",
         "pooling": "adaptive_avg_pool adaptive_max_pool avg_pool max_pool",
         "reductions": "domain_max domain_mean domain_norm domain_sum domain_var",
         "resample": "cumsum flip interpolate pad roll",
+        "tensor": "DomainOperatorError DomainTensor rule",
         "transfer": "gather read reshard scatter",
     },
 )

@@ -2,6 +2,8 @@
 
 `exchange` moves rows: each rank states which rows of an axis it wants, and gets them from their owners. A halo, a
 change of layout, a gather and a scatter are exchanges. The adjoint adds up the gradients of a row at its owner.
+
+Nothing is sent of tensors on the meta device: a forward without data shows shapes.
 """
 
 from collections import Counter
@@ -29,7 +31,7 @@ def all_reduce(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = 
 
     x: contiguous, of one shape on every rank; op: `sum`, `max` or `min`.
     """
-    if over.size() > 1:
+    if over.size() > 1 and not x.is_meta:
         _count("all_reduce")
         dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=_group(over))
     return x
@@ -38,6 +40,8 @@ def all_reduce(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup, op: str = 
 def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Tensor:
     """Return the `x` of every rank of a 1-D mesh or a group, in its order: (size, *x.shape)."""
     gathered = x.new_empty(over.size(), *x.shape)
+    if x.is_meta:
+        return gathered
     _count("all_gather")
     _all_gather(gathered.view(-1), x.reshape(-1), group=_group(over))
     return gathered
@@ -130,6 +134,8 @@ def all_to_all(
     send_sizes, receive_sizes: elements to and from each rank; any may be 0.
     """
     received = sent.new_empty(sum(receive_sizes))
+    if sent.is_meta:
+        return received, Pending()
     own = send_sizes[group.rank()]
     _count(kind, (sum(send_sizes) - own) * sent.element_size())
     is_async = not torch.compiler.is_compiling()  # what is traced has no handles

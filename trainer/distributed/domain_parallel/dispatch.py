@@ -1,0 +1,175 @@
+"""Sharded tensors that model code uses like whole ones.
+
+A `DomainTensor` is a local shard with its `Domain`. Its `shape` is the global one, and functions of torch called on it
+compute the whole tensor's result, shard by shard, by the operators of this package. So the code of a model stays as it
+is. There is no fallback: a function without a rule for sharded axes raises `DomainOperatorError`, which names it. A
+tensor that is sharded nowhere is the same on every rank, and every function works on it.
+
+    x = DomainTensor(local, Domain.on(mesh, {2: ("h", sized([5, 4]))}))    # x.shape: (2, 16, 9, 12)
+    y = torch.cat([x, F.silu(norm(conv(x)))], 1)                           # y.shape: (2, 32, 9, 12), still sharded
+
+Plain tensors beside it, such as weights, are whole on every rank. All gradients of what is whole are partial: the
+ranks' gradients add up, as FSDP does if its mesh includes the ranks of the domain. So a loss that every rank computes
+from a whole tensor counts once for each rank, and one rank's share of it is the loss divided by their number.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from trainer.distributed.domain_parallel.domain import Domain
+
+Rule = Callable[..., Any]
+"""(the function of torch, its arguments) -> result, with sharded arguments."""
+_RULES: dict[str, Rule] = {}
+
+
+class DomainOperatorError(TypeError):
+    """A function of torch was called along a sharded axis, and there is no rule for it."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for the functions and methods of torch of these names; a later rule replaces an earlier one.
+
+    The rule is called as rule(function, *args, **kwargs) with at least one sharded `DomainTensor` among its arguments.
+    """
+
+    def register(function: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+class DomainTensor:
+    """This rank's shard `local` of a tensor, sharded as `domain` says; axes of one rank count as whole.
+
+    Raises:
+        ValueError: the shard does not fit the domain.
+    """
+
+    __iter__ = None  # else Python iterates by __getitem__
+
+    def __init__(self, local: torch.Tensor, domain: Domain) -> None:
+        self.shape = torch.Size(domain.shape(local))
+        self.local, self.domain = local, Domain(domain.split(domain.axes))
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None):
+        return call(function, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_LOCAL:
+            return getattr(self.local, name)
+        method = getattr(torch.Tensor, name, None)
+        if name.startswith("__") or not callable(method):
+            raise AttributeError(f"a DomainTensor has no attribute {name!r}; its shard is the attribute `local`")
+        return partial(call, method, self)
+
+    def __repr__(self) -> str:
+        axes = {dim: axis.layout.ranges for dim, axis in self.domain.axes.items()}
+        return f"DomainTensor(shape={tuple(self.shape)}, local={tuple(self.local.shape)}, sharded={axes})"
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the global shape, or the global size of a dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Return the number of elements of the whole tensor."""
+        return self.shape.numel()
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+# What the shard and the whole tensor have in common.
+_OF_LOCAL = frozenset(
+    ["ndim", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_floating_point", "is_complex"]
+)
+_OPERATORS = """
+add sub mul truediv floordiv mod pow matmul and or xor radd rsub rmul rtruediv rpow rmatmul neg abs invert
+eq ne lt le gt ge getitem bool float int
+"""
+for _name in _OPERATORS.split():
+    _method = getattr(torch.Tensor, f"__{_name}__")
+    setattr(DomainTensor, f"__{_name}__", lambda self, *args, _method=_method: call(_method, self, *args))
+    if _name in ("add", "sub", "mul", "truediv"):  # the name is bound to a new tensor
+        setattr(DomainTensor, f"__i{_name}__", lambda self, other, _method=_method: call(_method, self, other))
+DomainTensor.__hash__ = object.__hash__  # __eq__ compares elements
+
+# FSDP, activation checkpointing and compilers find the shard in the arguments of a module.
+pytree.register_pytree_node(
+    DomainTensor,
+    lambda x: ([x.local], x.domain),
+    lambda leaves, domain: _refilled(*leaves, domain),
+    serialized_type_name="trainer.distributed.domain_parallel.DomainTensor",
+)
+
+
+def _refilled(local: Any, domain: Domain) -> Any:
+    return DomainTensor(local, domain) if isinstance(local, torch.Tensor) else local
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Return nested arguments in which the function is applied to each tensor, and to the shard of domain tensors."""
+    return pytree.tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def is_sharded(x: object) -> bool:
+    """Return whether x is a tensor of which this rank has a part only."""
+    return isinstance(x, DomainTensor) and bool(x.domain.axes)
+
+
+def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch with domain tensors among its arguments.
+
+    Raises:
+        DomainOperatorError: a tensor is sharded, and the function has no rule.
+    """
+    tensors = [x for x in _flat((args, kwargs)) if isinstance(x, DomainTensor)]
+    if not any(is_sharded(x) for x in tensors):
+        return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
+    name = function.__name__
+    if name not in _RULES:
+        raise refused(name, tensors[0], "it has no rule for sharded axes")
+    return _RULES[name](function, *args, **kwargs)
+
+
+def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
+    """Return the error of a call that is not handled."""
+    dims = ", ".join(map(str, x.domain.axes))
+    return DomainOperatorError(
+        f"{name.strip('_')} of a tensor of shape {tuple(x.shape)}, sharded in dimension {dims}, is not handled: {why}; "
+        "call it on `gather`ed tensors, or give it a rule with `trainer.distributed.domain_parallel.rule`"
+    )
+
+
+def wrapped(result: Any, domain: Domain) -> Any:
+    """Return a function's result with its tensors as domain tensors."""
+    if isinstance(result, torch.Tensor):
+        return DomainTensor(result, domain)
+    if isinstance(result, tuple | list):
+        return tuple(wrapped(part, domain) for part in result)
+    return result
+
+
+def unwrapped(value: Any) -> Any:
+    """Return arguments with the shards of domain tensors."""
+    if isinstance(value, DomainTensor):
+        return value.local
+    if isinstance(value, tuple | list):
+        return type(value)(map(unwrapped, value)) if type(value) in (tuple, list) else value
+    return {name: unwrapped(part) for name, part in value.items()} if type(value) is dict else value
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, tuple | list):
+        return (leaf for part in value for leaf in _flat(part))
+    return _flat(tuple(value.values())) if isinstance(value, dict) else (value,)

@@ -1,0 +1,121 @@
+"""Models that run on sharded tensors as they are: modules that take another class, and a check before the first step.
+
+    x = DomainTensor(local, domain)
+    y = parallelize(model, x)      # convolutions become DomainConv; the forward runs once without data
+    y = model(x)                   # names of parameters, hooks and code of the model are as before
+
+Most modules need nothing, because a `DomainTensor` has rules for the functions that they call. A convolution with
+circular padding is another matter: torch pads in a step of its own, which gives the first and the last rank more rows.
+`DomainConv2d` and its kin fetch the rows of the other end as a halo, so that the layout stays.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from trainer.distributed.domain_parallel.convolution import conv
+from trainer.distributed.domain_parallel.dispatch import is_sharded, map_tensors
+from trainer.distributed.domain_parallel.tensor import DomainTensor
+
+
+class DomainConv1d(nn.Conv1d):
+    """nn.Conv1d for sharded and whole tensors: a circular padding is a halo."""
+
+    def forward(self, x: torch.Tensor | DomainTensor) -> Any:
+        return _convolve(self, x) if _is_handled(self, x) else super().forward(x)
+
+
+class DomainConv2d(nn.Conv2d):
+    """nn.Conv2d for sharded and whole tensors: a circular padding is a halo."""
+
+    def forward(self, x: torch.Tensor | DomainTensor) -> Any:
+        return _convolve(self, x) if _is_handled(self, x) else super().forward(x)
+
+
+class DomainConv3d(nn.Conv3d):
+    """nn.Conv3d for sharded and whole tensors: a circular padding is a halo."""
+
+    def forward(self, x: torch.Tensor | DomainTensor) -> Any:
+        return _convolve(self, x) if _is_handled(self, x) else super().forward(x)
+
+
+def _is_handled(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: object) -> bool:
+    return is_sharded(x) and module.padding_mode in ("zeros", "circular")
+
+
+def _convolve(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: DomainTensor) -> DomainTensor:
+    options = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
+    return DomainTensor(*conv(x.local, x.domain, module.weight, module.bias, **options))
+
+
+DROP_INS: Mapping[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: DomainConv1d,
+    nn.Conv2d: DomainConv2d,
+    nn.Conv3d: DomainConv3d,
+}
+
+
+def parallelize(model: nn.Module, *args: Any, plan: Mapping[str, type[nn.Module]] | None = None, **kwargs: Any) -> Any:
+    """Prepare a model for sharded inputs, in place, and return its output for such inputs, on the meta device.
+
+    args, kwargs: of the model's forward; only shapes and domains count. plan: pattern of module names, such as
+    `blocks.*.attention` -> the class that these modules take, with the same parameters; it goes before `DROP_INS`.
+
+    Raises:
+        DomainOperatorError: the forward calls a function that is not handled; the message names the module.
+        ValueError: a pattern of the plan that no module has.
+    """
+    for pattern in plan or ():
+        if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
+            raise ValueError(f"plan: no module has a name like {pattern!r}; the first are {_names(model)}")
+    for name, module in model.named_modules():
+        chosen = [cls for pattern, cls in (plan or {}).items() if fnmatchcase(name, pattern)]
+        new = chosen[0] if chosen else DROP_INS.get(type(module))
+        if new is not None:
+            module.__class__ = new  # parameters, buffers and hooks stay
+    return dry_run(model, *args, **kwargs)
+
+
+def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return the output of the forward on the meta device: nothing is computed or sent. The model does not change.
+
+    Raises:
+        DomainOperatorError: as `parallelize`.
+    """
+
+    everything = dict([*model.named_parameters(), *model.named_buffers()])
+    args, kwargs, state = map_tensors(lambda x: x.to("meta"), (args, kwargs, everything))
+    with torch.no_grad(), torch.device("meta"), _names_in_errors(model):
+        return functional_call(model, state, args, kwargs)
+
+
+@contextmanager
+def _names_in_errors(model: nn.Module) -> Iterator[None]:
+    """Note the innermost module that runs in an error that is raised inside."""
+    running: list[str] = []
+    hooks = []
+
+    def left(*_: object) -> None:
+        running.pop()
+
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        hooks.append(module.register_forward_hook(left))
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if running and running[-1]:
+            error.args = (f"module {running[-1]}: {error}", *error.args[1:])
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _names(model: nn.Module) -> str:
+    return ", ".join([name for name, _ in model.named_modules() if name][:5])

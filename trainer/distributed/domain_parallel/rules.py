@@ -1,0 +1,260 @@
+"""Rules of the functions that this package computes over sharded axes: the arguments of torch -> its operators.
+
+Options that an operator does not have are refused, with the option's name.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from trainer.distributed.domain_parallel import convolution, norms, pooling, reductions, resample
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, wrapped
+from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
+from trainer.distributed.domain_parallel.rows import connected
+from trainer.distributed.domain_parallel.transfer import gather
+
+
+def _unless(condition: bool, function: Callable, x: DomainTensor, why: str) -> None:
+    if not condition:
+        raise refused(function.__name__, x, why)
+
+
+def _result(pair: tuple[torch.Tensor, Domain]) -> DomainTensor:
+    return DomainTensor(*pair)
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def conv(function, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> DomainTensor:
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return _result(convolution.conv(x.local, x.domain, weight, bias, **options))
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def conv_transpose(
+    function, x, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
+) -> DomainTensor:
+    options = {"stride": stride, "padding": padding, "output_padding": output_padding}
+    return _result(
+        convolution.conv_transpose(x.local, x.domain, weight, bias, **options, groups=groups, dilation=dilation)
+    )
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d")
+def max_pool(
+    function, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
+) -> DomainTensor:
+    _unless(not return_indices, function, x, "return_indices")
+    kernel = _each(kernel_size, int(function.__name__[-2]))
+    options = {"padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+    return _result(pooling.max_pool(x.local, x.domain, kernel, stride or None, **options))
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def avg_pool(
+    function, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
+) -> DomainTensor:
+    kernel = _each(kernel_size, int(function.__name__[-2]))
+    options = {"ceil_mode": ceil_mode, "count_include_pad": count_include_pad, "divisor_override": divisor_override}
+    return _result(pooling.avg_pool(x.local, x.domain, kernel, stride or None, padding=padding, **options))
+
+
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+def adaptive_avg_pool(function, x, output_size) -> DomainTensor:
+    _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
+    return _result(pooling.adaptive_avg_pool(x.local, x.domain))
+
+
+@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+def adaptive_max_pool(function, x, output_size, return_indices=False) -> DomainTensor:
+    _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
+    _unless(not return_indices, function, x, "return_indices")
+    return _result(pooling.adaptive_max_pool(x.local, x.domain))
+
+
+def _each(value: int | Sequence[int], number: int) -> tuple[int, ...]:
+    return (value,) * number if isinstance(value, int) else tuple(value)
+
+
+@rule("group_norm")
+def group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True) -> DomainTensor:
+    return _result(norms.group_norm(x.local, x.domain, num_groups, weight, bias, eps))
+
+
+@rule("instance_norm")
+def instance_norm(
+    function,
+    x,
+    running_mean=None,
+    running_var=None,
+    weight=None,
+    bias=None,
+    use_input_stats=True,
+    momentum=0.1,
+    eps=1e-5,
+) -> DomainTensor:
+    _unless(use_input_stats and running_mean is None, function, x, "running statistics of instances")
+    return _result(norms.instance_norm(x.local, x.domain, weight, bias, eps))
+
+
+@rule("batch_norm")
+def batch_norm(
+    function, x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+) -> DomainTensor:
+    options = {"training": training, "momentum": momentum, "eps": eps}
+    return _result(norms.batch_norm(x.local, x.domain, running_mean, running_var, weight, bias, **options))
+
+
+@rule("layer_norm")
+def layer_norm(function, x, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True) -> DomainTensor:
+    return _result(norms.layer_norm(x.local, x.domain, normalized_shape, weight, bias, eps))
+
+
+@rule("rms_norm")
+def rms_norm(function, x, normalized_shape, weight=None, eps=None) -> DomainTensor:
+    return _result(norms.rms_norm(x.local, x.domain, normalized_shape, weight, eps))
+
+
+@rule("interpolate")
+def interpolate(
+    function,
+    x,
+    size=None,
+    scale_factor=None,
+    mode="nearest",
+    align_corners=None,
+    recompute_scale_factor=None,
+    antialias=False,
+) -> DomainTensor:
+    names = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "nearest": "nearest"}
+    _unless(mode in names and not recompute_scale_factor and not antialias, function, x, f"mode {mode!r}, or an option")
+    options = {"mode": names[mode], "align_corners": bool(align_corners)}
+    return _result(resample.interpolate(x.local, x.domain, size, scale_factor, **options))
+
+
+@rule("pad")
+def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
+    pairs = zip(pad[::2], pad[1::2], strict=True)
+    rows = {x.ndim - 1 - i: pair for i, pair in enumerate(pairs) if any(pair)}
+    return _result(resample.pad(x.local, x.domain, rows, mode=mode, value=value or 0.0))
+
+
+@rule("flip")
+def flip(function, x, *dims) -> DomainTensor:
+    asked = dims[0] if isinstance(dims[0], Sequence) else dims
+    return _result(resample.flip(x.local, x.domain, [dim % x.ndim for dim in asked]))
+
+
+@rule("roll")
+def roll(function, x, shifts, dims=None) -> DomainTensor:
+    _unless(dims is not None, function, x, "a roll of the flattened tensor; name the dimensions")
+    pairs = [(shifts, dims)] if isinstance(dims, int) else zip(_each(shifts, 1), dims, strict=True)
+    return _result(resample.roll(x.local, x.domain, {dim % x.ndim: shift for shift, dim in pairs}))
+
+
+@rule("cumsum")
+def cumsum(function, x, dim, dtype=None) -> DomainTensor:
+    return _result(resample.cumsum(x.local if dtype is None else x.local.to(dtype), x.domain, dim % x.ndim))
+
+
+@rule("sum", "mean")
+def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
+    operator = {"sum": reductions.domain_sum, "mean": reductions.domain_mean}[function.__name__]
+    return _result(operator(x.local if dtype is None else x.local.to(dtype), x.domain, dim, keepdim=keepdim))
+
+
+@rule("amax", "amin", "max", "min")
+def extreme(function, x, dim=None, keepdim=False) -> Any:
+    if not function.__name__.startswith("a") and dim is not None:
+        _unless(isinstance(dim, int) and dim % x.ndim not in x.domain.axes, function, x, "indices along that dimension")
+        return wrapped(tuple(function(x.local, dim, keepdim)), x.domain.reduced([dim % x.ndim], keepdim=keepdim))
+    sign = -1 if "min" in function.__name__ else 1
+    largest, domain = reductions.domain_max(sign * x.local, x.domain, dim, keepdim=keepdim)
+    return DomainTensor(sign * largest, domain)
+
+
+@rule("var", "std")
+def variance(function, x, dim=None, unbiased=None, keepdim=False, *, correction=None) -> DomainTensor:
+    correction = (1 if unbiased in (None, True) else 0) if correction is None else correction
+    var = _result(reductions.domain_var(x.local, x.domain, dim, correction=correction, keepdim=keepdim))
+    return var.sqrt() if function.__name__ == "std" else var
+
+
+@rule("norm", "linalg_vector_norm")
+def vector_norm(function, x, p=2.0, dim=None, keepdim=False, dtype=None) -> DomainTensor:
+    _unless(p in (None, "fro") or (not isinstance(p, str) and p > 0), function, x, f"order {p!r}")
+    order = 2.0 if p in (None, "fro") else p
+    return _result(reductions.domain_norm(x.local, x.domain, dim, order=order, keepdim=keepdim))
+
+
+@rule("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+def dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
+    _unless(not training or p == 0, function, x, "ranks would draw masks that no single process draws; use p = 0")
+    return x
+
+
+@rule("mse_loss", "l1_loss")
+def loss(function, x, target, *args, reduction="mean", weight=None, **kwargs) -> DomainTensor:
+    _unless(weight is None and not args, function, x, "weights")
+    difference = x - target
+    each = difference * difference if function.__name__ == "mse_loss" else difference.abs()
+    return each if reduction == "none" else getattr(each, reduction)()
+
+
+@rule("linear")
+def linear(function, x, weight, bias=None) -> DomainTensor:
+    """weight: plain, or tensor parallel, cut by outputs (x whole) or by inputs (x this rank's features)."""
+    _unless(not is_sharded(weight) and x.ndim - 1 not in x.domain.axes, function, x, "sharded features")
+    if not isinstance(weight, DTensor):
+        return DomainTensor(F.linear(x.local, weight, bias), x.domain)
+    is_part = x.shape[-1] != weight.shape[1]
+    local = DTensor.from_local(x.local, weight.device_mesh, [Shard(x.ndim - 1) if is_part else Replicate()])
+    out = F.linear(local, weight, None if is_part else bias)
+    if is_part:
+        out = out.redistribute(placements=[Replicate()])
+        out = out if bias is None else out + bias
+    return DomainTensor(out.to_local(), x.domain)
+
+
+@rule("matmul", "bmm", "__matmul__", "__rmatmul__", "mm")
+def matmul(function, a, b) -> DomainTensor:
+    """Rows of a, and what stands before the last two dimensions, may be sharded."""
+    if function.__name__ == "__rmatmul__":
+        a, b = b, a
+    x = a if is_sharded(a) else b
+    _unless(min(a.ndim, b.ndim) >= 2, function, x, "vectors")
+    inner = [(t.ndim - 1, t) for t in (a, b)] + [(b.ndim - 2, b)]
+    _unless(not any(is_sharded(t) and dim in t.domain.axes for dim, t in inner), function, x, "sharded columns")
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    shapes = [torch.Size([*batch, a.shape[-2], a.shape[-1]]), torch.Size([*batch, *b.shape[-2:]])]
+    operands = [a, b]
+    domains = [common_domain("matmul", [t], shape) for t, shape in zip(operands, shapes, strict=True)]
+    rows = {dim: axis for dim, axis in domains[0].axes.items() if dim == len(batch)}
+    shared = Domain({d: axis for domain in reversed(domains) for d, axis in domain.axes.items() if d < len(batch)})
+    result = Domain(shared.axes | rows)
+    locals_ = [own_part(a, result, shapes[0]), own_part(b, shared, shapes[1])]
+    return DomainTensor(torch.matmul(*locals_), result)
+
+
+@rule("scaled_dot_product_attention")
+def attention(
+    function, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> DomainTensor:
+    """q, k, v: (B, H, S, D). Queries stay where they are; keys and values of a sharded S are gathered together."""
+    _unless(attn_mask is None and not dropout_p and not is_causal, function, q, "a mask, or dropout")
+    _unless(all(isinstance(t, DomainTensor) for t in (q, k, v)), function, q, "plain queries, keys or values")
+    _unless(k.shape[:-1] == v.shape[:-1], function, k, "keys and values of other sizes")
+    both = DomainTensor(torch.cat([k.local, v.local], -1), k.domain)
+    rows = q.ndim - 2
+    if rows in both.domain.axes:
+        both = DomainTensor(*gather(both.local, both.domain, [rows]))
+    before = torch.broadcast_shapes(q.shape[:-2], both.shape[:-2])
+    domain = common_domain("scaled_dot_product_attention", [q], torch.Size([*before, *q.shape[-2:]]))
+    keys = Domain({dim: axis for dim, axis in domain.axes.items() if dim < rows})
+    k_local, v_local = own_part(both, keys, both.shape).split([k.shape[-1], v.shape[-1]], -1)
+    if not q.local.numel():
+        return DomainTensor(connected(q.local.new_zeros(*q.local.shape[:-1], v.shape[-1]), k_local, v_local), domain)
+    return DomainTensor(function(q.local, k_local, v_local, scale=scale, enable_gqa=enable_gqa), domain)

@@ -1,0 +1,151 @@
+"""Rules of functions that only arrange elements: shapes, order of dimensions, slices, concatenation."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, refused, rule, unwrapped, wrapped
+from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import Range, intersection, union
+
+_PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)  # strides that tell dimensions apart
+# name -> place and default of the argument that names the dimension along which the function works
+_ALONG = {
+    "chunk": (2, 0),
+    "glu": (1, -1),
+    "index_select": (1, None),
+    "log_softmax": (1, None),
+    "logsumexp": (1, None),
+    "narrow": (1, None),
+    "normalize": (2, 1),
+    "select": (1, None),
+    "softmax": (1, None),
+    "split": (2, 0),
+    "tensor_split": (2, 0),
+    "unbind": (1, 0),
+}
+
+
+@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze", "adjoint", "t")
+def arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+    """Bring the dimensions of the shard into the order that the function gives a tensor of the global shape."""
+    marks = _PRIMES[: x.ndim]
+    order = function(torch.empty_strided(x.shape, marks, device="meta"), *args, **kwargs).stride()
+    kept = [marks.index(stride) for stride in order if stride in marks]
+    local = x.local.squeeze([dim for dim in range(x.ndim) if dim not in kept])
+    local = local.permute([sorted(kept).index(dim) for dim in kept])
+    for place, stride in enumerate(order):
+        if stride not in marks:
+            local = local.unsqueeze(place)
+    axes = {order.index(marks[dim]): axis for dim, axis in x.domain.axes.items() if dim in kept}
+    if len(axes) < len(x.domain.axes):
+        raise refused(function.__name__, x, "it drops a sharded dimension")
+    return wrapped(local, Domain(axes))
+
+
+@rule("view", "reshape")
+def reshaped(function: Callable, x: DomainTensor, *shape: Any) -> DomainTensor:
+    """Merge or split dimensions. A sharded one may be the first of those that are merged, or that come of it."""
+    asked = shape[0] if shape and not isinstance(shape[0], int) else shape
+    if not isinstance(asked, Sequence):
+        raise refused(function.__name__, x, "a view as another data type")
+    sizes = torch.empty(x.shape, device="meta").reshape(asked).shape
+    axes = {}
+    for dim, axis in x.domain.axes.items():
+        after = math.prod(x.shape[dim:])
+        places = [place for place in range(len(sizes)) if math.prod(sizes[place:]) == after]
+        if not places or not x.numel():
+            raise refused(function.__name__, x, f"dimension {dim} is not the first of those that are merged")
+        place = places[-1]  # those before it have size 1
+        old, new = after // axis.layout.length, after // sizes[place]  # elements of a row
+        if any(end * old % new for ranges in axis.layout.ranges for part in ranges for end in part):
+            raise refused(function.__name__, x, f"the shards {axis.layout.ranges} do not end at rows of {new // old}")
+        ranges = tuple(tuple((a * old // new, b * old // new) for a, b in ranges) for ranges in axis.layout.ranges)
+        axes[place] = Axis(AxisLayout(axis.layout.name, sizes[place], ranges), axis.group)
+    result = Domain(axes)
+    if len(axes) < len(x.domain.axes) or math.prod(result.local_shape(sizes)) != x.local.numel():
+        raise refused(function.__name__, x, "it merges sharded dimensions with each other")
+    return wrapped(x.local.reshape(result.local_shape(sizes)), result)
+
+
+@rule("flatten", "unflatten", "view_as", "reshape_as")
+def reshaped_like(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+    """Take the shape that the function gives a tensor of the global shape."""
+    others = [torch.empty(a.shape, device="meta") if isinstance(a, DomainTensor) else a for a in args]
+    return reshaped(function, x, function(torch.empty(x.shape, device="meta"), *others, **kwargs).shape)
+
+
+@rule("expand", "expand_as")
+def expanded(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
+    """Expand dimensions of size 1 that are whole."""
+    if function.__name__ == "expand_as":
+        sizes = sizes[0].shape
+    sizes = [*(sizes[0] if isinstance(sizes[0], Sequence) else sizes)]
+    result = x.domain.moved(len(sizes) - x.ndim)
+    for dim, axis in result.axes.items():
+        if sizes[dim] not in (-1, axis.layout.length):
+            raise refused("expand", x, f"dimension {dim} is sharded")
+        sizes[dim] = axis.rows
+    return wrapped(x.local.expand(sizes), result)
+
+
+@rule("cat", "concat", "concatenate", "stack")
+def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> DomainTensor:
+    """Put tensors together along a dimension that is whole; the others take the layout of the first sharded one."""
+    is_new, first = function.__name__ == "stack", next(x for x in tensors if isinstance(x, DomainTensor))
+    dim %= first.ndim + is_new
+    if not is_new and any(isinstance(x, DomainTensor) and dim in x.domain.axes for x in tensors):
+        raise refused("cat", first, f"dimension {dim} is sharded")
+    shapes = [[-1 if d == dim and not is_new else n for d, n in enumerate(x.shape)] for x in tensors]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{function.__name__} in dimension {dim} got shapes {[tuple(x.shape) for x in tensors]}")
+    domain = common_domain(function.__name__, tensors, first.shape, but_for=None if is_new else dim)
+    parts = [own_part(x, domain, first.shape) for x in tensors]
+    return wrapped(function(parts, dim), domain.moved(1, first=dim) if is_new else domain)
+
+
+@rule(*_ALONG)
+def along(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> Any:
+    """Work along one dimension, which must be whole."""
+    name = function.__name__
+    place, default = _ALONG[name]
+    dim = kwargs.get("dim", args[place - 1] if len(args) >= place else default)
+    if dim is None or dim % x.ndim in x.domain.axes:
+        raise refused(name, x, f"it works along dimension {dim}")
+    drops = name in ("select", "unbind") or (name == "logsumexp" and not (kwargs.get("keepdim") or True in args[1:]))
+    result = x.domain.reduced([dim % x.ndim], keepdim=False) if drops else x.domain
+    return wrapped(function(x.local, *unwrapped(args), **unwrapped(kwargs)), result)
+
+
+@rule("__getitem__")
+def sliced(function: Callable, x: DomainTensor, index: Any) -> DomainTensor:
+    """Index by slices, numbers, None and an ellipsis. Of a sharded dimension a slice with step 1 may be taken."""
+    index = index if isinstance(index, tuple) else (index,)
+    if any(not (i is None or i is Ellipsis or type(i) in (slice, int)) for i in index):
+        raise refused("indexing", x, "an index is neither a slice nor a number")
+    rest = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
+    place = index.index(Ellipsis) if Ellipsis in index else len(index)
+    index = (*index[:place], *[slice(None)] * rest, *index[place + 1 :])
+    local_index, axes, dim, place = [], {}, 0, 0
+    for i in index:
+        if (axis := x.domain.axes.get(dim)) is not None and i is not None:
+            if not isinstance(i, slice) or i.step not in (None, 1):
+                raise refused("indexing", x, f"dimension {dim} is sharded; take a slice of it with step 1")
+            start, stop, _ = i.indices(axis.layout.length)
+            axes[place], i = _cut(axis, (start, max(start, stop)))
+        local_index.append(i)
+        dim, place = dim + (i is not None), place + (not isinstance(i, int))
+    return wrapped(x.local[tuple(local_index)], Domain(axes))
+
+
+def _cut(axis: Axis, part: Range) -> tuple[Axis, slice]:
+    """Return the axis of the rows [start, stop), which stay at their owners, and this rank's slice of its shard."""
+    (start, stop), chosen = part, union([part])
+    ranges = tuple(tuple((a - start, b - start) for a, b in intersection(own, chosen)) for own in axis.layout.ranges)
+    before = sum(min(b, start) - min(a, start) for a, b in axis.layout.ranges[axis.rank])
+    cut = Axis(AxisLayout(axis.layout.name, stop - start, ranges), axis.group)
+    return cut, slice(before, before + cut.rows)
