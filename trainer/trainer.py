@@ -2,35 +2,23 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.grad_norm import clip_gradients, global_grad_norm, settle_gradients
-from trainer.components.loss import count_valid, token_losses
 from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger
 from trainer.components.optimizer import build_optimizer
 from trainer.components.profiling import check_memory_snapshot, profiling, region
 from trainer.config.loader import to_toml
-from trainer.data.datasets import open_source
-from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.context_parallel.context import context_parallel
-from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
-from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
 from trainer.job.summary import closing
 from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
@@ -43,6 +31,8 @@ from trainer.runtime.determinism import set_determinism
 from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
+from trainer.tasks import Task, build_task
+from trainer.tasks.task import Batch
 from trainer.transforms.compile import (
     Recompilations,
     check_compiler,
@@ -51,9 +41,6 @@ from trainer.transforms.compile import (
     keep_caches_apart,
 )
 from trainer.transforms.float8 import check_float8_machine, precompute_scales
-
-# tokens, labels (already shifted), positions, document_ids: each (B, S) int64; with packed documents plan: BatchPlan
-Batch = dict[str, Any]
 
 
 class TrainingError(RuntimeError):
@@ -81,16 +68,16 @@ class Trainer:
         self._prepare_process()
         raise_on_all_ranks(self._prepare_machine, self.dims["world"])
         say_waiting(f"reading the data {config.training.dataset_path or config.training.dataset}")
-        self.loader = self.build_loader()
+        self.task = self.build_task()
+        self.loader = self.task.build_loader()
         self.batches = iter(self.loader)
-        self.methods_told: set[str] = set()
 
         self.spec = model_spec(config.model.name)
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
         self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
-        self.token_losses = compiled_loss(token_losses, job.compilation)
+        self.losses = compiled_loss(self.task.losses, job.compilation)
         self.optimizer = build_optimizer(self.model_parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
@@ -103,6 +90,10 @@ class Trainer:
         )
         self.start_step, tokens_before = self.checkpoint.load()
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
+
+    def build_task(self) -> Task:
+        """Return what says what a batch is."""
+        return build_task(self.job, self.dims)
 
     def build_model_parts(self) -> list[nn.Module]:
         """Return the parts of the model that this rank runs, parallelised, with their initial weights."""
@@ -149,29 +140,6 @@ class Trainer:
             folder = Path(self.config.job.dump_folder)
             with writing_to(folder):
                 (folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
-
-    def build_loader(self) -> BatchLoader:
-        """Return endless micro-batches of this rank's share of the data."""
-        training = self.config.training
-        return BatchLoader(
-            open_source(training.dataset, training.dataset_path),
-            Tokenizer(self.config.model.tokenizer_file),
-            seq_len=training.seq_len,
-            local_batch_size=training.local_batch_size,
-            data_streams=training.data_streams,
-            seed=training.seed,
-            dp_rank=self.dims.rank("dp"),
-            dp_degree=self.dims.size("dp"),
-            plan=self.batch_planner,
-        )
-
-    @property
-    def batch_planner(self) -> Callable[[Mapping[str, np.ndarray]], BatchPlan] | None:
-        """A function that plans the attention of a batch when the batch is made; None without packed documents."""
-        if self.config.training.attention_mask != "document":
-            return None
-        settings = {"options": self.job.attention, "choose": self.job.method_chooser()}
-        return partial(BatchPlan.of, degree=self.dims.size("cp"), **settings)
 
     def train(self) -> None:
         """Train until `training.steps`, `job.max_minutes` or a signal, and save the last step.
@@ -237,7 +205,7 @@ class Trainer:
         if step == self.start_step + 1:
             self._check_same_batch(batches[0])
         # One count for the whole step, before any backward: a mean of means is wrong if ranks have different counts.
-        valid = all_reduce(sum(count_valid(batch["labels"]) for batch in batches), self.dims["dp"])
+        valid = all_reduce(sum(self.task.counts(batch).sum() for batch in batches), self.dims["dp"])
 
         self.optimizer.zero_grad()
         for part in self.model_parts:
@@ -265,69 +233,34 @@ class Trainer:
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of one micro-batch, and add to the gradients.
 
-        valid: number of labels of the whole step, over all ranks; last: no micro-batch of this step follows.
-        Return for each sequence (sum of losses on this rank, number of labels): (B,) float64, (B,) int64. In a pipeline
+        valid: number of targets of the whole step, over all ranks; last: no micro-batch of this step follows.
+        Return for each sample (sum of losses on this rank, number of targets): (B,) float64, (B,) int64. In a pipeline
         only the last stage has losses.
         """
         for part in self.model_parts:
             reduce_across_replicas(part, last)
-        tokens, labels = batch["tokens"], batch["labels"]
         sums: list[torch.Tensor] = []
 
-        def loss(part: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            losses = self.token_losses(part.output(hidden), labels)
+        def loss(part: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            losses = self.losses(part.output(hidden), targets)
             sums.append(losses.detach().double().sum(1))
             return losses.sum() / valid
 
-        disabled = self.config.parallelism.disable_loss_parallel
         with (
             compiler_settings(self.job.compilation),
-            self.sequence_context(batch) as plan,
-            loss_context(self.dims["tp"], disabled=disabled),
+            self.task.opened(batch, self.model_parts) as (inputs, arguments, targets),
         ):
-            positions = self._positions(batch)
             if self.pipeline is not None:
                 with region("pipeline"):
-                    self.pipeline.step(tokens, labels, loss, positions=positions, attention_plan=plan)
+                    self.pipeline.step(inputs, targets, loss, **arguments)
             else:
                 (model,) = self.model_parts
                 with region("forward"):
-                    total = loss(model, model(tokens, positions, attention_plan=plan), labels)
+                    total = loss(model, model(inputs, **arguments), targets)
                 with region("backward"):
                     total.backward()
-        counts = count_valid(labels, dim=1)
+        counts = self.task.counts(batch)
         return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
-
-    @contextmanager
-    def sequence_context(self, batch: Batch) -> Iterator[torch.Tensor | None]:
-        """Cut the sequences over context-parallel ranks, in place, inside; yield the plan for the model's attention."""
-        if self.job.attention is None:
-            yield None
-            return
-        positions = self._positions(batch)
-        # Either the given positions are cut, or the tables that have a row per position.
-        tables = [table for part in self.model_parts for table in self.spec.cp_buffers(part)]
-        per_token = tables if positions is None else [(positions, 1)]
-        tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
-        plan: BatchPlan | None = batch.get("plan")
-        if plan and plan.reason and plan.options.method not in self.methods_told:
-            self.methods_told.add(plan.options.method)
-            logger.info(f"attention: for the documents of this batch auto chose {plan.reason}")
-        with context_parallel(
-            self.dims.hybrid_mesh if self.job.attention.spread.two_level else self.dims["cp"],
-            buffers=tensors,
-            buffer_seq_dims=seq_dims,
-            mask=plan and plan.mask,
-            load_balancer=plan and plan.layout,
-            options=plan.options if plan else self.job.attention,
-            sequences=batch["tokens"].shape[0],
-            check_consistency=self.config.comm.check_consistency,
-        ) as cp:
-            yield cp.attention_plan
-
-    def _positions(self, batch: Batch) -> torch.Tensor | None:
-        """Return positions (B, S) within each document for packed documents; None: the model counts from 0."""
-        return batch["positions"] if self.config.training.attention_mask == "document" else None
 
     def clip(self, step: int, loss: float) -> float:
         """Clip the gradients to `training.max_norm`, and return their norm before clipping.
@@ -359,7 +292,7 @@ class Trainer:
 
     def _check_same_batch(self, batch: Batch) -> None:
         """Check that the ranks of one data-parallel rank read the same batch."""
-        mine = torch.tensor([batch_hash(batch)], dtype=torch.int64, device=self.device)
+        mine = torch.tensor([self.task.identity(batch)], dtype=torch.int64, device=self.device)
         hashes = all_gather(mine, self.dims["pp_cp_tp"]).flatten().tolist()
         if len(set(hashes)) > 1:
             raise TrainingError(

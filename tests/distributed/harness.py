@@ -7,7 +7,7 @@ Rows have different numbers of labels, and every odd row of the first step has n
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,12 +24,16 @@ from trainer.config.schema import JobConfig
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
+from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
 from trainer.models.llama3 import spec as llama3
 from trainer.models.llama3.args import TransformerArgs
 from trainer.models.llama3.model import Transformer
 from trainer.runtime.process_group import Process, process_group
-from trainer.trainer import Batch, Trainer
+from trainer.tasks import Task
+from trainer.tasks.language import LanguageTask
+from trainer.tasks.task import Batch
+from trainer.trainer import Trainer
 
 STEPS = 2
 VOCAB = 128
@@ -82,15 +86,14 @@ class Rows:
         return self.batches()
 
 
-class RecordingTrainer(Trainer):
-    """The real trainer on made-up rows, which writes down what it computed."""
+class MadeRows(LanguageTask):
+    """The real task on made-up rows."""
 
-    def __init__(self, *args, record: Record, fault: str | None = None) -> None:
-        self.record = record
+    def __init__(self, job: ResolvedJob, dims: ParallelDims, fault: str | None) -> None:
+        super().__init__(job, dims)
         self.fault = fault
-        super().__init__(*args)
 
-    def build_loader(self) -> "Rows":
+    def build_loader(self) -> Rows:
         return Rows(self.batches_of_rows)
 
     def batches_of_rows(self) -> Iterator[Batch]:
@@ -106,12 +109,24 @@ class RecordingTrainer(Trainer):
             yield batch | ({} if self.batch_planner is None else {"plan": self.batch_planner(arrays)})
 
     @contextmanager
-    def sequence_context(self, batch: Batch) -> Iterator[torch.Tensor | None]:
-        with super().sequence_context(batch) as plan:
+    def sequence_context(self, batch: Batch, model_parts: Sequence[nn.Module]) -> Iterator[torch.Tensor | None]:
+        with super().sequence_context(batch, model_parts) as plan:
             if self.fault == "labels shifted after cutting":
                 batch["labels"][:, :-1] = batch["tokens"][:, 1:]  # what a rank can know of its part alone
                 batch["labels"][:, -1] = IGNORE_INDEX
             yield plan
+
+
+class RecordingTrainer(Trainer):
+    """The real trainer on made-up rows, which writes down what it computed."""
+
+    def __init__(self, *args, record: Record, fault: str | None = None) -> None:
+        self.record = record
+        self.fault = fault
+        super().__init__(*args)
+
+    def build_task(self) -> Task:
+        return MadeRows(self.job, self.dims, self.fault) if self.job.model.task == "tokens" else super().build_task()
 
     def clip(self, step: int, loss: float) -> float:
         norm = super().clip(step, loss)
@@ -161,7 +176,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 def resolved(config: JobConfig, process: Process) -> ResolvedJob:
     """The job on this rank's device, for made-up rows."""
     job = resolve(config, process.world_size, process.device.type)
-    return replace(job, model=replace(job.model, vocab_size=VOCAB))
+    return replace(job, model=replace(job.model, vocab_size=VOCAB)) if job.model.task == "tokens" else job
 
 
 @contextmanager

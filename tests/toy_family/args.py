@@ -13,6 +13,7 @@ from trainer.models.common.shapes import decoder_linear_shapes, decoder_modules
 class ToyArgs:
     """Arguments of one decoder, whose heads together are wider than its hidden states."""
 
+    task: ClassVar[str] = "tokens"
     free_to_change: ClassVar[frozenset[str]] = frozenset({"max_seq_len"})
 
     dim: int = 64
@@ -54,6 +55,9 @@ class ToyArgs:
         norms = 2 * self.dim * (2 * self.n_layers + 1)
         matrices = sum(rows * columns + rows for rows, columns in self.linear_shapes().values())
         return self.vocab_size * self.dim + norms + matrices - self.vocab_size  # the output has no bias
+
+    def words(self) -> str:
+        return f"{self.n_layers} layers of width {self.dim}"
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
         matrices = 6.0 * sum(map(math.prod, self.linear_shapes().values()))

@@ -12,6 +12,7 @@ ROOMS = (
     # What the job reads of other rooms, torch-free: shapes, plans, lists of data, names of checkpoints.
     (
         *("trainer.models.args", "trainer.models.common.shapes", "trainer.models.llama3.args"),
+        *("trainer.models.unet.args", "trainer.models.nat.args"),
         *("trainer.models.registry", "trainer.data.tokenizer", "trainer.data.datasets", "trainer.checkpoint.folder"),
         *("trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.pipeline_stages", f"{_CP}.planning"),
@@ -21,7 +22,7 @@ ROOMS = (
     ("trainer.runtime",),
     ("trainer.transforms", "trainer.distributed", "trainer.integrations"),
     ("trainer.models", "trainer.data"),
-    ("trainer.components", "trainer.checkpoint"),
+    ("trainer.components", "trainer.checkpoint", "trainer.tasks"),
     ("trainer.trainer",),
     ("trainer.commands", "trainer.__main__"),
     ("train",),

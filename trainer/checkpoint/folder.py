@@ -57,6 +57,9 @@ def checkpoint_folder(config: JobConfig) -> Path:
 def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
     """Return what saved tensors depend on: the family, its arguments, and the data type in storage."""
     fixed = {name: value for name, value in asdict(model).items() if name not in model.free_to_change}
+    fixed = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in fixed.items()
+    }  # as JSON has it
     return {"name": config.model.name, **fixed, "dtype": config.training.dtype}
 
 

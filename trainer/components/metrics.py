@@ -38,7 +38,8 @@ class StepMetrics:
 
     step: int
     loss: float
-    """Mean cross entropy of all tokens of the step that have a label, without auxiliary losses."""
+    """Mean over the step of the cross entropy of tokens that have a label, or of squared errors of fields; without
+    auxiliary losses."""
     loss_max: float
     """Largest mean loss of one sequence of the step."""
     grad_norm: float
@@ -47,7 +48,7 @@ class StepMetrics:
     seconds_per_step: float
     """Time of one step on the slowest rank, mean over the steps since the last logged one."""
     tokens_per_second: float
-    """Speed of the whole job since the last logged step; every position of every sequence counts once."""
+    """Speed of the whole job since the last logged step; each token of a sequence, or point of a field, counts once."""
     tokens_per_second_per_device: float
     tflops: float
     """Model TFLOP/s per device, full attention counted."""
@@ -139,8 +140,8 @@ class MetricsLogger:
         self.settings, self.dims, self.device = job.config.metrics, dims, device
         training, dump_folder = job.config.training, Path(job.config.job.dump_folder)
         self.start_step, self.last_step, self.tokens_before = start_step, training.steps, tokens_before
-        self.flops_per_token = job.model.flops_per_token(training.seq_len)
-        self.tokens_per_step = job.sequences_per_step * training.seq_len
+        self.flops_per_token = job.model.flops_per_token(job.positions)
+        self.tokens_per_step = job.sequences_per_step * job.positions
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         if dims.rank("world") == 0:

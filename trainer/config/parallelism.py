@@ -44,6 +44,17 @@ _FREED_WITH_PP = Condition(
     "leave it out, or use 'always'",
     general="in a pipeline unless fsdp_reshard_after_forward = 'always'",
 )
+_FIELD_AXES = Condition(
+    lambda config, _: config.trains_fields,
+    "on tokens (training.dataset = {0.training.dataset!r})",
+    "use parallelism.context_parallel_degree, which divides sequences",
+    general="without training.dataset = 'fields'",
+)
+_WITH_DOMAIN = Condition(
+    lambda _, degrees: bool(degrees.domain),
+    "without parallelism.domain_parallel_degrees",
+    "name the degrees, or leave the rows out",
+)
 _RANKS = Condition(lambda _, degrees: degrees.world_size > 1, "on one rank")
 
 
@@ -73,6 +84,10 @@ class Parallelism:
         "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "flex"
     ] = key("auto", when=_PLANNED)
     """Kernel of planned attention (CP, documents, windows); auto: varlen for many tiles a stage, else flash."""
+    domain_parallel_degrees: tuple[int, ...] = key((), unit="ranks", when=_FIELD_AXES)
+    """Ranks along the axes of a field, in the place of CP: [2] divides the height, [2, 4] height and width."""
+    domain_parallel_rows: tuple[str, ...] = key((), when=_WITH_DOMAIN)
+    """Rows of each rank along each of these axes, such as "19,13"; 0 is allowed; none: as even as possible."""
     pipeline_parallel_degree: int = key(1, unit="ranks")
     """Ranks that divide the layers (PP), each with one or more stages of the model; 1: off."""
     pipeline_parallel_schedule: Literal[

@@ -48,6 +48,11 @@ _REDUCED = Condition(
     lambda _, degrees: degrees.dp * degrees.cp > 1,
     "where gradients are not reduced (data-parallel degree x context_parallel_degree = 1)",
 )
+_FIELDS = Condition(lambda config, _: config.trains_fields, "without training.dataset = 'fields'")
+_TOKENS = Condition(
+    lambda config, _: not config.trains_fields,
+    "with training.dataset = 'fields', which has no tokens",
+)
 _SAVING, _COMPILED, _FLOAT8 = needs("checkpoint.enable"), needs("compile.enable"), needs("float8.enable")
 _NO_OFFLOAD = Condition(
     lambda config, _: not config.training.enable_cpu_offload,
@@ -115,9 +120,9 @@ class Model:
     """Architecture and tokenizer."""
 
     name: str = "llama3"
-    """Model family: llama3."""
+    """Model family: llama3, or for fields unet or nat."""
     flavor: str = "debugmodel"
-    """Size within the family; llama3 has debugmodel, 1B, 3B, 8B, 70B, 405B."""
+    """Size within the family; llama3 has debugmodel, 1B, 3B, 8B, 70B, 405B; unet and nat debugmodel, base."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = None
@@ -191,14 +196,14 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: str = "python_stdlib"
-    """Documents: python_stdlib (the interpreter's own sources), text (one per file) or jsonl (one per line)."""
+    """python_stdlib (the interpreter's own sources), text (a document a file), jsonl (one a line), or fields (zarr)."""
     dataset_path: str | None = None
-    """File, folder or glob of the data sets text and jsonl; python_stdlib takes none."""
+    """File, folder or glob of text and jsonl; folder that `lct make-fields` made; python_stdlib takes none."""
     local_batch_size: int = key(8, AT_LEAST_ONE, "sequences")
     """Sequences of a micro-batch on each data-parallel rank."""
     global_batch_size: int = key(-1, unit="sequences")
     """Sequences of a step: a multiple of local_batch_size x data-parallel degree (accumulation); -1: that product."""
-    seq_len: int = key(2048, AT_LEAST_ONE, "tokens")
+    seq_len: int = key(2048, AT_LEAST_ONE, "tokens", when=_TOKENS)
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
     attention_mask: Literal["causal", "document"] = "causal"
     """A token sees all tokens before it in its sequence, or in its document, from whose start positions then count."""
@@ -229,6 +234,16 @@ class Training:
             return self.mixed_precision_param
         # A float64 run is for exactness; bfloat16 is faster on GPUs only.
         return "bfloat16" if device_type == "cuda" and self.dtype != "float64" else self.dtype
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields on a grid that change with time, for training.dataset = "fields"."""
+
+    lead: int = key(1, AT_LEAST_ONE, "frames", when=_FIELDS)
+    """Frames from the state that a model sees to the state that it predicts."""
+    held_out: int = key(2, NOT_NEGATIVE, "trajectories", when=_FIELDS)
+    """Trajectories, the last ones, that are never trained on; the prediction error is measured on them."""
 
 
 @dataclass(frozen=True)
@@ -313,12 +328,18 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    fields: Fields = field(default_factory=Fields)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
     comm: Comm = field(default_factory=Comm)
+
+    @property
+    def trains_fields(self) -> bool:
+        """Whether the data are fields on a grid, in the place of tokens."""
+        return self.training.dataset == "fields"
 
     @property
     def plans_attention(self) -> bool:

@@ -30,22 +30,27 @@ class Factorisation:
     flattened: Mapping[str, tuple[str, ...]]
 
 
-_DIMS = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_a2a", "tp")
 _CP = ("cp_ring", "cp_a2a")  # the ring over head groups, and the ranks of a head group
-# Another factorisation of the same ranks, such as one with experts, is another entry.
-FACTORISATIONS = (
-    Factorisation(
-        _DIMS,
+
+
+def factorisation(shared: tuple[str, ...]) -> Factorisation:
+    """Return the factorisation in which the dims `shared` divide a sample: a sequence, or a field along its axes."""
+    dims = ("pp", "dp_replicate", "dp_shard", *shared, "tp")
+    return Factorisation(
+        dims,
         {
-            "cp": _CP,  # who shares a sequence
+            "cp": shared,  # who shares a sample
             "dp": ("dp_replicate", "dp_shard"),  # who reads which data
-            "dp_shard_cp": ("dp_shard", *_CP),  # who shards parameters
-            "dp_cp": ("dp_replicate", "dp_shard", *_CP),  # who sums losses and token counts
-            "pp_cp_tp": ("pp", *_CP, "tp"),  # who reads the same batch
-            "world": _DIMS,
+            "dp_shard_cp": ("dp_shard", *shared),  # who shards parameters
+            "dp_cp": ("dp_replicate", "dp_shard", *shared),  # who sums losses and token counts
+            "pp_cp_tp": ("pp", *shared, "tp"),  # who reads the same batch
+            "world": dims,
         },
-    ),
-)
+    )
+
+
+# Another factorisation of the same ranks, such as one with experts, is another entry.
+FACTORISATIONS = (factorisation(_CP),)
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -60,12 +65,16 @@ class ParallelDims:
     """
 
     def __init__(
-        self, degrees: Degrees, device_type: str, factorisations: Sequence[Factorisation] = FACTORISATIONS
+        self, degrees: Degrees, device_type: str, factorisations: Sequence[Factorisation] | None = None
     ) -> None:
         self.degrees = degrees
         self._meshes: dict[str, DeviceMesh] = {}
         self._roots: list[DeviceMesh] = []
         sizes = degrees.sizes()
+        self.domain_axes = tuple(name for name in sizes if name.startswith("domain_"))
+        """Names of the meshes along the axes of a field; none with context parallelism."""
+        if factorisations is None:
+            factorisations = (factorisation(self.domain_axes),) if self.domain_axes else FACTORISATIONS
         for way in factorisations:
             root = init_device_mesh(device_type, tuple(sizes[name] for name in way.dims), mesh_dim_names=way.dims)
             self._meshes |= {name: root[name] for name in way.dims}

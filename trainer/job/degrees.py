@@ -12,6 +12,7 @@ _KEYS = {
     "dp_replicate": "parallelism.data_parallel_replicate_degree",
     "dp_shard": "parallelism.data_parallel_shard_degree",
     "cp": "parallelism.context_parallel_degree",
+    "domain": "parallelism.domain_parallel_degrees",
     "tp": "parallelism.tensor_parallel_degree",
 }
 
@@ -23,11 +24,14 @@ class Degrees:
     dp_replicate: int
     dp_shard: int
     cp: int
+    """Ranks that share a sample: the tokens of a sequence, or with `domain` the points of a field."""
     tp: int
     pp: int
     world_size: int
     cp_a2a: int = 1
     """Context-parallel ranks of one head group (hybrid method); it divides `cp`."""
+    domain: tuple[int, ...] = ()
+    """Ranks along each sharded axis of a field, in the place of context parallelism; the product is `cp`."""
 
     @property
     def dp(self) -> int:
@@ -36,24 +40,46 @@ class Degrees:
 
     def sizes(self) -> dict[str, int]:
         """Return the degree of every dimension of a mesh, by its name."""
-        given = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp_a2a", "tp")}
-        return given | {"cp_ring": self.cp // self.cp_a2a}
+        given = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+        if self.domain:
+            return given | {f"domain_{axis}": degree for axis, degree in enumerate(self.domain)}
+        return given | {"cp_ring": self.cp // self.cp_a2a, "cp_a2a": self.cp_a2a}
 
     def text(self) -> str:
         """Return `dp_replicate 2 x dp_shard 2 x tp 2`: the degrees above one."""
-        parts = [f"{name} {getattr(self, name)}" for name in _KEYS if getattr(self, name) > 1]
-        return " x ".join(parts) or "one device"
+        named = {name: getattr(self, name) for name in _KEYS if name != "domain"}
+        if self.domain:
+            named["cp"] = 1
+            named |= {f"domain_{axis}": degree for axis, degree in enumerate(self.domain)}
+        return " x ".join(f"{name} {degree}" for name, degree in named.items() if degree > 1) or "one device"
 
 
-def resolve_degrees(*, dp_replicate: int, dp_shard: int, cp: int = 1, tp: int, pp: int = 1, world_size: int) -> Degrees:
+def resolve_degrees(
+    *,
+    dp_replicate: int,
+    dp_shard: int,
+    cp: int = 1,
+    tp: int,
+    pp: int = 1,
+    world_size: int,
+    domain: tuple[int, ...] = (),
+) -> Degrees:
     """Check that the product of the degrees is `world_size`; dp_shard = -1 takes the ranks that the others leave.
+
+    domain: degrees of a field's axes, in the place of `cp`.
 
     Raises:
         ConfigError: a degree below 1, or a product that is not the world size (it names the nearest choices that fit).
     """
     if world_size < 1:
         raise ConfigError(f"world size = {world_size} must be the number of ranks, at least 1")
-    degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    if domain and (min(domain) < 1 or cp > 1):
+        raise ConfigError(
+            f"{_KEYS['domain']} = {list(domain)} must be degrees of at least 1, in the place of {_KEYS['cp']} = {cp}; "
+            "use [2] for two ranks along the height, or [2, 2] for height and width"
+        )
+    shared = {"domain": math.prod(domain)} if domain else {"cp": cp}
+    degrees = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, **shared, "tp": tp}
     for name, degree in degrees.items():
         if degree < 1 and (name, degree) != ("dp_shard", -1):
             leaves = " or -1 (what the other degrees leave)" if name == "dp_shard" else ""
@@ -62,13 +88,13 @@ def resolve_degrees(*, dp_replicate: int, dp_shard: int, cp: int = 1, tp: int, p
     resolved = degrees | {"dp_shard": max(1, world_size // others)} if dp_shard == -1 else degrees
     if math.prod(resolved.values()) != world_size:
         raise _wrong_product(degrees, world_size)
-    return Degrees(**resolved, world_size=world_size)
+    return Degrees(**resolved | {"cp": math.prod(domain) if domain else cp, "domain": domain}, world_size=world_size)
 
 
 def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
     # Degrees that most runs leave at 1 are named only if they are set.
-    named = {name: degree for name, degree in degrees.items() if degree != 1 or name not in ("cp", "pp")}
-    listed = ", ".join(f"{_KEYS[name]} = {degree}" for name, degree in named.items())
+    named = {name: degree for name, degree in degrees.items() if degree != 1 or name not in ("cp", "domain", "pp")}
+    listed = ", ".join(f"{_KEYS[name]}{_product(name)} = {degree}" for name, degree in named.items())
     product = math.prod(degree for degree in named.values() if degree != -1)
     rule = "does not divide" if -1 in named.values() else "is not"
     choices = _choices(named, world_size)
@@ -90,10 +116,15 @@ def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
         fitting = world_size // others
         if len(free) < len(named):
             fitting = min(_divisors(fitting), key=lambda divisor: (abs(math.log(divisor / named[name])), divisor))
-        single.append(f"{_KEYS[name]} = {fitting}")
+        single.append(f"{_KEYS[name]}{_product(name)} = {fitting}")
     if single:
         return single
-    return [", ".join(f"{_KEYS[name]} = {degree}" for name, degree in _nearest(named, world_size).items())]
+    nearest = _nearest(named, world_size)
+    return [", ".join(f"{_KEYS[name]}{_product(name)} = {degree}" for name, degree in nearest.items())]
+
+
+def _product(name: str) -> str:
+    return " (product)" if name == "domain" else ""
 
 
 def _nearest(named: Mapping[str, int], world_size: int) -> dict[str, int]:

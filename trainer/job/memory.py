@@ -48,6 +48,8 @@ class RankMemory:
 
 def rank_memory(job: "ResolvedJob") -> RankMemory:
     """Return an estimate of what the largest rank of the job holds."""
+    if job.model.task == "fields":
+        return _of_fields(job)
     return max((_of_stage(job, pp_rank) for pp_rank in range(job.degrees.pp)), key=lambda memory: memory.total)
 
 
@@ -63,8 +65,9 @@ def check_memory(job: "ResolvedJob", available: int | None) -> None:
         floor += memory.weights + memory.gradients + memory.optimizer
     if floor > limit:
         has = f"it has {size_words(limit)}" if available else "no device has that"
+        what = "fields" if job.config.trains_fields else f"training.seq_len = {job.config.training.seq_len}"
         raise ConfigError(
-            f"training.seq_len = {job.config.training.seq_len} and model.flavor = {job.config.model.flavor!r} take at "
+            f"{what} and model.flavor = {job.config.model.flavor!r} take at "
             f"least {size_words(floor)} a rank for weights, gradients, optimizer, rotary table and batch, and {has}; "
             "use a shorter length, a smaller model, or more ranks that shard it"
         )
@@ -76,6 +79,26 @@ def size_words(size: float) -> str:
         if size >= 2**power:
             return f"{size / 2**power:,.{1 if size < 100 * 2**power else 0}f} {unit}"
     return f"{size / 2**20:,.{1 if size < 10 * 2**20 else 0}f} MiB"
+
+
+def _of_fields(job: "ResolvedJob") -> RankMemory:
+    degrees, training, model = job.degrees, job.config.training, job.model
+    stored, compute = ITEMSIZE[training.dtype], ITEMSIZE[job.compute_dtype]
+    shards, whole = degrees.dp_shard * degrees.cp, math.ceil(model.n_params() / degrees.tp)
+    local = math.ceil(whole / shards)
+    share = math.prod(
+        max(map(layout.local_length, range(layout.degree))) / layout.length for layout in job.field_layouts
+    )
+    points = training.local_batch_size * share
+    return RankMemory(
+        weights=local * stored,
+        gradients=local * stored,
+        optimizer=2 * local * stored,
+        gathered=0 if shards == 1 else 2 * whole // model.n_layers * (compute + max(compute, 4)),
+        activations=round(points * model.kept_elements() * compute),
+        logits=0,
+        tables=round(2 * points * model.channels * job.positions * max(compute, 4)),
+    )
 
 
 def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:

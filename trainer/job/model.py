@@ -7,20 +7,25 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizer import vocab_size_of
 from trainer.job.degrees import Degrees
+from trainer.job.fields import check_task, shape_of_fields
 from trainer.models.args import ModelArgs
-from trainer.models.registry import model_args
+from trainer.models.registry import flavor_args, model_args
 
 
 def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelArgs:
     """Return the arguments of the model that the configuration names, with its tokenizer's vocabulary.
 
-    missing: takes the message about a tokenizer that is not on this machine; the model then has the vocabulary of its
-    family's default arguments.
+    missing: takes the message about a tokenizer, or fields, that are not on this machine; the model then has the
+    vocabulary of its family's default arguments, or fields of an assumed shape.
 
     Raises:
-        ConfigError: no such model, flavor or tokenizer.
+        ConfigError: no such model, flavor, tokenizer or fields, or a model of another kind of data.
     """
     # The model's name is checked before the tokenizer.
+    args = flavor_args(config.model)
+    check_task(config, args)
+    if args.task == "fields":
+        return args.of_fields(*shape_of_fields(config, missing))
     args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
     if config.model.tokenizer_path == "":
         raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")

@@ -6,13 +6,14 @@ from functools import partial
 
 from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import check_source
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.pipeline_stages import PipelinePlan
+from trainer.distributed.sharding.layout import AxisLayout
 from trainer.job.attention import batch_chooser, kernel_of, resolve_attention, with_head_degree
 from trainer.job.compilation import CompileOptions, resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
+from trainer.job.fields import check_data, resolve_fields
 from trainer.job.files import check_checkpoint, check_dump_folder
 from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
@@ -36,6 +37,8 @@ class ResolvedJob:
     """Options of planned attention; None: plain causal attention on one rank."""
     attention_reason: str
     """Why `auto` chose its method; empty if the configuration names one."""
+    field_layouts: tuple[AxisLayout, ...]
+    """Which rank has which rows of each axis of a field that is sharded; none for tokens."""
     pipeline: PipelinePlan | None
     compilation: CompileOptions
     notes: tuple[str, ...]
@@ -58,6 +61,11 @@ class ResolvedJob:
         return self.micro_batches * self.config.training.local_batch_size * self.degrees.dp
 
     @property
+    def positions(self) -> int:
+        """Positions of a sample: tokens of a sequence, or points of a field."""
+        return self.model.height * self.model.width if self.model.task == "fields" else self.config.training.seq_len
+
+    @property
     def kernel(self) -> str:
         """Name of the kernel of planned attention; empty without a plan.
 
@@ -76,6 +84,8 @@ class ResolvedJob:
         """Return the job on this type of device, for which `auto` may choose another method."""
         if device_type == self.device_type:
             return self
+        if self.model.task == "fields":
+            return replace(self, device_type=device_type)
         attention, reason = resolve_attention(self.config, self.model, device_type)
         degrees = with_head_degree(self.degrees, attention)
         return replace(self, device_type=device_type, attention=attention, attention_reason=reason, degrees=degrees)
@@ -103,19 +113,24 @@ def resolve(
         tp=parallelism.tensor_parallel_degree,
         pp=parallelism.pipeline_parallel_degree,
         world_size=world_size,
+        domain=parallelism.domain_parallel_degrees,
     )
     notes = check_effects(config, degrees)
     check_batch(config, degrees)
     model = resolve_model(config, missing)
     check_tensor_parallel_sizes(model, config.model.flavor, degrees)
-    pipeline = resolve_pipeline(config, model)
-    attention, reason = resolve_attention(config, model, device_type)
-    check_float8(config, model, degrees)
+    layouts: tuple[AxisLayout, ...] = ()
+    pipeline, attention, reason = None, None, ""
+    if model.task == "fields":
+        layouts = resolve_fields(config, model, degrees)
+    else:
+        pipeline = resolve_pipeline(config, model)
+        attention, reason = resolve_attention(config, model, device_type)
+        check_float8(config, model, degrees)
     compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
-    training = config.training
     for check in (
-        partial(check_source, training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp),
+        partial(check_data, config, degrees),
         partial(check_trackers, config),
     ):
         try:
@@ -126,4 +141,4 @@ def resolve(
             missing.append(str(error))
     check_checkpoint(config, model)
     degrees = with_head_degree(degrees, attention)
-    return ResolvedJob(config, degrees, device_type, model, attention, reason, pipeline, compilation, notes)
+    return ResolvedJob(config, degrees, device_type, model, attention, reason, layouts, pipeline, compilation, notes)

@@ -25,6 +25,7 @@ def summary(job: ResolvedJob) -> str:
         "step": [_step(job)],
         "mesh": [_mesh(job), *mesh_picture(job.degrees)],
         "pipeline": [_pipeline(job)],
+        "fields": [_fields(job)],
         "attention": [_attention(job)],
         "precision": [_precision(job)],
         "recomputed": [_recomputed(job)],
@@ -55,22 +56,27 @@ def closing(job: ResolvedJob, *, checkpoint: Path | None, program: str) -> str:
         lines.append(f"{'weights':{_TOPIC}}not saved; --checkpoint.enable saves them")
     else:
         lines.append(f"{'weights':{_TOPIC}}{checkpoint}")
-        lines.append(f"{'next':{_TOPIC}}{program} generate {folder} --prompt '...'")
+        if not job.config.trains_fields:
+            lines.append(f"{'next':{_TOPIC}}{program} generate {folder} --prompt '...'")
         lines.append(f"{'':{_TOPIC}}the same command with a larger --training.steps trains on")
     return "\n".join(lines)
 
 
 def _model(job: ResolvedJob) -> str:
     settings, model = job.config.model, job.model
-    return (
-        f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.n_layers} layers of width "
-        f"{model.dim}, {model.n_heads} query and {model.n_kv_heads} key/value heads of {model.head_dim}"
-    )
+    return f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.words()}"
 
 
 def _data(job: ResolvedJob) -> str:
     training = job.config.training
     source = training.dataset + (f" {training.dataset_path}" if training.dataset_path else "")
+    if job.config.trains_fields:
+        model, fields = job.model, job.config.fields
+        return (
+            f"{source}: {model.channels} channels on {model.height} x {model.width} points, in {training.data_streams} "
+            f"streams; predicted {fields.lead} frame{'s' * (fields.lead > 1)} ahead; {fields.held_out} trajectories "
+            "held out"
+        )
     return (
         f"{source}, in {training.data_streams} streams; tokenizer {Path(job.config.model.tokenizer_file).name} with "
         f"{job.model.vocab_size:,} tokens"
@@ -79,17 +85,17 @@ def _data(job: ResolvedJob) -> str:
 
 def _step(job: ResolvedJob) -> str:
     training, sequences = job.config.training, job.sequences_per_step
-    tokens = sequences * training.seq_len
+    tokens = sequences * job.positions
+    position, sample = ("points", "field") if job.config.trains_fields else ("tokens", "sequence")
     whole = training.steps * tokens
     millions = (
         f"{whole:,}" if whole < 1e6 else f"{whole / 1e6:,.1f} million" if whole < 1e9 else f"{whole / 1e9:,.1f} billion"
     )
     return (
-        f"{tokens:,} tokens: {sequences} sequences of {training.seq_len:,} = {job.micro_batches} micro-batch"
+        f"{tokens:,} {position}: {sequences} {sample}s of {job.positions:,} = {job.micro_batches} micro-batch"
         f"{'es' * (job.micro_batches > 1)} x {training.local_batch_size} "
-        f"sequence{'s' * (training.local_batch_size > 1)} x {job.degrees.dp} data-parallel "
-        f"rank{'s' * (job.degrees.dp > 1)}; {training.steps:,} steps are {millions} "
-        "tokens"
+        f"{sample}{'s' * (training.local_batch_size > 1)} x {job.degrees.dp} data-parallel "
+        f"rank{'s' * (job.degrees.dp > 1)}; {training.steps:,} steps are {millions} {position}"
     )
 
 
@@ -99,7 +105,9 @@ def _mesh(job: ResolvedJob) -> str:
     shards, replicas = degrees.dp_shard * degrees.cp, degrees.dp_replicate
     if degrees.world_size == 1:
         return f"one {device}"
-    whose = "dp_shard x cp" if degrees.dp_shard > 1 and degrees.cp > 1 else "cp" if degrees.cp > 1 else "dp_shard"
+    shared = "domain" if degrees.domain else "cp"
+    whose = f"dp_shard x {shared}" if degrees.dp_shard > 1 and degrees.cp > 1 else shared
+    whose = whose if degrees.cp > 1 else "dp_shard"
     sharded = f"{whose} = {shards} ranks shard parameters and optimizer (FSDP)" if shards > 1 else ""
     copies = f"{replicas} copies of them (HSDP)" if shards > 1 else f"{replicas} copies of the parameters (DDP)"
     parts = [part for part in (sharded, copies if replicas > 1 else "") if part]
@@ -117,8 +125,19 @@ def _pipeline(job: ResolvedJob) -> str:
     )
 
 
+def _fields(job: ResolvedJob) -> str:
+    parts = []
+    for axis, layout in zip(("height", "width"), job.field_layouts, strict=False):
+        rows = [layout.local_length(rank) for rank in range(layout.degree)]
+        shown = ", ".join(map(str, rows)) if len(rows) <= 8 else f"{rows[0]}, {rows[1]} ... {rows[-1]}"
+        parts.append(f"{axis} {layout.length} as {shown}")
+    return f"divided over the domain: {'; '.join(parts)}" if parts else ""
+
+
 def _attention(job: ResolvedJob) -> str:
     config, options = job.config, job.attention
+    if config.trains_fields:
+        return ""
     if options is None:
         return "causal, by PyTorch itself: one rank has the whole sequence"
     mask = {"causal": "causal mask", "document": "causal mask within packed documents"}[config.training.attention_mask]

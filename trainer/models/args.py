@@ -14,12 +14,32 @@ class ModelArgs(Protocol):
     """
 
     __dataclass_fields__: dict[str, Any]
+    task: ClassVar[str]
+    """What it is trained on: 'tokens' (`DecoderArgs`) or 'fields' (`FieldArgs`)."""
     free_to_change: ClassVar[frozenset[str]]
     """Fields that saved tensors do not depend on: a run may resume with other values."""
 
+    norms_have_parameters: bool
+    n_layers: int
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the sizes that a tensor-parallel degree must divide, by their names in messages; none: no TP."""
+
+    def n_params(self) -> int:
+        """Return the number of parameters; a tied embedding counts once."""
+
+    def flops_per_token(self, seq_len: int) -> tuple[float, float]:
+        """Return FLOPs of a training step per position of a sample of `seq_len`, as (full, causal) attention counts."""
+
+    def words(self) -> str:
+        """Return what it consists of, such as `4 layers of width 256`."""
+
+
+class DecoderArgs(ModelArgs, Protocol):
+    """Arguments of a language model."""
+
     dim: int
     """Size of a token's hidden state."""
-    n_layers: int
     n_heads: int
     """Query heads."""
     n_kv_heads: int
@@ -28,7 +48,6 @@ class ModelArgs(Protocol):
     vocab_size: int
     tie_embeddings: bool
     """Whether one matrix is both embedding and output."""
-    norms_have_parameters: bool
 
     def configured(self: Self, settings: Model, *, vocab_size: int, max_seq_len: int) -> Self:
         """Return the arguments with table `[model]`, the vocabulary and the sequence length applied.
@@ -46,16 +65,25 @@ class ModelArgs(Protocol):
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
 
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Return the sizes that a tensor-parallel degree must divide, by their names in messages."""
 
-    def n_params(self) -> int:
-        """Return the number of parameters; a tied embedding counts once."""
+class FieldArgs(ModelArgs, Protocol):
+    """Arguments of a model of fields (channels, height, width)."""
 
-    def flops_per_token(self, seq_len: int) -> tuple[float, float]:
-        """Return model FLOPs per token of a training step, counting (full, causal) attention."""
+    channels: int
+    height: int
+    width: int
+
+    def of_fields(self: Self, channels: int, height: int, width: int) -> Self:
+        """Return the arguments for fields of this shape.
+
+        Raises:
+            ConfigError: sizes that the model cannot have.
+        """
+
+    def kept_elements(self) -> int:
+        """Return the elements of a sample's activations that are kept for the backward, about."""
 
 
-def has_windows(args: ModelArgs) -> bool:
+def has_windows(args: DecoderArgs) -> bool:
     """Return whether some layer sees a sliding window only."""
     return any(args.window_of_layer(layer) is not None for layer in range(args.n_layers))

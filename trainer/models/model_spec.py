@@ -12,8 +12,27 @@ from trainer.job.record import ResolvedJob
 from trainer.models.registry import MODELS
 
 
-class Decoder(Protocol):
-    """A language model for the loop: an `nn.Module` with these methods, built on meta, then initialised."""
+class Model(Protocol):
+    """A model for the loop: an `nn.Module` with these methods, built on meta, then initialised.
+
+    A model of fields takes a `DomainTensor` of fields, (B, C, height, width), and its output is the change of each.
+    """
+
+    def __call__(self, inputs: Any) -> Any:
+        """Inputs -> hidden states."""
+
+    def output(self, hidden: Any) -> Any:
+        """Hidden states -> what the task's losses take. Not a part of the forward, so that a loss can be chunked."""
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        """Draw the whole parameter of that name in place, before it is sharded."""
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Set every buffer to its first value; persistent buffers are part of a checkpoint."""
+
+
+class Decoder(Model, Protocol):
+    """A language model for the loop."""
 
     def __call__(
         self,
@@ -27,13 +46,7 @@ class Decoder(Protocol):
         """
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: (B, S, dim) -> logits: (B, S, vocab). Not a part of the forward, so that a loss can be chunked."""
-
-    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Draw the whole parameter of that name in place, before it is sharded."""
-
-    def init_buffers(self, device: torch.device) -> None:
-        """Set every buffer to its first value; persistent buffers are part of a checkpoint."""
+        """hidden: (B, S, dim) -> logits: (B, S, vocab)."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +64,18 @@ class ModelSpec:
     """One model family: everything that the trainer calls."""
 
     name: str
-    build: Callable[[Any], Decoder]
+    build: Callable[[Any], Model]
     """Model arguments -> model, on the meta device; the trainer casts it to the storage data type."""
-    keep_stage: Callable[[Decoder, Collection[str]], None]
-    """Remove all but the named modules of a pipeline stage from a whole model. Names of parameters stay; the forward
-    takes the previous stage's hidden states instead of tokens."""
-    parallelize: Callable[[Decoder, ParallelDims, ResolvedJob], None]
+    parallelize: Callable[[Model, ParallelDims, ResolvedJob], None]
     """Apply parallelism from outside to the model on meta, or to a stage of it, in place."""
-    cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]]
-    """Model part -> its buffers that have a row per position, each with the dimension of the positions."""
+    keep_stage: Callable[[Decoder, Collection[str]], None] | None = None
+    """Of decoders: remove all but the named modules of a pipeline stage from a whole model. Names of parameters stay;
+    the forward takes the previous stage's hidden states instead of tokens."""
+    cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]] = lambda part: []
+    """Of decoders: model part -> its buffers that have a row per position, each with the dimension of the positions."""
     state_dict_adapter: Callable[[Any, str], Counterpart] | None = None
     """(model arguments, name of a parameter or persistent buffer) -> its counterpart at Hugging Face."""
-    after_step: Callable[[Sequence[Decoder], ParallelDims], None] = lambda model_parts, dims: None
+    after_step: Callable[[Sequence[Model], ParallelDims], None] = lambda model_parts, dims: None
     """(model parts of this rank, meshes): update state without gradients, in place, after each optimizer step.
 
     A forward sees the tokens of this rank only (reduce over `dp_cp`, with sequence parallelism also over `tp`). It runs

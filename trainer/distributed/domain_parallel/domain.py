@@ -12,24 +12,17 @@ the result's domain, so that shards of any sizes stay described:
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.sharding.exchange import all_gather
-from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.layout import contiguous as balanced
 from trainer.distributed.sharding.ranges import Ranges, union
 
 __all__ = ["Axis", "Domain", "balanced", "gathered", "sized"]
-
-
-def sized(sizes: Sequence[int]) -> AxisLayout:
-    """Return the layout in which rank r owns the next sizes[r] rows; any may be 0 or 1."""
-    ends = accumulate((int(size) for size in sizes), initial=0)
-    return AxisLayout("sized", sum(sizes), tuple(union([piece]) for piece in pairwise(ends)))
 
 
 def gathered(rows: int, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> AxisLayout:

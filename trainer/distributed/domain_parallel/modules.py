@@ -9,7 +9,7 @@ circular padding is another matter: torch pads in a step of its own, which gives
 `DomainConv2d` and its kin fetch the rows of the other end as a halo, so that the layout stays.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,6 +20,9 @@ from torch.func import functional_call
 
 from trainer.distributed.domain_parallel.convolution import conv
 from trainer.distributed.domain_parallel.dispatch import is_sharded, map_tensors
+from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.domain_parallel.elementwise import own_part
+from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 
 
@@ -51,6 +54,28 @@ def _is_handled(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: object) -> bool:
 def _convolve(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: DomainTensor) -> DomainTensor:
     options = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
     return DomainTensor(*conv(x.local, x.domain, module.weight, module.bias, **options))
+
+
+class NeighborhoodAttention(nn.Module):
+    """Neighbourhood attention of whole and sharded tensors; options as of `neighborhood_attention`."""
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        *,
+        dilation: int | Sequence[int] = 1,
+        stride: int | Sequence[int] = 1,
+        is_causal: bool | Sequence[bool] = False,
+    ) -> None:
+        super().__init__()
+        self.options = {"kernel_size": kernel_size, "dilation": dilation, "stride": stride, "is_causal": is_causal}
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        """q: (B, *spatial, H, D); k, v: (B, *spatial, K, D) -> (B, *spatial, H, D)."""
+        if not isinstance(q, DomainTensor):
+            return neighborhood_attention(q, k, v, Domain({}), **self.options)[0]
+        k, v = (own_part(x, q.domain, x.shape) for x in (k, v))
+        return DomainTensor(*neighborhood_attention(q.local, k, v, q.domain, **self.options))
 
 
 DROP_INS: Mapping[type[nn.Module], type[nn.Module]] = {

@@ -9,6 +9,7 @@ tokens, labels, positions and rotary tables, and undoes the cut. Shards may be u
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -74,6 +75,12 @@ def contiguous(seq_len: int, degree: int, *, multiple_of: int = 1) -> AxisLayout
     """Give rank r the r-th piece. Under a causal mask the last rank computes almost twice the mean."""
     cuts = _cuts(seq_len, degree, multiple_of)
     return AxisLayout("contiguous", seq_len, tuple(union([piece]) for piece in pairwise(cuts)))
+
+
+def sized(sizes: Sequence[int]) -> AxisLayout:
+    """Return the layout in which rank r owns the next sizes[r] rows; any may be 0 or 1."""
+    ends = accumulate((int(size) for size in sizes), initial=0)
+    return AxisLayout("sized", sum(sizes), tuple(union([piece]) for piece in pairwise(ends)))
 
 
 def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> AxisLayout:

@@ -15,6 +15,7 @@ from trainer.models.common.shapes import RopeScaling, decoder_linear_shapes, dec
 class TransformerArgs:
     """Arguments of one decoder. `vocab_size` and `max_seq_len` come from the tokenizer and `training.seq_len`."""
 
+    task: ClassVar[str] = "tokens"
     # The same weights serve other lengths and other positions.
     free_to_change: ClassVar[frozenset[str]] = frozenset(
         ["max_seq_len", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_every"]
@@ -102,6 +103,10 @@ class TransformerArgs:
         attention = 12.0 * self.n_heads * self.head_dim
         keys = sum(self._keys_per_query(layer, seq_len) for layer in range(self.n_layers))
         return matrices + attention * self.n_layers * seq_len, matrices + attention * keys
+
+    def words(self) -> str:
+        heads = f"{self.n_heads} query and {self.n_kv_heads} key/value heads of {self.head_dim}"
+        return f"{self.n_layers} layers of width {self.dim}, {heads}"
 
     def _keys_per_query(self, layer: int, seq_len: int) -> float:
         """Return the mean number of keys that a query of this layer sees."""

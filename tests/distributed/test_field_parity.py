@@ -1,0 +1,78 @@
+"""Law: models of fields train as in one process on every layout of ranks and rows, float64 to 1e-12 of each tensor."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.distributed.harness import Record, assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+
+TOLERANCE = 1e-11  # Adam divides by the root of squares; gradients themselves agree to 1e-13
+DOMAIN = "--parallelism.domain_parallel_degrees"
+ROWS = "--parallelism.domain_parallel_rows"
+LAYOUTS = {
+    "2": (2, [f"{DOMAIN}=2"]),
+    "2 uneven": (2, [f"{DOMAIN}=2", f"{ROWS}=11,5"]),
+    "1 x 2": (2, [f"{DOMAIN}=1,2", f"{ROWS}=16;5,7"]),
+    "4, one empty": (4, [f"{DOMAIN}=4", f"{ROWS}=9,0,1,6"]),
+    "2 x 2 uneven": (4, [f"{DOMAIN}=2,2", f"{ROWS}=9,7;3,9"]),
+    "fsdp2 + 2": (4, ["--parallelism.data_parallel_shard_degree=2", f"{DOMAIN}=2", f"{ROWS}=5,11"]),
+    "hsdp + 2": (4, ["--parallelism.data_parallel_replicate_degree=2", f"{DOMAIN}=2", f"{ROWS}=3,13"]),
+}
+TENSOR_PARALLEL = {
+    "tp2": (2, ["--parallelism.tensor_parallel_degree=2"]),
+    "tp2 + 2": (4, ["--parallelism.tensor_parallel_degree=2", f"{DOMAIN}=2", f"{ROWS}=11,5"]),
+}
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Random smooth fields that drift, 3 channels on 16 x 12 points."""
+    path, shape = tmp_path_factory.mktemp("fields") / "fields.zarr", (6, 1, 3, 16, 12)
+    waves = np.fft.rfft2(np.random.default_rng(0).standard_normal(shape))
+    heights, widths = np.fft.fftfreq(16)[:, None] * 16, np.fft.rfftfreq(12) * 12
+    start = np.fft.irfft2(waves * np.exp(-(heights**2 + widths**2) / 8), s=shape[-2:])
+    x = np.concatenate([np.roll(start, t, axis=-1) for t in range(10)], 1).astype(np.float32)
+    write(path, x)
+    yield str(path)
+
+
+def write(path: Path, x: np.ndarray) -> None:
+    group = zarr.open_group(path, mode="w")
+    group.create_array("fields", shape=x.shape, chunks=(1, 1, 3, 8, 6), dtype="float32")[:] = x
+    mean, std = x.mean((0, 1, 3, 4)).tolist(), x.std((0, 1, 3, 4)).tolist()
+    group.attrs.update({"format_version": 1, "channels": ["a", "b", "c"], "mean": mean, "std": std})
+
+
+def arguments(model: str, path: str, *more: str) -> list[str]:
+    return [
+        f"--model.name={model}",
+        "--model.flavor=debugmodel",
+        "--training.dataset=fields",
+        f"--training.dataset_path={path}",
+        "--training.data_streams=4",
+        "--training.global_batch_size=4",
+        "--training.local_batch_size=2",
+        "--training.dtype=float64",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def references(pool: WorkerPool, fields: str) -> dict[str, Record]:
+    return {model: pool.run(1, run_layout, arguments(model, fields))[0] for model in ("unet", "nat")}
+
+
+CASES = [(model, layout) for model in ("unet", "nat") for layout in LAYOUTS] + [("nat", tp) for tp in TENSOR_PARALLEL]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_every_layout_trains_as_one_process(
+    pool: WorkerPool, fields: str, references: dict[str, Record], model: str, layout: str
+) -> None:
+    world, more = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    got = pool.run(world, run_layout, arguments(model, fields, *more))
+    assert_parity(got[0], references[model], TOLERANCE)

@@ -1,0 +1,104 @@
+"""Tokens: the next one of each is the target. Context-parallel ranks share a sequence."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+
+from trainer.components.loss import count_valid, token_losses
+from trainer.data.datasets import open_source
+from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.planning.options import BatchPlan
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.tensor_parallel import loss_context
+from trainer.job.record import ResolvedJob
+from trainer.models.model_spec import Decoder, model_spec
+from trainer.runtime.console import logger
+from trainer.tasks.task import Batch, Share
+
+
+class LanguageTask:
+    """A batch has tokens, labels (already shifted), positions and document_ids, each (B, S) int64.
+
+    With packed documents it also has `plan`, a `BatchPlan`.
+    """
+
+    losses = staticmethod(token_losses)
+
+    def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
+        self.job, self.config, self.dims = job, job.config, dims
+        self.spec = model_spec(job.config.model.name)
+        self.methods_told: set[str] = set()
+
+    def build_loader(self) -> BatchLoader:
+        training = self.config.training
+        return BatchLoader(
+            open_source(training.dataset, training.dataset_path),
+            Tokenizer(self.config.model.tokenizer_file),
+            seq_len=training.seq_len,
+            local_batch_size=training.local_batch_size,
+            data_streams=training.data_streams,
+            seed=training.seed,
+            dp_rank=self.dims.rank("dp"),
+            dp_degree=self.dims.size("dp"),
+            plan=self.batch_planner,
+        )
+
+    @property
+    def batch_planner(self) -> Callable[[Mapping[str, np.ndarray]], BatchPlan] | None:
+        """A function that plans the attention of a batch when the batch is made; None without packed documents."""
+        if self.config.training.attention_mask != "document":
+            return None
+        settings = {"options": self.job.attention, "choose": self.job.method_chooser()}
+        return partial(BatchPlan.of, degree=self.dims.size("cp"), **settings)
+
+    def identity(self, batch: Batch) -> int:
+        return batch_hash(batch)
+
+    def counts(self, batch: Batch) -> torch.Tensor:
+        return count_valid(batch["labels"], dim=1)
+
+    @contextmanager
+    def opened(self, batch: Batch, model_parts: Sequence[Decoder]) -> Iterator[Share]:
+        disabled = self.config.parallelism.disable_loss_parallel
+        with (
+            self.sequence_context(batch, model_parts) as plan,
+            loss_context(self.dims["tp"], disabled=disabled),
+        ):
+            arguments = {"positions": self._positions(batch), "attention_plan": plan}
+            yield Share(batch["tokens"], arguments, batch["labels"])
+
+    @contextmanager
+    def sequence_context(self, batch: Batch, model_parts: Sequence[Decoder]) -> Iterator[torch.Tensor | None]:
+        """Cut the sequences over context-parallel ranks, in place, inside; yield the plan for the model's attention."""
+        if self.job.attention is None:
+            yield None
+            return
+        positions = self._positions(batch)
+        # Either the given positions are cut, or the tables that have a row per position.
+        tables = [table for part in model_parts for table in self.spec.cp_buffers(part)]
+        per_token = tables if positions is None else [(positions, 1)]
+        tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
+        plan: BatchPlan | None = batch.get("plan")
+        if plan and plan.reason and plan.options.method not in self.methods_told:
+            self.methods_told.add(plan.options.method)
+            logger.info(f"attention: for the documents of this batch auto chose {plan.reason}")
+        with context_parallel(
+            self.dims.hybrid_mesh if self.job.attention.spread.two_level else self.dims["cp"],
+            buffers=tensors,
+            buffer_seq_dims=seq_dims,
+            mask=plan and plan.mask,
+            load_balancer=plan and plan.layout,
+            options=plan.options if plan else self.job.attention,
+            sequences=batch["tokens"].shape[0],
+            check_consistency=self.config.comm.check_consistency,
+        ) as cp:
+            yield cp.attention_plan
+
+    def _positions(self, batch: Batch) -> torch.Tensor | None:
+        """Return positions (B, S) within each document for packed documents; None: the model counts from 0."""
+        return batch["positions"] if self.config.training.attention_mask == "document" else None

@@ -1,0 +1,50 @@
+"""The interface of a task to the loop."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from trainer.models.model_spec import Model
+
+Batch = dict[str, Any]
+
+
+class Loader(Protocol):
+    """Endless batches of one data-parallel rank, with a position that is saved; see trainer/data/loader.py."""
+
+    epoch: float
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def state_dict(self) -> dict[int, dict[str, int]]: ...
+
+    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None: ...
+
+
+class Share(NamedTuple):
+    """What this rank computes of a batch: the model's inputs, its other arguments by name, and the targets."""
+
+    inputs: Any
+    arguments: Mapping[str, torch.Tensor | None]
+    targets: torch.Tensor
+
+
+class Task(Protocol):
+    """What a batch is, how ranks share it, and the loss of a position."""
+
+    def build_loader(self) -> Loader:
+        """Return the loader of this rank's share of the data."""
+
+    def identity(self, batch: Batch) -> int:
+        """Return a hash that the ranks which share a batch have in common."""
+
+    def counts(self, batch: Batch) -> torch.Tensor:
+        """Return the number of positions with a target in each whole sample: (B,) int64."""
+
+    def opened(self, batch: Batch, model_parts: Sequence[Model]) -> AbstractContextManager[Share]:
+        """Enter the context of forward AND backward, in which this rank has its share of the batch."""
+
+    def losses(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each position of this rank: (B, positions), in at least float32."""
