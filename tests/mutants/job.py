@@ -16,14 +16,14 @@ DATA = (
     ),
     Mutant(
         "the next row comes from the first stream",
-        "trainer/data/loader.py",
+        "trainer/data/streams.py",
         "key=lambda stream: stream.samples",
         "key=lambda stream: 0",
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
         "every epoch has the same order",
-        "trainer/data/loader.py",
+        "trainer/data/streams.py",
         "_EPOCH, self._stream, self._epoch)",
         "_EPOCH, self._stream, 0)",
         "tests/unit/test_data_loader.py",

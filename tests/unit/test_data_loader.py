@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tests.packing import pack
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import open_source
-from trainer.data.loader import BatchLoader, batch_hash, shuffled
+from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.packing import IGNORE_INDEX
+from trainer.data.streams import shuffled
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.context_parallel.planning.mask import causal, documents_of
 from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
