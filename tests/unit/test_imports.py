@@ -13,8 +13,8 @@ ROOMS = (
     (
         *("trainer.models.args", "trainer.models.common.shapes", "trainer.models.llama3.args"),
         *("trainer.models.unet.args", "trainer.models.nat.args"),
-        *("trainer.models.registry", "trainer.data.tokenizer", "trainer.data.datasets", "trainer.checkpoint.folder"),
-        *("trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
+        *("trainer.models.registry", "trainer.data.tokenizer", "trainer.data.datasets", "trainer.data.field_file"),
+        *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.pipeline_stages", f"{_CP}.planning"),
     ),
     ("trainer.job",),

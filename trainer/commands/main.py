@@ -17,6 +17,11 @@ COMMANDS = {
         "train a tokenizer on your text",
         "lct train-tokenizer --output my.tiktoken",
     ),
+    "make-fields": (
+        "make_fields",
+        "make 2-D fields to learn from, by solving equations",
+        "lct make-fields --output fields.zarr",
+    ),
     "download-tokenizer": ("download_tokenizer", "download a tokenizer of Llama 3", "lct download-tokenizer"),
 }
 

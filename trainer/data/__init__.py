@@ -1,4 +1,4 @@
-"""Text to batches: sources, tokenizer, packing, streams; see docs/data.md. These are the public names."""
+"""Text and fields to batches: sources, tokenizer, packing, streams; see docs/data.md. These are the public names."""
 
 from trainer.lazy import lazy_exports
 
@@ -9,5 +9,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "tokenizer": "Tokenizer",
         "packing": "IGNORE_INDEX PackedSequence",
         "loader": "BatchLoader",
+        "fields": "FieldLoader FieldSource persistence_error",
     },
 )

@@ -78,10 +78,10 @@ def check_source(name: str, path: str | None, data_streams: int, *, dp_degree: i
     check_streams(where, documents, data_streams, dp_degree)
 
 
-def check_streams(where: str, documents: int, data_streams: int, dp_degree: int) -> None:
+def check_streams(where: str, documents: int, data_streams: int, dp_degree: int, *, item: str = "document") -> None:
     """Check that every data stream has a document, and every data-parallel rank the same number of streams.
 
-    where: the data set, as the message names it.
+    where: the data set, as the message names it; item: what it has in place of documents.
 
     Raises:
         ConfigError: there are fewer documents than ranks or streams, or the degree does not divide the streams.
@@ -90,21 +90,20 @@ def check_streams(where: str, documents: int, data_streams: int, dp_degree: int)
     above = _next_multiple(data_streams, dp_degree)
     if not documents:
         also = "" if above == data_streams else f" and training.data_streams = {above}"
-        raise ConfigError(f"{where} holds no text, and {streams} needs as many documents; give {above} documents{also}")
+        raise ConfigError(f"{where} holds no text, and {streams} needs as many {item}s; give {above} {item}s{also}")
     if documents < dp_degree:
-        held = f"{documents} document{'s' if documents > 1 else ''}"
+        held = f"{documents} {item}{'s' if documents > 1 else ''}"
         ranks = f"{documents} data-parallel rank{'s' if documents > 1 else ''}"
         raise ConfigError(
             f"{where} has {held}, and each of {dp_degree} data-parallel ranks needs one of its own; give {dp_degree} "
-            f"documents and training.data_streams = {dp_degree}, or use {ranks} (more ranks can be context-parallel) "
+            f"{item}s and training.data_streams = {dp_degree}, or use {ranks} (more ranks can be context-parallel) "
             f"and training.data_streams = {documents}"
         )
     below = min(data_streams, documents) // dp_degree * dp_degree
     if data_streams > documents:
         multiple = f", a multiple of the data-parallel degree {dp_degree}" if dp_degree > 1 else ""
         raise ConfigError(
-            f"{streams} needs as many documents and {where} has {documents}; "
-            f"the largest that works is {below}{multiple}"
+            f"{streams} needs as many {item}s and {where} has {documents}; the largest that works is {below}{multiple}"
         )
     if data_streams % dp_degree:
         works = " or ".join(str(number) for number in (below, above) if 0 < number <= documents)

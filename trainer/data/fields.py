@@ -1,0 +1,112 @@
+"""Batches of pairs of frames of a field, each rank its part of the grid, and the error of persistence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+import torch
+
+from trainer.config.errors import ConfigError
+from trainer.data.datasets import check_streams
+from trainer.data.field_file import FieldSource, Part
+from trainer.data.streams import ItemStream, StreamLoader, dealt
+
+__all__ = ["FieldLoader", "FieldSource", "check_fields", "persistence_error"]
+
+
+def check_fields(source: FieldSource, *, lead: int, held_out: int) -> None:
+    """Check that a file has frames to predict, and trajectories to train on.
+
+    lead: how many frames ahead; held_out: the number of last trajectories that are kept from training.
+
+    Raises:
+        ConfigError: a lead below 1 or beyond the last frame, or no trajectory for training.
+    """
+    if not 1 <= lead < source.times:
+        raise ConfigError(
+            f"a lead of {lead} frames must be at least 1 and below the {source.times} frames of a trajectory of "
+            f"{source.path}; take another lead, or make longer trajectories"
+        )
+    if not 0 <= held_out < source.trajectories:
+        raise ConfigError(
+            f"{held_out} held-out trajectories must be at least 0 and leave one of the {source.trajectories} of "
+            f"{source.path} for training; hold out fewer, or make more"
+        )
+
+
+class FieldLoader(StreamLoader[ItemStream]):
+    """Endless batches of this rank's part of pairs of frames, of the streams of its data-parallel rank.
+
+    A batch is a dict. `inputs` (local_batch_size, channels, rows, columns) are the frames at time t, and `targets`, of
+    the same shape, the frames at t + lead. Both are float32, normalised by the file's mean and standard deviation.
+    `sample_numbers` (local_batch_size, 2) int64 are trajectory and t, the same on all ranks of one `dp_rank`. The order
+    is that of `streams.py`. All iterators share the position: a new one goes on where the last one stopped.
+
+    part: rows and columns of this rank; None: the whole grid. held_out: the last trajectories, which are never trained
+    on.
+
+    Raises:
+        ConfigError: see `check_fields`; `dp_degree` does not divide `data_streams`, or there are fewer samples than
+            streams.
+    """
+
+    def __init__(
+        self,
+        source: FieldSource,
+        *,
+        local_batch_size: int,
+        data_streams: int,
+        seed: int,
+        dp_rank: int,
+        dp_degree: int,
+        lead: int = 1,
+        held_out: int = 0,
+        part: Part | None = None,
+    ) -> None:
+        check_fields(source, lead=lead, held_out=held_out)
+        trajectories, self._starts = source.trajectories - held_out, source.times - lead
+        samples = trajectories * self._starts
+        check_streams(source.path, samples, data_streams, dp_degree, item="sample")
+        self._source, self._batch_size, self._lead, self._part = source, local_batch_size, lead, part
+        self._held_out = range(trajectories, source.trajectories)
+        streams = {
+            s: ItemStream(items, stream=s, seed=seed)
+            for s, items in dealt(samples, data_streams, seed, dp_rank, dp_degree)
+        }
+        fixed = {"data_streams": data_streams, "seed": seed}
+        super().__init__(streams, fixed | {"trajectories": trajectories, "times": source.times, "lead": lead})
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            items = [self._next_stream().next_item() for _ in range(self._batch_size)]
+            yield self._batch([divmod(item, self._starts) for item in items])
+
+    def evaluation_samples(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield batches of all pairs of the held-out trajectories in order, the last batch as small as it comes.
+
+        Every data-parallel rank gets all of them, so that all ranks do the same number of steps.
+        """
+        pairs = list(product(self._held_out, range(self._starts)))
+        for first in range(0, len(pairs), self._batch_size):
+            yield self._batch(pairs[first : first + self._batch_size])
+
+    def _batch(self, pairs: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        times = (slice(t, t + self._lead + 1, self._lead) for _, t in pairs)
+        frames = [self._source.read(pair[0], both, self._part) for pair, both in zip(pairs, times, strict=True)]
+        inputs, targets = torch.from_numpy(np.stack(frames, axis=1))
+        return {"inputs": inputs.clone(), "targets": targets.clone(), "sample_numbers": torch.tensor(pairs)}
+
+
+def persistence_error(source: FieldSource, lead: int, held_out: int) -> float:
+    """Return the error of the forecast that nothing changes: the mean squared change of normalised held-out frames.
+
+    Raises:
+        ConfigError: see `check_fields`; no trajectory is held out.
+    """
+    check_fields(source, lead=lead, held_out=held_out)
+    if not held_out:
+        raise ConfigError(f"no trajectory of {source.path} is held out, so that there is no error; hold out at least 1")
+    whole = (source.read(i, slice(None)) for i in range(source.trajectories - held_out, source.trajectories))
+    return float(np.mean([np.square(frames[lead:] - frames[:-lead], dtype=np.float64).mean() for frames in whole]))
