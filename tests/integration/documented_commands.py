@@ -258,6 +258,13 @@ RULES = [
         why="4,096 words take minutes; later commands need the shipped tokenizer",
         says="300 tokens",
     ),
+    Rule(
+        r"(lct make-fields --output \S+).*",
+        r"\1 --trajectories 2 --frames 2 --height 16 --width 16",
+        why="the default size takes 15 s, and larger grids an hour",
+        says="2 trajectories of 2 frames of 16 x 16",
+        slow=False,
+    ),
     # ---- measurements
     Rule(rf"{BENCHMARK}data_loader\.py .*", r"\g<0> --batches 2 --seq-len 512", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
