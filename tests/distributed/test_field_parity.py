@@ -1,6 +1,5 @@
 """Law: models of fields train as in one process on every layout of ranks and rows, float64 to 1e-12 of each tensor."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,9 @@ ROWS = "--parallelism.domain_parallel_rows"
 LAYOUTS = {
     "2": (2, [f"{DOMAIN}=2"]),
     "2 uneven": (2, [f"{DOMAIN}=2", f"{ROWS}=11,5"]),
-    "1 x 2": (2, [f"{DOMAIN}=1,2", f"{ROWS}=16;5,7"]),
+    "1 x 2": (2, [DOMAIN, "1", "2", ROWS, "16", "5,7"]),
     "4, one empty": (4, [f"{DOMAIN}=4", f"{ROWS}=9,0,1,6"]),
-    "2 x 2 uneven": (4, [f"{DOMAIN}=2,2", f"{ROWS}=9,7;3,9"]),
+    "2 x 2 uneven": (4, [DOMAIN, "2", "2", ROWS, "9,7", "3,9"]),
     "fsdp2 + 2": (4, ["--parallelism.data_parallel_shard_degree=2", f"{DOMAIN}=2", f"{ROWS}=5,11"]),
     "hsdp + 2": (4, ["--parallelism.data_parallel_replicate_degree=2", f"{DOMAIN}=2", f"{ROWS}=3,13"]),
 }
@@ -29,7 +28,7 @@ TENSOR_PARALLEL = {
 
 
 @pytest.fixture(scope="module")
-def fields(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def fields(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Random smooth fields that drift, 3 channels on 16 x 12 points."""
     path, shape = tmp_path_factory.mktemp("fields") / "fields.zarr", (6, 1, 3, 16, 12)
     waves = np.fft.rfft2(np.random.default_rng(0).standard_normal(shape))
@@ -37,7 +36,7 @@ def fields(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     start = np.fft.irfft2(waves * np.exp(-(heights**2 + widths**2) / 8), s=shape[-2:])
     x = np.concatenate([np.roll(start, t, axis=-1) for t in range(10)], 1).astype(np.float32)
     write(path, x)
-    yield str(path)
+    return str(path)
 
 
 def write(path: Path, x: np.ndarray) -> None:

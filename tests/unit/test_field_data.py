@@ -286,9 +286,9 @@ def test_states_of_other_data_are_refused(source: FieldSource) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lead": 9}, "a lead of 9 frames must be at least 1 and below the 9 frames of a trajectory"),
-        ({"lead": 0}, "a lead of 0 frames must be at least 1"),
-        ({"held_out": 5}, "5 held-out trajectories must be at least 0 and leave one of the 5"),
+        ({"lead": 9}, "fields.lead = 9 must be at least 1 and below the 9 frames of a trajectory"),
+        ({"lead": 0}, "fields.lead = 0 must be at least 1"),
+        ({"held_out": 5}, "fields.held_out = 5 must be at least 0 and leave one of the 5"),
         ({"n": 25}, "training.data_streams = 25 needs as many samples and .* has 24; the largest that works is 24"),
         ({"n": 4, "d": 3}, "training.data_streams = 4 must be a multiple of the data-parallel degree 3"),
     ],

@@ -167,6 +167,26 @@ class FieldSource:
         return ConfigError(f"trajectory {trajectory} of {self.path} {what}; restore the file, or make it again")
 
 
+def check_fields(source: FieldSource, *, lead: int, held_out: int) -> None:
+    """Check that a file has frames to predict, and trajectories to train on.
+
+    lead: how many frames ahead; held_out: the number of last trajectories that are kept from training.
+
+    Raises:
+        ConfigError: a lead below 1 or beyond the last frame, or no trajectory for training.
+    """
+    if not 1 <= lead < source.times:
+        raise ConfigError(
+            f"fields.lead = {lead} must be at least 1 and below the {source.times} frames of a trajectory of "
+            f"{source.path}; use fewer, or make longer trajectories"
+        )
+    if not 0 <= held_out < source.trajectories:
+        raise ConfigError(
+            f"fields.held_out = {held_out} must be at least 0 and leave one of the {source.trajectories} of "
+            f"{source.path} for training; hold out fewer, or make more"
+        )
+
+
 def _ranges(axis: Range | Ranges, length: int) -> Ranges:
     ranges = (axis,) if len(axis) == 2 and isinstance(axis[0], int) else axis
     if not all(0 <= start <= stop <= length for start, stop in ranges):

@@ -10,30 +10,10 @@ import torch
 
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import check_streams
-from trainer.data.field_file import FieldSource, Part
+from trainer.data.field_file import FieldSource, Part, check_fields
 from trainer.data.streams import ItemStream, StreamLoader, dealt
 
 __all__ = ["FieldLoader", "FieldSource", "check_fields", "persistence_error"]
-
-
-def check_fields(source: FieldSource, *, lead: int, held_out: int) -> None:
-    """Check that a file has frames to predict, and trajectories to train on.
-
-    lead: how many frames ahead; held_out: the number of last trajectories that are kept from training.
-
-    Raises:
-        ConfigError: a lead below 1 or beyond the last frame, or no trajectory for training.
-    """
-    if not 1 <= lead < source.times:
-        raise ConfigError(
-            f"a lead of {lead} frames must be at least 1 and below the {source.times} frames of a trajectory of "
-            f"{source.path}; take another lead, or make longer trajectories"
-        )
-    if not 0 <= held_out < source.trajectories:
-        raise ConfigError(
-            f"{held_out} held-out trajectories must be at least 0 and leave one of the {source.trajectories} of "
-            f"{source.path} for training; hold out fewer, or make more"
-        )
 
 
 class FieldLoader(StreamLoader[ItemStream]):

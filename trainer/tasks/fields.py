@@ -52,8 +52,9 @@ class FieldTask:
     def opened(self, batch: Batch, model_parts: Sequence[Model]) -> Iterator[Share]:
         dtype = getattr(torch, self.job.compute_dtype)
         inputs, targets = (batch[name].to(torch.promote_types(dtype, torch.float32)) for name in ("inputs", "targets"))
-        yield Share(DomainTensor(inputs.to(dtype), self.domain), {}, targets - inputs)
+        yield Share(DomainTensor(inputs.to(dtype), self.domain), {}, DomainTensor(targets - inputs, self.domain))
 
     @staticmethod
-    def losses(outputs: DomainTensor, targets: torch.Tensor) -> torch.Tensor:
-        return (outputs.local.to(targets.dtype) - targets).square().flatten(1)
+    def losses(outputs: DomainTensor, targets: DomainTensor) -> torch.Tensor:
+        # In the layout of the targets: that of the outputs may be another one.
+        return (targets - outputs.to(targets.dtype)).local.square().flatten(1)

@@ -28,7 +28,7 @@ class Share(NamedTuple):
 
     inputs: Any
     arguments: Mapping[str, torch.Tensor | None]
-    targets: torch.Tensor
+    targets: Any
 
 
 class Task(Protocol):
@@ -46,5 +46,5 @@ class Task(Protocol):
     def opened(self, batch: Batch, model_parts: Sequence[Model]) -> AbstractContextManager[Share]:
         """Enter the context of forward AND backward, in which this rank has its share of the batch."""
 
-    def losses(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def losses(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Return the loss of each position of this rank: (B, positions), in at least float32."""

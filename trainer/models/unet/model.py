@@ -53,7 +53,7 @@ class Up(nn.Module):
 
     def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
         x = self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-        return self.blocks(torch.cat([x, skip], 1))
+        return self.blocks(torch.cat([skip, x], 1))
 
 
 class UNet(nn.Module):
