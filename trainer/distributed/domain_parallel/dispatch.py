@@ -14,8 +14,9 @@ from a whole tensor counts once for each rank, and one rank's share of it is the
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -44,6 +45,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+@dataclass(eq=False, repr=False)  # FSDP looks for tensors in the fields of dataclasses
 class DomainTensor:
     """This rank's shard `local` of a tensor, sharded as `domain` says; axes of one rank count as whole.
 
@@ -51,11 +53,13 @@ class DomainTensor:
         ValueError: the shard does not fit the domain.
     """
 
-    __iter__ = None  # else Python iterates by __getitem__
+    local: torch.Tensor
+    domain: Domain
+    __iter__: ClassVar[None] = None  # else Python iterates by __getitem__
 
-    def __init__(self, local: torch.Tensor, domain: Domain) -> None:
-        self.shape = torch.Size(domain.shape(local))
-        self.local, self.domain = local, Domain(domain.split(domain.axes))
+    def __post_init__(self) -> None:
+        self.shape = torch.Size(self.domain.shape(self.local))
+        self.domain = Domain(self.domain.split(self.domain.axes))
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None):
@@ -104,7 +108,7 @@ for _name in _OPERATORS.split():
         setattr(DomainTensor, f"__i{_name}__", lambda self, other, _method=_method: call(_method, self, other))
 DomainTensor.__hash__ = object.__hash__  # __eq__ compares elements
 
-# FSDP, activation checkpointing and compilers find the shard in the arguments of a module.
+# Activation checkpointing and compilers find the shard in the arguments of a module, and so does FSDP of torch 2.11.
 pytree.register_pytree_node(
     DomainTensor,
     lambda x: ([x.local], x.domain),
