@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from trainer.distributed.domain_parallel.domain import Domain
@@ -132,13 +133,14 @@ def is_sharded(x: object) -> bool:
 
 
 def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch with domain tensors among its arguments.
+    """Call a function of torch with domain tensors, and perhaps tensor-parallel weights, among its arguments.
 
     Raises:
         DomainOperatorError: a tensor is sharded, and the function has no rule.
     """
-    tensors = [x for x in _flat((args, kwargs)) if isinstance(x, DomainTensor)]
-    if not any(is_sharded(x) for x in tensors):
+    leaves = [*_flat((args, kwargs))]
+    tensors = [x for x in leaves if isinstance(x, DomainTensor)]
+    if not any(is_sharded(x) or isinstance(x, DTensor) for x in leaves):
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     name = function.__name__
     if name not in _RULES:

@@ -48,5 +48,6 @@ def parallelize_fields(
 def _shard_linear(linear: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
     """Shard outputs (dim 0) or inputs (dim 1) of a linear module; the rule of `linear` does the rest."""
     linear.weight = nn.Parameter(distribute_tensor(linear.weight, mesh, [Shard(dim)], src_data_rank=None))
-    placement = Shard(0) if dim == 0 else Replicate()
-    linear.bias = nn.Parameter(distribute_tensor(linear.bias, mesh, [placement], src_data_rank=None))
+    if linear.bias is not None:
+        placement = Shard(0) if dim == 0 else Replicate()
+        linear.bias = nn.Parameter(distribute_tensor(linear.bias, mesh, [placement], src_data_rank=None))

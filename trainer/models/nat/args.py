@@ -55,7 +55,7 @@ class NATArgs:
         return 4 * self.dim**2 + 2 * self.dim * self.hidden_dim
 
     def n_params(self) -> int:
-        layer = self.linear_elements() + 5 * self.dim + self.hidden_dim + 10 * self.dim + 4 * self.dim
+        layer = self.linear_elements() + 4 * self.dim + self.hidden_dim + 10 * self.dim + 4 * self.dim
         stem = self.dim * (9 * self.channels + 1)
         return self.n_layers * layer + stem + 2 * self.dim + self.channels * (self.dim + 1)
 

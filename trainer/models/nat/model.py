@@ -16,7 +16,8 @@ class Attention(nn.Module):
     def __init__(self, args: NATArgs, layer: int) -> None:
         super().__init__()
         self.head_dim = args.head_dim
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(4))
+        self.wq, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(3))
+        self.wk = nn.Linear(args.dim, args.dim, bias=False)  # softmax cancels what all keys have in common
         self.inner_attention = NeighborhoodAttention(args.kernel, dilation=args.dilation_of_layer(layer))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
