@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.job.record import ResolvedJob
 
@@ -56,10 +57,12 @@ def apply_data_parallel(
 
     units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose parameters
     the backward needs first; it stays gathered unless `reshard_last`. All other parameters belong to the root. The
-    model is left as it is where there is nothing to shard, to cast or to offload.
+    model is left as it is where there is nothing to shard, to cast or to offload; but plain parameters beside
+    tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
     """
     storage = next(model.parameters()).dtype
-    if mesh.size() == 1 and options.param_dtype == storage and not options.cpu_offload:
+    mixed = len({isinstance(parameter, DTensor) for parameter in model.parameters()}) > 1
+    if mesh.size() == 1 and options.param_dtype == storage and not options.cpu_offload and not mixed:
         return
     settings = {
         "mesh": mesh,

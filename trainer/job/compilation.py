@@ -23,6 +23,8 @@ class CompileOptions:
     """The pipeline splits each backward into one for inputs and one for weights."""
     memory_budget: float | None
     """Share of the activations that the compiler may keep; None: no limit."""
+    fixed_shapes: bool
+    """Shapes never change: fields. Else the compiler may take numbers that differ between layers for variables."""
     cannot_checkpoint_layers: bool
     """With tensor parallelism and PyTorch's own attention the compiler cannot take over the activation checkpointing of
     whole layers: torch 2.13 would save a mesh as if it were a tensor."""
@@ -66,6 +68,7 @@ def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileO
         rounds_as_eager=config.float8.enable and config.float8.recipe_name == "rowwise",
         splits_backward=splits_backward,
         memory_budget=budget,
+        fixed_shapes=config.trains_fields,
         cannot_checkpoint_layers=cannot_checkpoint_layers,
     )
     if options.overlaps_tensor_parallel and not (options.model and options.backend == "inductor"):

@@ -50,7 +50,8 @@ def _compiled(function: F, options: CompileOptions) -> F:
         inductor["emulate_precision_casts"] = True
     if options.backend != "inductor":
         inductor = {}
-    return torch.compile(function, backend=options.backend, fullgraph=True, options=inductor or None)
+    dynamic = False if options.fixed_shapes else None
+    return torch.compile(function, backend=options.backend, fullgraph=True, dynamic=dynamic, options=inductor or None)
 
 
 @contextmanager

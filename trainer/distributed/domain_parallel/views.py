@@ -72,11 +72,23 @@ def reshaped(function: Callable, x: DomainTensor, *shape: Any) -> DomainTensor:
     return wrapped(x.local.reshape(result.local_shape(sizes)), result)
 
 
-@rule("flatten", "unflatten", "view_as", "reshape_as")
-def reshaped_like(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
-    """Take the shape that the function gives a tensor of the global shape."""
-    others = [torch.empty(a.shape, device="meta") if isinstance(a, DomainTensor) else a for a in args]
-    return reshaped(function, x, function(torch.empty(x.shape, device="meta"), *others, **kwargs).shape)
+@rule("flatten")
+def flattened(function: Callable, x: DomainTensor, start_dim: int = 0, end_dim: int = -1) -> DomainTensor:
+    start, end = start_dim % x.ndim, end_dim % x.ndim
+    return reshaped(function, x, (*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]))
+
+
+@rule("unflatten")
+def unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[int]) -> DomainTensor:
+    dim %= x.ndim
+    known = math.prod(size for size in sizes if size != -1)
+    sizes = [x.shape[dim] // known if size == -1 else size for size in sizes]
+    return reshaped(function, x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]))
+
+
+@rule("view_as", "reshape_as")
+def reshaped_as(function: Callable, x: DomainTensor, other: DomainTensor | torch.Tensor) -> DomainTensor:
+    return reshaped(function, x, tuple(other.shape))
 
 
 @rule("expand", "expand_as")
