@@ -177,6 +177,7 @@ EFFECTS: dict[str, str | Seen] = {
         "--model.sliding_window=3 --model.sliding_window_every=2", _other("losses"), "--model.sliding_window=3"
     ),
     "model.attention_sinks": Seen("--model.attention_sinks", _more("parameters", "attention.sinks.weight")),
+    "model.short_conv_kernel": Seen("--model.short_conv_kernel=4", _more("parameters", "short_conv.q.weight")),
     # ---- optimizer
     "optimizer.name": Seen("--optimizer.name=Adam", _other("final")),
     "optimizer.lr": Seen("--optimizer.lr=2e-3", lambda off, on: on.lrs == [2 * lr for lr in off.lrs]),

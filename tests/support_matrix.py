@@ -47,6 +47,7 @@ OF_PAIRS = (
         "documents dealt by cost",
         "sliding window in every 2nd layer",
         "attention sinks",
+        "short convolution, packed documents",
     ),
     *("CP all_to_all", "CP hybrid", "PP Interleaved1F1B", "PP InterleavedZeroBubble", "recompute operators", "compile"),
     "tied embeddings",
@@ -90,6 +91,10 @@ FEATURES: dict[str, Feature] = {
         ("--model.sliding_window=5", "--model.sliding_window_every=2"), of_model=True
     ),
     "attention sinks": Feature(("--model.attention_sinks",), of_model=True),
+    "short convolution": Feature(("--model.short_conv_kernel=4",), of_model=True),
+    "short convolution, packed documents": Feature(
+        ("--model.short_conv_kernel=4", "--training.attention_mask=document"), of_model=True
+    ),
     "uneven shards": Feature(("--training.seq_len=14", "--training.attention_mask=document"), ("cp",)),
     "CP all_gather": _method("all_gather"),
     "CP all_to_all": _method("all_to_all"),

@@ -24,6 +24,7 @@ from trainer.config.schema import JobConfig
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
+from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
 from trainer.models.llama3 import spec as llama3
@@ -238,6 +239,9 @@ def planted(fault: str | None) -> Iterator[None]:
             yield
     elif fault == "attention not under CP":
         with mock.patch.object(ContextParallelAttention, "_apply", lambda _self, module, _mesh: module):
+            yield
+    elif fault == "convolution not under CP":
+        with mock.patch.object(ContextParallelConvolution, "_apply", lambda _self, module, _mesh: module):
             yield
     elif fault == "freqs_cis not cut":
         with mock.patch.object(llama3, "SPEC", replace(spec, cp_buffers=lambda _part: [])):

@@ -26,6 +26,7 @@ DEGREES = {"ddp": "12", "fsdp": "12", "cp": "1234", "tp": "12", "pp": "124"}
 OF_MODEL: dict[str, dict[str, list[str]]] = {
     "mask": {"causal": [], "document": [_DOCUMENTS], "window": _WINDOW, "document, window": [_DOCUMENTS, *_WINDOW]},
     "sinks": {"no": [], "yes": ["--model.attention_sinks"]},
+    "convolution": {"no": [], "yes": ["--model.short_conv_kernel=4"]},
     "norm": {name: [f"--model.norm_type={name}"] for name in ("rmsnorm", "layernorm", "np_layernorm")},
     "tied": {"no": [], "yes": ["--model.flavor=tiny_tied"]},
     "length": {"16": [], "14": ["--training.seq_len=14"]},

@@ -244,6 +244,46 @@ EXECUTION = (
     ),
 )
 
+_TAPS = f"{_CP}/execution/taps.py"
+_CONVOLUTION = "tests/distributed/test_short_convolution.py"
+CONVOLUTIONS = (
+    Mutant(
+        "a tap reads one row too late",
+        _TAPS,
+        "_of_tiles(rows, tiles, last - tap)",
+        "_of_tiles(rows, tiles, last - tap + 1)",
+        "tests/unit/test_short_convolution.py",
+    ),
+    Mutant(
+        "a convolution goes on through documents",
+        _TAPS,
+        "return rows if reach is None or tap == 0 else",
+        "return rows if True else",
+        "tests/unit/test_short_convolution.py",
+    ),
+    Mutant(
+        "a gradient goes back to other documents",
+        _TAPS,
+        "(reach < tap)",
+        "(reach < tap * (reach.dtype == torch.int64))",
+        _CONVOLUTION,
+    ),
+    Mutant(
+        "a convolution gets the rows after its own",
+        f"{_CP}/convolution.py",
+        "Window(kernel, before=kernel - 1)",
+        "Window(kernel, after=kernel - 1)",
+        _CONVOLUTION,
+    ),
+    Mutant(
+        "layers are not told where documents begin",
+        "trainer/models/llama3/model.py",
+        "x = layer(x, freqs_cis, attention_plan, positions)",
+        "x = layer(x, freqs_cis, attention_plan)",
+        "tests/unit/test_short_convolution.py",
+    ),
+)
+
 SHOWN_PLANS = (
     Mutant(
         "received bytes are those that are sent",

@@ -29,7 +29,7 @@ ALWAYS = {
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_wandb", "metrics.enable_color_printing"),
     *("model.name", "model.flavor", "model.norm_type", "model.tokenizer_path", "model.rope_theta"),
-    *("model.attention_sinks", "model.rope_scaling", "lr_scheduler.warmup_steps"),
+    *("model.attention_sinks", "model.short_conv_kernel", "model.rope_scaling", "lr_scheduler.warmup_steps"),
     *(key for key in keys_of(JobConfig) if key.startswith("optimizer.")),
     *(key for key in keys_of(JobConfig) if key.startswith("training.") and key != "training.mixed_precision_reduce"),
     *(key for key in keys_of(JobConfig) if key.startswith("parallelism.") and key.endswith("_parallel_degree")),

@@ -165,7 +165,9 @@ def test_ours_are_checked_alike() -> None:
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize("args", [{"norm_type": "layernorm"}, {"sliding_window": 4}, {"attention_sinks": True}])
+@pytest.mark.parametrize(
+    "args", [{"norm_type": "layernorm"}, {"sliding_window": 4}, {"attention_sinks": True}, {"short_conv_kernel": 4}]
+)
 def test_what_their_llama_cannot_compute_is_refused(args: dict) -> None:
     with pytest.raises(ConfigError, match="Hugging Face's Llama has RMSNorm, and neither"):
         to_hf(llama3.SPEC, replace(LLAMA, **args), [])

@@ -135,6 +135,8 @@ class Model:
     """Every n-th layer has the window, from the first on; the other layers see all tokens."""
     attention_sinks: bool = False
     """A learnt logit per head that takes a share of the attention without a value."""
+    short_conv_kernel: int = key(0, Bounds(lambda x: x == 0 or 2 <= x <= 64, "0 (none) or in [2, 64]"), "tokens")
+    """Tokens of a causal convolution of queries, keys and values, such as 4, within each packed document; 0: none."""
     rope_scaling: float | None = key(None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0)
     """Factor of Llama 3.1's frequency scaling; None: the flavor's."""
 

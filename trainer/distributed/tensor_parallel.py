@@ -16,7 +16,7 @@ from trainer.distributed.ties import preserve_ties
 
 
 class LocalParameter(ParallelStyle):
-    """Style for a module whose forward returns its `weight`, (H,): each rank gets the elements of its heads."""
+    """Style for a module whose forward returns its `weight`: each rank gets the first dimension's part of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:

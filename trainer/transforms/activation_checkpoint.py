@@ -20,6 +20,7 @@ from trainer.config.schema import ActivationCheckpoint
 from trainer.transforms.forward import replace_forward
 
 CONTEXT_PARALLEL_ATTENTION = "trainer::context_parallel_attention"
+EXCHANGES = frozenset({CONTEXT_PARALLEL_ATTENTION, "trainer::context_parallel_convolution"})
 
 # By name, because some operators exist on some builds only, and context parallelism registers its own at its first use.
 # An operator's whole output is kept, for attention also the log-sum-exp, so that no key or value travels again.
@@ -83,7 +84,7 @@ def _checkpointed(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _contexts_keeping_exchanges() -> tuple[Any, Any]:
-    """Keep attention over several ranks; the compiler chooses the rest within its budget.
+    """Keep attention and convolutions over several ranks; the compiler chooses the rest within its budget.
 
     Ranks with shards of different lengths might choose differently, and one would wait for an exchange of the other.
     """
@@ -91,7 +92,7 @@ def _contexts_keeping_exchanges() -> tuple[Any, Any]:
 
 
 def _keep_exchanges(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op.name().split(".")[0] == CONTEXT_PARALLEL_ATTENTION
+    kept = op.name().split(".")[0] in EXCHANGES
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_SAVE
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.models.common.rotary import apply_rope
+from trainer.models.common.short_convolution import ShortConvolution
 
 
 class InnerAttention(nn.Module):
@@ -57,7 +58,8 @@ class AttentionSinks(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    rotate: `apply_rope`, or a function with the same arguments.
+    short_conv_kernel: tokens of a `ShortConvolution`, 0 for none; rotate: `apply_rope`, or a function with the same
+    arguments.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Attention(nn.Module):
         head_dim: int,
         sliding_window: int | None = None,
         sinks: bool = False,
+        short_conv_kernel: int = 0,
         bias: bool = False,
         rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = apply_rope,
     ) -> None:
@@ -79,13 +82,24 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=bias)
         self.sinks = AttentionSinks(n_heads) if sinks else None
+        sizes = n_heads * head_dim, n_kv_heads * head_dim
+        self.short_conv = ShortConvolution(*sizes, short_conv_kernel) if short_conv_kernel else None
         self.inner_attention = InnerAttention(sliding_window)
 
     def forward(
-        self, x: torch.Tensor, freqs_cis: torch.Tensor, attention_plan: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor,
+        attention_plan: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """x: (B, S, dim) -> the same shape. positions: (B, S) within packed documents, for the short convolution."""
+        projections = tuple(w(x) for w in (self.wq, self.wk, self.wv))
+        if self.short_conv is not None:
+            projections = self.short_conv(*projections, positions=positions, plan=attention_plan)
         # -1: with tensor parallelism each rank has some of the heads.
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, S, H, D)
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in projections)  # (B, S, H, D)
         freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
         q, k = self.rotate(q, freqs_cis), self.rotate(k, freqs_cis)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D) twice

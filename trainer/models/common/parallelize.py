@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.config.schema import Parallelism
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
+from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
 from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import LocalParameter, apply_tensor_parallel, logits_layout
@@ -36,8 +37,10 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     if job.attention is not None:
         for block in blocks:
             window = block.attention.inner_attention.sliding_window
-            style = ContextParallelAttention(sliding_window=window)
-            parallelize_module(block, dims["cp"], {"attention.inner_attention": style})
+            styles = {"attention.inner_attention": ContextParallelAttention(sliding_window=window)}
+            if block.attention.short_conv is not None and dims.size("cp") > 1:
+                styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
+            parallelize_module(block, dims["cp"], styles)
     if not job.compilation.recomputes_layers:
         apply_activation_checkpoint(model.layers, config.activation_checkpoint)
     apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
@@ -61,8 +64,10 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, settings: Parallelism
     }
     styles = {name: style for name, style in styles.items() if getattr(model, name) is not None}
     for name, block in model.layers.items():
-        sinks = {} if block.attention.sinks is None else {"attention.sinks": LocalParameter()}
-        styles |= {f"layers.{name}.{part}": style for part, style in (_block_styles() | sinks).items()}
+        local = [] if block.attention.sinks is None else ["attention.sinks"]
+        local += [] if block.attention.short_conv is None else [f"attention.short_conv.{part}" for part in "qkv"]
+        of_block = _block_styles() | {part: LocalParameter() for part in local}
+        styles |= {f"layers.{name}.{part}": style for part, style in of_block.items()}
     apply_tensor_parallel(model, dims["tp"], styles)
 
 

@@ -36,6 +36,7 @@ class TransformerArgs:
     sliding_window: int | None = None
     sliding_window_every: int = 1
     attention_sinks: bool = False
+    short_conv_kernel: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -55,6 +56,7 @@ class TransformerArgs:
             sliding_window=settings.sliding_window,
             sliding_window_every=settings.sliding_window_every,
             attention_sinks=settings.attention_sinks,
+            short_conv_kernel=settings.short_conv_kernel,
             rope_theta=self.rope_theta if settings.rope_theta is None else settings.rope_theta,
             rope_scaling=self.rope_scaling if settings.rope_scaling is None else scaling,
         )
@@ -88,6 +90,7 @@ class TransformerArgs:
         return (
             sum(map(math.prod, self.linear_shapes().values()))
             + self.n_layers * (2 * norm + self.n_heads * self.attention_sinks)
+            + self._convolution_weights()
             + norm
             + (0 if self.tie_embeddings else self.vocab_size * self.dim)
         )
@@ -97,9 +100,10 @@ class TransformerArgs:
 
         The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix product
         plus 12 * layers * dim * seq_len, as if every query saw every key. The second counts visible keys only:
-        (seq_len + 1) / 2 per query under a causal mask, fewer with a window. The embedding look-up is no product.
+        (seq_len + 1) / 2 per query under a causal mask, fewer with a window. The embedding look-up is no product. A
+        weight of a short convolution meets each token once, as one of a matrix does.
         """
-        matrices = 6.0 * sum(map(math.prod, self.linear_shapes().values()))
+        matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + self._convolution_weights())
         attention = 12.0 * self.n_heads * self.head_dim
         keys = sum(self._keys_per_query(layer, seq_len) for layer in range(self.n_layers))
         return matrices + attention * self.n_layers * seq_len, matrices + attention * keys
@@ -107,6 +111,9 @@ class TransformerArgs:
     def words(self) -> str:
         heads = f"{self.n_heads} query and {self.n_kv_heads} key/value heads of {self.head_dim}"
         return f"{self.n_layers} layers of width {self.dim}, {heads}"
+
+    def _convolution_weights(self) -> int:
+        return self.n_layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.short_conv_kernel
 
     def _keys_per_query(self, layer: int, seq_len: int) -> float:
         """Return the mean number of keys that a query of this layer sees."""

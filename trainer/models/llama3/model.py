@@ -25,14 +25,19 @@ class TransformerBlock(nn.Module):
             head_dim=args.head_dim,
             sliding_window=args.window_of_layer(layer),
             sinks=args.attention_sinks,
+            short_conv_kernel=args.short_conv_kernel,
         )
         self.ffn_norm = build_norm(args.norm_type, args.dim, args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.ffn_hidden_dim)
 
     def forward(
-        self, x: torch.Tensor, freqs_cis: torch.Tensor, attention_plan: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor,
+        attention_plan: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan)
+        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan, positions=positions)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -68,7 +73,7 @@ class Transformer(nn.Module):
         freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            x = layer(x, freqs_cis, attention_plan)
+            x = layer(x, freqs_cis, attention_plan, positions)
         return x if self.norm is None else self.norm(x)
 
     def init_buffers(self, device: torch.device) -> None:
@@ -77,12 +82,12 @@ class Transformer(nn.Module):
         self.freqs_cis = table.to(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Set norms to one and sinks to zero; draw embeddings of unit scale, small logits, and matrices that keep the
-        scale of activations, smaller with depth at the end of residual branches."""
+        """Set norms to one and sinks to zero; draw embeddings of unit scale, small logits, matrices that keep the scale
+        of activations, smaller with depth at the end of residual branches, and convolutions of nn.Conv1d's variance."""
         if parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("sinks.weight") else 1.0)
         else:
-            parameter.normal_(0.0, self._init_std(name, fan_in=parameter.shape[1]), generator=generator)
+            parameter.normal_(0.0, self._init_std(name, fan_in=parameter[0].numel()), generator=generator)
 
     def _init_std(self, name: str, fan_in: int) -> float:
         if name == "tok_embeddings.weight":
@@ -90,6 +95,8 @@ class Transformer(nn.Module):
             return 0.02 if self.args.tie_embeddings else 1.0
         if name == "output.weight":
             return 1.0 / fan_in
+        if ".short_conv." in name:
+            return 1.0 / math.sqrt(3 * fan_in)
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
             return 1.0 / math.sqrt(fan_in * 2 * self.args.n_layers)
         return 1.0 / math.sqrt(fan_in)

@@ -30,10 +30,11 @@ def counterpart(args: TransformerArgs, name: str) -> Counterpart:
     Raises:
         ConfigError: a feature that `LlamaForCausalLM` does not have.
     """
-    if args.norm_type != "rmsnorm" or args.sliding_window is not None or args.attention_sinks:
+    others = args.sliding_window is not None, args.attention_sinks, args.short_conv_kernel
+    if args.norm_type != "rmsnorm" or any(others):
         raise ConfigError(
-            "Hugging Face's Llama has RMSNorm, and neither sliding windows nor attention sinks; leave out "
-            "model.norm_type, model.sliding_window and model.attention_sinks"
+            "Hugging Face's Llama has RMSNorm, and neither sliding windows, attention sinks nor short convolutions; "
+            "leave out model.norm_type, model.sliding_window, model.attention_sinks and model.short_conv_kernel"
         )
     module = name.removesuffix(".weight")
     if module in _MODULES:
