@@ -196,6 +196,35 @@ def test_methods_and_layouts_equal_single_process(pool: WorkerPool, method: str,
     assert_parity(got, reference(pool, *settings), 1e-10)
 
 
+_STAGES = "--parallelism.pipeline_parallel_module_fqns tok_embeddings layers.0 layers.1 norm,output"
+_COMPILE = "--compile.enable --compile.backend=aot_eager"
+WORK = {
+    "cp2+tp2, recompute layers": (degrees(cp=2, tp=2), "--activation_checkpoint.mode=full"),
+    "cp2, recompute within a budget": (degrees(cp=2), f"--activation_checkpoint.mode=memory_budget {_COMPILE}"),
+    "cp2+tp2, compile": (degrees(cp=2, tp=2), _COMPILE),
+    "cp2+pp2, compile": (
+        degrees(cp=2, pp=2),
+        f"--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble {_STAGES} {_COMPILE}",
+    ),
+    "fsdp2+cp2, recompute operators, compile": (
+        degrees(dp_shard=2, cp=2),
+        f"--activation_checkpoint.mode=selective {_COMPILE}",
+    ),
+    "ddp2+cp2, offload": (degrees(dp_replicate=2, cp=2), "--training.enable_cpu_offload"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if i else []) for i, x in enumerate(WORK)])
+def test_other_work_equals_single_process(pool: WorkerPool, case: str) -> None:
+    """What test_pairs.py does not have together with it, and documents dealt by cost."""
+    settings = ["--training.dtype=float64", "--model.short_conv_kernel=4", "--training.attention_mask=document"]
+    layout, work = WORK[case]
+    balanced = "--parallelism.context_parallel_load_balancer=balanced"
+    world_size = 2 if case.startswith("cp2,") else 4
+    got = pool.run(world_size, run_layout, [*settings, *layout, *work.split(), balanced])[0]
+    assert_parity(got, reference(pool, *settings), 1e-10)
+
+
 def test_a_convolution_that_stays_local_is_seen(pool: WorkerPool) -> None:
     """Negative control of the harness."""
     settings = ["--training.dtype=float64", "--model.short_conv_kernel=4"]
