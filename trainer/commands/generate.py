@@ -5,64 +5,22 @@ generate outputs/debug_model --prompt 'def main(' --tokens 60
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-from trainer.checkpoint.folder import checkpoint_folder, step_to_load
+from trainer.commands.finished_run import configuration, opened_model
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line
-from trainer.config.schema import ActivationCheckpoint, Checkpoint, Compile, JobConfig, Parallelism
 from trainer.job import ResolvedJob, resolve
 from trainer.runtime.devices import this_machine
-
-
-def configuration(folder: Path, step: int) -> JobConfig:
-    """Return the configuration of the run in `folder`, changed for one device, whole weights and any text.
-
-    Raises:
-        ConfigError: there is no run, or no such step.
-    """
-    file = folder / "config.toml"
-    if not file.is_file():
-        raise ConfigError(f"{folder} holds no run: {file} is missing; give a folder that a run had as job.dump_folder")
-    config = parse_command_line(["--job.config_file", str(file)]).config
-    config = replace(
-        config,
-        job=replace(config.job, dump_folder=str(folder)),
-        parallelism=Parallelism(),
-        training=replace(config.training, local_batch_size=1, global_batch_size=-1, attention_mask="causal"),
-        activation_checkpoint=ActivationCheckpoint(),
-        compile=Compile(),
-        checkpoint=Checkpoint(enable=True, folder=config.checkpoint.folder, load_step=step),
-    )
-    if step_to_load(config) is None:
-        raise ConfigError(
-            f"{checkpoint_folder(config)} holds no checkpoint; train with --checkpoint.enable to save the last step"
-        )
-    return config
 
 
 def text(job: ResolvedJob, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
     """Return the prompt and what the model of the run writes after it, up to the end of the text."""
     import torch
 
-    from trainer.checkpoint.checkpointer import load_weights
     from trainer.components.generation import continued
     from trainer.data.tokenizer import Tokenizer
-    from trainer.distributed.parallel_dims import ParallelDims
-    from trainer.models.initialization import initialize
-    from trainer.models.model_spec import model_spec
-    from trainer.runtime.process_group import Process, process_group
 
-    process = Process(0, 0, 1, job.config.job.device)
-    job, spec = job.on(process.device.type), model_spec(job.config.model.name)
-    with process_group(process, job.config.comm):
-        dims = ParallelDims(job.degrees, process.device.type)
-        with torch.device("meta"):
-            model = spec.build(job.model).to(getattr(torch, job.config.training.dtype))
-        spec.parallelize(model, dims, job)
-        initialize(model, seed=0, device=process.device)
-        load_weights(job.config, job.model, model, step_to_load(job.config))
+    with opened_model(job) as (model, dims, job):
         tokenizer, generator = Tokenizer(job.config.model.tokenizer_file), torch.Generator().manual_seed(seed)
         ids = tokenizer.encode(prompt, bos=True)
         written: list[int] = []
@@ -99,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(
                 f"--tokens {args.tokens} must be at least 1 and --temperature {args.temperature} at least 0"
             )
-        config = configuration(args.folder, args.step)
+        config = configuration(args.folder, args.step, command="generate")
         job = resolve(config, 1, this_machine().device_type(config.job.device))
         print(text(job, args.prompt, tokens=args.tokens, temperature=args.temperature, seed=args.seed))
     except ConfigError as error:

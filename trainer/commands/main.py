@@ -22,6 +22,11 @@ COMMANDS = {
         "make 2-D fields to learn from, by solving equations",
         "lct make-fields --output fields.zarr",
     ),
+    "forecast": (
+        "forecast",
+        "predict held-out fields with the weights of a run",
+        "lct forecast outputs/domain_unet --picture forecast.png",
+    ),
     "download-tokenizer": ("download_tokenizer", "download a tokenizer of Llama 3", "lct download-tokenizer"),
 }
 

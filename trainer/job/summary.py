@@ -56,8 +56,8 @@ def closing(job: ResolvedJob, *, checkpoint: Path | None, program: str) -> str:
         lines.append(f"{'weights':{_TOPIC}}not saved; --checkpoint.enable saves them")
     else:
         lines.append(f"{'weights':{_TOPIC}}{checkpoint}")
-        if not job.config.trains_fields:
-            lines.append(f"{'next':{_TOPIC}}{program} generate {folder} --prompt '...'")
+        follow = "forecast {}" if job.config.trains_fields else "generate {} --prompt '...'"
+        lines.append(f"{'next':{_TOPIC}}{program} {follow.format(folder)}")
         lines.append(f"{'':{_TOPIC}}the same command with a larger --training.steps trains on")
     return "\n".join(lines)
 
