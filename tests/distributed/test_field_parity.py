@@ -1,13 +1,10 @@
 """Law: models of fields train as in one process on every layout of ranks and rows, float64 to 1e-12 of each tensor."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
-import zarr
 
 from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
+from tests.field_files import write_drifting_fields
 
 TOLERANCE = 1e-12
 DOMAIN = "--parallelism.domain_parallel_degrees"
@@ -29,21 +26,7 @@ TENSOR_PARALLEL = {
 
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Random smooth fields that drift, 3 channels on 16 x 12 points."""
-    path, shape = tmp_path_factory.mktemp("fields") / "fields.zarr", (6, 1, 3, 16, 12)
-    waves = np.fft.rfft2(np.random.default_rng(0).standard_normal(shape))
-    heights, widths = np.fft.fftfreq(16)[:, None] * 16, np.fft.rfftfreq(12) * 12
-    start = np.fft.irfft2(waves * np.exp(-(heights**2 + widths**2) / 8), s=shape[-2:])
-    x = np.concatenate([np.roll(start, t, axis=-1) for t in range(10)], 1).astype(np.float32)
-    write(path, x)
-    return str(path)
-
-
-def write(path: Path, x: np.ndarray) -> None:
-    group = zarr.open_group(path, mode="w")
-    group.create_array("fields", shape=x.shape, chunks=(1, 1, 3, 8, 6), dtype="float32")[:] = x
-    mean, std = x.mean((0, 1, 3, 4)).tolist(), x.std((0, 1, 3, 4)).tolist()
-    group.attrs.update({"format_version": 1, "channels": ["a", "b", "c"], "mean": mean, "std": std})
+    return write_drifting_fields(tmp_path_factory.mktemp("fields") / "fields.zarr")
 
 
 def arguments(model: str, path: str, *more: str) -> list[str]:
@@ -75,3 +58,10 @@ def test_every_layout_trains_as_one_process(
     world, more = (LAYOUTS | TENSOR_PARALLEL)[layout]
     got = pool.run(world, run_layout, arguments(model, fields, *more))
     assert_parity(got[0], references[model], TOLERANCE)
+    assert got[0].local_elements < references[model].local_elements, "parameters are sharded over the domain"
+
+
+def test_the_comparison_sees_averaged_gradients(pool: WorkerPool, fields: str, references: dict[str, Record]) -> None:
+    got = pool.run(2, run_layout, arguments("unet", fields, *LAYOUTS["2 uneven"][1]), "gradients averaged")
+    with pytest.raises(AssertionError, match="step 1 gradient"):
+        assert_parity(got[0], references["unet"], TOLERANCE)

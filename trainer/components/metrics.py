@@ -82,9 +82,10 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float) -> str:
+def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float, *, position: str = "tok") -> str:
     """Return one line of at most 100 characters: progress, loss, speed, resources, time left.
 
+    position: short word for what a sample consists of: tokens, or points of a field.
     `max`, the largest loss of a sequence, gives way to the share of the device's peak where that is known. A line that
     is too long has single blanks, then neither `data` (waiting for data, from 5 % on) nor `max`.
     """
@@ -97,7 +98,7 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float) -> 
             f"loss {metrics.loss:.3f}{detail}",
             f"grad {metrics.grad_norm:.{2 if metrics.grad_norm < 100 else 0}f}",
             f"lr {_short_power(metrics.lr)}",
-            f"{_speed(metrics.tokens_per_second)} tok/s",
+            f"{_speed(metrics.tokens_per_second)} {position}/s",
             "" if metrics.mfu is None else f"{metrics.mfu:.0%} mfu",
             f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s",
             f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB",
@@ -142,6 +143,7 @@ class MetricsLogger:
         self.start_step, self.last_step, self.tokens_before = start_step, training.steps, tokens_before
         self.flops_per_token = job.model.flops_per_token(job.positions)
         self.tokens_per_step = job.sequences_per_step * job.positions
+        self.position = "pts" if job.model.task == "fields" else "tok"
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         if dims.rank("world") == 0:
@@ -224,7 +226,7 @@ class MetricsLogger:
         )
         self.last_loss = loss
         left = self.last_step - step
-        logger.info(console_line(metrics, self.last_step, left * elapsed / steps))
+        logger.info(console_line(metrics, self.last_step, left * elapsed / steps, position=self.position))
         for sink in self._sinks:
             sink.write(asdict(metrics))
         self.restart_clock(step)
