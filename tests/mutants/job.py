@@ -9,7 +9,7 @@ _LOOP = "tests/distributed/test_loop.py"
 DATA = (
     Mutant(
         "replicas read the same data",
-        "trainer/trainer.py",
+        "trainer/tasks/language.py",
         'dp_rank=self.dims.rank("dp"),',
         'dp_rank=self.dims.rank("dp_shard"),',
         _CHECKPOINT,

@@ -129,6 +129,46 @@ REFUSED = {
 }
 
 
+# Keys about tokens, with a setting that is not their default.
+WITHOUT_TOKENS = {
+    "model.norm_type": "layernorm",
+    "model.tokenizer_path": "some/folder",
+    "model.rope_theta": "1e6",
+    "model.sliding_window": "64",
+    "model.attention_sinks": "",
+    "model.short_conv_kernel": "4",
+    "model.rope_scaling": "8",
+    "training.seq_len": "64",
+    "training.attention_mask": "document",
+}
+
+
+@pytest.mark.parametrize("key", WITHOUT_TOKENS)
+def test_keys_about_tokens_have_no_effect_on_fields(path: str, key: str) -> None:
+    value = WITHOUT_TOKENS[key]
+    (note,) = job_of(path, f"--{key}={value}" if value else f"--{key}").notes
+    assert note.startswith(f"{key} = ")
+    assert note.endswith("has no effect with training.dataset = 'fields', which has no tokens")
+
+
+@pytest.mark.parametrize("key", ["lead=3", "held_out=1"])
+def test_keys_about_fields_have_no_effect_on_tokens(path: str, key: str) -> None:
+    (note,) = resolve(parse_command_line([f"--fields.{key}"]).config, 1, "cpu").notes
+    assert note.endswith("has no effect without training.dataset = 'fields'")
+    assert job_of(path, f"--fields.{key}").notes == ()
+
+
+@pytest.mark.parametrize("preset", ["domain_unet", "domain_nat"])
+@pytest.mark.parametrize("degrees", [[], ["2"], ["2", "2"]])
+def test_presets_work_without_notes(preset: str, degrees: list[str], tmp_path: Path) -> None:
+    path = write_drifting_fields(tmp_path / "fields.zarr", height=32, width=32, trajectories=16)
+    arguments = ["--job.config_file", preset, f"--training.dataset_path={path}"]
+    arguments += ["--parallelism.domain_parallel_degrees", *degrees] if degrees else []
+    command = parse_command_line(arguments)
+    assert command.notes == ()
+    assert resolve(command.config, 2 ** len(degrees), "cpu").notes == ()
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(path: str, case: str) -> None:
     arguments, message = REFUSED[case]

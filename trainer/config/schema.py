@@ -29,6 +29,11 @@ _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python
 
 # ---- when keys have an effect
 
+_FIELDS = Condition(lambda config, _: config.trains_fields, "without training.dataset = 'fields'")
+_TOKENS = Condition(
+    lambda config, _: not config.trains_fields,
+    "with training.dataset = 'fields', which has no tokens",
+)
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
 _SHORT_WINDOW = Condition(
@@ -47,11 +52,6 @@ _NOT_FLOAT64 = unless("training.dtype", "float64", ", whose gradients are reduce
 _REDUCED = Condition(
     lambda _, degrees: degrees.dp * degrees.cp > 1,
     "where gradients are not reduced (data-parallel degree x context_parallel_degree = 1)",
-)
-_FIELDS = Condition(lambda config, _: config.trains_fields, "without training.dataset = 'fields'")
-_TOKENS = Condition(
-    lambda config, _: not config.trains_fields,
-    "with training.dataset = 'fields', which has no tokens",
 )
 _SAVING, _COMPILED, _FLOAT8 = needs("checkpoint.enable"), needs("compile.enable"), needs("float8.enable")
 _NO_OFFLOAD = Condition(
@@ -123,21 +123,25 @@ class Model:
     """Model family: llama3, or for fields unet or nat."""
     flavor: str = "debugmodel"
     """Size within the family; llama3 has debugmodel, 1B, 3B, 8B, 70B, 405B; unet and nat debugmodel, base."""
-    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
+    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=_TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
-    tokenizer_path: str | None = None
+    tokenizer_path: str | None = key(None, when=_TOKENS)
     """BPE file in tiktoken's format (tokenizer.model), or its folder; None: the small shipped one."""
-    rope_theta: float | None = key(None, POSITIVE, example=500000.0)
+    rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=_TOKENS)
     """Base of the rotary frequencies; None: the flavor's."""
-    sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=_SHORT_WINDOW)
+    sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=(_TOKENS, _SHORT_WINDOW))
     """Number of tokens that a token sees, itself included; None: all before it."""
     sliding_window_every: int = key(1, AT_LEAST_ONE, "layers", when=(_WINDOW, _SHORT_WINDOW))
     """Every n-th layer has the window, from the first on; the other layers see all tokens."""
-    attention_sinks: bool = False
+    attention_sinks: bool = key(False, when=_TOKENS)
     """A learnt logit per head that takes a share of the attention without a value."""
-    short_conv_kernel: int = key(0, Bounds(lambda x: x == 0 or 2 <= x <= 64, "0 (none) or in [2, 64]"), "tokens")
+    short_conv_kernel: int = key(
+        0, Bounds(lambda x: x == 0 or 2 <= x <= 64, "0 (none) or in [2, 64]"), "tokens", when=_TOKENS
+    )
     """Tokens of a causal convolution of queries, keys and values, such as 4, within each packed document; 0: none."""
-    rope_scaling: float | None = key(None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0)
+    rope_scaling: float | None = key(
+        None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0, when=_TOKENS
+    )
     """Factor of Llama 3.1's frequency scaling; None: the flavor's."""
 
     @property
@@ -207,7 +211,7 @@ class Training:
     """Sequences of a step: a multiple of local_batch_size x data-parallel degree (accumulation); -1: that product."""
     seq_len: int = key(2048, AT_LEAST_ONE, "tokens", when=_TOKENS)
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
-    attention_mask: Literal["causal", "document"] = "causal"
+    attention_mask: Literal["causal", "document"] = key("causal", when=_TOKENS)
     """A token sees all tokens before it in its sequence, or in its document, from whose start positions then count."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
