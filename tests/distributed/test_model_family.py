@@ -57,7 +57,7 @@ def explicit_loss_case() -> dict[str, float]:
         return x
 
     with trainer_of([*EXACT, "--training.max_norm=1e9"]) as trainer:
-        (model,), rows = trainer.model_parts, iter(trainer.build_loader())
+        (model,), rows = trainer.model_parts, iter(trainer.task.build_loader())
         batches = [next(rows) for _ in range(trainer.job.micro_batches)]
         with mock.patch.object(AuxiliaryLoss, "forward", collect):
             losses = [token_losses(model.output(model(x["tokens"])), x["labels"]).sum() for x in batches]

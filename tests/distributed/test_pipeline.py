@@ -141,7 +141,7 @@ def other_rows_case(arguments: list[str]) -> list[float]:
     with trainer_of(arguments) as trainer:
         for rows in (4, 2, 4):
             trainer.optimizer.zero_grad()
-            batch = next(iter(trainer.build_loader()))
+            batch = next(iter(trainer.task.build_loader()))
             valid = torch.tensor(10)
             for start in range(0, 4, rows):
                 part = {name: x[start : start + rows].clone() for name, x in batch.items()}

@@ -56,7 +56,7 @@ def plant(kind: str, place: str) -> None:
         before(torch.distributed, "init_process_group", lambda *_, **__: fail(kind))
         return
     if place == "model":
-        before(Trainer, "build_loader", lambda *_: fail(kind))
+        before(Trainer, "build_task", lambda *_: fail(kind))
         return
     steps = []
     before(Trainer, "train_step", lambda _, step: steps.append(step))
