@@ -84,6 +84,7 @@ LONG = "a hundred steps take minutes"
 BIG = "it needs GPUs: all is checked that can be checked without"
 OWN = "the reader brings the files"
 SLOW = "it takes minutes"
+SMALL_FIELDS = "trap 'rm -rf fields.zarr' EXIT; lct make-fields --output fields.zarr --trajectories 4 --frames 6 --height 32 --width 32"
 BENCHMARK = r"python scripts/benchmarks/"
 SHOW = r"(?:\$ )?lct plan "
 DATA = """mkdir -p data books && for i in $(seq 64); do
@@ -91,6 +92,19 @@ echo '{"text": "Once upon a time"}' >> data/a.jsonl; echo "a tale of $i and othe
 SAVED = f"lct train --checkpoint.enable {SHORT}"
 
 RULES = [
+    # ---- fields
+    Rule(
+        r"lct train (domain_\w+) .*",
+        rf"{SMALL_FIELDS}; \g<0> --training.steps=2 --training.data_streams=4",
+        why=LONG,
+        says="training done: 2 steps",
+    ),
+    Rule(
+        r"lct forecast outputs/(domain_\w+) .*",
+        rf"{SMALL_FIELDS}; lct train \1 --training.steps=2 --training.data_streams=4; \g<0> --steps 2",
+        why=LONG,
+        says=r"error of the model(?s:.*)forecast\.png",
+    ),
     # ---- README: from a clone to a run
     Rule(
         r"make train",

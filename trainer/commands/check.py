@@ -51,7 +51,7 @@ def check(command: CommandLine) -> int:
         print(opening(config, ranks, device_type))
         print(summary(job))
         print("the settings are valid", flush=True)
-    for note in (*(f"missing here: {text}" for text in missing), *command.notes, *job.notes, *here):
+    for note in (*(f"missing here: {text}" for text in dict.fromkeys(missing)), *command.notes, *job.notes, *here):
         print(f"note: {note}", file=sys.stderr)
     if taken := holder_of(Path(config.job.dump_folder)):
         raise taken

@@ -89,13 +89,13 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float, *, 
     `max`, the largest loss of a sequence, gives way to the share of the device's peak where that is known. A line that
     is too long has single blanks, then neither `data` (waiting for data, from 5 % on) nor `max`.
     """
-    loss_max = f" (max {metrics.loss_max:.2f})" if metrics.mfu is None else ""
+    loss_max = f" (max {_loss(metrics.loss_max, 2)})" if metrics.mfu is None else ""
     data = f"data {metrics.data_loading_fraction:.0%}" if metrics.data_loading_fraction >= 0.05 else ""
     lines = []
     for detail, extra in ((loss_max, data), (loss_max, ""), ("", "")):
         parts = [
             f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
-            f"loss {metrics.loss:.3f}{detail}",
+            f"loss {_loss(metrics.loss)}{detail}",
             f"grad {metrics.grad_norm:.{2 if metrics.grad_norm < 100 else 0}f}",
             f"lr {_short_power(metrics.lr)}",
             f"{_speed(metrics.tokens_per_second)} {position}/s",
@@ -121,6 +121,11 @@ def duration(seconds: float) -> str:
 def _speed(tokens_per_second: float) -> str:
     """Return tokens per second in at most six characters from 100,000 on."""
     return f"{tokens_per_second:,.0f}" if tokens_per_second < 1e5 else f"{tokens_per_second / 1e6:,.2f}M"
+
+
+def _loss(loss: float, digits: int = 3) -> str:
+    """Return a loss with three digits or more: 5.191, or 3.1e-3, as losses of fields are."""
+    return f"{loss:.{digits}f}" if loss >= 0.1 or loss == 0 else _short_power(loss)
 
 
 def _short_power(number: float) -> str:
