@@ -209,6 +209,14 @@ EFFECTS: dict[str, str | Seen] = {
     "training.dataset_path": Seen("--training.dataset_path={data}/lines", _other("inputs")),
     "training.local_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs[0]), len(on.inputs[0])) == (2, 4)),
     "training.global_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs), len(on.inputs)) == (1, 3)),
+    "fields.lead": "tests/unit/test_field_data.py::test_a_batch_has_the_part_of_frames_and_those_after_the_lead",
+    "fields.held_out": (
+        "tests/unit/test_field_data.py::test_an_epoch_has_every_training_sample_once_and_the_next_in_another_order"
+    ),
+    "parallelism.domain_parallel_degrees": (
+        "tests/distributed/test_field_parity.py::test_every_layout_trains_as_one_process"
+    ),
+    "parallelism.domain_parallel_rows": "tests/unit/test_field_jobs.py::test_the_summary_says_how_fields_are_divided",
     "training.seq_len": Seen(_SHAPE, lambda off, on: (len(off.inputs[0][0]), len(on.inputs[0][0])) == (16, 24)),
     "training.attention_mask": Seen(
         "--training.attention_mask=document --training.dataset_path={data}/lines",

@@ -2,18 +2,20 @@
 
 import math
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.components.grad_norm import clip_gradients, global_grad_norm, settle_gradients
+from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
 from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger
 from trainer.components.optimizer import build_optimizer
 from trainer.components.profiling import check_memory_snapshot, profiling, region
 from trainer.config.loader import to_toml
+from trainer.data.ahead import BatchesAhead
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
@@ -64,13 +66,14 @@ class Trainer:
             max_minutes=config.job.max_minutes,
             prints=self.dims.rank("world") == 0,
         )
+        self.stop_reason: str | None = None
+        """Why the run stops after this step."""
         self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
         self._prepare_process()
         raise_on_all_ranks(self._prepare_machine, self.dims["world"])
         say_waiting(f"reading the data {config.training.dataset_path or config.training.dataset}")
         self.task = self.build_task()
-        self.loader = self.task.build_loader()
-        self.batches = iter(self.loader)
+        self.data = BatchesAhead(self.task.build_loader(), job.micro_batches, self._to_device)
 
         self.spec = model_spec(config.model.name)
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
@@ -86,7 +89,7 @@ class Trainer:
             model_parts=self.model_parts,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
-            loader=self.loader,
+            loader=self.data,
         )
         self.start_step, tokens_before = self.checkpoint.load()
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
@@ -169,7 +172,7 @@ class Trainer:
                     compilations.step(step)
                     if step == self.start_step + 1:
                         self._set_timeout(self.config.comm.train_timeout_seconds)
-                    reason = self.stop.reason(self.dims["world"])
+                    reason = self.stop_reason
                     last = bool(reason) or step == training.steps
                     saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last)
                     if reason:
@@ -201,7 +204,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Do one optimizer step over the whole global batch."""
         with self.metrics.loading_data(), region("data_loading"):
-            batches = [self._to_device(next(self.batches)) for _ in range(self.job.micro_batches)]
+            batches = self.data.take()
         if step == self.start_step + 1:
             self._check_same_batch(batches[0])
         # One count for the whole step, before any backward: a mean of means is wrong if ranks have different counts.
@@ -215,19 +218,24 @@ class Trainer:
             self.forward_backward(batch, valid.clamp(min=1), last=i == len(batches) - 1)
             for i, batch in enumerate(batches)
         ]
-        sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sequence
-        sums = all_reduce(sums, self.dims["pp"])  # the last stage has them
-        loss = (all_reduce(sums.sum(), self.dims["dp_cp"]) / valid.clamp(min=1)).item()
+        sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
         with region("grad_norm"):
-            grad_norm = self.clip(step, loss)
+            settle_gradients(self.parameters())
+            totals = self.totals(sums.sum() / valid.clamp(min=1))
+        if step < self.config.training.steps:
+            self._make_next_batches()  # while the device works
+        loss, grad_norm = self.read(totals)
+        with region("clip"):
+            self.clip(step, loss, grad_norm)
         lr = self.lr_scheduler.get_last_lr()[0]
         with region("optimizer"):
             self.optimizer.step()
             self.spec.after_step(self.model_parts, self.dims)
         self.lr_scheduler.step()
         if self.metrics.due(step):
+            sums = all_reduce(sums, self.dims["pp"])  # the last stage has them
             sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
-            scalars = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": self.loader.epoch}
+            scalars = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": self.data.epoch}
             self.metrics.log(step, sequence_losses=sequence_losses, **scalars)
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,22 +270,42 @@ class Trainer:
         counts = self.task.counts(batch)
         return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
 
-    def clip(self, step: int, loss: float) -> float:
-        """Clip the gradients to `training.max_norm`, and return their norm before clipping.
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all parameters of this rank's model parts."""
+        return [parameter for part in self.model_parts for parameter in part.parameters()]
+
+    def totals(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return (loss, squared gradient norm, votes to stop) of the whole job, on the device: one reduction.
+
+        loss: this rank's part of it; ranks of one tensor-parallel group have the same part.
+        """
+        mine = torch.stack([loss / self.dims.size("tp"), squared_norm(self.parameters(), self.dims)])
+        votes = torch.tensor(self.stop.votes(), dtype=torch.float64).to(self.device, non_blocking=True)
+        return all_reduce(torch.cat([mine, votes]), self.dims["world"])
+
+    def read(self, totals: torch.Tensor) -> tuple[float, float]:
+        """Return loss and gradient norm, and note whether to stop: all that the host waits for in a step."""
+        loss, squares, *votes = totals.tolist()
+        self.stop_reason = self.stop.reason(votes)
+        return loss, math.sqrt(squares)
+
+    def clip(self, step: int, loss: float, norm: float) -> None:
+        """Clip the gradients, whose norm is given, to `training.max_norm`.
 
         Raises:
             TrainingError: on every rank, if the loss or the norm is not finite; no weight has changed.
         """
-        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
-        settle_gradients(parameters)
-        norm = global_grad_norm(parameters, self.dims)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingError(
                 f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; the weights are "
                 f"those of step {step - 1}; a lower optimizer.lr or a longer lr_scheduler.warmup_steps often helps"
             )
-        clip_gradients(parameters, norm, self.config.training.max_norm)
-        return norm
+        clip_gradients(self.parameters(), norm, self.config.training.max_norm)
+
+    def _make_next_batches(self) -> None:
+        """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data."""
+        with self.metrics.loading_data() if self.device.type == "cpu" else nullcontext(), region("data_loading"):
+            self.data.make()
 
     def _set_timeout(self, seconds: float) -> None:
         set_timeout(seconds, but_for=self.checkpoint.group)
@@ -285,8 +313,12 @@ class Trainer:
             self.pipeline.set_timeout(seconds)
 
     def _to_device(self, batch: Batch) -> Batch:
+        """Start the way of a batch's tensors to the device, from memory that the device can read by itself."""
+        pin = self.device.type == "cuda"
         return {
-            name: x.to(self.device, non_blocking=True) if isinstance(x, torch.Tensor) else x
+            name: (x.pin_memory() if pin else x).to(self.device, non_blocking=True)
+            if isinstance(x, torch.Tensor)
+            else x
             for name, x in batch.items()
         }
 

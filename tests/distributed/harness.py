@@ -86,6 +86,9 @@ class Rows:
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
 
+    def state_dict(self) -> dict[int, dict[str, int]]:
+        return {}
+
 
 class MadeRows(LanguageTask):
     """The real task on made-up rows."""
@@ -129,11 +132,10 @@ class RecordingTrainer(Trainer):
     def build_task(self) -> Task:
         return MadeRows(self.job, self.dims, self.fault) if self.job.model.task == "tokens" else super().build_task()
 
-    def clip(self, step: int, loss: float) -> float:
-        norm = super().clip(step, loss)
+    def clip(self, step: int, loss: float, norm: float) -> None:
+        super().clip(step, loss, norm)
         self.record.gradients.append(self.of_all_stages(settled_gradient))
         self.record.limits.append(min(norm, self.config.training.max_norm))
-        return norm
 
     def of_all_stages(
         self, value: Callable[[torch.Tensor], torch.Tensor], named: Callable = nn.Module.named_parameters

@@ -67,7 +67,7 @@ def load_step_save(folder: str, arguments: list[str], steps: int) -> dict:
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor | int | float]:
     state: dict = {name: whole(x) for name, x in tensors_of(trainer.model_parts, trainer.optimizer).items()}
-    state |= {f"stream {s}": entry for s, entry in trainer.loader.state_dict().items()}
+    state |= {f"stream {s}": entry for s, entry in trainer.data.state_dict().items()}
     return state | {"lr": trainer.lr_scheduler.get_last_lr()[0], "group lr": trainer.optimizer.param_groups[0]["lr"]}
 
 
@@ -129,7 +129,7 @@ def test_every_layout_loads_exactly_what_another_saved(pool: WorkerPool, tmp_pat
 
 def samples_after(folder: str, arguments: list[str]) -> list[torch.Tensor]:
     with trainer_in(folder, arguments) as trainer:
-        mine = torch.cat([next(trainer.batches)["tokens"] for _ in range(2 * trainer.job.micro_batches)])
+        mine = torch.cat([batch["tokens"] for _ in range(2) for batch in trainer.data.take()])
         gathered = exchange.all_gather(mine, trainer.dims["dp"])
         return sorted(row.tolist() for row in gathered.flatten(0, 1))
 
@@ -306,18 +306,24 @@ def test_ranks_that_see_different_folders_stop(pool: WorkerPool, tmp_path: Path)
 # ---- cost
 
 
-def stop_case(folder: str, arguments: list[str]) -> dict[str, int]:
-    """Calls of our own collectives after a step that is not saved."""
+def stop_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Calls of our own collectives in a second step, and after it."""
     with trainer_in(folder, [*arguments, *LAYOUTS["fsdp2"][1]]) as trainer:
+        trainer.train_step(1)
         exchange.calls.clear()
-        assert trainer.stop.reason(trainer.dims["world"]) is None
+        trainer.train_step(2)
+        in_step = dict(exchange.calls)
+        exchange.calls.clear()
+        assert trainer.stop_reason is None
         assert not trainer.checkpoint.save(1, tokens_seen=0)
-        return dict(exchange.calls)
+        return in_step, dict(exchange.calls)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--job.max_minutes=10"]], ids=["signals", "signals and minutes"])
-def test_a_step_pays_one_small_collective_for_being_stoppable(pool: WorkerPool, tmp_path: Path, arguments) -> None:
-    assert pool.run(2, stop_case, str(tmp_path), arguments) == [{"all_reduce": 1}] * 2
+def test_loss_norm_and_stop_are_one_reduction(pool: WorkerPool, tmp_path: Path, arguments) -> None:
+    arguments = [*arguments, "--metrics.log_freq=100", "--training.steps=100"]
+    # The other reduction is that of the number of labels, before the backward.
+    assert pool.run(2, stop_case, str(tmp_path), arguments) == [({"all_reduce": 2}, {})] * 2
 
 
 def late_case(folder: str) -> str:

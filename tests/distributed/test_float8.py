@@ -172,7 +172,7 @@ def counted_case(arguments: list[str]) -> Counter[str]:
     with (
         mock.patch.object(RecordingTrainer, "train_step", counted),
         mock.patch.object(
-            RecordingTrainer, "clip", lambda self, step, loss: super(RecordingTrainer, self).clip(step, loss)
+            RecordingTrainer, "clip", lambda self, *numbers: super(RecordingTrainer, self).clip(*numbers)
         ),
     ):
         run_layout(arguments)

@@ -32,8 +32,8 @@ LOSS = (
     Mutant(
         "the logged loss is that of one part of the sequence",
         "trainer/trainer.py",
-        'all_reduce(sums.sum(), self.dims["dp_cp"])',
-        'all_reduce(sums.sum(), self.dims["dp"])',
+        'all_reduce(torch.cat([mine, votes]), self.dims["world"])',
+        'all_reduce(torch.cat([mine, votes]), self.dims["dp"])',
         f"{_LAYOUT}[cp2-float32]",
     ),
     Mutant(
@@ -56,7 +56,7 @@ GRADIENTS = (
     Mutant(
         "gradients of norms stay partial sums under TP",
         "trainer/trainer.py",
-        "        settle_gradients(parameters)\n",
+        "            settle_gradients(self.parameters())\n",
         "",
         f"{_LAYOUT}[tp2-float32]",
     ),
@@ -84,8 +84,8 @@ GRADIENTS = (
     Mutant(
         "gradients of bfloat16 are zero",
         "trainer/trainer.py",
-        "clip_gradients(parameters, norm, self.config.training.max_norm)",
-        "clip_gradients(parameters, norm, 0.0 if 'bfloat16' in str(self.compute_dtype)"
+        "clip_gradients(self.parameters(), norm, self.config.training.max_norm)",
+        "clip_gradients(self.parameters(), norm, 0.0 if 'bfloat16' in str(self.compute_dtype)"
         " else self.config.training.max_norm)",
         "tests/distributed/test_bfloat16.py",
     ),
@@ -120,8 +120,8 @@ GRADIENTS = (
     Mutant(
         "the norm is that of one stage",
         "trainer/components/grad_norm.py",
-        'all_reduce(total, dims["world"])',
-        'all_reduce(total, dims["dp_shard_cp"])',
+        'ranks_of_stage = dims.size("world") // dims.size("pp")',
+        'ranks_of_stage = dims.size("world")',
         f"{_LAYOUT}[pp2-float32]",
     ),
     Mutant(

@@ -5,16 +5,12 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-
-from trainer.distributed.sharding.exchange import all_reduce
 from trainer.runtime.console import report
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_OUT_OF_TIME = 1  # below every signal of SIGNALS: the largest reason counts
 # A scheduler signals every process of a job, and the launcher passes its own signal on: both count as one signal.
 _SAME_SIGNAL_SECONDS = 2.0
 
@@ -35,14 +31,18 @@ class Stop:
         self.signal = 0
         self._entered = False
 
-    def reason(self, world: DeviceMesh) -> str | None:
-        """Return why all ranks stop after this step; None: they go on. A collective, with one result for all."""
+    def votes(self) -> list[float]:
+        """Return this rank's vote for each reason to stop, 0 or 1; their sums over all ranks decide in `reason`."""
         over = self.max_minutes is not None and time.monotonic() - self.started > 60 * self.max_minutes
-        mine = torch.tensor(self.signal or int(over), dtype=torch.int32, device=world.device_type)
-        reason = int(all_reduce(mine, world, "max").item())
-        if reason == _OUT_OF_TIME:
-            return f"job.max_minutes = {self.max_minutes:g} passed: stopped"
-        return f"stopped by {signal.Signals(reason).name}" if reason else None
+        return [float(over), *(float(self.signal == number) for number in SIGNALS)]
+
+    def reason(self, votes: Sequence[float]) -> str | None:
+        """Return why all ranks stop after this step, by the votes of all of them; None: they go on."""
+        over, *signals = votes
+        for number, asked in zip(SIGNALS, signals, strict=True):
+            if asked:
+                return f"stopped by {number.name}"
+        return f"job.max_minutes = {self.max_minutes:g} passed: stopped" if over else None
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():

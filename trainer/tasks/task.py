@@ -1,26 +1,15 @@
 """The interface of a task to the loop."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from trainer.data.ahead import Loader
 from trainer.models.model_spec import Model
 
 Batch = dict[str, Any]
-
-
-class Loader(Protocol):
-    """Endless batches of one data-parallel rank, with a position that is saved; see trainer/data/loader.py."""
-
-    epoch: float
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def state_dict(self) -> dict[int, dict[str, int]]: ...
-
-    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None: ...
 
 
 class Share(NamedTuple):
