@@ -108,7 +108,7 @@ def compare(case: DomainCase, domain: Domain, seed: int) -> dict[str, float]:
     errors = {"output": error(got, local(expected, result), expected)}
     errors["input"] = error(gradients[0], local(wanted[0], domain), wanted[0])
     for name, gradient, whole in zip("abcd", gradients[1:], wanted[1:], strict=False):
-        dist.all_reduce(gradient)
+        dist.all_reduce(gradient := gradient.contiguous())
         errors[f"parameter {name}"] = error(gradient / _copies(domain), whole)
     if case.is_linear and case.grad == "partial":
         dots = torch.stack([(got * mine).sum(), (gradients[0] * leaves[0]).sum()]).detach()

@@ -14,6 +14,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "reductions": "domain_max domain_mean domain_norm domain_sum domain_var",
         "resample": "cumsum flip interpolate pad roll",
         "tensor": "DomainOperatorError DomainTensor rule",
-        "transfer": "gather read reshard scatter",
+        "transfer": "gather move read reshard scatter",
     },
 )

@@ -33,14 +33,21 @@ class DomainOperatorError(TypeError):
     """A function of torch was called along a sharded axis, and there is no rule for it."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, first_only: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for the functions and methods of torch of these names; a later rule replaces an earlier one.
 
     The rule is called as rule(function, *args, **kwargs) with at least one sharded `DomainTensor` among its arguments.
+    first_only: the first argument is sharded, other tensors are given as plain ones, and refused if they are sharded.
     """
 
     def register(function: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(names, function))
+        def checked(called: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+            other = next(filter(is_sharded, _flat((args, kwargs))), None)
+            if other is not None:
+                raise refused(called.__name__, other, "only its first argument may be sharded")
+            return function(called, x, *unwrapped(args), **unwrapped(kwargs))
+
+        _RULES.update(dict.fromkeys(names, checked if first_only else function))
         return function
 
     return register
@@ -99,14 +106,12 @@ _OF_LOCAL = frozenset(
     ["ndim", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_floating_point", "is_complex"]
 )
 _OPERATORS = """
-add sub mul truediv floordiv mod pow matmul and or xor radd rsub rmul rtruediv rpow rmatmul neg abs invert
-eq ne lt le gt ge getitem bool float int
+add sub mul truediv floordiv mod pow matmul and or xor radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul
+iadd isub imul itruediv ifloordiv imod ipow iand ior ixor neg abs invert eq ne lt le gt ge getitem bool float int
 """
 for _name in _OPERATORS.split():
     _method = getattr(torch.Tensor, f"__{_name}__")
     setattr(DomainTensor, f"__{_name}__", lambda self, *args, _method=_method: call(_method, self, *args))
-    if _name in ("add", "sub", "mul", "truediv"):  # the name is bound to a new tensor
-        setattr(DomainTensor, f"__i{_name}__", lambda self, other, _method=_method: call(_method, self, other))
 DomainTensor.__hash__ = object.__hash__  # __eq__ compares elements
 
 # Activation checkpointing and compilers find the shard in the arguments of a module, and so does FSDP of torch 2.11.
@@ -139,20 +144,25 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
         DomainOperatorError: a tensor is sharded, and the function has no rule.
     """
     leaves = [*_flat((args, kwargs))]
-    tensors = [x for x in leaves if isinstance(x, DomainTensor)]
-    if not any(is_sharded(x) or isinstance(x, DTensor) for x in leaves):
+    sharded = next(filter(is_sharded, leaves), None)
+    if sharded is None and not any(isinstance(x, DTensor) for x in leaves):
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     name = function.__name__
-    if name not in _RULES:
-        raise refused(name, tensors[0], "it has no rule for sharded axes")
-    return _RULES[name](function, *args, **kwargs)
+    if name not in _RULES or kwargs.pop("out", None) is not None:
+        sharded = sharded or next(x for x in leaves if isinstance(x, DomainTensor))
+        raise refused(name, sharded, "the argument `out`" if name in _RULES else "it has no rule for sharded axes")
+    if "axis" in kwargs:  # torch knows both names of the first two
+        kwargs["dim"] = kwargs.pop("axis")
+    first = (kwargs.pop("input"),) if "input" in kwargs else ()
+    return _RULES[name](function, *first, *args, **kwargs)
 
 
 def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
     """Return the error of a call that is not handled."""
     dims = ", ".join(map(str, x.domain.axes))
     return DomainOperatorError(
-        f"{name.strip('_')} of a tensor of shape {tuple(x.shape)}, sharded in dimension {dims}, is not handled: {why}; "
+        f"{name.removeprefix('__').removesuffix('__')} of a tensor of shape {tuple(x.shape)}, sharded in dimension "
+        f"{dims}, is not handled: {why}; "
         "call it on `gather`ed tensors, or give it a rule with `trainer.distributed.domain_parallel.rule`"
     )
 
@@ -162,7 +172,8 @@ def wrapped(result: Any, domain: Domain) -> Any:
     if isinstance(result, torch.Tensor):
         return DomainTensor(result, domain)
     if isinstance(result, tuple | list):
-        return tuple(wrapped(part, domain) for part in result)
+        parts = [wrapped(part, domain) for part in result]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
     return result
 
 

@@ -1,47 +1,64 @@
-"""Rules of functions that compute each element from the elements at its place, broadcast as torch does."""
+"""Rules of functions that compute each element from the elements at its place, broadcast as torch does.
 
-from collections.abc import Callable, Sequence
+A function that changes its tensor in place (`x += y`, `relu_`, `inplace=True`) changes the shard, and returns x.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from trainer.distributed.domain_parallel.dispatch import DomainTensor, refused, rule, unwrapped, wrapped
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, unwrapped, wrapped
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.transfer import reshard
 from trainer.distributed.sharding.placement import shard
 
 _NAMES = """
-abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip
-clone contiguous cos cosh deg2rad detach div divide double elu eq erf erfc exp exp2 expm1 float floor floor_divide
-fmod ge gelu gt half hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p log2
-logical_and logical_not logical_or logical_xor logsigmoid lt masked_fill maximum minimum mish mul multiply ne neg
-negative ones_like pow positive reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh
-softplus softsign sqrt square sub subtract tan tanh threshold true_divide trunc where zeros_like full_like
-empty_like bfloat16
+bool int long short
+abs acos add addcdiv addcmul asin atan atan2 bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp
+clamp_max clamp_min clip clone contiguous cos cosh deg2rad detach div divide double elu empty_like eq erf erfc exp
+exp2 expm1 float floor floor_divide fmod full_like ge gelu gt half hardsigmoid hardswish hardtanh isfinite isinf isnan
+le leaky_relu lerp log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor lt
+masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative ones_like positive pow reciprocal relu relu6
+remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus softsign sqrt square sub subtract tan tanh
+threshold true_divide trunc where zeros_like
 __add__ __sub__ __mul__ __truediv__ __floordiv__ __mod__ __pow__ __and__ __or__ __xor__ __radd__ __rsub__ __rmul__
-__rtruediv__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __rdiv__ __div__
+__rdiv__ __rfloordiv__ __rmod__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
+_IN_PLACE = frozenset(
+    [f"{name}_" for name in _NAMES.split() if hasattr(torch.Tensor, f"{name}_") or hasattr(F, f"{name}_")]
+    + [f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
+)
 
 
-@rule(*_NAMES.split())
+@rule(*_NAMES.split(), *_IN_PLACE)
 def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Apply the function to the shards, after they are brought to one layout."""
-    if kwargs.get("inplace"):
-        kwargs["inplace"] = False  # the result is what the caller uses
+    name = function.__name__
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, DomainTensor | torch.Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in operands))
-    domain = common_domain(function.__name__, operands, shape)
+    domain, x = common_domain(name, operands, shape), operands[0]
+    is_in_place = name in _IN_PLACE or kwargs.get("inplace", False)
+    if is_in_place and not (
+        isinstance(x, DomainTensor) and x.shape == shape and x.domain.axes.keys() == domain.axes.keys()
+    ):
+        raise refused(name, next(filter(is_sharded, operands)), "it changes a tensor that has not the result's axes")
 
     def own(x: Any) -> Any:
         return own_part(x, domain, shape) if isinstance(x, DomainTensor | torch.Tensor) else x
 
     result = function(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
-    return wrapped(result, domain)
+    if getattr(result, "shape", None) != domain.local_shape(shape):
+        raise refused(name, next(filter(is_sharded, operands)), "its result has another shape than its operands")
+    return x if is_in_place else wrapped(result, domain)
 
 
 @rule("to", "type", "type_as")
-def converted(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+def converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert the shard; another tensor among the arguments gives only its type."""
+    if not isinstance(x, DomainTensor):
+        return function(x, *unwrapped(args), **unwrapped(kwargs))
     return wrapped(function(x.local, *unwrapped(args), **unwrapped(kwargs)), x.domain)
 
 
@@ -53,17 +70,26 @@ def common_domain(name: str, operands: Sequence, shape: torch.Size, *, but_for: 
     Raises:
         DomainOperatorError: operands are sharded over other ranks in one dimension, or one rank's row is broadcast.
     """
+    sharded = [x for x in operands if is_sharded(x)]
+    domains = [x.domain.moved(len(shape) - x.ndim) for x in sharded]
+    for x, domain in zip(sharded, domains, strict=True):
+        if any(axis.layout.length != shape[dim] and dim != but_for for dim, axis in domain.axes.items()):
+            raise refused(name, x, "a sharded dimension of size 1 is broadcast")
+    return merged(name, sharded, [domain.axes for domain in domains])
+
+
+def merged(name: str, operands: Sequence, parts: Sequence[Mapping[int, Axis]]) -> Domain:
+    """Return the domain with the axes of all parts, the first one of each dimension; operands: for the message.
+
+    Raises:
+        DomainOperatorError: parts are sharded over other ranks in one dimension, or over the same ranks in several.
+    """
     axes: dict[int, Axis] = {}
-    for x in operands:
-        if not isinstance(x, DomainTensor):
-            continue
-        for dim, axis in x.domain.moved(len(shape) - x.ndim).axes.items():
-            if axis.layout.length != shape[dim] and dim != but_for:
-                raise refused(name, x, "a sharded dimension of size 1 is broadcast")
+    for part in parts:
+        for dim, axis in part.items():
             if axes.setdefault(dim, axis).group is not axis.group:
-                raise refused(name, x, f"another operand has dimension {dim} on other ranks")
-    groups = [axis.group for axis in axes.values()]
-    if len({id(group) for group in groups}) < len(groups):
+                raise refused(name, operands[0], f"another operand has dimension {dim} on other ranks")
+    if len({id(axis.group) for axis in axes.values()}) < len(axes):
         raise refused(name, operands[0], "its operands are sharded in different dimensions over the same ranks")
     return Domain(axes)
 

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from trainer.distributed.domain_parallel.convolution import conv
 from trainer.distributed.domain_parallel.dispatch import is_sharded, map_tensors
 from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.elementwise import own_part
+from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 
@@ -72,10 +72,12 @@ class NeighborhoodAttention(nn.Module):
 
     def forward(self, q: Any, k: Any, v: Any) -> Any:
         """q: (B, *spatial, H, D); k, v: (B, *spatial, K, D) -> (B, *spatial, H, D)."""
-        if not isinstance(q, DomainTensor):
+        tensors = [x for x in (q, k, v) if isinstance(x, DomainTensor)]
+        if not tensors:
             return neighborhood_attention(q, k, v, Domain({}), **self.options)[0]
-        k, v = (own_part(x, q.domain, x.shape) for x in (k, v))
-        return DomainTensor(*neighborhood_attention(q.local, k, v, q.domain, **self.options))
+        domain = common_domain("neighborhood attention", tensors, q.shape)
+        q, k, v = (own_part(x, domain, x.shape) for x in (q, k, v))
+        return DomainTensor(*neighborhood_attention(q, k, v, domain, **self.options))
 
 
 DROP_INS: Mapping[type[nn.Module], type[nn.Module]] = {

@@ -225,6 +225,7 @@ class _Max(torch.autograd.Function):
 
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over the ranks, computed in at least float32."""
-    total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+    """Return the sum over the ranks, of floats computed in at least float32."""
+    dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+    total = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return all_reduce(total, group).to(x.dtype)

@@ -3,6 +3,7 @@
 Options that an operator does not have are refused, with the option's name.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from trainer.distributed.domain_parallel import convolution, norms, pooling, reductions, resample
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, wrapped
 from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
+from trainer.distributed.domain_parallel.elementwise import common_domain, elementwise, merged, own_part
 from trainer.distributed.domain_parallel.rows import connected
 from trainer.distributed.domain_parallel.transfer import gather
 
@@ -27,13 +28,13 @@ def _result(pair: tuple[torch.Tensor, Domain]) -> DomainTensor:
     return DomainTensor(*pair)
 
 
-@rule("conv1d", "conv2d", "conv3d")
+@rule("conv1d", "conv2d", "conv3d", first_only=True)
 def conv(function, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> DomainTensor:
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return _result(convolution.conv(x.local, x.domain, weight, bias, **options))
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", first_only=True)
 def conv_transpose(
     function, x, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
 ) -> DomainTensor:
@@ -43,17 +44,16 @@ def conv_transpose(
     )
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool3d")
+@rule("max_pool1d", "max_pool2d", "max_pool3d", first_only=True)
 def max_pool(
     function, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
 ) -> DomainTensor:
-    _unless(not return_indices, function, x, "return_indices")
     kernel = _each(kernel_size, int(function.__name__[-2]))
     options = {"padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
     return _result(pooling.max_pool(x.local, x.domain, kernel, stride or None, **options))
 
 
-@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d", first_only=True)
 def avg_pool(
     function, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
 ) -> DomainTensor:
@@ -64,27 +64,42 @@ def avg_pool(
 
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def adaptive_avg_pool(function, x, output_size) -> DomainTensor:
+    if _spatial_is_whole(x, int(function.__name__[-2])):
+        return _locally(function, x, output_size)
     _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
     return _result(pooling.adaptive_avg_pool(x.local, x.domain))
 
 
 @rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
 def adaptive_max_pool(function, x, output_size, return_indices=False) -> DomainTensor:
+    if _spatial_is_whole(x, int(function.__name__[-2])):
+        return _locally(function, x, output_size)
     _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
-    _unless(not return_indices, function, x, "return_indices")
     return _result(pooling.adaptive_max_pool(x.local, x.domain))
+
+
+def _spatial_is_whole(x: DomainTensor, number: int) -> bool:
+    return all(dim < x.ndim - number for dim in x.domain.axes)
+
+
+def _locally(function: Callable, x: DomainTensor, *options: Any) -> DomainTensor:
+    """Apply a function to a shard, which may be empty, of a tensor whose spatial dimensions are whole."""
+    if x.local.numel():
+        return wrapped(function(x.local, *options), x.domain)
+    shape = function(torch.empty(x.shape, device="meta"), *options).shape
+    return wrapped(connected(x.local.new_zeros(x.domain.local_shape(shape)), x.local), x.domain)
 
 
 def _each(value: int | Sequence[int], number: int) -> tuple[int, ...]:
     return (value,) * number if isinstance(value, int) else tuple(value)
 
 
-@rule("group_norm")
+@rule("group_norm", first_only=True)
 def group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True) -> DomainTensor:
     return _result(norms.group_norm(x.local, x.domain, num_groups, weight, bias, eps))
 
 
-@rule("instance_norm")
+@rule("instance_norm", first_only=True)
 def instance_norm(
     function,
     x,
@@ -100,7 +115,7 @@ def instance_norm(
     return _result(norms.instance_norm(x.local, x.domain, weight, bias, eps))
 
 
-@rule("batch_norm")
+@rule("batch_norm", first_only=True)
 def batch_norm(
     function, x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
 ) -> DomainTensor:
@@ -108,12 +123,12 @@ def batch_norm(
     return _result(norms.batch_norm(x.local, x.domain, running_mean, running_var, weight, bias, **options))
 
 
-@rule("layer_norm")
+@rule("layer_norm", first_only=True)
 def layer_norm(function, x, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True) -> DomainTensor:
     return _result(norms.layer_norm(x.local, x.domain, normalized_shape, weight, bias, eps))
 
 
-@rule("rms_norm")
+@rule("rms_norm", first_only=True)
 def rms_norm(function, x, normalized_shape, weight=None, eps=None) -> DomainTensor:
     return _result(norms.rms_norm(x.local, x.domain, normalized_shape, weight, eps))
 
@@ -129,6 +144,9 @@ def interpolate(
     recompute_scale_factor=None,
     antialias=False,
 ) -> DomainTensor:
+    if _spatial_is_whole(x, x.ndim - 2):
+        options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return _locally(function, x, *options)
     names = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "nearest": "nearest"}
     _unless(mode in names and not recompute_scale_factor and not antialias, function, x, f"mode {mode!r}, or an option")
     options = {"mode": names[mode], "align_corners": bool(align_corners)}
@@ -139,12 +157,13 @@ def interpolate(
 def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
     pairs = zip(pad[::2], pad[1::2], strict=True)
     rows = {x.ndim - 1 - i: pair for i, pair in enumerate(pairs) if any(pair)}
-    return _result(resample.pad(x.local, x.domain, rows, mode=mode, value=value or 0.0))
+    padded, domain = resample.pad(x.local, x.domain, rows, mode=mode, value=value or 0.0)
+    return DomainTensor(padded if any(n > 0 for n in pad) else padded.clone(), domain)  # no view, as with torch
 
 
 @rule("flip")
-def flip(function, x, *dims) -> DomainTensor:
-    asked = dims[0] if isinstance(dims[0], Sequence) else dims
+def flip(function, x, *args, dims=()) -> DomainTensor:
+    asked = dims or (args[0] if isinstance(args[0], Sequence) else args)
     return _result(resample.flip(x.local, x.domain, [dim % x.ndim for dim in asked]))
 
 
@@ -152,42 +171,66 @@ def flip(function, x, *dims) -> DomainTensor:
 def roll(function, x, shifts, dims=None) -> DomainTensor:
     _unless(dims is not None, function, x, "a roll of the flattened tensor; name the dimensions")
     pairs = [(shifts, dims)] if isinstance(dims, int) else zip(_each(shifts, 1), dims, strict=True)
-    return _result(resample.roll(x.local, x.domain, {dim % x.ndim: shift for shift, dim in pairs}))
+    total: Counter[int] = Counter()
+    for shift, dim in pairs:  # a dimension may be named twice
+        total[dim % x.ndim] += shift
+    rolled, domain = resample.roll(x.local, x.domain, total)
+    return DomainTensor(rolled.clone() if rolled is x.local else rolled, domain)
 
 
 @rule("cumsum")
 def cumsum(function, x, dim, dtype=None) -> DomainTensor:
-    return _result(resample.cumsum(x.local if dtype is None else x.local.to(dtype), x.domain, dim % x.ndim))
+    dtype = dtype or (x.dtype if x.is_floating_point() else torch.int64)
+    return _result(resample.cumsum(x.local.to(dtype), x.domain, dim % x.ndim))
+
+
+def _dims(dim: int | Sequence[int] | None) -> int | Sequence[int] | None:
+    return None if isinstance(dim, Sequence) and not dim else dim  # no dimension: all of them
 
 
 @rule("sum", "mean")
 def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
     operator = {"sum": reductions.domain_sum, "mean": reductions.domain_mean}[function.__name__]
-    return _result(operator(x.local if dtype is None else x.local.to(dtype), x.domain, dim, keepdim=keepdim))
+    return _result(operator(x.local if dtype is None else x.local.to(dtype), x.domain, _dims(dim), keepdim=keepdim))
 
 
 @rule("amax", "amin", "max", "min")
 def extreme(function, x, dim=None, keepdim=False) -> Any:
-    if not function.__name__.startswith("a") and dim is not None:
+    name = function.__name__
+    if isinstance(dim, DomainTensor | torch.Tensor):  # of two tensors
+        return elementwise(torch.maximum if name == "max" else torch.minimum, x, dim)
+    if not name.startswith("a") and dim is not None:
         _unless(isinstance(dim, int) and dim % x.ndim not in x.domain.axes, function, x, "indices along that dimension")
-        return wrapped(tuple(function(x.local, dim, keepdim)), x.domain.reduced([dim % x.ndim], keepdim=keepdim))
-    sign = -1 if "min" in function.__name__ else 1
-    largest, domain = reductions.domain_max(sign * x.local, x.domain, dim, keepdim=keepdim)
-    return DomainTensor(sign * largest, domain)
+        return wrapped(function(x.local, dim, keepdim), x.domain.reduced([dim % x.ndim], keepdim=keepdim))
+    signed = x.local if x.is_floating_point() else x.local.long()
+    largest, domain = reductions.domain_max(-signed if "min" in name else signed, x.domain, _dims(dim), keepdim=keepdim)
+    return DomainTensor((-largest if "min" in name else largest).to(x.dtype), domain)
+
+
+@rule("all", "any")
+def truth(function, x, dim=None, keepdim=False) -> DomainTensor:
+    sought = (x.local if function.__name__ == "any" else x.local == 0).bool().long()
+    found, domain = reductions.domain_sum(sought, x.domain, dim, keepdim=keepdim)
+    return DomainTensor(found > 0 if function.__name__ == "any" else found == 0, domain)
 
 
 @rule("var", "std")
 def variance(function, x, dim=None, unbiased=None, keepdim=False, *, correction=None) -> DomainTensor:
+    if isinstance(dim, bool):  # the first argument may be `unbiased`
+        dim, unbiased = None, dim
     correction = (1 if unbiased in (None, True) else 0) if correction is None else correction
-    var = _result(reductions.domain_var(x.local, x.domain, dim, correction=correction, keepdim=keepdim))
-    return var.sqrt() if function.__name__ == "std" else var
+    var, domain = reductions.domain_var(x.local, x.domain, _dims(dim), correction=correction, keepdim=keepdim)
+    if function.__name__ == "std":  # without a gradient where it is 0
+        var = torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
+    return DomainTensor(var, domain)
 
 
 @rule("norm", "linalg_vector_norm")
-def vector_norm(function, x, p=2.0, dim=None, keepdim=False, dtype=None) -> DomainTensor:
+def vector_norm(function, x, p=2.0, dim=None, keepdim=False, dtype=None, **named) -> DomainTensor:
+    p = named.pop("ord", p)
     _unless(p in (None, "fro") or (not isinstance(p, str) and p > 0), function, x, f"order {p!r}")
-    order = 2.0 if p in (None, "fro") else p
-    return _result(reductions.domain_norm(x.local, x.domain, dim, order=order, keepdim=keepdim))
+    order, local = 2.0 if p in (None, "fro") else p, x.local if dtype is None else x.local.to(dtype)
+    return _result(reductions.domain_norm(local, x.domain, _dims(dim), order=order, keepdim=keepdim))
 
 
 @rule("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
@@ -196,18 +239,21 @@ def dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
     return x
 
 
-@rule("mse_loss", "l1_loss")
-def loss(function, x, target, *args, reduction="mean", weight=None, **kwargs) -> DomainTensor:
-    _unless(weight is None and not args, function, x, "weights")
-    difference = x - target
-    each = difference * difference if function.__name__ == "mse_loss" else difference.abs()
+@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+def loss(
+    function, x, target, *, reduction="mean", size_average=None, reduce=None, weight=None, **kwargs
+) -> DomainTensor:
+    told = x if is_sharded(x) else target
+    plain = weight is None and size_average is None and reduce is None and reduction in ("none", "mean", "sum")
+    _unless(plain, function, told, "weights, `reduce`, `size_average`, or a reduction that is not none, mean or sum")
+    each = elementwise(function, x, target, reduction="none", **kwargs)
     return each if reduction == "none" else getattr(each, reduction)()
 
 
-@rule("linear")
+@rule("linear", first_only=True)
 def linear(function, x, weight, bias=None) -> DomainTensor:
     """weight: plain, or tensor parallel, cut by outputs (x whole) or by inputs (x this rank's features)."""
-    _unless(not is_sharded(weight) and x.ndim - 1 not in x.domain.axes, function, x, "sharded features")
+    _unless(x.ndim - 1 not in x.domain.axes, function, x, "sharded features")
     if not isinstance(weight, DTensor):
         return DomainTensor(F.linear(x.local, weight, bias), x.domain)
     is_part = x.shape[-1] != weight.shape[1]
@@ -229,32 +275,33 @@ def matmul(function, a, b) -> DomainTensor:
     inner = [(t.ndim - 1, t) for t in (a, b)] + [(b.ndim - 2, b)]
     _unless(not any(is_sharded(t) and dim in t.domain.axes for dim, t in inner), function, x, "sharded columns")
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    shapes = [torch.Size([*batch, a.shape[-2], a.shape[-1]]), torch.Size([*batch, *b.shape[-2:]])]
-    operands = [a, b]
-    domains = [common_domain("matmul", [t], shape) for t, shape in zip(operands, shapes, strict=True)]
-    rows = {dim: axis for dim, axis in domains[0].axes.items() if dim == len(batch)}
-    shared = Domain({d: axis for domain in reversed(domains) for d, axis in domain.axes.items() if d < len(batch)})
-    result = Domain(shared.axes | rows)
-    locals_ = [own_part(a, result, shapes[0]), own_part(b, shared, shapes[1])]
-    return DomainTensor(torch.matmul(*locals_), result)
+    shapes = [torch.Size([*batch, *t.shape[-2:]]) for t in (a, b)]
+    result = merged("matmul", [x], [common_domain("matmul", [t], s).axes for t, s in zip((a, b), shapes, strict=True)])
+    shared = Domain({dim: axis for dim, axis in result.axes.items() if dim < len(batch)})
+    return DomainTensor(torch.matmul(own_part(a, result, shapes[0]), own_part(b, shared, shapes[1])), result)
 
 
 @rule("scaled_dot_product_attention")
 def attention(
-    function, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> DomainTensor:
-    """q, k, v: (B, H, S, D). Queries stay where they are; keys and values of a sharded S are gathered together."""
-    _unless(attn_mask is None and not dropout_p and not is_causal, function, q, "a mask, or dropout")
-    _unless(all(isinstance(t, DomainTensor) for t in (q, k, v)), function, q, "plain queries, keys or values")
-    _unless(k.shape[:-1] == v.shape[:-1], function, k, "keys and values of other sizes")
-    both = DomainTensor(torch.cat([k.local, v.local], -1), k.domain)
-    rows = q.ndim - 2
-    if rows in both.domain.axes:
-        both = DomainTensor(*gather(both.local, both.domain, [rows]))
-    before = torch.broadcast_shapes(q.shape[:-2], both.shape[:-2])
-    domain = common_domain("scaled_dot_product_attention", [q], torch.Size([*before, *q.shape[-2:]]))
-    keys = Domain({dim: axis for dim, axis in domain.axes.items() if dim < rows})
-    k_local, v_local = own_part(both, keys, both.shape).split([k.shape[-1], v.shape[-1]], -1)
+    """query, key, value: (B, H, S, D). Queries stay where they are; keys and values that others need are gathered."""
+    q, k, v = (t if isinstance(t, DomainTensor) else DomainTensor(t, Domain({})) for t in (query, key, value))
+    x = next(filter(is_sharded, (q, k, v)))
+    _unless(attn_mask is None and not dropout_p and not is_causal, function, x, "a mask, or dropout")
+    _unless(k.shape[:-1] == v.shape[:-1] and q.ndim == k.ndim, function, x, "tensors of these sizes")
+    _unless(not any(t.ndim - 1 in t.domain.axes for t in (q, k, v)), function, x, "a sharded last dimension")
+    batch = q.ndim - 2 - enable_gqa  # heads that share keys are no broadcast
+    before = [*torch.broadcast_shapes(q.shape[:batch], k.shape[:batch]), *q.shape[batch:-2]]
+    _unless(not enable_gqa or batch not in q.domain.axes, function, q, "sharded heads that share keys")
+    domain = common_domain(function.__name__, [q], torch.Size([*before, *q.shape[-2:]]))
+    keys = Domain({dim: axis for dim, axis in domain.axes.items() if dim < q.ndim - 2})
+    both = torch.cat([k, v], -1)
+    both = DomainTensor(*gather(both.local, both.domain, [dim for dim in both.domain.axes if dim not in keys.axes]))
+    merged(function.__name__, [x], [keys.axes, both.domain.axes])
+    local = own_part(both, keys, torch.Size([*before, *both.shape[-2:]]))
+    k_local, v_local = local.split([k.shape[-1], v.shape[-1]], -1)
     if not q.local.numel():
-        return DomainTensor(connected(q.local.new_zeros(*q.local.shape[:-1], v.shape[-1]), k_local, v_local), domain)
+        empty = q.local.new_zeros(*q.local.shape[:-1], v.shape[-1])
+        return DomainTensor(connected(empty, q.local, k_local, v_local), domain)
     return DomainTensor(function(q.local, k_local, v_local, scale=scale, enable_gqa=enable_gqa), domain)

@@ -1,15 +1,18 @@
-"""How a tensor gets into a domain, from one domain to another, and out: scatter, read, reshard, gather.
+"""How a tensor gets into a domain, from one domain to another, and out: scatter, read, reshard, move, gather.
 
 Axes are treated one after another, each by one exchange of the rows that change their owner.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.rows import fetch
+from trainer.distributed.sharding.exchange import all_to_all
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import unshard
 
@@ -30,6 +33,62 @@ def reshard(x: torch.Tensor, domain: Domain, layouts: Mapping[int, AxisLayout]) 
             )
         x = fetch(x, axis, layout.ranges, dim)
     return x, domain.layouts(layouts)
+
+
+def move(
+    x: torch.Tensor, domain: Domain, source_dim: int, target_dim: int, layout: AxisLayout
+) -> tuple[torch.Tensor, Domain]:
+    """Return x sharded in another dimension over the same ranks, such as rows to columns; one all-to-all.
+
+    layout: of the target dimension, which is whole before; the source dimension is whole after. Each element travels
+    from the rank that has it to the one rank that gets it, and its gradient back.
+
+    Raises:
+        ValueError: a source that is not sharded, a target that is, or a layout of another length or degree.
+    """
+    shape, axis = domain.shape(x), domain.axes.get(source_dim)
+    if (
+        axis is None
+        or target_dim in domain.axes
+        or not 0 <= target_dim < x.ndim
+        or (layout.length, layout.degree) != (shape[target_dim], axis.degree)
+    ):
+        raise ValueError(
+            f"a tensor of shape {shape}, sharded in dimensions {[*domain.axes]}, cannot move from dimension "
+            f"{source_dim} to dimension {target_dim} with a layout of {layout.length} rows on {layout.degree} ranks; "
+            "the source is sharded, the target is whole, and the layout has the target's length and the source's ranks"
+        )
+    others = {dim: a for dim, a in domain.axes.items() if dim != source_dim}
+    target = Axis(layout, axis.group)
+    return _Move.apply(x, axis, source_dim, target, target_dim), Domain(others | {target_dim: target})
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, source, source_dim, target, target_dim):
+        ctx.back = target, target_dim, source, source_dim
+        return _moved(x, source, source_dim, target, target_dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return _moved(gradient, *ctx.back), None, None, None, None
+
+
+def _moved(x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int) -> torch.Tensor:
+    """Send each rank its rows of the target dimension; put what arrives at its rows of the source dimension."""
+    shape, parts, shapes = list(x.shape), [], []
+    shape[source_dim], shape[target_dim] = source.layout.length, target.rows
+    for rank in range(source.degree):
+        chosen = torch.from_numpy(target.layout.indices(rank)).to(x.device)
+        parts.append(x.index_select(target_dim, chosen))
+        shapes.append([source.layout.local_length(rank) if d == source_dim else n for d, n in enumerate(shape)])
+    sent, counts = [part.numel() for part in parts], [math.prod(arriving) for arriving in shapes]
+    arrived, pending = all_to_all(torch.cat([p.reshape(-1) for p in parts]), sent, counts, source.group, kind="move")
+    pending.wait()
+    pieces = [piece.view(s) for piece, s in zip(arrived.split(counts), shapes, strict=True)]
+    order = torch.from_numpy(source.layout.order().argsort()).to(x.device)
+    return torch.cat(pieces, source_dim).index_select(source_dim, order)
 
 
 def gather(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainer.distributed.domain_parallel.dispatch import DomainTensor, refused, rule, unwrapped, wrapped
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, wrapped
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.sharding.layout import AxisLayout
@@ -15,6 +15,8 @@ from trainer.distributed.sharding.ranges import Range, intersection, union
 _PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)  # strides that tell dimensions apart
 # name -> place and default of the argument that names the dimension along which the function works
 _ALONG = {
+    "argmax": (1, None),
+    "argmin": (1, None),
     "chunk": (2, 0),
     "glu": (1, -1),
     "index_select": (1, None),
@@ -30,27 +32,35 @@ _ALONG = {
 }
 
 
-@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze", "adjoint", "t")
+@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "t")
 def arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
-    """Bring the dimensions of the shard into the order that the function gives a tensor of the global shape."""
+    """Bring the dimensions of the shard into another order, which a tensor with telling strides shows."""
     marks = _PRIMES[: x.ndim]
     order = function(torch.empty_strided(x.shape, marks, device="meta"), *args, **kwargs).stride()
-    kept = [marks.index(stride) for stride in order if stride in marks]
-    local = x.local.squeeze([dim for dim in range(x.ndim) if dim not in kept])
-    local = local.permute([sorted(kept).index(dim) for dim in kept])
-    for place, stride in enumerate(order):
-        if stride not in marks:
-            local = local.unsqueeze(place)
-    axes = {order.index(marks[dim]): axis for dim, axis in x.domain.axes.items() if dim in kept}
-    if len(axes) < len(x.domain.axes):
-        raise refused(function.__name__, x, "it drops a sharded dimension")
-    return wrapped(local, Domain(axes))
+    axes = {order.index(marks[dim]): axis for dim, axis in x.domain.axes.items()}
+    return wrapped(function(x.local, *args, **kwargs), Domain(axes))
+
+
+@rule("unsqueeze")
+def unsqueezed(function: Callable, x: DomainTensor, dim: int) -> DomainTensor:
+    """Put in a dimension of size 1."""
+    return wrapped(x.local.unsqueeze(dim), x.domain.moved(1, first=dim % (x.ndim + 1)))
+
+
+@rule("squeeze")
+def squeezed(function: Callable, x: DomainTensor, dim: int | Sequence[int] | None = None) -> DomainTensor:
+    """Drop dimensions of global size 1, which must be whole."""
+    asked = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    dropped = [d for d in {d % x.ndim for d in asked} if x.shape[d] == 1]
+    if any(d in x.domain.axes for d in dropped):
+        raise refused("squeeze", x, "it drops a sharded dimension")
+    return wrapped(x.local.squeeze(dropped), x.domain.reduced(dropped, keepdim=False))
 
 
 @rule("view", "reshape")
-def reshaped(function: Callable, x: DomainTensor, *shape: Any) -> DomainTensor:
+def reshaped(function: Callable, x: DomainTensor, *sizes: Any, shape: Sequence[int] = ()) -> DomainTensor:
     """Merge or split dimensions. A sharded one may be the first of those that are merged, or that come of it."""
-    asked = shape[0] if shape and not isinstance(shape[0], int) else shape
+    asked = (sizes[0] if not isinstance(sizes[0], int) else sizes) if sizes else shape
     if not isinstance(asked, Sequence):
         raise refused(function.__name__, x, "a view as another data type")
     sizes = torch.empty(x.shape, device="meta").reshape(asked).shape
@@ -87,15 +97,17 @@ def unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[i
 
 
 @rule("view_as", "reshape_as")
-def reshaped_as(function: Callable, x: DomainTensor, other: DomainTensor | torch.Tensor) -> DomainTensor:
-    return reshaped(function, x, tuple(other.shape))
+def reshaped_as(function: Callable, x: Any, other: Any) -> Any:
+    return reshaped(function, x, tuple(other.shape)) if is_sharded(x) else x.reshape(tuple(other.shape))
 
 
 @rule("expand", "expand_as")
-def expanded(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
+def expanded(function: Callable, x: Any, *sizes: Any) -> Any:
     """Expand dimensions of size 1 that are whole."""
     if function.__name__ == "expand_as":
         sizes = sizes[0].shape
+    if not is_sharded(x):
+        return x.expand(*sizes)
     sizes = [*(sizes[0] if isinstance(sizes[0], Sequence) else sizes)]
     result = x.domain.moved(len(sizes) - x.ndim)
     for dim, axis in result.axes.items():
@@ -120,20 +132,21 @@ def concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> Do
     return wrapped(function(parts, dim), domain.moved(1, first=dim) if is_new else domain)
 
 
-@rule(*_ALONG)
+@rule(*_ALONG, first_only=True)
 def along(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> Any:
     """Work along one dimension, which must be whole."""
     name = function.__name__
     place, default = _ALONG[name]
     dim = kwargs.get("dim", args[place - 1] if len(args) >= place else default)
-    if dim is None or dim % x.ndim in x.domain.axes:
+    if not isinstance(dim, int) or dim % x.ndim in x.domain.axes:
         raise refused(name, x, f"it works along dimension {dim}")
-    drops = name in ("select", "unbind") or (name == "logsumexp" and not (kwargs.get("keepdim") or True in args[1:]))
+    keepdim = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
+    drops = name in ("select", "unbind") or (name in ("argmax", "argmin", "logsumexp") and not keepdim)
     result = x.domain.reduced([dim % x.ndim], keepdim=False) if drops else x.domain
-    return wrapped(function(x.local, *unwrapped(args), **unwrapped(kwargs)), result)
+    return wrapped(function(x.local, *args, **kwargs), result)
 
 
-@rule("__getitem__")
+@rule("__getitem__", first_only=True)
 def sliced(function: Callable, x: DomainTensor, index: Any) -> DomainTensor:
     """Index by slices, numbers, None and an ellipsis. Of a sharded dimension a slice with step 1 may be taken."""
     index = index if isinstance(index, tuple) else (index,)

@@ -1,0 +1,201 @@
+"""Random cases of a `DomainTensor`: the same function of torch on a sharded tensor and on the whole one."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.domain_cases import DomainCase, layout_of, local
+from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.tensor import DomainTensor
+
+Function = Callable[..., object]
+SHAPE = (3, 4, 8, 7)
+BATCH_AND_SPACE, ROW, COLUMN, ALL = (0, 2, 3), (1, 1, 8, 1), (7,), (0, 1, 2, 3)
+MATRIX, HEADS = (5, 7), (2, 2, 9, 4)
+
+
+def in_other_layout(x: torch.Tensor, domain: Domain, rng: random.Random, dims: Sequence[int]) -> DomainTensor:
+    """Return the whole x as a tensor sharded in some dimensions of the domain, in other layouts."""
+    axes = {d: axis for d, axis in domain.axes.items() if d in dims and d < x.ndim and x.shape[d] > 1}
+    other = Domain({d: Axis(layout_of(rng, x.shape[d], axis.degree), axis.group) for d, axis in axes.items()})
+    return DomainTensor(local(x, other), other)
+
+
+def case(
+    name: str,
+    function: Function,
+    *parameters: tuple[int, ...],
+    shape: tuple[int, ...] = SHAPE,
+    sharded: tuple[int, ...] = BATCH_AND_SPACE,
+    others: Sequence[int] = (),
+    ties: bool = False,
+) -> DomainCase:
+    """others: the dimensions in which the parameters are sharded too, if x is, in layouts of their own."""
+
+    def split(x: torch.Tensor, domain: Domain, *operands: torch.Tensor) -> tuple[torch.Tensor, Domain]:
+        rng = random.Random(f"{name} {domain.axes.keys()}")
+        if others:
+            operands = tuple(in_other_layout(p, domain, rng, others) for p in operands)
+        result = function(DomainTensor(x, domain), *operands)
+        assert isinstance(result, DomainTensor)
+        return result.local, result.domain
+
+    return DomainCase(name, shape, sharded, split, function, parameters, ties=ties)
+
+
+def in_place(x, y):
+    x = x * 1
+    alias = x
+    x += y
+    alias *= 0.5
+    x.sub_(y * 2).clamp_(min=-1.5)
+    return F.relu(alias, inplace=True) + x
+
+
+def attended(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def grouped(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def pieces(x):
+    a, b = x.chunk(2, 1)
+    c, d = torch.split(x, [1, 3], dim=1)
+    return torch.cat([b, d, a, c, *x.unbind(1)[0].unsqueeze(1).tensor_split(1, 1)], 1)
+
+
+ELEMENTWISE = [
+    case("x + row", lambda x, y: x + y, ROW),
+    case("column - x", lambda x, y: y - x, COLUMN),
+    case("whole operand", lambda x, y: torch.lerp(x, y, 0.3), SHAPE),
+    case("another layout", lambda x, y: x * y, SHAPE, others=(2, 3)),
+    case("a layout in one dimension", lambda x, y: torch.where(y > 0, x, y), SHAPE, others=(3,)),
+    case("a smaller tensor, sharded", lambda x, y: x * y.exp(), (3, 1, 1, 7), others=(0, 3)),
+    case("more dimensions than x", lambda x, y: y - x, SHAPE, shape=(8, 7), sharded=(0, 1)),
+    case("scalars", lambda x: 2 - x * 3 + x / 2 - 1.5 / (x.abs() + 1) + 2**x),
+    case(
+        "keywords",
+        lambda x, y: torch.addcmul(input=x, tensor1=y, tensor2=x, value=0.5).clamp(min=-0.5).clamp(max=y),
+        SHAPE,
+    ),
+    case("in place", in_place, SHAPE, others=(2,)),
+    case(
+        "activations", lambda x: F.silu(x, inplace=False) + F.gelu(x) + F.logsigmoid(x) + torch.tanh(-x) + x.sigmoid()
+    ),
+    case("masks", lambda x, y: x.masked_fill((y > 0) & ~(y > 1), 0.25).double() * y, SHAPE, others=(0, 2, 3)),
+    case("types", lambda x, y: (x > 0).type_as(y) * x + y.type_as(x) + torch.zeros_like(x), SHAPE),
+]
+VIEWS = [
+    case("view and back", lambda x: x.view(3, 2, 2, 8, 7).reshape(3, 4, 8, 7) * 2),
+    case("flatten and unflatten", lambda x: x.flatten(1, 2).unflatten(1, (-1, 8)), sharded=(0, 3)),
+    case("merged behind a sharded one", lambda x: x.permute(0, 2, 3, 1).reshape(3, 8, -1), sharded=(0, 2)),
+    case("split of a batch", lambda x: x.reshape(3, 1, 2, 2, 56).squeeze(1), sharded=(0,)),
+    case("merged batch", lambda x: x.flatten(0, 1), sharded=(0, 2, 3)),
+    case("shape by keyword", lambda x: torch.reshape(x, shape=(3, 4, 1, 8, 7)).view((12, 8, 7))),
+    case(
+        "size one",
+        lambda x: x.reshape(1, 3, 1, 4, 8, 7, 1).squeeze().unsqueeze(-1).squeeze(-1),
+        sharded=BATCH_AND_SPACE,
+    ),
+    case("unsqueeze beside a size of one", lambda x: x.unsqueeze(1).unsqueeze(0), shape=(4, 1, 5), sharded=(0, 2)),
+    case("permute", lambda x: x.permute(3, 0, -2, 1).transpose(-1, 0).movedim(1, 3), sharded=ALL),
+    case("t", lambda x: x.t().adjoint(), shape=(5, 6), sharded=(0, 1)),
+    case("view_as", lambda x, y: x.view_as(y) + y.view_as(x), SHAPE),
+    case("expand", lambda x: x.unsqueeze(0).expand(2, -1, 4, 8, -1), sharded=ALL),
+    case("expand a size of one", lambda x: x[:, :1].expand(3, 4, 8, 7)),
+    case("expand_as", lambda x, y: y.expand_as(x) * x, ROW),
+    case("slices", lambda x: x[:, 1:3, 2:-1, -6:], sharded=(0, 2, 3)),
+    case("numbers and None", lambda x: x[:, 2, None, ..., 1:][None]),
+    case("negative index", lambda x: x[:, -1, ..., :3] + x[:, 2, ..., -3:]),
+    case("steps of a whole dimension", lambda x: x[:, ::2, 3:]),
+    case("pieces", pieces),
+    case("cat", lambda x, y: torch.cat([y, x, y[:, :1]], dim=-3), (3, 2, 8, 7), others=(0, 2, 3)),
+    case("cat with a whole tensor", lambda x, y: torch.cat(tensors=(x, y), axis=1), SHAPE),
+    case("stack", lambda x, y: torch.stack([x, y, x], -2), SHAPE, others=(2,)),
+    case(
+        "narrow and select",
+        lambda x: x.narrow(1, 1, 2).select(1, 0).unsqueeze(1) * x.index_select(1, torch.tensor([3])),
+    ),
+    case("glu", lambda x: F.glu(x, 1).softmax(1).logsumexp(1, True) + F.log_softmax(x, dim=1)),
+    case("normalize", lambda x: F.normalize(x, dim=1) + F.normalize(x, p=1.0)),
+    case("argmax", lambda x: x.logsumexp(1) * x.argmax(1) + x.max(1).values + x.max(dim=1, keepdim=True)[0].squeeze(1)),
+    case("sharded sizes of one", lambda x: x.reshape(1, 4, 1).view(4, 1) * 2, shape=(1, 4), sharded=(1,)),
+]
+REDUCTIONS = [
+    case("sum of all", lambda x: x.sum() * x.mean(), sharded=ALL),
+    case("sum over no dimension", lambda x: x.sum(dim=()).reshape(1) + x.mean([]), sharded=ALL),
+    case("mean over sharded and whole", lambda x: x.mean((1, -1), keepdim=True) * x, sharded=ALL),
+    case("sum by axis", lambda x: torch.sum(x, axis=2) / x.size(2), sharded=ALL),
+    case("var", lambda x: x.var(dim=(2, 3), unbiased=False, keepdim=True) + x.var(False), sharded=ALL),
+    case("std", lambda x: x.std(-1, correction=0) + torch.std(x, (1, 3)).sum(), sharded=ALL),
+    case("std of equal values", lambda x: (x * 0 + 1).std(2) + x.std(2), sharded=ALL),
+    case("amax", lambda x: x.amax((0, 2)) - x.amin([0, 2]) + x.max() - x.min(), sharded=ALL, ties=True),
+    case("max of two", lambda x, y: torch.max(x, y) + torch.min(y, x), SHAPE, others=(2, 3)),
+    case("norms", lambda x: x.norm() + x.norm(p=1, dim=2) + torch.linalg.vector_norm(x, ord=3, dim=(2,)), sharded=ALL),
+    case("norm in float", lambda x: x.norm(2, dim=-1, keepdim=True, dtype=torch.float64), sharded=ALL),
+    case("counts", lambda x: (x > 0).sum() * x.mean((0, 2, 3)) + (x > 1).any().double() + (x < 9).all(2).sum()),
+    case("cumsum", lambda x: x.cumsum(2) + torch.cumsum(x, dim=-1), sharded=ALL),
+]
+PRODUCTS = [
+    case("linear", lambda x, w, b: F.linear(x, w, b), MATRIX, (5,), sharded=(0, 1, 2)),
+    case("matmul", lambda x, w: x @ w, (7, 5), sharded=(0, 1, 2)),
+    case("product from the left", lambda x, w: w @ x, (4, 6, 8), sharded=(0, 1)),
+    case("batched product", lambda x, y: torch.matmul(x, y), (3, 4, 7, 2), others=(0, 1), sharded=(0, 1, 2)),
+    case("bmm", lambda x, y: torch.bmm(x, y), (4, 6, 3), shape=(4, 5, 6), sharded=(0, 1), others=(0,)),
+    case("attention", attended, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(0, 1, 2)),
+    case("attention of other keys", attended, (2, 2, 5, 4), (2, 2, 5, 3), shape=HEADS, sharded=(0, 1, 2)),
+    case("attention, keys sharded elsewhere", attended, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(1, 2)),
+    case("attention of itself", lambda x: attended(x, x * 2, x.sin()), shape=HEADS, sharded=(0, 1, 2)),
+    case("grouped attention", grouped, (2, 1, 9, 4), (2, 1, 9, 4), shape=HEADS, sharded=(0, 2), others=(0, 2)),
+    *[
+        case(
+            f"{f.__name__} {r}", lambda x, y, f=f, r=r: f(x, y, reduction=r).reshape(-1), SHAPE, others=o, sharded=(0,)
+        )
+        for f in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)
+        for r, o in (("mean", (0,)), ("sum", ()))
+    ],
+    case("loss of each element", lambda x, y: F.mse_loss(y, x, reduction="none"), SHAPE, others=(3,)),
+]
+SPATIAL = [
+    case("conv", lambda x, w, b: F.conv2d(x, w, b, 2, (1, 2), groups=2), (6, 2, 3, 4), (6,)),
+    case("conv by keywords", lambda x, w: F.conv2d(input=x, weight=w, padding="same"), (2, 4, 3, 2)),
+    case("conv_transpose", lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1), (4, 3, 3, 3), (3,)),
+    case(
+        "max_pool", lambda x: F.max_pool2d(x, 3, 2, 1) + F.max_pool2d(x, (3, 3), stride=2, padding=1, ceil_mode=False)
+    ),
+    case("avg_pool", lambda x: F.avg_pool2d(x, 2, ceil_mode=True, count_include_pad=False)),
+    case("adaptive pools", lambda x: F.adaptive_avg_pool2d(x, 1) + F.adaptive_max_pool2d(x, (1, 1))),
+    case("adaptive pool of a sharded batch", lambda x: F.adaptive_avg_pool2d(x, (3, None)), sharded=(0, 1)),
+    case("pools of one dimension", lambda x: F.avg_pool1d(F.max_pool1d(x, 2, 1), 3), shape=(2, 3, 9), sharded=(0, 2)),
+    case("interpolate", lambda x: F.interpolate(x, scale_factor=2) + F.interpolate(x, (16, 14), mode="bilinear")),
+    case("interpolate a sharded batch", lambda x: F.interpolate(x, (5, 9), mode="bicubic"), sharded=(0, 1)),
+    case("pad", lambda x: F.pad(x, (1, 2, 0, 3), value=0.5), sharded=ALL),
+    case("pad the channels", lambda x: F.pad(x, (0, 0, 1, -2, 2, 1)), sharded=(0, 2, 3)),
+    case(
+        "pad by reflection", lambda x: F.pad(x, (1, 2, 3, 0), mode="reflect") + F.pad(x, (1, 2, 3, 0), mode="replicate")
+    ),
+    case("cut", lambda x: F.pad(x, (-1, -1, 0, -2)), sharded=ALL),
+    case("flip", lambda x: x.flip(2, -1) + torch.flip(x, dims=(0, 3)) + x.flip([1]), sharded=ALL),
+    case(
+        "roll",
+        lambda x: x.roll(3, 2) + torch.roll(x, (1, 2, -4), (2, 3, 2)) + x.roll(shifts=(0,), dims=(2,)),
+        sharded=ALL,
+    ),
+    case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), (4,), (4,)),
+    case("instance_norm", lambda x: F.instance_norm(x)),
+    case("layer_norm", lambda x, w, b: F.layer_norm(x, (8, 7), w, b) * F.rms_norm(x, (7,)), (8, 7), (8, 7)),
+    case("layer_norm of channels", lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1), (4,), w).permute(0, 3, 1, 2), (4,)),
+    case("batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), (4,), (4,)),
+    case("dropout in evaluation", lambda x: F.dropout(x, 0.3, training=False) + F.dropout2d(x, 0.0)),
+]
+FAMILIES = {
+    "elementwise": ELEMENTWISE,
+    "views": VIEWS,
+    "reductions": REDUCTIONS,
+    "products and losses": PRODUCTS,
+    "space": SPATIAL,
+}

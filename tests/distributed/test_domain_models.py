@@ -1,0 +1,273 @@
+"""Law: models of transformers and diffusers run on sharded inputs as they are: outputs, every gradient and the running
+statistics equal one process, and what cannot run is refused before any data."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import UNet2DModel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import ConvNextConfig, ConvNextModel, ResNetConfig, ResNetModel
+
+from tests.distributed.domain_cases import error, local, meshes
+from tests.distributed.pool import WorkerPool
+from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.modules import DomainConv2d, NeighborhoodAttention, parallelize
+from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
+from trainer.distributed.sharding import exchange as door
+from trainer.distributed.sharding.layout import AxisLayout
+
+TOLERANCE = 1e-11
+SHAPE = (2, 3, 32, 40)
+
+
+def resnet() -> nn.Module:
+    return ResNetModel(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic", num_channels=3)
+    )
+
+
+def bottleneck() -> nn.Module:
+    return ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], num_channels=3))
+
+
+def convnext() -> nn.Module:
+    return ConvNextModel(ConvNextConfig(hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1], num_channels=3))
+
+
+def unet() -> nn.Module:
+    return UNet2DModel(
+        in_channels=3,
+        out_channels=2,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+
+
+class Circular(nn.Module):
+    """Convolutions of all padding modes, with residual connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        modes = {"zeros": "same", "circular": (2, 1), "reflect": 1, "replicate": 1}
+        self.layers = nn.ModuleList(
+            nn.Conv2d(3, 3, (5, 3) if mode == "circular" else 3, padding=rows, padding_mode=mode)
+            for mode, rows in modes.items()
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+MODELS = {f.__name__: f for f in (resnet, bottleneck, convnext, unet, Circular)}
+
+
+def run(model: nn.Module, x: torch.Tensor | DomainTensor) -> list:
+    """Return the outputs of a training step: (last hidden state, pooled), or a sample."""
+    out = model(x, torch.tensor([3, 700])) if isinstance(model, UNet2DModel) else model(x)
+    if isinstance(out, torch.Tensor | DomainTensor):
+        return [out]
+    return [value for value in out.to_tuple() if value is not None]
+
+
+def domain_on(mesh: DeviceMesh) -> Domain:
+    """Uneven: rows are 11 + 21, and on 2 x 2 ranks columns 27 + 13."""
+    h, *w = mesh.get_all_groups()
+    columns = [(3, Axis(sized([27, 13]), group)) for group in w]
+    return Domain(dict([(2, Axis(sized([11, 21]), h)), *columns]))
+
+
+def of_pieces(mesh: DeviceMesh) -> Domain:
+    """Of two ranks the first has the ends, the second the middle."""
+    layout = AxisLayout("pieces", 32, (((0, 5), (25, 32)), ((5, 25),)))
+    return Domain({2: Axis(layout, mesh.get_all_groups()[0])})
+
+
+def compare(name: str, mesh: DeviceMesh, domain: Domain, fault: bool) -> dict[str, float]:
+    """Return the errors of outputs, gradients and buffers, relative to the largest of their kind."""
+    torch.manual_seed(0)
+    ours = MODELS[name]().double().train()
+    theirs = MODELS[name]().double().train()
+    keys = [*ours.state_dict()]
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole, shard = x.clone().requires_grad_(), local(x, domain).requires_grad_()
+    sharded = DomainTensor(shard, domain)
+    steps = (torch.tensor([3, 700]),) if name == "unet" else ()
+    told = parallelize(ours, sharded, *steps)
+    errors = {"keys": float([*ours.state_dict()] != keys)}
+    expected, got = run(theirs, whole), run(ours, sharded)
+    shapes = [told] if isinstance(told, DomainTensor) else [v for v in told.to_tuple() if v is not None]
+    for number, (a, b, meta) in enumerate(zip(got, expected, shapes, strict=True)):
+        errors[f"output {number}"] = error(a.local, local(b, a.domain).detach(), b)
+        errors[f"told {number}"] = float((meta.domain, meta.shape, meta.dtype) != (a.domain, a.shape, a.dtype))
+    cotangents = [torch.randn(b.shape, dtype=b.dtype, generator=torch.Generator().manual_seed(2)) for b in expected]
+    sum((b * c).sum() for b, c in zip(expected, cotangents, strict=True)).backward()
+    # What every rank has whole counts once a rank, so each takes its share.
+    mine = [share(c, a.domain, domain) for a, c in zip(got, cotangents, strict=True)]
+    lost = mock.patch.object(door, "all_to_all", nothing_arrives) if fault else nullcontext()
+    with lost:
+        sum((a.local * c).sum() for a, c in zip(got, mine, strict=True)).backward()
+    errors["gradient of the input"] = error(shard.grad, local(whole.grad, domain), whole.grad)
+    scale = torch.stack([p.grad.norm() for p in theirs.parameters()]).max()
+    for (key, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.distributed.all_reduce(p.grad)
+        # A gradient that is zero but for rounding, as of a bias before a norm, is compared with the largest one.
+        errors[f"gradient of {key}"] = error(p.grad, q.grad, q.grad if q.grad.norm() > 1e-9 * scale else scale)
+    for (key, a), b in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        errors[f"buffer {key}"] = error(a.double(), b.double())
+    return errors
+
+
+def share(cotangent: torch.Tensor, result: Domain, domain: Domain) -> torch.Tensor:
+    mine = local(cotangent, result)
+    for axis in domain.axes.values():
+        if all(a.group is not axis.group for a in result.axes.values()):
+            mine = mine * (axis.rank + 1) / sum(range(axis.degree + 1))
+    return mine
+
+
+all_to_all = door.all_to_all
+
+
+def nothing_arrives(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, door.Pending]:
+    received, pending = all_to_all(*args, **kwargs)
+    pending.wait()
+    return torch.zeros_like(received), door.Pending()
+
+
+DOMAINS: dict[str, Callable[[DeviceMesh], Domain]] = {"sizes": domain_on, "pieces": of_pieces}
+
+
+def models(names: list[str], layout: str, fault: bool = False) -> dict[str, dict[str, float]]:
+    """Errors of each model, on the mesh with most dimensions."""
+    with meshes() as all_meshes:
+        mesh = all_meshes[-1]
+        return {name: compare(name, mesh, DOMAINS[layout](mesh), fault) for name in names}
+
+
+def check(results: list[dict[str, dict[str, float]]]) -> None:
+    for found in results:
+        for name, errors in found.items():
+            assert len(errors) > 10, name
+            assert {key: value for key, value in errors.items() if not value <= TOLERANCE} == {}, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_equal_one_process_on_two_ranks(pool: WorkerPool, name: str) -> None:
+    check(pool.run(2, models, [name], "sizes"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models_equal_one_process_on_a_square_of_ranks(pool: WorkerPool, name: str) -> None:
+    check(pool.run(4, models, [name], "sizes"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet", "convnext", "Circular"])
+def test_models_equal_one_process_with_two_ranges_a_rank(pool: WorkerPool, name: str) -> None:
+    check(pool.run(2, models, [name], "pieces"))
+
+
+def test_the_comparison_sees_that_gradients_of_halos_are_lost(pool: WorkerPool) -> None:
+    for found in pool.run(2, models, ["resnet"], "sizes", True):
+        errors = found["resnet"]
+        assert errors["output 0"] <= TOLERANCE
+        assert errors["gradient of the input"] > 1e-3
+        assert max(value for key, value in errors.items() if key.startswith("gradient of e")) > 1e-3
+
+
+class Refused(nn.Module):
+    """A model of which one submodule has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.blocks = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(nn.ReLU(inplace=True), nn.LocalResponseNorm(3)))
+
+    def forward(self, x):
+        return self.blocks(self.stem(x))
+
+
+class OtherConv(nn.Conv2d):
+    """A class for the plan."""
+
+
+def preparations() -> dict[str, Any]:
+    """What `parallelize` does and says."""
+    with meshes() as all_meshes:
+        mesh = all_meshes[-1]
+        domain = domain_on(mesh)
+        x = DomainTensor(local(torch.ones(SHAPE), domain), domain)
+        door.calls.clear()
+        found: dict[str, Any] = {}
+        refused = Refused()
+        with pytest.raises(DomainOperatorError) as error:
+            parallelize(refused, x)
+        found["refused"] = str(error.value)
+        found["statistics"] = int(refused.blocks[0].num_batches_tracked)
+        found["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in refused.modules())
+        with pytest.raises(ValueError) as wrong:
+            parallelize(Circular(), x, plan={"blocks.*": OtherConv})
+        found["plan"] = str(wrong.value)
+        model = Circular()
+        parameters = [*model.named_parameters()]
+        y = parallelize(model, x, plan={"layers.[02]": OtherConv})
+        found["classes"] = [type(layer).__name__ for layer in model.layers]
+        found["parameters"] = all(a[1] is b[1] for a, b in zip(parameters, model.named_parameters(), strict=True))
+        found["output"] = (y.is_meta, tuple(y.shape), y.domain.axes[2].layout.ranges)
+        found["calls"] = sum(door.calls.values())
+        one = DomainConv2d(3, 3, 3, padding="same", padding_mode="circular")
+        found["layout"] = one(x).domain == x.domain
+        found["whole"] = torch.equal(one(torch.ones(SHAPE)), nn.Conv2d.forward(one, torch.ones(SHAPE)))
+        return found
+
+
+def test_what_parallelize_says_before_any_data(pool: WorkerPool) -> None:
+    for found in pool.run(2, preparations):
+        assert found["refused"].startswith("module blocks.1.1: ")
+        assert "is not handled: it has no rule for sharded axes" in found["refused"]
+        assert found["plan"] == (
+            "plan: no module has a name like 'blocks.*'; the first are layers, layers.0, layers.1, layers.2, layers.3"
+        )
+        assert found["classes"] == ["OtherConv", "DomainConv2d", "OtherConv", "DomainConv2d"]
+        assert found["parameters"]
+        assert found["output"] == (True, SHAPE, (((0, 11),), ((11, 32),)))
+        assert (found["calls"], found["statistics"], found["hooks"]) == (0, 0, 0)
+        assert found["layout"]
+        assert found["whole"]
+
+
+def attention_modules() -> dict[str, float]:
+    """NeighborhoodAttention on sharded and whole tensors, of which only the keys are sharded too."""
+    errors = {}
+    with meshes() as all_meshes:
+        domain = domain_on(all_meshes[-1])
+        axes = {dim - 1: axis for dim, axis in domain.axes.items()}
+        q, k, v = (
+            torch.randn(2, 32, 40, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(s))
+            for s in range(3)
+        )
+        module = NeighborhoodAttention((5, 3), is_causal=(True, False))
+        expected, shards = module(q, k, v), [local(t, Domain(axes)) for t in (q, k, v)]
+        sharded = [DomainTensor(t, Domain(axes)) for t in shards]
+        for name, given in {"all": sharded, "keys": [q, *sharded[1:]], "queries": [sharded[0], k, v]}.items():
+            y = module(*given)
+            errors[name] = error(y.local, local(expected, y.domain), expected)
+    return errors
+
+
+def test_neighborhood_attention_is_a_module(pool: WorkerPool) -> None:
+    for errors in pool.run(2, attention_modules):
+        assert max(errors.values()) <= 1e-12

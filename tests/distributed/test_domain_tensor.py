@@ -1,0 +1,247 @@
+"""Law: a function of torch gives for a sharded `DomainTensor` what it gives for the whole tensor, with its gradients.
+
+Layouts are random, with shards of 0 and 1 rows and several ranges a rank. What has no rule is refused by name.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.distributed.domain_cases import DomainCase, check, error, layout_of, local, meshes, worst
+from tests.distributed.pool import WorkerPool
+from tests.distributed.tensor_cases import FAMILIES
+from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
+from trainer.distributed.sharding import exchange as door
+
+TIMES = (1, pytest.param(12, marks=pytest.mark.slow))
+
+
+def draw(family: str, seed: int) -> DomainCase:
+    """The next case, so that each comes as often as any other."""
+    return FAMILIES[family][seed % len(FAMILIES[family])]
+
+
+def cases(family: str, numbers: range) -> list[tuple[float, str]]:
+    count = iter(numbers)
+
+    def drawn(_: random.Random) -> DomainCase:
+        return draw(family, next(count))
+
+    return worst(drawn, numbers)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_functions_equal_those_of_a_whole_tensor(pool: WorkerPool, family: str, world_size: int, times: int) -> None:
+    number = times * len(FAMILIES[family])
+    check(pool.run(world_size, cases, family, range(world_size * number, (world_size + 1) * number)))
+
+
+X = (2, 4, 6, 5)  # rows of dimension 2 are 4 + 2, or 2 + 4 in `other`
+USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "unhandled function": (lambda x, _: torch.fft.fft(x), "fft_fft of a tensor of shape (2, 4, 6, 5), sharded in dim"),
+    "unhandled method": (lambda x, _: x.sort(), "sort of a tensor of shape (2, 4, 6, 5), sharded in dimension 2, is n"),
+    "unhandled method in place": (lambda x, _: x.fill_(1), "fill_ of a tensor of shape (2, 4, 6, 5), sharded in dim"),
+    "a plain tensor in place": (lambda x, _: torch.zeros(*X).double().add_(x), "add_ of .* not the result's axes"),
+    "in place of another shape": (lambda x, _: x[:, :1].mul_(x), "mul_ of .* not the result's axes"),
+    "in place of a whole tensor": (lambda x, _: x.mean(2, True).expand(X).add_(x), "add_ of .* not the result's axes"),
+    "out": (lambda x, _: torch.add(x, x, out=x), "add of .* the argument `out`"),
+    "one number": (lambda x, _: float(x), "float of a tensor"),
+    "truth of many": (lambda x, _: 1 if x else 0, "bool of a tensor"),
+    "item": (lambda x, _: x[:1, :1, :1, :1].item(), "item of a tensor of shape (1, 1, 1, 1)"),
+    "where of one": (lambda x, _: torch.where(x > 0), "where of"),
+    "sharded size of one broadcast": (
+        lambda x, _: x[:, :, :1] + torch.ones(X),
+        "a sharded dimension of size 1 is broadc",
+    ),
+    "one group, two dimensions": (lambda x, y: x[:, :, :5] + y.transpose(2, 3)[..., :5], "over the same r"),
+    "same ranks, other dimension": (lambda x, y: x @ y.transpose(0, 2)[:2].transpose(2, 3), "over the same ranks"),
+    "squeeze": (lambda x, _: x[:, :, :1].squeeze(2), "it drops a sharded dimension"),
+    "view as a type": (lambda x, _: x.view(torch.int64), "a view as another data type"),
+    "merge before": (lambda x, _: x.flatten(1, 2), "dimension 2 is not the first of those that are merged"),
+    "split inside rows": (lambda x, _: x.view(2, 4, 2, 3, 5), "do not end at rows of 3"),
+    "zero elements": (lambda x, _: x[:0].view(0, 4, 30), "view of"),
+    "expand": (lambda x, _: x[:, :, :1].expand(2, 4, 3, 5), "dimension 2 is sharded"),
+    "cat": (lambda x, _: torch.cat([x, x], 2), "cat of .* dimension 2 is sharded"),
+    "softmax": (lambda x, _: x.softmax(-2), "it works along dimension -2"),
+    "argmax of all": (lambda x, _: x.argmax(), "it works along dimension None"),
+    "logsumexp of two": (lambda x, _: x.logsumexp((1, 2)), "it works along dimension (1, 2)"),
+    "index of a sharded dimension": (lambda x, _: x[:, :, 0], "dimension 2 is sharded; take a slice of it with step 1"),
+    "step": (lambda x, _: x[:, :, ::2], "dimension 2 is sharded; take a slice"),
+    "index by a tensor": (lambda x, _: x[torch.tensor([0])], "an index is neither a slice nor a number"),
+    "sharded weight": (lambda x, _: F.conv2d(torch.zeros(1, 4, 9, 9), x), "only its first argument may be sharded"),
+    "sharded index": (lambda x, _: x.index_select(1, x[0, 0, :, 0].long()), "only its first argument may be sharded"),
+    "indices of a pool": (lambda x, _: F.max_pool2d(x, 2, return_indices=True), "max_pool2d_with_indices of"),
+    "adaptive": (lambda x, _: F.adaptive_avg_pool2d(x, 2), "an output size other than 1"),
+    "adaptive maximum": (lambda x, _: F.adaptive_max_pool2d(x, (1, 2)), "an output size other than 1"),
+    "instances": (
+        lambda x, _: F.instance_norm(x, torch.zeros(4), torch.ones(4), use_input_stats=False),
+        "running stat",
+    ),
+    "bicubic": (lambda x, _: F.interpolate(x, (3, 3), mode="bicubic"), "mode 'bicubic', or an option"),
+    "antialias": (lambda x, _: F.interpolate(x, (3, 3), mode="bilinear", antialias=True), "'bilinear', or an option"),
+    "roll of all": (lambda x, _: x.roll(1), "a roll of the flattened tensor; name the dimensions"),
+    "index of the maximum": (lambda x, _: x.max(2), "indices along that dimension"),
+    "norm": (lambda x, _: x.norm(p=-1), "order -1"),
+    "dropout": (lambda x, _: F.dropout(x, 0.5), "ranks would draw masks that no single process draws; use p = 0"),
+    "weighted loss": (lambda x, _: F.mse_loss(x, x, weight=torch.ones(X)), "weights, `reduce`"),
+    "old reduction": (lambda x, _: F.mse_loss(torch.ones(X), x, reduce=False), "weights, `reduce`"),
+    "features": (lambda x, _: F.linear(x.transpose(2, 3), torch.ones(3, 6).double()), "sharded features"),
+    "vectors": (lambda x, _: x @ torch.ones(5).double(), "vectors"),
+    "columns": (lambda x, _: x.transpose(2, 3) @ torch.ones(6, 2).double(), "sharded columns"),
+    "mask": (lambda x, _: F.scaled_dot_product_attention(x, x, x, is_causal=True), "a mask, or dropout"),
+    "sizes": (lambda x, _: F.scaled_dot_product_attention(x, x, x[:, :, :3]), "tensors of these sizes"),
+    "sharded last": (lambda x, _: F.scaled_dot_product_attention(*[x.transpose(2, 3)] * 3), "a sharded last dim"),
+    "sharded heads": (
+        lambda x, _: F.scaled_dot_product_attention(
+            x.transpose(1, 2), *[torch.ones(2, 2, 3, 5).double()] * 2, enable_gqa=True
+        ),
+        "sharded heads that share keys",
+    ),
+}
+"""name -> (use of two tensors of which rows of dimension 2 are sharded, what the error says)."""
+
+
+def refusals() -> dict[str, str]:
+    """What each use says, and how many collectives ran."""
+    said = {}
+    with meshes() as (mesh, *_):
+        x, other = (made(sizes, mesh) for sizes in ((4, 2), (2, 4)))
+        door.calls.clear()
+        for name, (use, _) in USES.items():
+            try:
+                use(x, other)
+                said[name] = "nothing"
+            except DomainOperatorError as error:
+                said[name] = str(error)
+        said["calls"] = str(sum(door.calls.values()))
+    return said
+
+
+def made(sizes: tuple[int, ...], mesh: DeviceMesh) -> DomainTensor:
+    axis = Axis(sized(sizes), mesh.get_group())
+    return DomainTensor(torch.ones(2, 4, axis.rows, 5, dtype=torch.float64), Domain({2: axis}))
+
+
+def test_what_is_not_handled_is_refused_on_every_rank_and_nothing_is_sent(pool: WorkerPool) -> None:
+    for said in pool.run(2, refusals):
+        assert said.pop("calls") == "0"
+        for name, text in said.items():
+            assert all(part in text for part in USES[name][1].split(" .* ")), f"{name}: {text}"
+            assert "`gather`ed tensors, or give it a rule" in text
+
+
+def other_errors() -> list[str]:
+    """What is no call of a function: iteration, a missing attribute, an assignment, a shard that does not fit."""
+    with meshes() as (mesh, *_):
+        x = made((4, 2), mesh)
+        uses = [
+            lambda: [*x],
+            lambda: x.no_such_name,
+            lambda: x.__setitem__(0, 1),
+            lambda: DomainTensor(x.local[:, :, 1:], x.domain),
+            lambda: torch.cat([x, x[:, :, 1:]], 1),
+        ]
+        said = []
+        for use in uses:
+            with pytest.raises((TypeError, AttributeError, ValueError)) as error:
+                use()
+            said.append(str(error.value))
+        return said
+
+
+def test_other_wrong_uses(pool: WorkerPool) -> None:
+    for said in pool.run(2, other_errors):
+        iteration, name, assignment, shard, cat = said
+        assert "not iterable" in iteration
+        assert name == "a DomainTensor has no attribute 'no_such_name'; its shard is the attribute `local`"
+        assert "__setitem__" in assignment
+        assert "does not fit its domain" in shard
+        assert "cat in dimension 1 got shapes" in cat
+
+
+def whole_tensors() -> list[str]:
+    """A domain of one rank and a tensor that is sharded nowhere run every function, and keep what torch returns."""
+    wrong = []
+    with meshes() as (mesh, *_):
+        plain = torch.randn(2, 4, 3, 5, dtype=torch.float64)
+        of_one = [Domain({2: Axis(sized([3]), mesh.get_group())})] if mesh.size() == 1 else []
+        for domain in [Domain({}), *of_one]:
+            x = DomainTensor(plain, domain)
+            pairs = {
+                "fft": (torch.fft.fft(x).local, torch.fft.fft(plain)),
+                "sort": (x.sort(2).values.local, plain.sort(2).values),
+                "max": (x.max(2).indices.local, plain.max(2).indices),
+                "index": (x[:, :, 1, plain[0, 0, 0] > 0].local, plain[:, :, 1, plain[0, 0, 0] > 0]),
+                "split": (x.split(2, 2)[1].local, plain.split(2, 2)[1]),
+                "softmax": (x.flatten(1, 2).softmax(1).local, plain.flatten(1, 2).softmax(1)),
+                "number": (torch.tensor(float(x.sum())), plain.sum().float()),
+            }
+            wrong += [name for name, pair in pairs.items() if not torch.equal(*pair)]
+            wrong += ["item"] * (x.sum().item() != plain.sum().item())
+            y = x.clone()
+            y += 1
+            wrong += ["in place"] * (not torch.equal(y.local, plain + 1))
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_whole_tensors_run_every_function(pool: WorkerPool, world_size: int) -> None:
+    assert pool.run(world_size, whole_tensors) == [[]] * world_size
+
+
+def properties() -> dict[str, object]:
+    """What a sharded tensor says of itself."""
+    with meshes() as (mesh, *_):
+        x = made((4, 2), mesh)
+        values, _ = x.max(1)
+        return {
+            "shape": (tuple(x.shape), x.size(), x.size(-1), x.ndim, x.dim(), x.numel(), len(x)),
+            "dtype": (x.dtype, x.long().sum().dtype, x.bool().max().dtype, x.int().cumsum(2).dtype),
+            "sum": (x.long() * 2**40 + 1).sum().item(),
+            "names": type(x.max(1)).__name__ + str(tuple(values.shape)),
+            "same": x.add_(0) is x,
+            "repr": repr(x).split(", local")[0],
+        }
+
+
+def test_a_sharded_tensor_looks_like_the_whole_one(pool: WorkerPool) -> None:
+    for found in pool.run(2, properties):
+        shape = torch.Size(X)
+        assert found == {
+            "shape": (X, shape, 5, 4, 4, 240, 2),
+            "dtype": (torch.float64, torch.int64, torch.bool, torch.int64),
+            "sum": 240 * (2**40 + 1),  # exact: not added up in floats
+            "names": "max(2, 6, 5)",
+            "same": True,
+            "repr": "DomainTensor(shape=(2, 4, 6, 5)",
+        }
+
+
+def running_statistics() -> list[float]:
+    """Errors of the statistics of nn.BatchNorm2d and nn.BatchNorm1d after three steps."""
+    errors = []
+    with meshes() as (mesh, *_):
+        rng = random.Random(5)
+        for kind, shape in ((nn.BatchNorm2d, (3, 4, 8, 7)), (nn.BatchNorm1d, (3, 4, 9))):
+            ours, theirs = (kind(4, momentum=m, dtype=torch.float64) for m in (None, None))
+            for step in range(3):
+                x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(step)) + 10
+                domain = Domain({2: Axis(layout_of(rng, shape[2], mesh.size()), mesh.get_group())})
+                ours(DomainTensor(local(x, domain), domain))
+                theirs(x)
+            pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+            errors += [error(a.double(), b.double()) for a, b in pairs]
+    return errors
+
+
+def test_batch_norm_keeps_the_running_statistics_of_one_process(pool: WorkerPool) -> None:
+    assert max(value for errors in pool.run(3, running_statistics) for value in errors) <= 1e-12
