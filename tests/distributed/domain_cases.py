@@ -21,7 +21,7 @@ from trainer.distributed.sharding.ranges import union
 from trainer.runtime.process_group import Process, process_group
 
 Operator = Callable[..., tuple[torch.Tensor, Domain]]
-MESHES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)]}
+MESHES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 8: [(2, 2, 2)]}
 TOLERANCE = 1e-12
 NUMBERS = (25, pytest.param(300, marks=pytest.mark.slow))
 """Cases of a test; a family has 100 over all worlds, 1,200 in the full set."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.distributed.domain_cases import DomainCase, layout_of, local
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.tensor import DomainTensor
+from trainer.distributed.domain_parallel.transfer import gather
 
 Function = Callable[..., object]
 SHAPE = (3, 4, 8, 7)
@@ -54,6 +55,13 @@ def in_place(x, y):
     return F.relu(alias, inplace=True) + x
 
 
+def merged_space(x):
+    """Height and width into one dimension; width alone is refused, so here it is gathered before."""
+    if isinstance(x, DomainTensor) and 2 not in x.domain.axes:
+        x = DomainTensor(*gather(x.local, x.domain))
+    return (x.flatten(2).transpose(1, 2) * 2).permute(2, 0, 1)
+
+
 def attended(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -94,6 +102,8 @@ VIEWS = [
     case("flatten and unflatten", lambda x: x.flatten(1, 2).unflatten(1, (-1, 8)), sharded=(0, 3)),
     case("merged behind a sharded one", lambda x: x.permute(0, 2, 3, 1).reshape(3, 8, -1), sharded=(0, 2)),
     case("split of a batch", lambda x: x.reshape(3, 1, 2, 2, 56).squeeze(1), sharded=(0,)),
+    case("merged space", merged_space, sharded=(2, 3)),
+    case("merged and split", lambda x: x.view(12, 56).view(3, 2, 2, 8, 7), sharded=(0, 2)),
     case("merged batch", lambda x: x.flatten(0, 1), sharded=(0, 2, 3)),
     case("shape by keyword", lambda x: torch.reshape(x, shape=(3, 4, 1, 8, 7)).view((12, 8, 7))),
     case(

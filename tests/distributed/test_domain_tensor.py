@@ -52,7 +52,10 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "unhandled method in place": (lambda x, _: x.fill_(1), "fill_ of a tensor of shape (2, 4, 6, 5), sharded in dim"),
     "a plain tensor in place": (lambda x, _: torch.zeros(*X).double().add_(x), "add_ of .* not the result's axes"),
     "in place of another shape": (lambda x, _: x[:, :1].mul_(x), "mul_ of .* not the result's axes"),
-    "in place of a whole tensor": (lambda x, _: x.mean(2, True).expand(X).add_(x), "add_ of .* not the result's axes"),
+    "in place of a whole tensor": (
+        lambda x, _: DomainTensor(x.mean(3, True).local, Domain({})).add_(x),
+        "add_ of .* not the result's axes",
+    ),
     "out": (lambda x, _: torch.add(x, x, out=x), "add of .* the argument `out`"),
     "one number": (lambda x, _: float(x), "float of a tensor"),
     "truth of many": (lambda x, _: 1 if x else 0, "bool of a tensor"),

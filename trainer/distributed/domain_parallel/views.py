@@ -9,6 +9,7 @@ import torch
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, wrapped
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
+from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Range, intersection, union
 
@@ -59,16 +60,22 @@ def squeezed(function: Callable, x: DomainTensor, dim: int | Sequence[int] | Non
 
 @rule("view", "reshape")
 def reshaped(function: Callable, x: DomainTensor, *sizes: Any, shape: Sequence[int] = ()) -> DomainTensor:
-    """Merge or split dimensions. A sharded one may be the first of those that are merged, or that come of it."""
+    """Merge or split dimensions. A sharded one may be the first of those that are merged, or that come of it.
+
+    If it is merged behind another sharded one, as width behind height, it is gathered: the result is sharded as the
+    first one alone.
+    """
     asked = (sizes[0] if not isinstance(sizes[0], int) else sizes) if sizes else shape
     if not isinstance(asked, Sequence):
         raise refused(function.__name__, x, "a view as another data type")
     sizes = torch.empty(x.shape, device="meta").reshape(asked).shape
-    axes = {}
+    axes: dict[int, Axis] = {}
     for dim, axis in x.domain.axes.items():
         after = math.prod(x.shape[dim:])
+        if axes and math.prod(sizes[max(axes) + 1 :]) <= math.prod(x.shape[dim + 1 :]):
+            return reshaped(function, DomainTensor(*gather(x.local, x.domain, [dim])), sizes)
         places = [place for place in range(len(sizes)) if math.prod(sizes[place:]) == after]
-        if not places or not x.numel():
+        if not places or places[-1] in axes or not x.numel():
             raise refused(function.__name__, x, f"dimension {dim} is not the first of those that are merged")
         place = places[-1]  # those before it have size 1
         old, new = after // axis.layout.length, after // sizes[place]  # elements of a row
@@ -77,8 +84,6 @@ def reshaped(function: Callable, x: DomainTensor, *sizes: Any, shape: Sequence[i
         ranges = tuple(tuple((a * old // new, b * old // new) for a, b in ranges) for ranges in axis.layout.ranges)
         axes[place] = Axis(AxisLayout(axis.layout.name, sizes[place], ranges), axis.group)
     result = Domain(axes)
-    if len(axes) < len(x.domain.axes) or math.prod(result.local_shape(sizes)) != x.local.numel():
-        raise refused(function.__name__, x, "it merges sharded dimensions with each other")
     return wrapped(x.local.reshape(result.local_shape(sizes)), result)
 
 

@@ -1,0 +1,113 @@
+"""Law: a move of the sharding to another dimension, and operators on a mesh of three dimensions, equal one process."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.domain_cases import NUMBERS, DomainCase, check, layout_of, local, meshes, seeds, worst
+from tests.distributed.pool import WorkerPool
+from trainer.distributed.domain_parallel import norms
+from trainer.distributed.domain_parallel.convolution import conv
+from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.transfer import move
+from trainer.distributed.sharding import exchange as door
+
+
+def draw_move(rng: random.Random) -> DomainCase:
+    """From the first sharded dimension to a whole one; the layouts there are random too."""
+    shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(2, 4)))
+    target = rng.randrange(len(shape))
+    key = rng.random()
+
+    def split(x: torch.Tensor, domain: Domain) -> tuple[torch.Tensor, Domain]:
+        source = next(iter(domain.axes))
+        layout = layout_of(random.Random(key), shape[target], domain.axes[source].degree)
+        return move(x, domain, source, target, layout)
+
+    others = tuple(dim for dim in range(len(shape)) if dim != target)
+    return DomainCase(f"move to {target}", shape, others, split, lambda x: x * 1, is_linear=True)
+
+
+def moves(numbers: range) -> list[tuple[float, str]]:
+    return worst(draw_move, numbers)
+
+
+def bytes_of_a_move() -> tuple[int, int, int, bool]:
+    """Bytes forward and backward beyond a count of elements; that count; whether a move there and back is exact."""
+    with meshes() as (mesh, *_):
+        group = mesh.get_group()
+        axis, layout = Axis(sized([4, 0, 3]), group), sized([1, 5, 2])
+        whole = torch.arange(7 * 8 * 3, dtype=torch.float32).view(7, 8, 3)
+        x, domain = local(whole, Domain({0: axis})).requires_grad_(), Domain({0: axis})
+        door.bytes_sent.clear()
+        y, result = move(x, domain, 0, 1, layout)
+        forward = door.bytes_sent["move"]
+        y.backward(torch.ones_like(y))
+        back, _ = move(y.detach(), result, 1, 0, axis.layout)
+        sent = axis.rows * (8 - layout.local_length(axis.rank)) * 3 * 4
+        received = layout.local_length(axis.rank) * (7 - axis.rows) * 3 * 4
+        return forward - sent, door.bytes_sent["move"] - forward - 2 * received, sent, torch.equal(back, x)
+
+
+def refusals() -> list[str]:
+    with meshes() as (mesh, *_):
+        domain = Domain({0: Axis(sized([2, 1]), mesh.get_group())})
+        x = torch.ones(domain.axes[0].rows, 4)
+        said = []
+        for source, target, layout in ((1, 0, sized([2, 1])), (0, 1, sized([3, 2])), (0, 0, sized([2, 1]))):
+            with pytest.raises(ValueError) as error:
+                move(x, domain, source, target, layout)
+            said.append(str(error.value))
+        return said
+
+
+def draw_3d(rng: random.Random) -> DomainCase:
+    """Of which every spatial dimension is sharded."""
+    shape = (2, 4, rng.randint(3, 6), rng.randint(3, 7), rng.randint(4, 6))
+    if rng.random() < 0.5:
+        return DomainCase(
+            "group norm",
+            shape,
+            (2, 3, 4),
+            lambda x, domain, w, b: norms.group_norm(x, domain, 2, w, b),
+            lambda x, w, b: F.group_norm(x, 2, w, b),
+            ((4,), (4,)),
+            keeps_layout=True,
+        )
+    stride = rng.randint(1, 2)
+    return DomainCase(
+        f"conv3d, stride {stride}",
+        shape,
+        (2, 3, 4),
+        lambda x, domain, w, b: conv(x, domain, w, b, stride=stride, padding=1),
+        lambda x, w, b: F.conv3d(x, w, b, stride=stride, padding=1),
+        ((6, 4, 3, 3, 2), (6,)),
+    )
+
+
+def cubes(numbers: range) -> list[tuple[float, str]]:
+    return worst(draw_3d, numbers)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_move_is_a_permutation_with_its_adjoint(pool: WorkerPool, world_size: int, number: int) -> None:
+    check(pool.run(world_size, moves, seeds(world_size, number)))
+
+
+def test_a_move_sends_each_element_once(pool: WorkerPool) -> None:
+    results = pool.run(3, bytes_of_a_move)
+    assert [(forward, backward, same) for forward, backward, _, same in results] == [(0, 0, True)] * 3
+    assert sum(sent for *_, sent, _ in results) > 0
+
+
+def test_a_wrong_move_is_refused_on_every_rank(pool: WorkerPool) -> None:
+    for said in pool.run(2, refusals):
+        assert all("the source is sharded, the target is whole" in text for text in said)
+
+
+@pytest.mark.slow
+def test_three_sharded_dimensions_equal_one_process(pool: WorkerPool) -> None:
+    check(pool.run(8, cubes, range(12)))
