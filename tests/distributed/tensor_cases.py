@@ -206,6 +206,6 @@ FAMILIES = {
     "elementwise": ELEMENTWISE,
     "views": VIEWS,
     "reductions": REDUCTIONS,
-    "products and losses": PRODUCTS,
+    "products": PRODUCTS,
     "space": SPATIAL,
 }

@@ -21,7 +21,12 @@ from scripts.doc_outputs import page as with_new_output
 from tests.integration.documented_commands import PAGES, ROOT, RULES, Rule, all_commands, commands
 
 COMMANDS = all_commands()
-PROGRAMS = {"docs/data.md": 1, "docs/context_parallelism.md": 2, "docs/transformers.md": 2}
+PROGRAMS = {
+    "docs/data.md": 1,
+    "docs/context_parallelism.md": 2,
+    "docs/domain_parallelism.md": 2,
+    "docs/transformers.md": 2,
+}
 """Pages whose Python blocks are one program, and on how many ranks it runs."""
 _SCRIPT = "#!{python}\nimport sys\n\nfrom {module} import main\n\nsys.exit(main())\n"
 _SCRIPTS = {"lct": "trainer.commands.main", "torchrun": "torch.distributed.run", "tensorboard": "tensorboard.main"}

@@ -6,6 +6,10 @@ _DOMAIN = "trainer/distributed/domain_parallel"
 _CONVOLUTION = "tests/distributed/test_domain_convolution.py"
 _NEIGHBORHOOD = "tests/distributed/test_domain_neighborhood.py"
 _REDUCTIONS = "tests/distributed/test_domain_reductions.py"
+_MODELS = "tests/distributed/test_domain_models.py"
+_MOVE = "tests/distributed/test_domain_move.py"
+_TENSOR = "tests/distributed/test_domain_tensor.py::test_functions_equal_those_of_a_whole_tensor"
+_VIEWS, _ELEMENTWISE, _PRODUCTS = (f"{_TENSOR}[{name}-3-1]" for name in ("views", "elementwise", "products"))
 _INPUTS = "first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before"
 
 DOMAIN = (
@@ -79,5 +83,75 @@ DOMAIN = (
         "return connected(q.new_zeros(result), q, k, v), domain",
         "return q.new_zeros(result, requires_grad=True), domain",
         _NEIGHBORHOOD,
+    ),
+    Mutant(
+        "tensors that are put together keep their own layouts",
+        f"{_DOMAIN}/views.py",
+        "parts = [own_part(x, domain, first.shape) for x in tensors]",
+        "parts = [x.local if is_sharded(x) else own_part(x, domain, first.shape) for x in tensors]",
+        _VIEWS,
+    ),
+    Mutant(
+        "a dimension of one local row is squeezed",
+        f"{_DOMAIN}/views.py",
+        "if x.shape[d] == 1]",
+        "if x.local.shape[d] == 1]",
+        "tests/distributed/test_domain_tensor.py::test_a_sharded_tensor_looks_like_the_whole_one",
+    ),
+    Mutant(
+        "rows that end inside a merged row are not noticed",
+        f"{_DOMAIN}/views.py",
+        "if any(end * old % new for",
+        "if any(end * old % new < 0 for",
+        "tests/distributed/test_domain_tensor.py::test_what_is_not_handled_is_refused_on_every_rank_and_nothing_is_sent",
+    ),
+    Mutant(
+        "of a whole operand each rank takes the first rows",
+        f"{_DOMAIN}/elementwise.py",
+        "local = shard(local, axis.layout, dim, group=axis.group)",
+        "local = local.narrow(dim, 0, axis.rows)",
+        _ELEMENTWISE,
+    ),
+    Mutant(
+        "a function in place changes a copy",
+        f"{_DOMAIN}/elementwise.py",
+        "return own_part(x, domain, shape) if isinstance(x, DomainTensor | torch.Tensor) else x",
+        "return own_part(x, domain, shape).clone() if isinstance(x, DomainTensor | torch.Tensor) else x",
+        _ELEMENTWISE,
+    ),
+    Mutant(
+        "values are in the layout of the keys, whatever theirs is",
+        f"{_DOMAIN}/rules.py",
+        "both = torch.cat([k, v], -1)",
+        "both = DomainTensor(torch.cat([k.local, v.local], -1), k.domain)",
+        _PRODUCTS,
+    ),
+    Mutant(
+        "a model is prepared with its data",
+        f"{_DOMAIN}/modules.py",
+        'map_tensors(lambda x: x.to("meta"),',
+        "map_tensors(lambda x: x,",
+        f"{_MODELS}::test_what_parallelize_says_before_any_data",
+    ),
+    Mutant(
+        "running statistics are those of a rank's own rows",
+        f"{_DOMAIN}/norms.py",
+        "for running, new in ((running_mean, mean),",
+        "for running, new in ((running_mean, x.mean(dims)),",
+        "tests/distributed/test_domain_tensor.py::test_batch_norm_keeps_the_running_statistics_of_one_process",
+    ),
+    Mutant(
+        "rows that moved lie in the order of the ranks",
+        f"{_DOMAIN}/transfer.py",
+        "order = torch.from_numpy(source.layout.order().argsort())",
+        "order = torch.arange(source.layout.length)",
+        _MOVE,
+    ),
+    Mutant(
+        "sums of integers go through floats",
+        f"{_DOMAIN}/reductions.py",
+        "if x.is_floating_point() else x.dtype",
+        "if not x.dtype.is_complex else x.dtype",
+        "tests/distributed/test_domain_tensor.py::test_a_sharded_tensor_looks_like_the_whole_one",
     ),
 )
