@@ -172,8 +172,7 @@ def wrapped(result: Any, domain: Domain) -> Any:
     if isinstance(result, torch.Tensor):
         return DomainTensor(result, domain)
     if isinstance(result, tuple | list):
-        parts = [wrapped(part, domain) for part in result]
-        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+        return type(result)([wrapped(part, domain) for part in result])  # torch.return_types take a sequence too
     return result
 
 
