@@ -144,13 +144,12 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
         DomainOperatorError: a tensor is sharded, and the function has no rule.
     """
     leaves = [*_flat((args, kwargs))]
-    sharded = next(filter(is_sharded, leaves), None)
-    if sharded is None and not any(isinstance(x, DTensor) for x in leaves):
+    tensors = sorted(filter(lambda x: isinstance(x, DomainTensor), leaves), key=is_sharded, reverse=True)
+    if not is_sharded(tensors[0]) and not any(isinstance(x, DTensor) for x in leaves):
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     name = function.__name__
     if name not in _RULES or kwargs.pop("out", None) is not None:
-        sharded = sharded or next(x for x in leaves if isinstance(x, DomainTensor))
-        raise refused(name, sharded, "the argument `out`" if name in _RULES else "it has no rule for sharded axes")
+        raise refused(name, tensors[0], "the argument `out`" if name in _RULES else "it has no rule for sharded axes")
     if "axis" in kwargs:  # torch knows both names of the first two
         kwargs["dim"] = kwargs.pop("axis")
     first = (kwargs.pop("input"),) if "input" in kwargs else ()

@@ -19,6 +19,7 @@ from trainer.config.schema import Parallelism
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
 from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
+from trainer.distributed.host_arguments import keep_on_host
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import LocalParameter, apply_tensor_parallel, logits_layout
 from trainer.job.record import ResolvedJob
@@ -49,6 +50,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
     options = DataParallelOptions.of(job)
     apply_data_parallel(model, units, None if tied else model.output, dims.parameter_mesh, options)
+    keep_on_host(model, "attention_plan")
 
 
 def _tensor_parallel(model: nn.Module, dims: ParallelDims, settings: Parallelism) -> None:
