@@ -113,7 +113,8 @@ class Tiles:
         heads = slice(0, self._q.shape[1])
         for rows, calls in self._forward:
             attend(total, self._q, *unpack(rows), heads, calls, self._kernel, self._scale)
-        return total.out.to(self._q.dtype), total.lse
+        out, lse = total.result
+        return out.to(self._q.dtype), lse
 
     def backward(self, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         """The gradient of the queries, and each stage's of K and V, (rows, 2, B, K, D)."""

@@ -84,7 +84,8 @@ class StagedExecution:
             attend(total, q[:, heads], held.k, held.v, heads, item.calls, self.kernel, scale)
             pending.wait()
             held = incoming
-        return unfold_batch(total.out, whole_q).to(q.dtype), unfold_batch(total.lse, whole_q)
+        out, lse = (unfold_batch(x, whole_q) for x in total.result)
+        return out.to(q.dtype), lse
 
     def backward(
         self, given: BackwardInputs, scale: float, kv_dtype: torch.dtype | None = None

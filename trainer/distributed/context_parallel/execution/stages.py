@@ -19,20 +19,40 @@ def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
 class Merged:
     """The running output (B, H, S, D) and log-sum-exp (B, H, S) of queries over the keys so far, in float32 at least.
 
-    Queries that see no key have output 0 and log-sum-exp -inf.
+    Queries that see no key have output 0 and log-sum-exp -inf. While there is the result of one call only, of all
+    queries, that is kept as the kernel returned it: nothing is filled, copied or cast.
     """
 
     def __init__(self, q: torch.Tensor) -> None:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        b, h, s, d = q.shape
-        # (B, S, H, D) in memory, as the output projection reads it
-        self.out = q.new_zeros(b, s, h, d, dtype=dtype).transpose(1, 2)
-        self.lse = q.new_full((b, h, s), -torch.inf, dtype=dtype)
+        self._q = q
+        self._lone: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sums: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, log-sum-exp)."""
+        return self._lone or self._accumulated()
+
+    def _accumulated(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._sums is None:
+            b, h, s, d = self._q.shape
+            dtype = torch.promote_types(self._q.dtype, torch.float32)
+            # (B, S, H, D) in memory, as the output projection reads it
+            out = self._q.new_zeros(b, s, h, d, dtype=dtype).transpose(1, 2)
+            self._sums = out, self._q.new_full((b, h, s), -torch.inf, dtype=dtype)
+            if self._lone is not None:
+                for total, part in zip(self._sums, self._lone, strict=True):
+                    total.copy_(part)
+                self._lone = None
+        return self._sums
 
     def add(self, heads: slice, call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge the result of a call for some heads; a query that saw no key before takes it as it is."""
+        if call.fresh and out.shape[:3] == self._q.shape[:3]:
+            self._lone = out, lse
+            return
         rows = slice(*call.q)
-        total_out, total_lse = self.out[:, heads, rows], self.lse[:, heads, rows]
+        total_out, total_lse = (total[:, heads, rows] for total in self._accumulated())
         if call.fresh:
             total_out.copy_(out)
             total_lse.copy_(lse)
