@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
-from scripts.benchmarks.context_parallel_ranks import Team, Times
+from scripts.benchmarks.context_parallel_ranks import Share, Whole
 from scripts.benchmarks.context_parallel_tiles import DIRECTIONS, Problem, Row, problems, tile_rows
+from scripts.benchmarks.teams import Team, Times, compared, span
 from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
@@ -46,7 +47,7 @@ _OTHER_DEGREES = (2, 4, 8, 16)
 def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
     """Every length and degree, method by method."""
     for degree in args.degrees:
-        with Team(degree) as team:
+        with Team(degree, Whole, Share) as team:
             for problem in problems(args, degree):
                 team.whole("prepare", problem, degree * args.threads)
                 team.ranks("prepare", problem, args.threads, args.methods)
@@ -77,35 +78,6 @@ def measure(problem: Problem, methods: Sequence[str], repeats: int, team: Team) 
 
 
 # ---- arithmetic
-
-
-def span(times: Sequence[Times]) -> float:
-    """Seconds from the first start to the last end of several ranks."""
-    return max(one.end for one in times) - min(one.start for one in times)
-
-
-def compared(whole: Sequence[Times], shares: Sequence[Sequence[Times]]) -> Row:
-    """Ratios of the ranks' times to those of the same round's one process; milliseconds, medians of each by itself.
-
-    cpu_ratio: of the CPU time of all threads, which other work on the machine disturbs least.
-    """
-    ratios = [span(ranks) / span([one]) for one, ranks in zip(whole, shares, strict=True)]
-    cpu = [sum(rank.cpu for rank in ranks) / one.cpu for one, ranks in zip(whole, shares, strict=True)]
-    forward, backward = (
-        statistics.median(max(length(rank) for rank in ranks) for ranks in shares)
-        / statistics.median(length(one) for one in whole)
-        for length in (lambda x: x.middle - x.start, lambda x: x.end - x.middle)
-    )
-    return {
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
-        "ratio_of_fastest": round(min(map(span, shares)) / min(span([one]) for one in whole), 4),
-        "cpu_ratio": round(statistics.median(cpu), 4),
-        "forward_ratio": round(forward, 4),
-        "backward_ratio": round(backward, 4),
-        "ms": round(1e3 * statistics.median(map(span, shares)), 2),
-        "whole_ms": round(1e3 * statistics.median(span([one]) for one in whole), 2),
-    }
 
 
 def worth(problem: Problem, method: str, whole: Sequence[Times], shares: Sequence[Sequence[Times]]) -> Row:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from scripts.benchmarks import context_parallel as benchmark
-from scripts.benchmarks.context_parallel import compared, main, measure
-from scripts.benchmarks.context_parallel_ranks import PeakBytes, Share, Times, Whole
+from scripts.benchmarks.context_parallel import main, measure
+from scripts.benchmarks.context_parallel_ranks import Share, Whole
 from scripts.benchmarks.context_parallel_tiles import OneCall, Problem, Tiles, compared_tiles
+from scripts.benchmarks.teams import PeakBytes, Times, compared
 from trainer.distributed.context_parallel.execution.kernels.cpu import Math
 from trainer.distributed.context_parallel.planning.mask import causal
 

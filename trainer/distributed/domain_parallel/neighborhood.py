@@ -8,8 +8,8 @@ and `natten_kernel` computes instead where NATTEN is installed.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,20 @@ from torch.utils.checkpoint import checkpoint
 from trainer.distributed.domain_parallel.convolution import per_axis
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.natten_kernel import attend_box, fits_box, natten_kernel
-from trainer.distributed.domain_parallel.neighborhoods import Neighborhood, Run, tile_axis, tile_rows, wanted_rows
+from trainer.distributed.domain_parallel.neighborhoods import (
+    AxisTiles,
+    Neighborhood,
+    Run,
+    tile_axis,
+    tile_rows,
+    wanted_rows,
+)
 from trainer.distributed.domain_parallel.rows import connected, fetch
+from trainer.distributed.sharding.planned import planned
+from trainer.distributed.sharding.ranges import Ranges
+
+Hood = tuple[int, int, int, bool]
+"""The fields of a `Neighborhood`, as plain data."""
 
 _MASK_ELEMENTS = 1 << 20
 _COPIES_KEPT = 8  # of each key, for the backward; if tiles overlap more, the backward cuts them out again
@@ -50,7 +62,7 @@ def neighborhood_attention(
     shape = _check_shapes(q, k, v, domain)
     dims = range(1, q.ndim - 2)
     options = (per_axis(option, dims) for option in (kernel_size, dilation, stride, is_causal))
-    hoods = {dim: Neighborhood(*option) for dim, *option in zip(dims, *options, strict=True)}
+    hoods: dict[int, Hood] = {dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)}
     for dim, hood in hoods.items():
         _check_fit(hood, shape[dim], dim)
     keys = {dim: ((0, shape[dim]),) for dim in dims}
@@ -58,7 +70,7 @@ def neighborhood_attention(
     if split:
         both = torch.cat([k, v], -1)
         for dim, axis in split.items():
-            wanted = wanted_rows(axis.layout, hoods[dim])
+            wanted = _wanted(axis.layout.ranges, shape[dim], hoods[dim])
             both, keys[dim] = fetch(both, axis, wanted, dim), wanted[axis.rank]
         k, v = both.split([k.shape[-1], v.shape[-1]], -1)
     result = (*q.shape[:-1], v.shape[-1])
@@ -68,31 +80,80 @@ def neighborhood_attention(
         return connected(q.new_zeros(result), q, k, v), domain
     queries = [domain.ranges(dim, shape[dim]) for dim in dims]
     kernel = natten_kernel(q, v)
-    if kernel is not None and fits_box([*hoods.values()], queries, [*keys.values()]):
-        return attend_box(kernel, (q, k, v), [*hoods.values()], queries, [*keys.values()], scale), domain
-    axes = [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)]
+    rows = queries, [*keys.values()]
+    if kernel is not None and fits_box(boxes := [Neighborhood(*hood) for hood in hoods.values()], *rows):
+        return attend_box(kernel, (q, k, v), boxes, *rows, scale), domain
+    axes = [*zip(*rows, shape[1:-2], hoods.values(), strict=True)]
     return _attend_axes(q, k, v, axes, scale), domain
 
 
 def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None) -> torch.Tensor:
     """Attend in tiles; axes: of each one the rows of q, the rows of k and v, its length, and its neighbourhood."""
-    hoods, most = [hood for *_, hood in axes], _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
-    rows = tile_rows(hoods, q.shape[1:-2], most)
-    runs, order = {}, {}
-    for dim, (axis, tile) in enumerate(zip(axes, rows, strict=True), 1):
-        tiles = tile_axis(*axis, tile)
-        runs[dim], order[dim] = tiles.runs, _index(tiles.queries, q.device)
-        q, places = _reordered(q, dim, order[dim]), _index(tiles.keys, q.device)
-        k, v = _reordered(k, dim, places), _reordered(v, dim, places)
-    attend = partial(_attend_tiles, scale=scale)
-    copies = math.prod((tile + hood.kernel - 1) / tile for tile, hood in zip(rows, hoods, strict=True))
-    if copies > _COPIES_KEPT:
-        runs[1] = tuple(chain.from_iterable(run.single() for run in runs[1]))
-        attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
-    out = _attend(q, k, v, [*runs.items()], (), attend)
-    for dim, places in order.items():
-        out = _reordered(out, dim, None if places is None else places.argsort())
+    hoods, most = tuple([hood for *_, hood in axes]), _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
+    rows, cuts_again = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
+    cuts = [(*axis, tile) for axis, tile in zip(axes, rows, strict=True)]
+    for dim, cut in enumerate(cuts, 1):
+        queries, keys, _ = _orders(cut)
+        q, k, v = (_reordered(x, dim, order) for x, order in ((q, queries), (k, keys), (v, keys)))
+    runs = [(dim, _runs(cut, cuts_again and dim == 1)) for dim, cut in enumerate(cuts, 1)]
+
+    def attend(*args: Any) -> torch.Tensor:
+        return _attend_tiles(*args, scale)
+
+    def attend_again(*args: Any) -> torch.Tensor:
+        return checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False)
+
+    out = _attend(q, k, v, runs, (), attend_again if cuts_again else attend)
+    for dim, cut in enumerate(cuts, 1):
+        out = _reordered(out, dim, _orders(cut)[2])
     return out
+
+
+# ---- plans: constants of compiled code
+
+
+@planned
+def _wanted(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ranges, ...]:
+    """Return for each rank the rows that its queries see; owned: by each rank."""
+    return wanted_rows(owned, length, Neighborhood(*hood))
+
+
+@planned
+def _tile_rows(hoods: tuple[Hood, ...], lengths: tuple[int, ...], most: int) -> tuple[tuple[int, ...], bool]:
+    """Return for each axis the rows of a tile, and whether the backward cuts keys out again, because tiles overlap."""
+    rows = tile_rows([Neighborhood(*hood) for hood in hoods], lengths, most)
+    copies = math.prod((tile + kernel - 1) / tile for tile, (kernel, *_) in zip(rows, hoods, strict=True))
+    return rows, copies > _COPIES_KEPT
+
+
+Cut = tuple[Ranges, Ranges, int, Hood, int]
+"""Of an axis: the rows of q, the rows of k and v, its length, its neighbourhood, and the rows of a tile."""
+
+
+Order = tuple[int, ...] | None
+"""For each row its place before; None if nothing moves."""
+
+
+@planned
+def _orders(cut: Cut) -> tuple[Order, Order, Order]:
+    """Return the order of queries, and of keys, tile by tile, and the way back of queries."""
+    tiles = _tiles(*cut)
+    places = (tiles.queries, tiles.keys, None if tiles.queries is None else tiles.queries.argsort())
+    return tuple(None if order is None else tuple(order.tolist()) for order in places)
+
+
+@planned
+def _runs(cut: Cut, single: bool) -> tuple[Run, ...]:
+    """Return the runs of tiles of an axis; single: tile by tile."""
+    runs = _tiles(*cut).runs
+    return tuple(tile for run in runs for tile in run.single()) if single else runs
+
+
+def _tiles(queries: Ranges, keys: Ranges, length: int, hood: Hood, rows: int) -> AxisTiles:
+    return tile_axis(queries, keys, length, Neighborhood(*hood), rows)
+
+
+# ---- checks
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, domain: Domain) -> tuple[int, ...]:
@@ -112,7 +173,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, domain: Dom
     return domain.shape(q)
 
 
-def _check_fit(hood: Neighborhood, length: int, dim: int) -> None:
+def _check_fit(hood: Hood, length: int, dim: int) -> None:
     kernel, dilation, stride, _ = hood
     if min(hood[:3]) < 1 or stride > kernel:
         raise ValueError(
@@ -126,12 +187,11 @@ def _check_fit(hood: Neighborhood, length: int, dim: int) -> None:
         )
 
 
-def _index(places: object, device: torch.device) -> torch.Tensor | None:
-    return None if places is None else torch.as_tensor(places, device=device)
+# ---- tiles
 
 
-def _reordered(x: torch.Tensor, dim: int, places: torch.Tensor | None) -> torch.Tensor:
-    return x if places is None else x.index_select(dim, places)
+def _reordered(x: torch.Tensor, dim: int, order: Order) -> torch.Tensor:
+    return x if order is None else x.index_select(dim, torch.tensor(order, device=x.device))
 
 
 def _attend(
@@ -181,7 +241,10 @@ def _mask(runs: tuple[Run, ...], groups: int, device: torch.device) -> torch.Ten
     """Return which query of a tile sees which key, (groups * queries, keys), or None if each sees all."""
     if all(run.is_full for run in runs):
         return None
-    mask = torch.ones(1, 1, dtype=torch.bool)
+    mask = torch.ones(1, 1, dtype=torch.bool, device=device)
     for run in runs:
-        mask = torch.kron(mask, torch.from_numpy(run.mask()))
-    return mask.to(device).repeat(groups, 1)
+        first, stop = torch.tensor(run.windows, device=device).T[:, :, None]
+        place = torch.arange(run.keys, device=device)
+        seen = (place >= first) & (place < stop)  # (rows, keys)
+        mask = (mask[:, None, :, None] & seen[:, None]).flatten(2).flatten(0, 1)
+    return mask.repeat(groups, 1)

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Range, Ranges, union
 
 
@@ -69,10 +68,9 @@ def segments(ranges: Sequence[Range], length: int, hood: Neighborhood) -> Iterat
             yield Segment(remainder, rows, (first, end), keys)
 
 
-@lru_cache(maxsize=1024)
-def wanted_rows(layout: AxisLayout, hood: Neighborhood) -> tuple[Ranges, ...]:
-    """Return for each rank the rows that its queries see."""
-    return tuple(_seen(ranges, layout.length, hood) for ranges in layout.ranges)
+def wanted_rows(owned: Sequence[Ranges], length: int, hood: Neighborhood) -> tuple[Ranges, ...]:
+    """Return for each rank the rows that its queries see; owned: by each rank, of an axis of `length` rows."""
+    return tuple(_seen(ranges, length, hood) for ranges in owned)
 
 
 def _seen(ranges: Ranges, length: int, hood: Neighborhood) -> Ranges:
@@ -115,12 +113,6 @@ class Run(NamedTuple):
         """Yield each tile as a run."""
         for tile in range(self.tiles):
             yield self._replace(tiles=1, first_key=self.first_key + tile * self.rows)
-
-    def mask(self) -> np.ndarray:
-        """Return which query of a tile sees which key: (rows, keys) bool."""
-        first, stop = np.array(self.windows).T[:, :, None]
-        place = np.arange(self.keys)
-        return (place >= first) & (place < stop)
 
 
 @dataclass(frozen=True)

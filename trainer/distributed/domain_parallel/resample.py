@@ -12,6 +12,7 @@ from trainer.distributed.domain_parallel.reductions import gather_statistics
 from trainer.distributed.domain_parallel.rows import Wanted, connected, fetch, local_rows
 from trainer.distributed.domain_parallel.windows import Tile, WindowPlan, plan_outputs
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Range
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -80,8 +81,7 @@ Sources = tuple[tuple[int, int, float], ...]
 """For each output the two rows that it mixes, and the share of the second."""
 
 
-@lru_cache(maxsize=256)
-@torch.compiler.assume_constant_result
+@planned
 def _sources(length: int, outputs: int, factor: float | None, mode: str, align_corners: bool) -> Sources:
     if mode == "nearest":  # PyTorch itself says which rows, in its rounding
         rows = torch.arange(length, dtype=torch.float64).view(1, 1, -1)

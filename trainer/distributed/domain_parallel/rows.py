@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from trainer.distributed.domain_parallel.domain import Axis
 from trainer.distributed.sharding.exchange import exchange
+from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, union
 
 Wanted = tuple[tuple[Range, ...], ...]
@@ -25,8 +25,7 @@ class RowPlan:
     source: str
 
 
-@lru_cache(maxsize=4096)
-@torch.compiler.assume_constant_result
+@planned
 def plan_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> RowPlan:
     """Return the plan; owned: by each rank. periodic: rows beyond the ends are those at the other end, else zeros."""
     if periodic:
@@ -81,8 +80,7 @@ def local_rows(x: torch.Tensor, owned: Sequence[Range], wanted: Sequence[Range],
     return torch.cat(pieces, dim)
 
 
-@lru_cache(maxsize=4096)
-@torch.compiler.assume_constant_result
+@planned
 def local_parts(owned: tuple[Range, ...], wanted: tuple[Range, ...]) -> tuple[tuple[Range, int], ...]:
     """Return wanted rows in order: (place in the shard, 0), or ((0, 0), number of zeros)."""
     places, parts = Offsets(owned), []

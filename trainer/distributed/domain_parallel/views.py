@@ -96,7 +96,7 @@ def flattened(function: Callable, x: DomainTensor, start_dim: int = 0, end_dim: 
 @rule("unflatten")
 def unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[int]) -> DomainTensor:
     dim %= x.ndim
-    known = math.prod(size for size in sizes if size != -1)
+    known = math.prod([size for size in sizes if size != -1])
     sizes = [x.shape[dim] // known if size == -1 else size for size in sizes]
     return reshaped(function, x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]))
 

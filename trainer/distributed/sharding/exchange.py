@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, size, union
 
 # kind -> calls of this process; tests compare them with the cost of a plan
@@ -173,8 +173,7 @@ class Movement:
     outside: Ranges
 
 
-@lru_cache(maxsize=256)
-@torch.compiler.assume_constant_result
+@planned
 def plan_movement(owned: tuple[Ranges, ...], wanted: tuple[tuple[Range, ...], ...], rank: int) -> Movement:
     """Return what `rank` sends and receives when every rank r owns the ranges owned[r] and wants wanted[r]."""
     own = Offsets(owned[rank])

@@ -1,0 +1,127 @@
+"""Models of fields on domains against one process that computes the whole fields with as many threads.
+
+    python scripts/benchmarks/domain_parallel.py --sides 64 128 256 --degrees 1 2 --json rows.json
+
+N ranks of `--threads` threads each, and one process of N times as many, run a model forward and backward in turn:
+whoever does not measure sleeps on a pipe. The ranks share the rows of every field, and sum the gradients of the weights.
+The one process runs the same code on whole tensors. A round is one process, then the ranks; the ratio is the median
+over the rounds of (time of the ranks) / (time of the one process). Memory is counted in a step that is not timed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+from scripts.benchmarks.domain_parallel_ranks import FLAVORS, Problem, Share, Whole
+from scripts.benchmarks.teams import Row, Team, Times, compared
+from scripts.provenance import made_with
+from trainer.config.errors import ConfigError
+
+
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of every degree, model and side."""
+    for degree in args.degrees:
+        with Team(degree, Whole, Share) as team:
+            for model in args.models:
+                for side in args.sides:
+                    problem = Problem(model, side, degree, args.flavor, args.batch, args.channels)
+                    team.whole("prepare", problem, degree * args.threads)
+                    team.ranks("prepare", problem, args.threads)
+                    yield measure(problem, args.repeats, team)
+
+
+def measure(problem: Problem, repeats: int, team: Team) -> Row:
+    """Return the row of a problem: rounds of one process and the ranks, after one call of each that is not timed.
+
+    peak_bytes: the most that tensors took at once on a rank, of those that a step makes, gradients included.
+    """
+    whole_account, accounts = team.whole("account"), team.ranks("account")
+    whole: list[Times] = []
+    shares: list[list[Times]] = []
+    for _ in range(repeats):
+        whole.append(team.whole("run"))
+        shares.append(team.ranks("run"))
+    peak = max(one["peak_bytes"] for one in accounts)
+    return {
+        "model": problem.model,
+        "degree": problem.degree,
+        "side": problem.side,
+        **compared(whole, shares),
+        "peak_bytes": peak,
+        "whole_peak_bytes": whole_account["peak_bytes"],
+        "memory_ratio": round(peak / whole_account["peak_bytes"], 4),
+        "bytes_sent": sum(one["bytes_sent"] for one in accounts),
+        "calls": max(one["calls"] for one in accounts),
+    }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; see --help\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    described = _Parser(description=__doc__.splitlines()[0])
+    add = described.add_argument
+    add("--models", nargs="+", choices=[*FLAVORS], default=[*FLAVORS])
+    add("--flavor", default="debugmodel", help="of every model")
+    add("--sides", nargs="+", type=int, default=[64, 128, 256], help="points of a field along each of its two axes")
+    add("--degrees", nargs="+", type=int, default=[1, 2], help="how many ranks share a field")
+    add("--batch", type=int, default=1)
+    add("--channels", type=int, default=3)
+    add("--repeats", type=int, default=7, help="rounds, after one that does not count")
+    add("--threads", type=int, default=1, help="of each rank")
+    add("--json", type=Path, metavar="FILE", help="write the rows there, and where they come from")
+    return described
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check the arguments.
+
+    Raises:
+        ConfigError: values that nothing can be measured with.
+    """
+    for name in ("sides", "degrees", "batch", "channels", "repeats", "threads"):
+        values = getattr(args, name)
+        for value in values if isinstance(values, list) else [values]:
+            if value < 1:
+                raise ConfigError(f"--{name} {value} must be at least 1")
+    for model in args.models:
+        if args.flavor not in FLAVORS[model]:
+            names = ", ".join(FLAVORS[model])
+            raise ConfigError(f"--flavor {args.flavor} is no flavor of {model}; use one of {names}")
+        for side in args.sides:
+            FLAVORS[model][args.flavor].of_fields(args.channels, side, side)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {args.json}: its folder does not exist")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(given)
+    try:
+        check(args)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    settings = {name: getattr(args, name) for name in ("flavor", "batch", "channels", "threads", "repeats")}
+    columns = ["model", "degree", "side", "ratio", "ms", "whole_ms", "memory_ratio"]
+    print(" ".join(f"{column:>12}" for column in columns), " ratio from .. to")
+    found: list[Row] = []
+    result = made_with("scripts/benchmarks/domain_parallel.py", given, device="cpu") | {"results": found}
+    for row in rows(args):
+        found.append(row | settings)
+        low, high = row["ratio_range"]
+        print(" ".join(f"{row[column]:>12}" for column in columns), f" {low} .. {high}", flush=True)
+        if args.json is not None:  # after every row, so that an interrupted run leaves what it has
+            args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What `domain_parallel.py` compares: a rank that shares the rows of fields, and one process that has all of them."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from scripts.benchmarks.teams import PeakBytes, Times
+from trainer.distributed.domain_parallel.domain import Domain, balanced
+from trainer.distributed.domain_parallel.modules import parallelize
+from trainer.distributed.domain_parallel.tensor import DomainTensor
+from trainer.distributed.sharding import exchange
+from trainer.models.nat.args import FLAVORS as NAT_FLAVORS
+from trainer.models.nat.model import NAT
+from trainer.models.unet.args import FLAVORS as UNET_FLAVORS
+from trainer.models.unet.model import UNet
+
+FLAVORS = {"unet": UNET_FLAVORS, "nat": NAT_FLAVORS}
+_MODELS = {"unet": UNet, "nat": NAT}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model on square fields, and how many ranks share the rows of a field."""
+
+    model: str
+    side: int
+    degree: int
+    flavor: str = "debugmodel"
+    batch: int = 1
+    channels: int = 3
+
+    def build(self) -> nn.Module:
+        """Return the model; the same weights in every process."""
+        args = FLAVORS[self.model][self.flavor].of_fields(self.channels, self.side, self.side)
+        model, generator = _MODELS[self.model](args), torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                model.init_parameter(name, parameter, generator)
+        return model
+
+    def fields(self) -> list[torch.Tensor]:
+        """Return the inputs and the gradient of the outputs: (batch, channels, side, side)."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.batch, self.channels, self.side, self.side)
+        return [torch.randn(shape, generator=generator) for _ in range(2)]
+
+
+class Whole:
+    """One process that computes whole fields by PyTorch's own functions."""
+
+    def __init__(self, problem: Problem, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.model = problem.build()
+        self.inputs, self.gradient = problem.fields()
+
+    def close(self) -> None:
+        pass
+
+    def forward(self) -> torch.Tensor:
+        return self.model.output(self.model(self.inputs))
+
+    def reduce(self) -> None:
+        """Sum the gradients of the weights over the ranks; there is one."""
+
+    def run(self) -> Times:
+        """Run one forward and backward."""
+        self.model.zero_grad()
+        cpu, start = time.process_time(), time.monotonic()
+        out = self.forward()
+        middle = time.monotonic()
+        out.backward(self.gradient)
+        self.reduce()
+        return Times(start, middle, time.monotonic(), time.process_time() - cpu)
+
+    def account(self) -> dict[str, int]:
+        """Return the peak of memory, bytes sent and calls of collectives of a step that is not timed."""
+        self.model.zero_grad()
+        sent, calls = Counter(exchange.bytes_sent), Counter(exchange.calls)
+        with PeakBytes(*self.model.parameters(), self.inputs, self.gradient) as meter:
+            self.run()
+        sent, calls = exchange.bytes_sent - sent, exchange.calls - calls
+        return {"peak_bytes": meter.peak, "bytes_sent": sent.total(), "calls": calls.total()}
+
+
+class Share(Whole):
+    """One rank of a group that shares the rows."""
+
+    def __init__(self, problem: Problem, threads: int) -> None:
+        super().__init__(problem, threads)
+        mesh = init_device_mesh("cpu", (problem.degree,), mesh_dim_names=("rows",))
+        self.group = mesh.get_group()
+        domain = Domain.on(mesh, {2: ("rows", balanced(problem.side, problem.degree))})
+        rows = slice(*domain.ranges(2, problem.side)[0])
+        self.inputs, self.gradient = (x[:, :, rows].contiguous() for x in (self.inputs, self.gradient))
+        self.fields = DomainTensor(self.inputs, domain)
+        parallelize(self.model, self.fields)
+        parallelize(self.model.output, self.model(self.fields))
+
+    def forward(self) -> torch.Tensor:
+        return self.model.output(self.model(self.fields)).local
+
+    def reduce(self) -> None:
+        """Sum the gradients of the weights over the ranks, in one all-reduce."""
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        exchange.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), self.group)
+
+    def run(self) -> Times:
+        """Run one forward and backward."""
+        dist.barrier()
+        return super().run()
