@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from trainer.distributed.domain_parallel.channel_norm import Sharing, channel_norm
 from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.reductions import domain_mean, moments
+from trainer.distributed.domain_parallel.reductions import count, domain_mean, moments
 from trainer.distributed.domain_parallel.rows import connected
 
 
@@ -31,15 +32,12 @@ def group_norm(
     _check_channels(x, domain)
     if x.shape[1] % groups:
         raise ValueError(f"{x.shape[1]} channels cannot be cut into {groups} groups; use a divisor")
-    if not domain.split(range(2, x.ndim)):
+    dims = tuple(range(2, x.ndim))
+    split = domain.split(dims)
+    if not split:
         return F.group_norm(x, groups, weight, bias, eps) if x.numel() else connected(x, weight, bias), domain
-    inner = x.unflatten(1, (groups, x.shape[1] // groups))
-    dims = range(2, inner.ndim)
-    mean, squares, number = moments(_wide(inner), domain.moved(1, first=2), dims)
-    channels = [1, x.shape[1], *[1] * (x.ndim - 2)]
-    scale, shift = _affine(mean, squares / number, eps)
-    scale, shift = (s.expand(*s.shape[:2], inner.shape[2], *s.shape[3:]).flatten(1, 2) for s in (scale, shift))
-    return _apply(x, scale, shift, *(None if p is None else p.view(channels) for p in (weight, bias))), domain
+    sharing = Sharing((x.shape[0], groups, x.shape[1] // groups), (2,), dims, tuple(split.items()))
+    return channel_norm(x, sharing, weight, bias, eps)[0], domain
 
 
 def instance_norm(
@@ -80,16 +78,16 @@ def batch_norm(
         if not training and (running_mean is None or running_var is None):
             raise ValueError("batch_norm with training=False needs running_mean and running_var")
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps), domain
-    mean, squares, number = moments(_wide(x), domain, dims)
+    number = count(x, domain, dims)
     if number <= 1:
         raise ValueError(f"batch_norm in training needs more than one value a channel; x has {number}")
+    sharing = Sharing((x.shape[0], x.shape[1]), (0,), dims, tuple(domain.split(dims).items()))
+    y, mean, squares = channel_norm(x, sharing, weight, bias, eps)
     with torch.no_grad():
         for running, new in ((running_mean, mean), (running_var, squares / (number - 1))):
             if running is not None:
                 running.lerp_(new.flatten().to(running.dtype), momentum)
-    channels = [1, -1, *[1] * (x.ndim - 2)]
-    parameters = (None if p is None else p.view(channels) for p in (weight, bias))
-    return _apply(x, *_affine(mean, squares / number, eps), *parameters), domain
+    return y, domain
 
 
 def layer_norm(
