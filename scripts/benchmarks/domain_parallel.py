@@ -3,8 +3,8 @@
     python scripts/benchmarks/domain_parallel.py --sides 64 128 256 --degrees 1 2 --json rows.json
 
 N ranks of `--threads` threads each, and one process of N times as many, run a model forward and backward in turn:
-whoever does not measure sleeps on a pipe. The ranks share the rows of every field, and sum the gradients of the weights.
-The one process runs the same code on whole tensors. A round is one process, then the ranks; the ratio is the median
+whoever does not measure sleeps on a pipe. The ranks share the rows of every field, and sum the gradients of weights.
+The one process runs the same model on whole tensors. A round is one process, then the ranks; the ratio is the median
 over the rounds of (time of the ranks) / (time of the one process). Memory is counted in a step that is not timed.
 """
 

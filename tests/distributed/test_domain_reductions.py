@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
+from tests.distributed.domain_cases import NUMBERS, DomainCase, check, error, local, meshes, seeds, worst
 from tests.distributed.pool import WorkerPool
 from trainer.distributed.domain_parallel import norms, reductions
+from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 
 REDUCTIONS = {
     "sum": (reductions.domain_sum, torch.sum),
@@ -92,3 +93,22 @@ def cases(name: str, numbers: range) -> list[tuple[float, str]]:
 @pytest.mark.parametrize("name", DRAW)
 def test_reductions_and_norms_equal_one_process(pool: WorkerPool, name: str, world_size: int, number: int) -> None:
     check(pool.run(world_size, cases, name, seeds(world_size, number)))
+
+
+def far_from_zero() -> list[float]:
+    """Errors of a group norm of float32 values about 1,000, and of its gradient, against one process in float64."""
+    with meshes() as all_meshes:
+        domain = Domain({2: Axis(sized([90, 38]), all_meshes[0].get_group())})
+        generator = torch.Generator().manual_seed(0)
+        x, cotangent = (torch.randn(2, 4, 128, 8, generator=generator) for _ in range(2))
+        x = (x + 1000).requires_grad_()
+        whole = x.detach().double().requires_grad_()
+        expected = F.group_norm(whole, 2)
+        (wanted,) = torch.autograd.grad(expected, whole, cotangent.double())
+        y, _ = norms.group_norm(local(x, domain), domain, 2)
+        (found,) = torch.autograd.grad(y, x, local(cotangent, domain))
+        return [error(a, local(b, domain)) for a, b in ((y, expected), (local(found, domain), wanted))]
+
+
+def test_statistics_of_values_far_from_zero_lose_no_digits(pool: WorkerPool) -> None:
+    assert max(error for errors in pool.run(2, far_from_zero) for error in errors) <= 1e-3

@@ -5,6 +5,9 @@ import pytest
 from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.field_files import write_drifting_fields
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.job import resolve
 
 TOLERANCE = 1e-12
 DOMAIN = "--parallelism.domain_parallel_degrees"
@@ -65,3 +68,26 @@ def test_the_comparison_sees_averaged_gradients(pool: WorkerPool, fields: str, r
     got = pool.run(2, run_layout, arguments("unet", fields, *LAYOUTS["2 uneven"][1]), "gradients averaged")
     with pytest.raises(AssertionError, match="step 1 gradient"):
         assert_parity(got[0], references["unet"], TOLERANCE)
+
+
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
+INDUCTOR = pytest.param("inductor", ["--compile.enable"], marks=pytest.mark.slow)
+FULL = ["--activation_checkpoint.mode=full"]
+SELECTIVE = ["--activation_checkpoint.mode=selective"]
+RECOMPUTED = [("full", FULL), ("selective", SELECTIVE)]
+
+
+@pytest.mark.parametrize("model", ["unet", "nat"])
+@pytest.mark.parametrize(("kind", "more"), [("aot_eager", COMPILED), INDUCTOR, *RECOMPUTED])
+def test_compiled_and_recomputed_layers_train_as_eager_ones(
+    pool: WorkerPool, fields: str, references: dict[str, Record], model: str, kind: str, more: list[str]
+) -> None:
+    world, layout = LAYOUTS["2 uneven"]
+    got = pool.run(world, run_layout, arguments(model, fields, *layout, *more))
+    assert_parity(got[0], references[model], TOLERANCE)
+
+
+def test_compiled_layers_are_not_recomputed(fields: str) -> None:
+    config = parse_command_line(arguments("nat", fields, *COMPILED, *FULL)).config
+    with pytest.raises(ConfigError, match="activation_checkpoint.mode = 'full' with compile.enable is not handled"):
+        resolve(config, 1, "cpu")

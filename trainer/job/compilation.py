@@ -71,6 +71,12 @@ def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileO
         fixed_shapes=config.trains_fields,
         cannot_checkpoint_layers=cannot_checkpoint_layers,
     )
+    if config.trains_fields and model and activations.mode != "none":
+        raise ConfigError(
+            f"activation_checkpoint.mode = {activations.mode!r} with compile.enable is not handled for "
+            f"model.name = {config.model.name!r}; leave one of them out, or compile the loss alone with "
+            "compile.components = ['loss']"
+        )
     if options.overlaps_tensor_parallel and not (options.model and options.backend == "inductor"):
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true is the compiler's work; set compile.enable with 'model' "
