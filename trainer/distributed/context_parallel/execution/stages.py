@@ -30,8 +30,11 @@ class Merged:
 
     @property
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, log-sum-exp)."""
-        return self._lone or self._accumulated()
+        """Return (out, log-sum-exp), with the memory order of sums: copied only if a kernel has another order."""
+        if self._lone is None:
+            return self._accumulated()
+        out, lse = self._lone
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
     def _accumulated(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._sums is None:
