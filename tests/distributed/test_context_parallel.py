@@ -4,6 +4,7 @@ The law holds for every method, layout, mask, ratio of heads and data type. Cota
 """
 
 import dataclasses
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -179,21 +180,22 @@ def test_a_kernel_that_is_asked_for_is_used(pool: WorkerPool) -> None:
     assert_exact(pool, 2, [Case(30, options=options, **mask) for mask in MASKS])
 
 
-def own_communicators_case(cases: list[Case]) -> tuple[list[dict], int]:
-    """As where one communicator is one queue: gradients of keys and values travel over another one."""
+def own_communicators_case(cases: list[Case]) -> tuple[list[dict], Counter[str]]:
+    """As where one communicator is one queue: K/V travel apart from FSDP's collectives, and their gradients apart."""
     made = mock.Mock(wraps=dist.new_group)
     with mock.patch.object(build, "_is_queue", return_value=True), mock.patch.object(dist, "new_group", made):
         results = attention_case(cases)
-    return results, sum(call.kwargs.get("group_desc") == "cp_gradients" for call in made.call_args_list)
+    return results, Counter(call.kwargs.get("group_desc") for call in made.call_args_list)
 
 
-def test_gradients_have_a_communicator_of_their_own_where_one_is_a_queue(pool: WorkerPool) -> None:
+def test_keys_and_gradients_have_communicators_of_their_own_where_one_is_a_queue(pool: WorkerPool) -> None:
     options = [ContextParallelOptions(method) for method in METHODS]
     options.append(ContextParallelOptions("hybrid", hybrid_degrees=(2, 2)))
     cases = [Case(37, (8, 4), options=each, mask="documents") for each in options for _ in range(2)]
     for results, groups in pool.run(4, own_communicators_case, cases):
         assert max(error for result in results for error in result["errors"]) < 1e-12
-        assert groups == 3  # of all ranks, once for all cases, and for the ring of each hybrid mesh
+        # Of all ranks, once for all cases, and for each hybrid mesh: the ring, and for K/V the ranks that divide heads.
+        assert (groups["cp_dkv"], groups["cp_kv"]) == (3, 5)
 
 
 def operator_case() -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""The execution of a plan, bound to a kernel and to communicators of K/V and of dK/dV.
+"""The execution of a plan, bound to a kernel and to communicators of K/V (and of heads) and of dK/dV.
 
 A communicator of NCCL is a queue, which runs one operation after another.
 """
 
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,8 @@ from trainer.distributed.context_parallel.planning.plan import RankPlan
 # Both have `forward(q, k, v, scale)` and `backward(BackwardInputs, scale)`, which are collectives.
 Execution = StagedExecution | HeadExchange
 
-# Communicators outlive the contexts that use them; an entry is deleted with its group.
-_gradient_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_started_groups: WeakSet[dist.ProcessGroup] = WeakSet()
+# Communicators, by what they are for. They outlive the contexts that use them; an entry is deleted with its group.
+_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def build_execution(
@@ -33,34 +32,36 @@ def build_execution(
 
     groups: the group over which K/V travel in stages, and the group that exchanges heads; the same on a 1-D mesh.
     """
-    stage_group, head_group = (_started(group, device_type) for group in groups)
     staged = plan if plan.inner is None else plan.inner
-    gradients = _gradient_group(stage_group, device_type) if staged.degree > 1 else stage_group
+    stage_group, head_group = (_own_group(group, "kv", device_type) for group in groups)
+    gradients = _own_group(groups[0], "dkv", device_type) if staged.degree > 1 else stage_group
     passes = heads_per_pass if plan.inner is None else 0
     run = StagedExecution(lower(staged, kernel.capabilities), kernel, stage_group, gradients, passes)
     return run if plan.inner is None else HeadExchange(plan, head_group, run, heads_per_pass)
 
 
-def _started(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Return the group after a first collective of all ranks: NCCL's must not start with messages of some ranks."""
-    if _is_queue(group) and group not in _started_groups:
-        dist.all_reduce(torch.zeros(1, device=device_type), group=group)
-        _started_groups.add(group)
-    return group
+def _own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.ProcessGroup:
+    """Return a group of the same ranks for this purpose alone, if a communicator is a queue, else the group itself.
 
-
-def _gradient_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Return the group over which dK and dV travel: a second group of the same ranks if a communicator is a queue.
-
-    The first use is a collective over the group.
+    A mesh of all ranks has the default group, in which K/V would wait behind the collectives of FSDP. Kernels of
+    the new group have high priority. The first use is a collective: NCCL must not start with messages of some ranks.
     """
     if not _is_queue(group) or group.size() == 1:
         return group
-    if group not in _gradient_groups:
+    made = _own_groups.setdefault(group, {})
+    if purpose not in made:
         ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="cp_gradients")
-        _gradient_groups[group] = _started(made, device_type)
-    return _gradient_groups[group]
+        made[purpose] = dist.new_group(
+            ranks, use_local_synchronization=True, group_desc=f"cp_{purpose}", pg_options=_high_priority()
+        )
+        dist.all_reduce(torch.zeros(1, device=device_type), group=made[purpose])
+    return made[purpose]
+
+
+def _high_priority() -> object:
+    """Return options of NCCL with streams of high priority; None where PyTorch has no NCCL."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    return None if nccl is None else nccl.Options(is_high_priority_stream=True)
 
 
 def _is_queue(group: dist.ProcessGroup) -> bool:
