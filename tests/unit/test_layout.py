@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from trainer.distributed.sharding.layout import (
     contiguous,
     head_tail,
 )
+from trainer.distributed.sharding.placement import rows_on
 
 names = st.sampled_from(LOAD_BALANCERS)
 
@@ -176,3 +178,11 @@ def test_what_cannot_be_cut(name: str, seq_len: int, degree: int, multiple_of: i
 def test_no_sequence_has_a_negative_length(name: str):
     with pytest.raises(ValueError, match="a sequence of -1 tokens cannot be cut"):
         build_layout(name, -1, 2)
+
+
+def test_rows_are_copied_to_a_device_once_for_each_layout() -> None:
+    cpu = torch.device("cpu")
+    rows = rows_on(head_tail(10, 2), 0, cpu)
+    assert rows.tolist() == head_tail(10, 2).indices(0).tolist()
+    assert rows_on(head_tail(10, 2), 0, cpu) is rows
+    assert rows_on(head_tail(12, 2), 0, cpu) is not rows

@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +14,7 @@ from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.placement import rows_on
 from trainer.runtime.agreement import content_hash
 
 
@@ -74,7 +74,7 @@ def context_parallel(
     live = LivePlan(mesh, layout, mask, options, groups=groups)
     with (
         opened(live, sequences) as handle,
-        _cut(cuts, layout.indices(mesh.get_local_rank()), no_restore_buffers or ()),
+        _cut(cuts, layout, mesh.get_local_rank(), no_restore_buffers or ()),
         _intercepting(handle, live, intercept_sdpa, allow_modules),
     ):
         yield ContextParallel(handle, layout, live)
@@ -82,21 +82,20 @@ def context_parallel(
 
 @contextmanager
 def _cut(
-    cuts: Sequence[tuple[torch.Tensor, int]], rows: np.ndarray, not_restored: Collection[torch.Tensor]
+    cuts: Sequence[tuple[torch.Tensor, int]], layout: AxisLayout, rank: int, not_restored: Collection[torch.Tensor]
 ) -> Iterator[None]:
-    """Cut each buffer to these rows of its dimension; restore it at the end."""
+    """Cut each buffer to the rank's rows of its dimension; restore it at the end."""
     dropped = {id(x) for x in not_restored}
     if dropped - {id(x) for x, _ in cuts}:
         raise ContextParallelError(
             "no_restore_buffers of context_parallel names a tensor that is none of its buffers; name it in both"
         )
     whole: list[tuple[torch.Tensor, torch.Tensor]] = []
-    indices = torch.from_numpy(rows)
     try:
         for x, dim in cuts:
             # `set_` gives the tensor new memory; views of the old memory still see the whole tensor.
             whole.append((x, x.detach()))
-            x.set_(x.index_select(dim, indices.to(x.device)))
+            x.set_(x.index_select(dim, rows_on(layout, rank, x.device)))
         yield
     finally:
         for x, original in whole:

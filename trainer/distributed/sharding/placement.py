@@ -14,7 +14,7 @@ The gradient of a tensor that every rank has whole has one of two placements, wh
                 ranks, put together
 """
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -87,12 +87,21 @@ def _check_placement(grad: str) -> None:
         raise ValueError(f"grad = {grad!r} is none of {', '.join(map(repr, PLACEMENTS))}")
 
 
+@lru_cache(maxsize=16)
+def rows_on(layout: AxisLayout, rank: int, device: torch.device) -> torch.Tensor:
+    """Return the global positions of a rank's rows on a device: (local length,) int64, to read only.
+
+    They are copied there once for each layout, because a copy makes the device wait.
+    """
+    return torch.from_numpy(layout.indices(rank)).to(device)
+
+
 def _all_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     return exchange(x, layout, [[(0, layout.length)]] * layout.degree, dim=dim, group=group)
 
 
 def _own_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return x.index_select(dim, torch.from_numpy(layout.indices(group.rank())).to(x.device))
+    return x.index_select(dim, rows_on(layout, group.rank(), x.device))
 
 
 class _WithAdjoint(torch.autograd.Function):
