@@ -20,6 +20,7 @@ from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, documents_of, full
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout
+from trainer.distributed.sharding.placement import rows_on
 from trainer.models.common.attention import InnerAttention
 from trainer.models.llama3.model import Transformer
 from trainer.runtime.process_group import Process, process_group
@@ -63,8 +64,11 @@ def exact_case(method: str, cases: list[tuple[str, Mask]], swap: bool) -> list[l
         mesh = mesh_of_all(process)
         module = InnerAttention()
         ContextParallelAttention()._apply(module, mesh)
+        rows_on.cache_clear()  # of this process, which may have run other cases
         with mock.patch.object(AxisLayout, "indices", _swapped if swap else AxisLayout.indices):
-            return [_misplaced(mesh, module, ContextParallelOptions(method, name), mask) for name, mask in cases]
+            wrong = [_misplaced(mesh, module, ContextParallelOptions(method, name), mask) for name, mask in cases]
+        rows_on.cache_clear()
+        return wrong
 
 
 _indices = AxisLayout.indices
