@@ -52,9 +52,16 @@ def references(pool: WorkerPool, fields: str) -> dict[str, Record]:
 
 
 CASES = [(model, layout) for model in ("unet", "nat") for layout in LAYOUTS] + [("nat", tp) for tp in TENSOR_PARALLEL]
+# What every commit runs: each layout with one of the models.
+QUICK = {
+    *(("unet", layout) for layout in ("2 uneven", "4, one empty", "fsdp2 + 2")),
+    *(("nat", layout) for layout in ("1 x 2", "2 x 2 uneven", "hsdp + 2", "tp2", "tp2 + 2")),
+}
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("model", "layout"), [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
+)
 def test_every_layout_trains_as_one_process(
     pool: WorkerPool, fields: str, references: dict[str, Record], model: str, layout: str
 ) -> None:
