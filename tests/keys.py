@@ -226,6 +226,7 @@ EFFECTS: dict[str, str | Seen] = {
     "training.max_norm": Seen(
         "--training.max_norm=0.25", lambda off, on: abs(on.clipped - 0.25) < 1e-3 < off.clipped - 0.25
     ),
+    "training.loss_chunk_tokens": Seen("--training.loss_chunk_tokens=7", _becomes("logits", "4352", "")),
     "training.steps": Seen("--training.steps=4", _becomes("logged", [1, 2, 3], [1, 2, 3, 4])),
     "training.dtype": Seen("--training.dtype=bfloat16", _more("parameters", "bfloat16")),
     "training.mixed_precision_param": Seen(
@@ -368,7 +369,7 @@ EFFECTS: dict[str, str | Seen] = {
         "tests/distributed/test_compile.py::test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again"
     ),
     # ---- compile
-    "compile.enable": Seen(_COMPILE, _becomes("compiled", [], ["forward eager"] * 2 + ["token_losses eager"])),
+    "compile.enable": Seen(_COMPILE, _becomes("compiled", [], ["token_losses eager"] + ["forward eager"] * 2)),
     "compile.components": Seen(
         f"{_COMPILE} --compile.components model", _more("compiled", "['forward eager', 'forward eager']"), _COMPILE
     ),

@@ -38,7 +38,6 @@ from trainer.tasks.task import Batch
 from trainer.transforms.compile import (
     Recompilations,
     check_compiler,
-    compiled_loss,
     compiler_settings,
     keep_caches_apart,
 )
@@ -80,7 +79,6 @@ class Trainer:
         self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
-        self.losses = compiled_loss(self.task.losses, job.compilation)
         self.optimizer = build_optimizer(self.model_parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
@@ -250,7 +248,7 @@ class Trainer:
         sums: list[torch.Tensor] = []
 
         def loss(part: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            losses = self.losses(part.output(hidden), targets)
+            losses = self.task.losses(part, hidden, targets)
             sums.append(losses.detach().double().sum(1))
             return losses.sum() / valid
 

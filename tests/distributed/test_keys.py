@@ -115,14 +115,14 @@ def watch(trainer: Trainer, seen: Observed) -> None:
             layer.attention.inner_attention.register_forward_pre_hook(
                 lambda _, args: setattr(seen, "compute", str(args[0].dtype).removeprefix("torch."))
             )
-    losses = trainer.losses
+    losses = trainer.task.token_losses
 
     def watched_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         local = logits.to_local() if isinstance(logits, DTensor) else logits
         seen.logits = ("a shard of " if local.shape != logits.shape else "") + str(local.shape[-1])
         return losses(logits, labels)
 
-    trainer.losses = watched_losses
+    trainer.task.token_losses = watched_losses
     steps = trainer.train
 
     def train_and_look() -> None:

@@ -63,6 +63,13 @@ def test_optimizer_settings_arrive(name: str, implementation: str):
         )
 
 
+def test_the_optimizer_is_fused_on_gpus_by_default():
+    assert [Optimizer().implementation_on(device) for device in ("cuda", "cpu")] == ["fused", "foreach"]
+    assert Optimizer(implementation="for-loop").implementation_on("cuda") == "for-loop"
+    (group, *_) = build_optimizer([build(dtype=torch.float32)], Optimizer()).param_groups
+    assert (bool(group["foreach"]), bool(group["fused"])) == (True, False)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_norms_and_embeddings_do_not_decay(tied: bool):
     model = build(replace(ARGS, tie_embeddings=tied))

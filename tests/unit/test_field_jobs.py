@@ -140,6 +140,7 @@ WITHOUT_TOKENS = {
     "model.rope_scaling": "8",
     "training.seq_len": "64",
     "training.attention_mask": "document",
+    "training.loss_chunk_tokens": "64",
 }
 
 

@@ -162,6 +162,16 @@ MORE = [
         2,
         ["precompute_float8_dynamic_scale_for_fsdp = true has no effect with training.enable_cpu_offload"],
     ),
+    (
+        ["--training.loss_chunk_tokens=64", TP2, "--parallelism.disable_loss_parallel"],
+        2,
+        ["loss_chunk_tokens = 64 has no effect with parallelism.disable_loss_parallel"],
+    ),
+    (
+        ["--training.loss_chunk_tokens=64", FLOAT8, "--float8.filter_fqns=wk"],
+        1,
+        ["loss_chunk_tokens = 64 has no effect with the output in float8"],
+    ),
     (["--comm.trace_buf_size=0", "--comm.save_traces_folder=x"], 2, ["with comm.trace_buf_size = 0"]),
     (
         ["--checkpoint.interval=7", "--checkpoint.keep_latest_k=3"],

@@ -178,6 +178,25 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(dtype: str, shape: d
     assert in_loss <= memory.logits <= 2.2 * in_loss  # beside what is kept stands its gradient
 
 
+def test_when_the_loss_is_computed_in_chunks() -> None:
+    small = job_of("--training.seq_len=4096")
+    large = replace(small, model=replace(small.model, vocab_size=100_000))
+    assert small.loss_chunk == (0, "auto: 4,352 tokens in the vocabulary are few")
+    assert large.loss_chunk == (2048, "auto: 100,000 tokens in the vocabulary")
+    few = [job_of(f"--training.seq_len={n}", "--training.local_batch_size=1") for n in (2304, 2305)]
+    few = [replace(job, model=large.model) for job in few]
+    assert [job.loss_chunk[0] for job in few] == [0, 2048]
+    assert few[0].loss_chunk[1] == "auto: 2,304 tokens have few logits"
+    assert rank_memory(few[1]).logits == 4 * 100_000 * (2048 + 256)
+    assert job_of("--training.loss_chunk_tokens=7").loss_chunk == (7, "")
+    gathered = job_of(f"{P}tensor_parallel_degree=2", f"{P}disable_loss_parallel", ranks=2)
+    float8 = job_of("--float8.enable", "--float8.filter_fqns=wk")
+    for job, words in ((gathered, "gathers all logits"), (float8, "the output in float8")):
+        chunk, reason = replace(job, model=large.model).loss_chunk
+        assert chunk == 0
+        assert words in reason
+
+
 def test_weights_gradients_and_optimizer_are_exact() -> None:
     whole = job_of("--training.seq_len=64")
     memory, parameters = rank_memory(whole), whole.model.n_params()
@@ -223,13 +242,18 @@ def test_without_a_known_device_only_the_impossible_is_refused() -> None:
 
 @pytest.mark.parametrize(("name", "ranks", "seq_len"), [("llama3_8b_long", 8, 2**17), ("llama3_8b_1m", 64, 2**20)])
 def test_a_rank_of_the_long_presets_has_room_on_80_gb(name: str, ranks: int, seq_len: int) -> None:
-    config = parse_command_line(["--job.config_file", name]).config
+    argv = ["--job.config_file", name]
+    config = parse_command_line(argv).config
     job = resolve(config, ranks, "cuda", missing=[])
     memory = rank_memory(job)
     assert config.training.seq_len == seq_len
     assert job.degrees.cp == ranks
     assert memory.total < 0.8 * 80e9, memory.words()
-    assert memory.logits > 0.1 * memory.total  # they are counted
+    at_once = resolve(parse_command_line([*argv, "--training.loss_chunk_tokens=0"]).config, ranks, "cuda", missing=[])
+    # They are counted: of all tokens, or of a chunk, with the sum of the weight's gradient.
+    assert rank_memory(at_once).logits > 0.1 * memory.total
+    assert 0.05 * memory.total < memory.logits < 0.6 * rank_memory(at_once).logits
+    assert "in chunks of 2,048 tokens (auto: 128,256 tokens in the vocabulary)" in " ".join(summary(job).split())
     assert f"{config.training.global_batch_size * seq_len:,} tokens: " in summary(job)
 
 

@@ -9,14 +9,38 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Bring each gradient to its parameter's placement: tensor parallelism leaves norms with partial sums."""
+    """Bring each gradient to its parameter's placement: tensor parallelism leaves norms with partial sums.
+
+    All sums over the same ranks are one all-reduce.
+    """
+    together: dict[tuple, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
-            parameter.grad = grad.redistribute(placements=parameter.placements)
+            if (dim := _summed_dim(grad, parameter)) is None:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+            else:
+                together[grad.device_mesh, dim, grad.dtype].append(parameter)
+    for (mesh, dim, _), partial in together.items():
+        parts = [parameter.grad.to_local() for parameter in partial]
+        sums = all_reduce(torch.cat([part.flatten() for part in parts]), mesh.get_group(dim))
+        sums = sums.split([part.numel() for part in parts])
+        for parameter, part, x in zip(partial, parts, sums, strict=True):
+            shape, stride = parameter.shape, parameter.stride()
+            parameter.grad = DTensor.from_local(
+                x.view_as(part), mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+            )
+
+
+def _summed_dim(grad: DTensor, parameter: DTensor) -> int | None:
+    """Return the mesh dimension over which partial sums are all that must be added up; None: something else differs."""
+    dims = enumerate(zip(grad.placements, parameter.placements, strict=True))
+    differing = [(dim, have.is_partial("sum") and want.is_replicate()) for dim, (have, want) in dims if have != want]
+    return differing[0][0] if len(differing) == 1 and differing[0][1] else None
 
 
 def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torch.Tensor:

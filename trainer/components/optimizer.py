@@ -24,6 +24,7 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
     """Return AdamW or Adam over the parameters of all model parts; norms and embeddings (also tied) do not decay."""
     whole = nn.ModuleList(model_parts)
+    implementation = config.implementation_on(next(whole.parameters()).device.type)
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
     decaying = [p for p in whole.parameters() if p.ndim > 1 and p not in embeddings]
     others = [p for p in whole.parameters() if p.ndim <= 1 or p in embeddings]
@@ -33,6 +34,6 @@ def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torc
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        foreach=config.implementation == "foreach",
-        fused=config.implementation == "fused",
+        foreach=implementation == "foreach",
+        fused=implementation == "fused",
     )

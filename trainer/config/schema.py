@@ -59,6 +59,15 @@ _NO_OFFLOAD = Condition(
     "with training.enable_cpu_offload, which copies weights to the GPU without the scales found for them",
     general="with training.enable_cpu_offload",
 )
+WITHOUT_GATHERED_LOGITS = Condition(
+    lambda config, degrees: degrees.tp == 1 or not config.parallelism.disable_loss_parallel,
+    "with parallelism.disable_loss_parallel, which gathers all logits",
+)
+OUTPUT_IN_HIGH_PRECISION = Condition(
+    lambda config, _: not config.float8.enable or any(part in "output" for part in config.float8.filter_fqns),
+    "with the output in float8 (no 'output' in float8.filter_fqns), which makes all logits at once",
+    general="with the output in float8",
+)
 
 
 @dataclass(frozen=True)
@@ -166,8 +175,14 @@ class Optimizer:
     """Term that is added to the root of the second moment."""
     weight_decay: float = key(0.1, NOT_NEGATIVE)
     """Weight decay of the matrices (not of norms and embeddings)."""
-    implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
-    """One kernel per parameter, per list of parameters, or for the whole update."""
+    implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
+    """One kernel per parameter, per list of them, or for the whole update; auto: fused on CUDA, foreach on CPU."""
+
+    def implementation_on(self, device_type: str) -> str:
+        """Return the implementation on a device of this type."""
+        if self.implementation != "auto":
+            return self.implementation
+        return "fused" if device_type == "cuda" else "foreach"
 
 
 @dataclass(frozen=True)
@@ -215,6 +230,14 @@ class Training:
     """A token sees all tokens before it in its sequence, or in its document, from whose start positions then count."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
+    loss_chunk_tokens: int | None = key(
+        None,
+        Bounds(NOT_NEGATIVE.test, "at least 0 (0: all logits at once)"),
+        "tokens",
+        example=2048,
+        when=(_TOKENS, WITHOUT_GATHERED_LOGITS, OUTPUT_IN_HIGH_PRECISION),
+    )
+    """Tokens whose logits exist at once, in the loss; 0: all; None: 2048 for a vocabulary of more than 32,000."""
     steps: int = key(10000, AT_LEAST_ONE, "steps")
     """Optimizer steps of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"

@@ -6,9 +6,10 @@ the whole sequence and a part of the heads or of the hidden dimension (Korthikan
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -24,6 +25,23 @@ class LocalParameter(ParallelStyle):
             part.register_parameter("weight", nn.Parameter(weight))
 
         return distribute_module(module, device_mesh, partition, output_fn=lambda _part, x, _mesh: x.to_local())
+
+
+class VocabularyParallel(ParallelStyle):
+    """Style for the projection to logits from (B, S / tp, dim): each rank has the logits of its part of the vocabulary.
+
+    Beside logits, cut over the vocabulary, the forward may return losses, which `ColwiseParallel` could not pass on.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            weight = distribute_tensor(part.weight, mesh, [Shard(0)], src_data_rank=None)
+            part.register_parameter("weight", nn.Parameter(weight))
+
+        def gather(_part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
+            return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
+
+        return distribute_module(module, device_mesh, partition, input_fn=gather)
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:

@@ -30,7 +30,7 @@ class RankMemory:
     activations: int
     """Of all layers of the rank until their backward, with what one layer recomputes."""
     logits: int
-    """Logits of a micro-batch and their gradient."""
+    """Logits and their gradient, of a micro-batch or of a chunk of the loss."""
     tables: int
     """Rotary tables and the batch."""
 
@@ -112,13 +112,9 @@ def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
     local = math.ceil(sum(own) / (degrees.dp_shard * degrees.cp))
     gathered = max(own)
     kept_whole = job.config.parallelism.fsdp_reshard_after_forward == "never" or degrees.pp > 1
-    tokens, in_flight = _tokens(job)
+    tokens, in_flight = job.tokens_of_a_pass, _passes_in_flight(job)
     layers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
-    logits = 0
-    if "output" in modules:
-        # Eager: the float32 logits beside their logarithms, later beside their gradient.
-        per_logit = 2 * (compute if job.compilation.loss else max(compute, 4))
-        logits = tokens * per_logit * job.model.linear_shapes(degrees.tp)["output"][0]
+    logits = _logits(job, tokens, compute) if "output" in modules else 0
     table = training.seq_len * model.head_dim * max(stored, 4)
     return RankMemory(
         weights=local * stored,
@@ -145,15 +141,22 @@ def _parameters(job: "ResolvedJob") -> dict[str, int]:
     return sizes
 
 
-def _tokens(job: "ResolvedJob") -> tuple[int, int]:
-    """Return the tokens of one pass of a rank, and how many passes wait for their backward at most."""
-    config, degrees = job.config, job.degrees
-    local = math.ceil(config.training.seq_len / degrees.cp)
+def _logits(job: "ResolvedJob", tokens: int, compute: int) -> int:
+    """Return the bytes of the logits of so many tokens, or in chunks of one, and the sum of the weight's gradient."""
+    vocabulary, dim = job.model.linear_shapes(job.degrees.tp)["output"]
+    if chunk := job.loss_chunk_tokens:
+        # In half precision a product's result beside its float32 copy, and what a chunk adds beside the float32 sum.
+        return (compute if compute >= 4 else compute + 4) * vocabulary * (min(chunk, tokens) + dim)
+    # Eager: the float32 logits beside their logarithms, later beside their gradient.
+    return 2 * (compute if job.compilation.loss else max(compute, 4)) * tokens * vocabulary
+
+
+def _passes_in_flight(job: "ResolvedJob") -> int:
+    """Return how many forwards of a rank wait for their backward at most."""
     if job.pipeline is None:
-        return config.training.local_batch_size * local, 1
+        return 1
     passes = job.pipeline.micro_batches
-    size = max(config.training.local_batch_size // passes, 1)
-    return size * local, passes if job.pipeline.schedule in ("GPipe", "LoopedBFS") else min(passes, degrees.pp)
+    return passes if job.pipeline.schedule in ("GPipe", "LoopedBFS") else min(passes, job.degrees.pp)
 
 
 def _kept(job: "ResolvedJob", layers: list[int]) -> int:

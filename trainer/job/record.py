@@ -1,5 +1,6 @@
 """`ResolvedJob`, the record of all decisions before ranks start, and `resolve`, which makes and checks them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from trainer.job.fields import check_data, resolve_fields
 from trainer.job.files import check_checkpoint, check_dump_folder
 from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
+from trainer.job.loss import loss_chunk
 from trainer.job.model import check_tensor_parallel_sizes, resolve_model
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
@@ -54,6 +56,24 @@ class ResolvedJob:
         """Micro-batches of one optimizer step on each data-parallel rank."""
         whole = self.config.training.global_batch_size
         return 1 if whole == -1 else whole // (self.config.training.local_batch_size * self.degrees.dp)
+
+    @property
+    def tokens_of_a_pass(self) -> int:
+        """Tokens of one forward of a rank."""
+        rows = self.config.training.local_batch_size
+        if self.pipeline is not None:
+            rows = max(rows // self.pipeline.micro_batches, 1)
+        return rows * math.ceil(self.config.training.seq_len / self.degrees.cp)
+
+    @property
+    def loss_chunk(self) -> tuple[int, str]:
+        """Tokens of a chunk of the loss, 0 for all logits at once, and the reason of `auto`."""
+        return loss_chunk(self.config, self.model, self.degrees, self.tokens_of_a_pass)
+
+    @property
+    def loss_chunk_tokens(self) -> int:
+        """Tokens of a chunk of the loss; 0: all logits at once."""
+        return self.loss_chunk[0]
 
     @property
     def sequences_per_step(self) -> int:

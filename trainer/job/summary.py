@@ -27,6 +27,7 @@ def summary(job: ResolvedJob) -> str:
         "pipeline": [_pipeline(job)],
         "fields": [_fields(job)],
         "attention": [_attention(job)],
+        "loss": [_loss(job)],
         "precision": [_precision(job)],
         "recomputed": [_recomputed(job)],
         "compiled": [_compiled(job)],
@@ -158,6 +159,14 @@ def _attention(job: ResolvedJob) -> str:
         )
     how = "auto: by device, type and tiles" if config.parallelism.context_parallel_kernel == "auto" else "as set"
     return "; ".join([*parts, f"kernel {job.kernel} ({how})"])
+
+
+def _loss(job: ResolvedJob) -> str:
+    if job.config.trains_fields:
+        return ""
+    tokens, reason = job.loss_chunk
+    why = f" ({reason or 'as set'})"
+    return (f"in chunks of {tokens:,} tokens" if tokens else "from all logits of a micro-batch at once") + why
 
 
 def _precision(job: ResolvedJob) -> str:

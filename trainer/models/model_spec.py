@@ -45,8 +45,11 @@ class Decoder(Model, Protocol):
         attention_plan: handle of the open `context_parallel`, for attention that is parallelised.
         """
 
-    def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: (B, S, dim) -> logits: (B, S, vocab)."""
+    def output(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: (B, S, dim) -> logits: (B, S, vocab), or with labels (B, S) the loss of each token: (B, S).
+
+        The model's own module has no labels: `apply_chunked_loss` adds them where a job computes its loss in chunks.
+        """
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from trainer.job.loss import saves_memory, why_no_chunks
 from trainer.job.record import ResolvedJob
 
 
@@ -47,6 +48,8 @@ def memory_savers(job: ResolvedJob) -> list[str]:
         savers.append('parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time')
     if degrees.tp > 1 and parallelism.disable_loss_parallel:
         savers.append("parallelism.disable_loss_parallel = false: logits stay cut over the vocabulary")
+    if _could_be_chunked(job):
+        savers.append("training.loss_chunk_tokens = 2048: the logits of so many tokens at a time")
     if replicas > 1:
         savers.append(
             f"parallelism.data_parallel_shard_degree = {shards * replicas} with "
@@ -66,3 +69,10 @@ def memory_savers(job: ResolvedJob) -> list[str]:
     if training.seq_len >= 2 * pieces:
         savers.append(f"parallelism.context_parallel_degree = {degrees.cp * 2} {more}: half the activations on each")
     return savers
+
+
+def _could_be_chunked(job: ResolvedJob) -> bool:
+    """Return whether the loss makes all logits at once, and need not."""
+    if job.config.trains_fields or job.loss_chunk_tokens or why_no_chunks(job.config, job.degrees):
+        return False
+    return saves_memory(job.model, job.tokens_of_a_pass)

@@ -14,6 +14,7 @@ from trainer.job.fields import fields_of
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Model
 from trainer.tasks.task import Batch, Share
+from trainer.transforms.compile import compiled_loss
 
 
 class FieldTask:
@@ -26,6 +27,7 @@ class FieldTask:
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
         self.job, self.config, self.dims = job, job.config, dims
         self.domain = field_domain(job, dims)
+        self.squared_errors = compiled_loss(squared_errors, job.compilation)
 
     def build_loader(self) -> FieldLoader:
         training, model = self.config.training, self.job.model
@@ -54,7 +56,11 @@ class FieldTask:
         inputs, targets = (batch[name].to(torch.promote_types(dtype, torch.float32)) for name in ("inputs", "targets"))
         yield Share(DomainTensor(inputs.to(dtype), self.domain), {}, DomainTensor(targets - inputs, self.domain))
 
-    @staticmethod
-    def losses(outputs: DomainTensor, targets: DomainTensor) -> torch.Tensor:
-        # In the layout of the targets: that of the outputs may be another one.
-        return (targets - outputs.to(targets.dtype)).local.square().flatten(1)
+    def losses(self, part: Model, hidden: DomainTensor, targets: DomainTensor) -> torch.Tensor:
+        return self.squared_errors(part.output(hidden), targets)
+
+
+def squared_errors(outputs: DomainTensor, targets: DomainTensor) -> torch.Tensor:
+    """Return the squared error of each channel at each point of this rank: (B, positions)."""
+    # In the layout of the targets: that of the outputs may be another one.
+    return (targets - outputs.to(targets.dtype)).local.square().flatten(1)

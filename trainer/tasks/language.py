@@ -19,6 +19,7 @@ from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Decoder, model_spec
 from trainer.runtime.console import logger
 from trainer.tasks.task import Batch, Share
+from trainer.transforms.compile import compiled_loss
 
 
 class LanguageTask:
@@ -27,12 +28,11 @@ class LanguageTask:
     With packed documents it also has `plan`, a `BatchPlan`.
     """
 
-    losses = staticmethod(token_losses)
-
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
         self.job, self.config, self.dims = job, job.config, dims
         self.spec = model_spec(job.config.model.name)
         self.methods_told: set[str] = set()
+        self.token_losses = compiled_loss(token_losses, job.compilation)
 
     def build_loader(self) -> BatchLoader:
         training = self.config.training
@@ -61,6 +61,11 @@ class LanguageTask:
 
     def counts(self, batch: Batch) -> torch.Tensor:
         return count_valid(batch["labels"], dim=1)
+
+    def losses(self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.job.loss_chunk_tokens:
+            return part.output(hidden, labels=targets)
+        return self.token_losses(part.output(hidden), targets)
 
     @contextmanager
     def opened(self, batch: Batch, model_parts: Sequence[Decoder]) -> Iterator[Share]:

@@ -35,5 +35,8 @@ class Task(Protocol):
     def opened(self, batch: Batch, model_parts: Sequence[Model]) -> AbstractContextManager[Share]:
         """Enter the context of forward AND backward, in which this rank has its share of the batch."""
 
-    def losses(self, outputs: Any, targets: Any) -> torch.Tensor:
-        """Return the loss of each position of this rank: (B, positions), in at least float32."""
+    def losses(self, part: Model, hidden: Any, targets: Any) -> torch.Tensor:
+        """Return the loss of each position of this rank: (B, positions), in at least float32.
+
+        part: the model part that has the output; hidden: what its forward returned.
+        """

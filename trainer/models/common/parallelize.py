@@ -15,14 +15,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from trainer.config.schema import Parallelism
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
 from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
 from trainer.distributed.host_arguments import keep_on_host
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.tensor_parallel import LocalParameter, apply_tensor_parallel, logits_layout
+from trainer.distributed.tensor_parallel import (
+    LocalParameter,
+    VocabularyParallel,
+    apply_tensor_parallel,
+    logits_layout,
+)
 from trainer.job.record import ResolvedJob
+from trainer.models.common.chunked_loss import apply_chunked_loss
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.compile import apply_compile, share_memory
 from trainer.transforms.float8 import apply_float8
@@ -33,7 +38,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     config = job.config
     apply_float8(model, config.float8, sharded=dims.size("dp_shard_cp") > 1)
     if dims.size("tp") > 1:
-        _tensor_parallel(model, dims, config.parallelism)
+        _tensor_parallel(model, dims, job)
     blocks = list(model.layers.values())
     if job.attention is not None:
         for block in blocks:
@@ -42,6 +47,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             if block.attention.short_conv is not None and dims.size("cp") > 1:
                 styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
             parallelize_module(block, dims["cp"], styles)
+    if job.loss_chunk_tokens and model.output is not None:
+        apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation)
     if not job.compilation.recomputes_layers:
         apply_activation_checkpoint(model.layers, config.activation_checkpoint)
     apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
@@ -53,16 +60,17 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     keep_on_host(model, "attention_plan")
 
 
-def _tensor_parallel(model: nn.Module, dims: ParallelDims, settings: Parallelism) -> None:
+def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
+    settings = job.config.parallelism
     if settings.enable_async_tensor_parallel:
         share_memory(dims["tp"])
     logits = logits_layout(disable_loss_parallel=settings.disable_loss_parallel)
     styles = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(use_local_output=True),  # a pipeline stage may end here
-        "output": ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()
-        ),
+        "output": VocabularyParallel()
+        if job.loss_chunk_tokens
+        else ColwiseParallel(input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()),
     }
     styles = {name: style for name, style in styles.items() if getattr(model, name) is not None}
     for name, block in model.layers.items():

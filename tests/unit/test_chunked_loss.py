@@ -1,0 +1,144 @@
+"""Laws of the loss in chunks: values and gradients of the dense loss, and never the logits of more than a chunk."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.components.loss import token_losses
+from trainer.config.loader import parse_command_line
+from trainer.data.packing import IGNORE_INDEX
+from trainer.job.compilation import resolve_compilation
+from trainer.models.common.chunked_loss import Chunks, apply_chunked_loss, chunked_token_losses
+
+VOCAB, DIM = 37, 8
+EAGER = resolve_compilation(parse_command_line([]).config, splits_backward=False)
+
+
+def problem(rows: int, length: int, dtype: torch.dtype, *, missing: float = 0.3) -> tuple[torch.Tensor, ...]:
+    """Hidden states, weight, labels of which a share is missing, and a cotangent for each token."""
+    generator = torch.Generator().manual_seed(length)
+    hidden = torch.randn(rows, length, DIM, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, DIM, generator=generator, dtype=dtype, requires_grad=True)
+    labels = torch.randint(VOCAB, (rows, length), generator=generator)
+    labels[torch.rand(rows, length, generator=generator) < missing] = IGNORE_INDEX
+    cotangent = torch.randn(rows, length, generator=generator, dtype=torch.promote_types(dtype, torch.float32))
+    return hidden, weight, labels, cotangent
+
+
+def dense(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return token_losses(hidden @ weight.T, labels)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16, 64, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+)
+def test_losses_and_gradients_are_those_of_the_dense_loss(tokens: int, dtype: torch.dtype, tolerance: float) -> None:
+    hidden, weight, labels, cotangent = problem(3, 27, dtype)
+    losses = chunked_token_losses(hidden, weight, labels, Chunks(tokens))
+    wanted = dense(hidden, weight, labels)
+    assert losses.dtype == wanted.dtype == cotangent.dtype
+    assert relative(losses, wanted) < max(tolerance * 1e-3, 1e-12 if dtype == torch.float64 else 1e-6)
+    got = torch.autograd.grad(losses, (hidden, weight), cotangent)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, (hidden, weight), cotangent), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert relative(mine, theirs) < tolerance
+
+
+def test_gradcheck() -> None:
+    hidden, weight, labels, _ = problem(1, 5, torch.float64)
+    assert torch.autograd.gradcheck(lambda h, w: chunked_token_losses(h, w, labels, Chunks(2)), (hidden, weight))
+
+
+def test_the_gradient_of_the_weight_is_summed_in_float32() -> None:
+    """A bfloat16 sum over 512 chunks would be off by several per cent."""
+    hidden, weight, labels, _ = problem(1, 512, torch.bfloat16)
+    (got,) = torch.autograd.grad(chunked_token_losses(hidden, weight, labels, Chunks(1)).sum(), weight)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    (wanted,) = torch.autograd.grad(dense(*exact, labels).sum(), exact[1])
+    assert relative(got, wanted) < 5e-3
+
+
+@pytest.mark.parametrize("missing", [0.0, 1.0])
+def test_all_labels_or_none(missing: float) -> None:
+    hidden, weight, labels, cotangent = problem(2, 9, torch.float64, missing=missing)
+    losses = chunked_token_losses(hidden, weight, labels, Chunks(4))
+    torch.testing.assert_close(losses, dense(hidden, weight, labels), rtol=1e-12, atol=0)
+    grads = torch.autograd.grad(losses, (hidden, weight), cotangent)
+    assert all(grad.any() == (missing == 0) and grad.isfinite().all() for grad in grads)
+
+
+def test_a_missing_label_counts_nothing_whatever_its_cotangent() -> None:
+    hidden, weight, labels, cotangent = problem(1, 9, torch.float64)
+    losses = chunked_token_losses(hidden, weight, labels, Chunks(4))
+    grads = [
+        torch.autograd.grad(losses, (hidden, weight), c, retain_graph=True)
+        for c in (cotangent, cotangent.masked_fill(labels == IGNORE_INDEX, 1e6))
+    ]
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, labels, _ = problem(1, 9, torch.float32)
+    with torch.no_grad():
+        weight.mul_(1e4)
+    losses = chunked_token_losses(hidden, weight, labels, Chunks(4))
+    torch.testing.assert_close(losses, dense(hidden, weight, labels))
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(losses.sum(), (hidden, weight)))
+
+
+def test_a_wrong_label_fails() -> None:
+    hidden, weight, labels, _ = problem(1, 9, torch.float32)
+    labels[0, 3] = VOCAB
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        chunked_token_losses(hidden, weight, labels, Chunks(4))
+
+
+class Largest(TorchDispatchMode):
+    """Counts the elements of the largest tensor that any operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def largest(length: int, loss) -> int:
+    hidden, weight, labels, cotangent = problem(1, length, torch.float32)
+    with Largest() as seen:
+        loss(hidden, weight, labels).backward(cotangent)
+    return seen.elements
+
+
+def test_no_tensor_grows_with_the_sequence_but_hidden_states() -> None:
+    def chunked(*tensors: torch.Tensor) -> torch.Tensor:
+        return chunked_token_losses(*tensors, Chunks(8))
+
+    for length in (8, 16, 32):
+        assert largest(length, chunked) == max(8 * VOCAB, VOCAB * DIM)
+    assert largest(640, chunked) == 640 * DIM  # the hidden states' gradient, less than a seventh of the logits
+    assert largest(640, dense) == 640 * VOCAB  # the negative control
+
+
+def test_a_projection_returns_logits_without_labels_and_has_no_bias() -> None:
+    output = nn.Linear(DIM, VOCAB, bias=False)
+    hidden, _, labels, _ = problem(2, 9, torch.float32)
+    before = output(hidden)
+    apply_chunked_loss(output, 4, EAGER)
+    assert torch.equal(output(hidden), before)
+    torch.testing.assert_close(output(hidden, labels=labels), token_losses(before, labels))
+    assert [name for name, _ in output.named_parameters()] == ["weight"]
+    with pytest.raises(ValueError, match=r"set training\.loss_chunk_tokens = 0"):
+        apply_chunked_loss(nn.Linear(DIM, VOCAB), 4, EAGER)

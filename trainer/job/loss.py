@@ -1,0 +1,39 @@
+"""Decide whether the loss of tokens is computed in chunks. Torch-free."""
+
+from trainer.config.schema import OUTPUT_IN_HIGH_PRECISION, WITHOUT_GATHERED_LOGITS, JobConfig
+from trainer.job.degrees import Degrees
+from trainer.models.args import DecoderArgs
+
+LARGE_VOCABULARY = 32_000
+"""Above so many tokens the logits are a large part of a rank's memory."""
+CHUNK_TOKENS = 2048
+"""Of `auto`. Each chunk reads and writes the gradient of the whole weight: shorter ones are slower."""
+
+
+def why_no_chunks(config: JobConfig, degrees: Degrees) -> str | None:
+    """Return why all logits must exist at once; None: they need not."""
+    conditions = (WITHOUT_GATHERED_LOGITS, OUTPUT_IN_HIGH_PRECISION)
+    return next((condition.otherwise for condition in conditions if not condition.holds(config, degrees)), None)
+
+
+def saves_memory(model: DecoderArgs, tokens: int) -> bool:
+    """Return whether the logits of so many tokens are more than those of a chunk with the gradient of the weight."""
+    return tokens > CHUNK_TOKENS + model.dim
+
+
+def loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: int) -> tuple[int, str]:
+    """Return the tokens of a chunk of the loss, 0 for all logits at once, and the reason of `auto`.
+
+    tokens: of one forward of a rank. The reason is empty if the configuration has a number.
+    """
+    if reason := why_no_chunks(config, degrees):
+        return 0, reason
+    configured = config.training.loss_chunk_tokens
+    if configured is not None:
+        return configured, ""
+    vocabulary = f"auto: {model.vocab_size:,} tokens in the vocabulary"
+    if model.vocab_size <= LARGE_VOCABULARY:
+        return 0, f"{vocabulary} are few"
+    if not saves_memory(model, tokens):
+        return 0, f"auto: {tokens:,} tokens have few logits"
+    return CHUNK_TOKENS, vocabulary
