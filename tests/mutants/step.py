@@ -7,7 +7,36 @@ _LAYOUT = "tests/distributed/test_parity.py::test_layout_equals_single_process"
 _FAMILY = "tests/distributed/test_model_family.py"
 _LOOP = "tests/distributed/test_loop.py"
 
+_CHUNKS = "tests/unit/test_chunked_loss.py"
 LOSS = (
+    Mutant(
+        "the gradient of the weight is summed over chunks in the model's data type",
+        "trainer/models/common/chunked_loss.py",
+        "torch.zeros_like(weight, dtype=lse.dtype)",
+        "torch.zeros_like(weight)",
+        f"{_CHUNKS}::test_the_gradient_of_the_weight_is_summed_in_float32",
+    ),
+    Mutant(
+        "a token without a label has a gradient in a chunk",
+        "trainer/models/common/chunked_loss.py",
+        "        grad = grad.masked_fill(labels == IGNORE_INDEX, 0)\n",
+        "",
+        f"{_CHUNKS}::test_a_missing_label_counts_nothing_whatever_its_cotangent",
+    ),
+    Mutant(
+        "each tensor-parallel rank takes its part of the vocabulary for the first one",
+        "trainer/models/common/chunked_loss.py",
+        "self.over.get_local_rank() * len(weight)",
+        "0 * len(weight)",
+        "tests/distributed/test_chunked_loss.py::test_every_gradient_is_that_of_all_logits_at_once[fsdp2+tp2-float64]",
+    ),
+    Mutant(
+        "every chunk of logits is one: all of them exist",
+        "trainer/models/common/chunked_loss.py",
+        "max(-(-len(tensors[0]) // self.tokens), 1)",
+        "1",
+        f"{_CHUNKS}::test_no_tensor_grows_with_the_sequence_but_hidden_states",
+    ),
     Mutant(
         "tokens without a label are counted",
         "trainer/components/loss.py",

@@ -157,6 +157,9 @@ PRIVATE = {
         imports("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
     ),
     "counters": Private(_COMPILE, "the count of compilations", imports("torch._dynamo.utils", "counters")),
+    "maybe_mark_dynamic": Private(
+        _COMPILE, "one graph for chunks of the loss of any length", imports("torch._dynamo", "maybe_mark_dynamic")
+    ),
     "get_cpp_compiler": Private(
         _COMPILE, "the sentence on a missing compiler", imports("torch._inductor.cpp_builder", "get_cpp_compiler")
     ),

@@ -40,6 +40,14 @@ def compiled_loss(loss: F, options: CompileOptions) -> F:
     return _compiled(loss, options) if options.loss else loss
 
 
+def rows_vary(*tensors: torch.Tensor) -> None:
+    """Tell the compiler that other calls have these tensors with other numbers of rows: one graph serves them all."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    for tensor in tensors:
+        maybe_mark_dynamic(tensor, 0)
+
+
 def _compiled(function: F, options: CompileOptions) -> F:
     inductor = {}
     if torch.are_deterministic_algorithms_enabled():

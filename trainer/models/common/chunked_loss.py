@@ -10,6 +10,7 @@ one all-gather of these two numbers, after all chunks, makes the losses.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.job.compilation import CompileOptions
-from trainer.transforms.compile import compiled_loss
+from trainer.transforms.compile import compiled_loss, rows_vary
 from trainer.transforms.forward import replace_forward
 
 
@@ -93,8 +94,7 @@ class Chunks:
         number = max(-(-len(tensors[0]) // self.tokens), 1)
         chunks = list(zip(*(x.tensor_split(number) for x in tensors), strict=True))
         if self.functions.compiled:
-            for x in (x for chunk in chunks for x in chunk):
-                torch._dynamo.maybe_mark_dynamic(x, 0)  # numbers of rows differ by one: one graph for both
+            rows_vary(*chain(*chunks))  # their numbers of rows differ by one
         return chunks
 
     def first_label(self, weight: torch.Tensor) -> int:

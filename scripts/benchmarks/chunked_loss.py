@@ -1,0 +1,84 @@
+"""Time and memory of the loss of tokens from hidden states, forward and backward: all logits at once, and in chunks.
+
+python scripts/benchmarks/chunked_loss.py --tokens 8192 --dim 512 --vocab 32000
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+import torch
+
+from trainer.components.loss import token_losses
+from trainer.components.metrics import peak_memory_gib
+from trainer.models.common.chunked_loss import Chunks, chunked_token_losses
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--tokens", type=int, default=8192)
+    p.add_argument("--dim", type=int, default=512)
+    p.add_argument("--vocab", type=int, default=32000)
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    p.add_argument("--chunks", type=int, nargs="+", default=[0, 256, 512, 1024, 2048], help="tokens of one; 0: dense")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    return p
+
+
+def problem(args: argparse.Namespace) -> Callable[[int], None]:
+    """Return a function that runs forward and backward with chunks of so many tokens."""
+    settings = {"dtype": getattr(torch, args.dtype), "device": args.device, "requires_grad": True}
+    hidden, weight = torch.randn(1, args.tokens, args.dim, **settings), torch.randn(args.vocab, args.dim, **settings)
+    labels = torch.randint(args.vocab, (1, args.tokens), device=args.device)
+
+    def run(tokens: int) -> None:
+        if tokens:
+            losses = chunked_token_losses(hidden, weight, labels, Chunks(tokens))
+        else:
+            losses = token_losses(hidden @ weight.T, labels)
+        torch.autograd.grad(losses.sum() / args.tokens, (hidden, weight))
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def peak(args: argparse.Namespace) -> float:
+    """Return the MiB that the run of one kind needs above inputs and code that is loaded."""
+    run = problem(args)
+    before = peak_memory_gib(torch.device(args.device))
+    run(args.chunks[0])
+    return 1024 * (peak_memory_gib(torch.device(args.device)) - before)
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.peak:
+        print(peak(args))
+        return
+    run, times = problem(args), {tokens: [] for tokens in args.chunks}
+    for tokens in args.chunks:
+        run(tokens)
+    for _ in range(args.rounds):
+        for tokens in args.chunks:
+            start = time.perf_counter()
+            run(tokens)
+            times[tokens].append(time.perf_counter() - start)
+    for tokens in args.chunks:
+        command = [sys.executable, __file__, *sys.argv[1:], "--chunks", str(tokens), "--peak"]
+        mib = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        row = {"chunk_tokens": tokens, "ms": round(1e3 * statistics.median(times[tokens])), "peak_mib": round(mib)}
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
