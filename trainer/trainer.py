@@ -302,7 +302,7 @@ class Trainer:
 
     def _make_next_batches(self) -> None:
         """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data."""
-        with self.metrics.loading_data() if self.device.type == "cpu" else nullcontext(), region("data_loading"):
+        with self.metrics.loading_data() if self.device.type == "cpu" else nullcontext(), region("next_batches"):
             self.data.make()
 
     def _set_timeout(self, seconds: float) -> None:

@@ -39,7 +39,8 @@ def channel_norm(
 
     weight, bias: (C,), whole on every rank; their gradients are this rank's part.
     """
-    return _ChannelNorm.apply(x, weight, bias, sharing, eps)
+    y, mean, squares = _ChannelNorm.apply(x, weight, bias, sharing, eps)
+    return y.view(x.shape), mean, squares
 
 
 class _ChannelNorm(torch.autograd.Function):
@@ -58,13 +59,13 @@ class _ChannelNorm(torch.autograd.Function):
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         shift = -means * scale if bias is None else bias.to(inverse.dtype) - means * scale
         ctx.mark_non_differentiable(mean, squares)
-        return _affine(wide, scale, shift).to(x.dtype), mean, squares
+        return _affine(wide, scale, shift).to(x.dtype), mean, squares  # no view, which could not be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient, _mean, _squares):
         x, weight, means, inverse = ctx.saved_tensors
-        gradient, wide, sharing = _wide(gradient), _wide(x), ctx.sharing
+        gradient, wide, sharing = _wide(gradient.reshape(x.shape)), _wide(x), ctx.sharing
         products, sums = _cell_sums(gradient, wide, means, inverse)
         scale = torch.ones_like(inverse) if weight is None else weight.to(inverse.dtype).expand_as(inverse)
         both = torch.stack([(scale * part).view(sharing.shape) for part in (products, sums)])
@@ -73,7 +74,7 @@ class _ChannelNorm(torch.autograd.Function):
             both = all_reduce(both, axis.group)
         product, average = (_of_cells(part / ctx.number, sharing) for part in both)
         slope = -product * inverse * inverse
-        result = _affine(wide, slope, -average * inverse - slope * means)
+        result = _affine(wide, slope, -average * inverse - slope * means).view(x.shape)
         cells = [*inverse.shape, *[1] * (x.ndim - 2)]
         result = result.addcmul_(gradient, (scale * inverse).view(cells)).to(x.dtype)
         _, has_weight, has_bias, *_ = ctx.needs_input_grad
@@ -117,13 +118,16 @@ def _of_cells(statistic: torch.Tensor, sharing: Sharing) -> torch.Tensor:
 
 
 def _affine(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Return x * scale + shift, scale and shift of each cell; as a batch norm, whose kernel is faster than addcmul."""
-    if not x.numel():
-        return torch.zeros_like(x)
+    """Return x * scale + shift as (1, cells, elements), scale and shift of each cell.
+
+    It is a batch norm, whose kernel is faster than addcmul.
+    """
     zeros, ones = torch.zeros_like(scale).flatten(), torch.ones_like(scale).flatten()
-    flat = x.view(1, zeros.numel(), -1)
+    flat = x.view(1, zeros.numel(), math.prod(x.shape[2:]))
+    if not x.numel():
+        return torch.zeros_like(flat)
     y, *_ = torch.native_batch_norm(flat, scale.flatten(), shift.flatten(), zeros, ones, False, 0.0, 0.0)
-    return y.view(x.shape)
+    return y
 
 
 def _cell_sums(
