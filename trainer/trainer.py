@@ -78,6 +78,7 @@ class Trainer:
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
         self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
+        self.parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
         self.optimizer = build_optimizer(self.model_parts, config.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
@@ -218,7 +219,7 @@ class Trainer:
         ]
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
         with region("grad_norm"):
-            settle_gradients(self.parameters())
+            settle_gradients(self.parameters)
             totals = self.totals(sums.sum() / valid.clamp(min=1))
         if step < self.config.training.steps:
             self._make_next_batches()  # while the device works
@@ -268,16 +269,12 @@ class Trainer:
         counts = self.task.counts(batch)
         return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return all parameters of this rank's model parts."""
-        return [parameter for part in self.model_parts for parameter in part.parameters()]
-
     def totals(self, loss: torch.Tensor) -> torch.Tensor:
         """Return (loss, squared gradient norm, votes to stop) of the whole job, on the device: one reduction.
 
         loss: this rank's part of it; ranks of one tensor-parallel group have the same part.
         """
-        mine = torch.stack([loss / self.dims.size("tp"), squared_norm(self.parameters(), self.dims)])
+        mine = torch.stack([loss / self.dims.size("tp"), squared_norm(self.parameters, self.dims)])
         votes = torch.tensor(self.stop.votes(), dtype=torch.float64).to(self.device, non_blocking=True)
         return all_reduce(torch.cat([mine, votes]), self.dims["world"])
 
@@ -298,7 +295,7 @@ class Trainer:
                 f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; the weights are "
                 f"those of step {step - 1}; a lower optimizer.lr or a longer lr_scheduler.warmup_steps often helps"
             )
-        clip_gradients(self.parameters(), norm, self.config.training.max_norm)
+        clip_gradients(self.parameters, norm, self.config.training.max_norm)
 
     def _make_next_batches(self) -> None:
         """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data."""

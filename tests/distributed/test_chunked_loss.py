@@ -164,7 +164,7 @@ def settled_case(arguments: list[str]) -> tuple[int, int, float]:
     with trainer_of(arguments) as trainer:
         (batch,) = trainer.data.take()
         trainer.forward_backward(batch, torch.tensor(7), last=True)
-        parameters = trainer.parameters()
+        parameters = trainer.parameters
         partial = [p for p in parameters if isinstance(p, DTensor) and any(x.is_partial() for x in p.grad.placements)]
         wanted = [p.grad.redistribute(placements=p.placements).to_local() for p in partial]
         exchange.calls.clear()

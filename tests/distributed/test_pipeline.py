@@ -147,7 +147,7 @@ def other_rows_case(arguments: list[str]) -> list[float]:
             for start in range(0, 4, rows):
                 part = {name: x[start : start + rows].clone() for name, x in batch.items()}
                 trainer.forward_backward(part, valid, last=start + rows == 4)
-            settle_gradients(trainer.parameters())
+            settle_gradients(trainer.parameters)
             norms.append(trainer.read(trainer.totals(torch.tensor(1.0)))[1])
     return norms
 

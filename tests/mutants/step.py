@@ -85,7 +85,7 @@ GRADIENTS = (
     Mutant(
         "gradients of norms stay partial sums under TP",
         "trainer/trainer.py",
-        "            settle_gradients(self.parameters())\n",
+        "            settle_gradients(self.parameters)\n",
         "",
         f"{_LAYOUT}[tp2-float32]",
     ),
@@ -113,8 +113,8 @@ GRADIENTS = (
     Mutant(
         "gradients of bfloat16 are zero",
         "trainer/trainer.py",
-        "clip_gradients(self.parameters(), norm, self.config.training.max_norm)",
-        "clip_gradients(self.parameters(), norm, 0.0 if 'bfloat16' in str(self.compute_dtype)"
+        "clip_gradients(self.parameters, norm, self.config.training.max_norm)",
+        "clip_gradients(self.parameters, norm, 0.0 if 'bfloat16' in str(self.compute_dtype)"
         " else self.config.training.max_norm)",
         "tests/distributed/test_bfloat16.py",
     ),

@@ -71,10 +71,8 @@ class ParallelDims:
         self._meshes: dict[str, DeviceMesh] = {}
         self._roots: list[DeviceMesh] = []
         sizes = degrees.sizes()
-        self.domain_axes = tuple(name for name in sizes if name.startswith("domain_"))
-        """Names of the meshes along the axes of a field; none with context parallelism."""
         if factorisations is None:
-            factorisations = (factorisation(self.domain_axes),) if self.domain_axes else FACTORISATIONS
+            factorisations = (factorisation(tuple(degrees.domain_axes)),) if degrees.domain else FACTORISATIONS
         for way in factorisations:
             root = init_device_mesh(device_type, tuple(sizes[name] for name in way.dims), mesh_dim_names=way.dims)
             self._meshes |= {name: root[name] for name in way.dims}

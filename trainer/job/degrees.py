@@ -38,19 +38,23 @@ class Degrees:
         """Number of data-parallel ranks, each of which reads its own batch."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def domain_axes(self) -> dict[str, int]:
+        """The degree of each sharded axis of a field, by the name of its dimension of the mesh."""
+        return {f"domain_{axis}": degree for axis, degree in enumerate(self.domain)}
+
     def sizes(self) -> dict[str, int]:
         """Return the degree of every dimension of a mesh, by its name."""
         given = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
         if self.domain:
-            return given | {f"domain_{axis}": degree for axis, degree in enumerate(self.domain)}
+            return given | self.domain_axes
         return given | {"cp_ring": self.cp // self.cp_a2a, "cp_a2a": self.cp_a2a}
 
     def text(self) -> str:
         """Return `dp_replicate 2 x dp_shard 2 x tp 2`: the degrees above one."""
         named = {name: getattr(self, name) for name in _KEYS if name != "domain"}
         if self.domain:
-            named["cp"] = 1
-            named |= {f"domain_{axis}": degree for axis, degree in enumerate(self.domain)}
+            named |= {"cp": 1} | self.domain_axes
         return " x ".join(f"{name} {degree}" for name, degree in named.items() if degree > 1) or "one device"
 
 

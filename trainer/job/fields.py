@@ -2,7 +2,7 @@
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import check_source, check_streams
+from trainer.data.datasets import check_streams
 from trainer.data.field_file import FieldSource, check_fields
 from trainer.distributed.sharding.layout import AxisLayout, contiguous, sized
 from trainer.job.degrees import Degrees
@@ -58,20 +58,16 @@ def fields_of(config: JobConfig) -> FieldSource:
     return FieldSource.open(path)
 
 
-def check_data(config: JobConfig, degrees: Degrees) -> None:
-    """Check that the data can be read, and dealt to the streams.
+def check_samples(config: JobConfig, degrees: Degrees) -> None:
+    """Check that the fields have samples for every data stream.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they have not, or cannot be used.
     """
-    training, fields = config.training, config.fields
-    if config.trains_fields:
-        source = fields_of(config)
-        check_fields(source, lead=fields.lead, held_out=fields.held_out)
-        samples = (source.trajectories - fields.held_out) * (source.times - fields.lead)
-        check_streams(source.path, samples, training.data_streams, degrees.dp, item="sample")
-    else:
-        check_source(training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
+    source, fields = fields_of(config), config.fields
+    check_fields(source, lead=fields.lead, held_out=fields.held_out)
+    samples = (source.trajectories - fields.held_out) * (source.times - fields.lead)
+    check_streams(source.path, samples, config.training.data_streams, degrees.dp, item="sample")
 
 
 def resolve_fields(config: JobConfig, model: FieldArgs, degrees: Degrees) -> tuple[AxisLayout, ...]:

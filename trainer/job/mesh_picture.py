@@ -14,8 +14,7 @@ def mesh_picture(degrees: Degrees) -> list[str]:
     A long axis is cut in its middle. Ranks are numbered as the mesh numbers them, outermost dimension first.
     """
     everything = degrees.sizes()
-    shared = [name for name in everything if name.startswith("domain_")] or ["cp_ring", "cp_a2a"]
-    order = ("pp", "dp_replicate", "dp_shard", *shared, "tp")
+    order = ("pp", "dp_replicate", "dp_shard", *(degrees.domain_axes or ("cp_ring", "cp_a2a")), "tp")
     sizes = {name: everything[name] for name in order if everything[name] > 1}
     if degrees.cp_a2a == 1:
         sizes = {name.replace("cp_ring", "cp"): size for name, size in sizes.items()}

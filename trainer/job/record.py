@@ -7,6 +7,7 @@ from functools import partial
 
 from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
+from trainer.data.datasets import check_source
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.pipeline_stages import PipelinePlan
@@ -14,7 +15,7 @@ from trainer.distributed.sharding.layout import AxisLayout
 from trainer.job.attention import batch_chooser, kernel_of, resolve_attention, with_head_degree
 from trainer.job.compilation import CompileOptions, resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
-from trainer.job.fields import check_data, resolve_fields
+from trainer.job.fields import check_samples, resolve_fields
 from trainer.job.files import check_checkpoint, check_dump_folder
 from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
@@ -149,16 +150,21 @@ def resolve(
         check_float8(config, model, degrees)
     compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
-    for check in (
-        partial(check_data, config, degrees),
-        partial(check_trackers, config),
-    ):
+    _check_files(config, degrees, missing)
+    check_checkpoint(config, model)
+    degrees = with_head_degree(degrees, attention)
+    return ResolvedJob(config, degrees, device_type, model, attention, reason, layouts, pipeline, compilation, notes)
+
+
+def _check_files(config: JobConfig, degrees: Degrees, missing: list[str] | None) -> None:
+    """Check data and packages; missing: takes the messages about those that are not on this machine."""
+    training = config.training
+    text = partial(check_source, training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
+    data = partial(check_samples, config, degrees) if config.trains_fields else text
+    for check in (data, partial(check_trackers, config)):
         try:
             check()
         except MissingFile as error:
             if missing is None:
                 raise
             missing.append(str(error))
-    check_checkpoint(config, model)
-    degrees = with_head_degree(degrees, attention)
-    return ResolvedJob(config, degrees, device_type, model, attention, reason, layouts, pipeline, compilation, notes)

@@ -13,6 +13,7 @@ from trainer.distributed.domain_parallel.channel_norm import Sharing, channel_no
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import count, domain_mean, moments
 from trainer.distributed.domain_parallel.rows import connected
+from trainer.distributed.sharding.placement import shard
 
 
 def group_norm(
@@ -167,6 +168,5 @@ def _own_rows(parameter: torch.Tensor | None, domain: Domain, dims: range) -> to
     if parameter is None:
         return None
     for dim, axis in domain.split(dims).items():
-        rows = torch.from_numpy(axis.layout.indices(axis.rank)).to(parameter.device)
-        parameter = parameter.index_select(dim - dims[0], rows)
+        parameter = shard(parameter, axis.layout, dim - dims[0], group=axis.group)
     return parameter

@@ -7,5 +7,5 @@ from trainer.job.record import ResolvedJob
 
 def field_domain(job: ResolvedJob, dims: ParallelDims) -> Domain:
     """Return the domain of the job's fields, (B, C, height, width)."""
-    groups = [dims[name].get_group() for name in dims.domain_axes]
+    groups = [dims[name].get_group() for name in dims.degrees.domain_axes]
     return Domain({2 + i: Axis(*pair) for i, pair in enumerate(zip(job.field_layouts, groups, strict=True))})
