@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import numpy as np
-import zarr
+import pytest
 
 
 def write_drifting_fields(path: Path, *, height: int = 16, width: int = 12, trajectories: int = 6) -> str:
     """Random smooth fields of 3 channels that drift by a point a frame, 10 frames; return the path."""
+    zarr = pytest.importorskip("zarr", reason="fields need Python 3.11")
     shape = (trajectories, 1, 3, height, width)
     waves = np.fft.rfft2(np.random.default_rng(0).standard_normal(shape))
     heights, widths = np.fft.fftfreq(height)[:, None] * height, np.fft.rfftfreq(width) * width
