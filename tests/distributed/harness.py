@@ -132,10 +132,10 @@ class RecordingTrainer(Trainer):
     def build_task(self) -> Task:
         return MadeRows(self.job, self.dims, self.fault) if self.job.model.task == "tokens" else super().build_task()
 
-    def clip(self, step: int, loss: float, norm: float) -> None:
-        super().clip(step, loss, norm)
-        self.record.gradients.append(self.of_all_stages(settled_gradient))
-        self.record.limits.append(min(norm, self.config.training.max_norm))
+    def update(self, norm: float | torch.Tensor) -> None:
+        super().update(norm)
+        self.record.gradients.append(self.of_all_stages(settled_gradient))  # clipped; the update has left them
+        self.record.limits.append(min(float(norm), self.config.training.max_norm))
 
     def of_all_stages(
         self, value: Callable[[torch.Tensor], torch.Tensor], named: Callable = nn.Module.named_parameters

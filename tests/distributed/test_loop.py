@@ -117,28 +117,42 @@ def test_ranks_that_share_a_batch_must_read_the_same(pool: WorkerPool, tmp_path)
     assert all(re.search(r"ranks \[0, 1\].*different batches", message) for message in messages)
 
 
-def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool]:
+def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool, bool]:
+    """The message, and whether weights, and values of the optimizer, are those of the step before."""
     process, config, job = build(folder, *arguments)
     with process_group(process, config.comm):
         trainer = RecordingTrainer(job, process.device, record=Record())
         trainer.train_step(1)
-        before = [p.detach().clone() for p in trainer.model_parts[0].parameters()]
+        before = [p.detach().clone() for p in trainer.parameters]
+        state = {p: {name: x.clone() for name, x in trainer.optimizer.state[p].items()} for p in trainer.parameters}
         if process.rank == 1:  # on one rank alone; all have to stop
             weight = trainer.model_parts[0].layers["0"].attention.wq.weight
             weight.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(torch.inf))
         with pytest.raises(TrainingError) as error:
             trainer.train_step(2)
-        after = [p.detach() for p in trainer.model_parts[0].parameters()]
+        after = [p.detach() for p in trainer.parameters]
         same = all(torch.equal(harness.whole(a), harness.whole(b)) for a, b in zip(before, after, strict=True))
+        same_state = all(
+            torch.equal(harness.whole(x), harness.whole(trainer.optimizer.state[p][name]))
+            for p, values in state.items()
+            for name, x in values.items()
+        )
         trainer.metrics.close()
-    return str(error.value), same
+    return str(error.value), same, same_state
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_before_the_update(pool: WorkerPool, tmp_path) -> None:
-    for message, weights_unchanged in pool.run(4, not_finite_case, str(tmp_path), LAYOUTS["fsdp4"][1]):
+@pytest.mark.parametrize("layout", ["fsdp4", "fsdp2+tp2"])
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing(
+    pool: WorkerPool, tmp_path, implementation: str, layout: str
+) -> None:
+    """With fused kernels the update is launched before the host knows, and masked."""
+    arguments = [*LAYOUTS[layout][1], f"--optimizer.implementation={implementation}"]
+    for message, weights_unchanged, state_unchanged in pool.run(4, not_finite_case, str(tmp_path), arguments):
         assert message.startswith("step 2: ")
         assert "those of step 1" in message
         assert weights_unchanged
+        assert state_unchanged
 
 
 def plain_case(folder: str) -> list[dict[str, float]]:
