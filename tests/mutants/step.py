@@ -60,9 +60,9 @@ LOSS = (
     ),
     Mutant(
         "the logged loss is that of one part of the sequence",
-        "trainer/trainer.py",
-        'all_reduce(torch.cat([mine, votes]), self.dims["world"])',
-        'all_reduce(torch.cat([mine, votes]), self.dims["dp"])',
+        "trainer/components/step_totals.py",
+        'all_reduce(torch.cat([mine, device_votes]), dims["world"])',
+        'all_reduce(torch.cat([mine, device_votes]), dims["dp"])',
         f"{_LAYOUT}[cp2-float32]",
     ),
     Mutant(
