@@ -188,7 +188,7 @@ def trainer_of(arguments: list[str]) -> Iterator[RecordingTrainer]:
     process = Process.from_environment()
     with tempfile.TemporaryDirectory() as folder:
         config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
-        with process_group(process, config.comm):
+        with process_group(process, config.comm, cpu_tensors=config.training.enable_cpu_offload):
             trainer = RecordingTrainer(resolved(config, process), process.device, record=Record())
             yield trainer
             trainer.metrics.close()
@@ -201,7 +201,7 @@ def run_layout(arguments: list[str], fault: str | None = None) -> Record:
         config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
         job = resolved(config, process)
         record = Record()
-        with process_group(process, config.comm):
+        with process_group(process, config.comm, cpu_tensors=config.training.enable_cpu_offload):
             with planted(fault):
                 trainer = RecordingTrainer(job, process.device, record=record, fault=fault)
             for step in range(1, STEPS + 1):

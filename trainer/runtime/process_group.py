@@ -62,11 +62,31 @@ class Process:
         return torch.device("cuda", self.local_rank)
 
 
-@contextmanager
-def process_group(process: Process, comm: Comm, records: Path | None = None, store: dist.Store | None = None):
-    """Start the process group of the whole job (gloo for CPU, NCCL for CUDA tensors), and destroy it at the exit.
+def backend_settings(device: torch.device, *, cpu_tensors: bool) -> dict[str, object]:
+    """Return `backend` and `device_id` of the job's process group; all groups of a mesh inherit them.
 
-    store: where the ranks meet; by default the store that the launcher's variables name.
+    NCCL alone on GPUs: with gloo beside it, each group of each rank would open sockets that nobody uses. The device
+    lets NCCL connect at once, and split groups off instead of connecting them anew. cpu_tensors: with offloaded
+    parameters, gradients may be reduced in host memory, which takes both backends; PyTorch cannot split off these.
+    """
+    if device.type != "cuda":
+        return {"backend": "gloo"}
+    return {"backend": "cpu:gloo,cuda:nccl"} if cpu_tensors else {"backend": "nccl", "device_id": device}
+
+
+@contextmanager
+def process_group(
+    process: Process,
+    comm: Comm,
+    records: Path | None = None,
+    store: dist.Store | None = None,
+    *,
+    cpu_tensors: bool = False,
+):
+    """Start the process group of the whole job (gloo on CPUs, NCCL on GPUs), and destroy it at the exit.
+
+    store: where the ranks meet; by default the store that the launcher's variables name. cpu_tensors: whether a job on
+    GPUs also reduces tensors in host memory.
     When a collective fails, the last collectives of this rank are written to rank_R in the folder `records` (by default
     a temporary one), and the path is logged. NCCL's watchdog writes there at a time-out, too.
     """
@@ -77,7 +97,7 @@ def process_group(process: Process, comm: Comm, records: Path | None = None, sto
     if process.world_size == 1:
         store = dist.HashStore()  # alone: no port is taken
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        **backend_settings(device, cpu_tensors=cpu_tensors),
         rank=process.rank,
         world_size=process.world_size,
         store=store and dist.PrefixStore("process_group", store),
