@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import harness
 from tests.distributed.harness import Record, RecordingTrainer, assert_parity, run_layout
@@ -18,6 +19,7 @@ from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from trainer.components import metrics
 from trainer.config.loader import parse_command_line
+from trainer.distributed import data_parallel
 from trainer.distributed.sharding import exchange
 from trainer.runtime.process_group import Process, process_group, set_timeout
 from trainer.trainer import TrainingError
@@ -242,6 +244,51 @@ def test_collectives_of_our_own_in_a_step(pool: WorkerPool, tmp_path) -> None:
     """
     assert pool.run(2, counted_case, str(tmp_path), LAYOUTS["fsdp2"][1]) == [{"all_reduce": 4}] * 2
     assert pool.run(2, counted_case, str(tmp_path), LAYOUTS["tp2"][1]) == [{"all_reduce": 4}] * 2
+
+
+class Gathers(TorchDispatchMode):
+    """Notes each all-gather of FSDP among other events of a step."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "allgather" in function.name():
+            self.events.append("gather")
+        return function(*args, **(kwargs or {}))
+
+
+def gathers_case(folder: str, arguments: list[str], prefetches: bool) -> str:
+    """The all-gathers of a forward among the starts of its last layer's computation, and of the output projection."""
+    process, config, job = build(folder, *arguments)
+    with process_group(process, config.comm):
+        real = data_parallel._prefetch
+
+        def prefetch(units: list, options: object, *, last_is_apart: bool) -> None:
+            real(units, options, last_is_apart=last_is_apart and prefetches)
+
+        with mock.patch.object(data_parallel, "_prefetch", prefetch):
+            trainer = RecordingTrainer(job, process.device, record=Record())
+        events: list[str] = []
+        (model,) = trainer.model_parts
+        last = list(model.layers.values())[-1]
+        last.attention_norm.register_forward_pre_hook(lambda *_: events.append("last layer"))
+        model.output.register_forward_hook(lambda *_: events.append("logits"))
+        trainer.train_step(1)
+        events.clear()
+        with Gathers(events):
+            trainer.train_step(2)
+        trainer.metrics.close()
+    return " ".join(events[: events.index("logits") + 1])
+
+
+def test_the_output_projection_is_gathered_while_the_last_layer_computes(pool: WorkerPool, tmp_path) -> None:
+    """It runs after the model's forward, where FSDP would wait for all layers before it gathers."""
+    ahead, exposed = (pool.run(2, gathers_case, str(tmp_path), LAYOUTS["fsdp2"][1], way)[0] for way in (True, False))
+    assert ahead.endswith("gather last layer logits")
+    assert exposed.endswith("last layer gather logits")
+    assert ahead.count("gather") == exposed.count("gather")
 
 
 def timeout_case(what: str) -> float:

@@ -126,6 +126,13 @@ GRADIENTS = (
         "tests/distributed/test_loop.py::test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing",
     ),
     Mutant(
+        "the output projection is gathered when all layers are done",
+        "trainer/distributed/data_parallel.py",
+        "last_is_apart=last is not None",
+        "last_is_apart=False",
+        "tests/distributed/test_loop.py::test_the_output_projection_is_gathered_while_the_last_layer_computes",
+    ),
+    Mutant(
         "gradients are not zeroed between steps",
         "trainer/trainer.py",
         "self.optimizer.zero_grad()",
