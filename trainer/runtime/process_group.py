@@ -107,7 +107,7 @@ def process_group(
         yield
     except Exception as error:
         if comm.trace_buf_size and is_peer_failure(error):
-            logger.warning(_dump_flight_record(process.rank, records))
+            logger.warning(_dump_flight_record(process.rank, records, device))
         if device.type == "cpu":  # NCCL could wait for ever for its peers
             dist.destroy_process_group()
         raise
@@ -143,15 +143,24 @@ def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:
     if size and watchdog_folder is not None:
         watchdog_folder.mkdir(parents=True, exist_ok=True)
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(watchdog_folder.absolute() / "rank_")  # c10d adds the rank
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(
+            watchdog_folder.absolute() / flight_record("")
+        )  # c10d adds the rank
 
 
-def _dump_flight_record(rank: int, folder: Path | None) -> str:
+def flight_record(rank: int | str) -> str:
+    """Return the name of the file of a rank's last collectives; NCCL's watchdog appends the rank itself."""
+    return f"rank_{rank}"
+
+
+def _dump_flight_record(rank: int, folder: Path | None, device: torch.device) -> str:
     """Write the last collectives of this rank as a pickled dictionary, and return a line for the log."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    recorders = torch._C._distributed_c10d
+    general = getattr(recorders, "_dump_fr_trace", None)
+    dump = getattr(recorders, "_dump_nccl_trace", None) if device.type == "cuda" else general
     if dump is None:
         return f"rank {rank}: this build of torch has no flight recorder"
-    path = (folder or Path(tempfile.mkdtemp(prefix="flight_record_"))) / f"rank_{rank}"
+    path = (folder or Path(tempfile.mkdtemp(prefix="flight_record_"))) / flight_record(rank)
     record = dump()
     entries = pickle.loads(record)["entries"]
     last = entries[-1]["profiling_name"] if entries else "none"
