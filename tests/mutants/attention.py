@@ -161,8 +161,8 @@ EXECUTION = (
     Mutant(
         "one copy of a replicated head has the gradient",
         f"{_CP}/execution/ulysses.py",
-        "target[:, head] += rows",
-        "target[:, head] = rows",
+        "x.unflatten(1, (-1, copies)).sum(2)",
+        "x.unflatten(1, (-1, copies))[:, :, 0]",
         _ATTENTION,
     ),
     Mutant(
