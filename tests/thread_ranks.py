@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from math import prod
 from typing import Any
 from unittest import mock
@@ -50,7 +51,11 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, device: str = "c
         except BaseException as error:  # of any kind: the others would wait for ever
             mailbox.end(rank, error)
 
-    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)]
+    threads = [
+        # PyTorch keeps settings of its compiler in the context of the caller.
+        threading.Thread(target=copy_context().run, args=(body, rank), name=f"rank {rank}", daemon=True)
+        for rank in range(n)
+    ]
     with _own_tensors():
         for thread in threads:
             thread.start()

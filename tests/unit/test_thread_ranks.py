@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.distributed_c10d import ReduceScatterOptions, _world
 
+from tests import thread_group
 from tests.thread_group import LostRankError
 from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.distributed.sharding.exchange import (
@@ -19,14 +21,8 @@ from trainer.distributed.sharding.exchange import (
     reduce_shards,
     send_receive,
 )
-
-
-@pytest.fixture
-def device(request: pytest.FixtureRequest) -> str:
-    name = request.config.getoption("--device")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device here")
-    return name
+from trainer.distributed.sharding.layout import contiguous
+from trainer.distributed.sharding.placement import rows_on
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> torch.Tensor:
@@ -82,8 +78,9 @@ def round_trips(rank: int, mesh: ThreadMesh, count: int) -> list[bool]:
     transfers, wanted = [], []
     for number in range(count):
         for peer in range(mesh.size()):
-            transfers.append(Transfer(numbers(100 * rank + number, 5 + number), peer, is_send=True))
-            wanted.append((torch.empty(5 + number, dtype=torch.float64), numbers(100 * peer + number, 5 + number)))
+            mine, theirs = (numbers(100 * r + number, 5 + number, device=mesh.device_type) for r in (rank, peer))
+            wanted.append((torch.zeros_like(theirs), theirs))
+            transfers.append(Transfer(mine, peer, is_send=True))
             transfers.append(Transfer(wanted[-1][0], peer, is_send=False))
     pending = [send_receive(part, mesh.get_group(), kind="test") for part in (transfers[:7], transfers[7:])]
     assert all(buffer.isnan().all() for buffer, _ in wanted)
@@ -92,8 +89,8 @@ def round_trips(rank: int, mesh: ThreadMesh, count: int) -> list[bool]:
     return [torch.equal(*pair) for pair in wanted]
 
 
-def test_messages_under_way_arrive_in_order() -> None:
-    for results in run_ranks(3, round_trips, 4):
+def test_messages_under_way_arrive_in_order(device: str) -> None:
+    for results in run_ranks(3, round_trips, 4, device=device):
         assert len(results) == 12
         assert all(results)
 
@@ -194,27 +191,45 @@ def test_no_wait_outlives_the_limit() -> None:
 
 
 def forgetful(rank: int, mesh: ThreadMesh, kept: list[torch.Tensor]) -> None:
-    kept.append(gather_shards(torch.ones(2), mesh.get_group(), kind="test")[0])
+    kept.append(gather_shards(torch.ones(2, device=mesh.device_type), mesh.get_group(), kind="test")[0])
 
 
 def hasty(rank: int, mesh: ThreadMesh) -> None:
-    x = torch.ones(2)
-    transfers = [Transfer(x, 1 - rank, is_send=True), Transfer(torch.empty(2), 1 - rank, is_send=False)]
+    x, received = (torch.ones(2, device=mesh.device_type) for _ in range(2))
+    transfers = [Transfer(x, 1 - rank, is_send=True), Transfer(received, 1 - rank, is_send=False)]
     pending = send_receive(transfers, mesh.get_group(), kind="test")
     x += 1
     pending.wait()
 
 
-def test_an_operation_without_a_wait_is_found() -> None:
+def test_an_operation_without_a_wait_is_found(device: str) -> None:
     kept: list[torch.Tensor] = []
     with pytest.raises(AssertionError, match=r"no wait for collective \(0,\) in group 0 of ranks \[0, 1\]"):
-        run_ranks(2, forgetful, kept)
+        run_ranks(2, forgetful, kept, device=device)
     assert all(x.isnan().all() for x in kept)
 
 
-def test_a_send_buffer_that_is_overwritten_too_early_is_found() -> None:
+def test_a_send_buffer_that_is_overwritten_too_early_is_found(device: str) -> None:
     with pytest.raises(AssertionError, match=r"overwritten before the wait for message \((0, 1|1, 0), 0, 0\)"):
-        run_ranks(2, hasty)
+        run_ranks(2, hasty, device=device)
+
+
+def elsewhere(rank: int, mesh: ThreadMesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the rank's stream reads after another stream has waited, at once and in the end."""
+    gathered, pending = gather_shards(torch.ones(2, device="cuda"), mesh.get_group(), kind="test")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        pending.wait()
+    at_once = gathered.clone()
+    torch.cuda.synchronize()
+    return at_once.cpu(), gathered.cpu()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_wait_on_another_stream_is_found() -> None:
+    with mock.patch.object(thread_group, "_CYCLES", 200_000_000):  # 0.1 seconds, which the host does not take
+        ((at_once, in_the_end),) = run_ranks(1, elsewhere, device="cuda")
+    assert at_once.isnan().all()
+    assert in_the_end.tolist() == [[1, 1]]
 
 
 def old_names(rank: int, mesh: ThreadMesh) -> bool:
@@ -240,7 +255,20 @@ def test_names_of_older_versions_of_pytorch() -> None:
     assert run_ranks(2, old_names) == [True, True]
 
 
-# ---- backward
+# ---- threads
+
+
+def kept_rows(rank: int, mesh: ThreadMesh) -> torch.Tensor:
+    return rows_on(contiguous(8, 2), 0, torch.device(mesh.device_type))
+
+
+def test_ranks_share_no_tensors_of_caches(device: str) -> None:
+    """A rank might read what another rank's stream has not written yet."""
+    here = rows_on(contiguous(8, 2), 0, torch.device(device))
+    first, second = run_ranks(2, kept_rows, device=device)
+    assert torch.equal(first, second)
+    assert len({x.data_ptr() for x in (here, first, second)}) == 3
+    assert rows_on(contiguous(8, 2), 0, torch.device(device)) is here
 
 
 class Meeting(torch.autograd.Function):
