@@ -152,7 +152,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     def __init__(self, mailbox: Mailbox, name: str, ranks: Sequence[int], own: int) -> None:
         super().__init__(list(ranks).index(own), len(ranks))
-        self.mailbox, self.ranks = mailbox, tuple(ranks)
+        self.mailbox, self.ranks, self.own = mailbox, tuple(ranks), own
         self._name, self._numbers = name, Counter()
         self._works: list[Work] = []
         self._side = torch.cuda.Stream() if mailbox.device.type == "cuda" else None
@@ -187,9 +187,11 @@ class ThreadGroup(dist.ProcessGroup):
     def check_waits(self) -> None:
         """Raise AssertionError if this rank did not wait for an operation, or overwrote what it sent before."""
         forgotten = [work.name for work in self._works if not work.is_done]
-        assert not forgotten, f"no wait for {', '.join(forgotten)}"
+        assert not forgotten, f"rank {self.own}: no wait for {', '.join(forgotten)}"
         overwritten = [work.name for work in self._works if work.overwritten is not None and work.overwritten.item()]
-        assert not overwritten, f"what was sent was overwritten before the wait for {', '.join(overwritten)}"
+        assert not overwritten, (
+            f"rank {self.own}: what was sent was overwritten before the wait for {', '.join(overwritten)}"
+        )
 
     def _split(self, x: torch.Tensor, sizes: Sequence[int] = ()) -> Sequence[torch.Tensor]:
         """Return a part for each rank, equal ones by default."""

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
+from itertools import chain
 from math import prod
 from typing import Any
 from unittest import mock
@@ -36,39 +37,47 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, device: str = "c
         TimeoutError: a rank waited, or ran, beyond the limit.
         AssertionError: a rank did not wait for an operation, or overwrote what it sent before its wait.
     """
-    mailbox, threads_before = Mailbox(torch.device(device), limit), torch.get_num_threads()
-    results: dict[int, Any] = {}
+    mailbox, results = Mailbox(torch.device(device), limit), {}
+    groups: list[list[ThreadGroup]] = [[] for _ in range(n)]
     if device == "cuda":
         torch.cuda.synchronize()  # arguments may still be computed on the caller's stream
 
     def body(rank: int) -> None:
         torch.set_num_threads(1)
         try:
-            mesh = ThreadMesh(mailbox, rank, (n,))
-            with torch.autograd.set_multithreading_enabled(False), _stream(device), mesh.registered():
-                results[rank] = function(rank, mesh, *args)
+            with torch.autograd.set_multithreading_enabled(False), _stream(device):
+                results[rank] = function(rank, ThreadMesh(mailbox, rank, (n,), groups[rank]), *args)
             mailbox.end(rank)
         except BaseException as error:  # of any kind: the others would wait for ever
             mailbox.end(rank, error)
 
-    threads = [
-        # PyTorch keeps settings of its compiler in the context of the caller.
-        threading.Thread(target=copy_context().run, args=(body, rank), name=f"rank {rank}", daemon=True)
-        for rank in range(n)
-    ]
-    with _own_tensors():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(mailbox.remaining() + _GRACE)
-    torch.set_num_threads(threads_before)
+    _run(body, n, mailbox, groups)
     if mailbox.failure is not None:
         rank, error = mailbox.failure
         error.add_note(f"on rank {rank} of {n} ranks that are threads")
         raise error
-    if running := [thread.name for thread in threads if thread.is_alive()]:
-        raise TimeoutError(f"{', '.join(running)} of {n} did not end within {limit} seconds")
+    if missing := [rank for rank in range(n) if rank not in results]:
+        raise TimeoutError(f"rank(s) {missing} of {n} did not end within {limit} seconds")
+    for group in chain(*groups):
+        group.check_waits()
     return [results[rank] for rank in range(n)]
+
+
+def _run(body: Callable[[int], None], n: int, mailbox: Mailbox, groups: list[list[ThreadGroup]]) -> None:
+    """Call `body(rank)` in n threads, and wait for them until the limit; remove their groups from PyTorch's tables."""
+    # PyTorch keeps settings of its compiler in the context of the caller.
+    threads = [threading.Thread(target=copy_context().run, args=(body, rank), daemon=True) for rank in range(n)]
+    threads_before = torch.get_num_threads()
+    try:
+        with _own_tensors():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(mailbox.remaining() + _GRACE)
+    finally:
+        torch.set_num_threads(threads_before)
+        for group in chain(*groups):
+            del _world.pg_map[group], _world.pg_group_ranks[group]
 
 
 @contextmanager
@@ -93,12 +102,19 @@ def _own_tensors() -> Iterator[None]:
 
 
 class ThreadMesh:
-    """What this project asks of a `DeviceMesh`, for one of several ranks that are threads."""
+    """What this project asks of a `DeviceMesh`, for one of several ranks that are threads; groups: the rank's own."""
 
-    def __init__(self, mailbox: Mailbox, rank: int, shape: tuple[int, ...], flat: "ThreadMesh | None" = None) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        rank: int,
+        shape: tuple[int, ...],
+        groups: list[ThreadGroup],
+        flat: "ThreadMesh | None" = None,
+    ) -> None:
         self.shape, self.ndim, self.device_type = shape, len(shape), mailbox.device.type
         self._mailbox, self._rank, self._flat = mailbox, rank, flat or self
-        self._registered: list[ThreadGroup] = [] if flat is None else flat._registered
+        self._of_rank = groups
         grid = torch.arange(prod(shape)).view(shape)
         lines = (grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist() for dim in range(self.ndim))
         self._groups = [self._group(line) for of_dim in lines for line in of_dim if rank in line]
@@ -114,27 +130,16 @@ class ThreadMesh:
 
     def reshaped(self, *shape: int) -> "ThreadMesh":
         """Return a mesh of the same ranks with other dimensions."""
-        return ThreadMesh(self._mailbox, self._rank, shape, self._flat)
+        return ThreadMesh(self._mailbox, self._rank, shape, self._of_rank, self._flat)
 
     def _flatten(self, name: str) -> "ThreadMesh":
         return self._flat
 
     def _group(self, ranks: list[int]) -> ThreadGroup:
-        """Make a group, which functions of `torch.distributed` find until `registered` ends."""
-        number = len(self._registered)  # all ranks make their groups in the same order
+        """Make a group, and enter it into tables in which functions of `torch.distributed` look for it."""
+        number = len(self._of_rank)  # all ranks make their groups in the same order
         group = ThreadGroup(self._mailbox, f"group {number} of ranks {ranks}", ranks, self._rank)
-        self._registered.append(group)
         _world.pg_map[group] = ("threads", None)
         _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        self._of_rank.append(group)
         return group
-
-    @contextmanager
-    def registered(self) -> Iterator[None]:
-        """Check at the end that all operations were waited for, and remove the rank's groups from PyTorch's tables."""
-        try:
-            yield
-            for group in self._registered:
-                group.check_waits()
-        finally:
-            for group in self._registered:
-                del _world.pg_map[group], _world.pg_group_ranks[group]
