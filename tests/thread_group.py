@@ -266,7 +266,7 @@ class ThreadGroup(dist.ProcessGroup):
     def _put(
         self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType | None = None
     ) -> None:
-        """Copy the reduction of the sources, of one of which it is the source itself, to the target."""
+        """Copy the reduction of the sources, or the only source, to the target."""
         for source in sources:
             same = (target.numel(), target.dtype) == (source.numel(), source.dtype)
             assert same, f"{source.numel()} of {source.dtype} sent to {target.numel()} of {target.dtype}"
