@@ -279,7 +279,7 @@ def kept(rank: int, mesh: ThreadMesh, results: dict[int, Any], function: Callabl
         ("all_gather", ring, "gather_rows", "everything"),
         ("ring", ring, "_return_gradients", "dkv"),
         ("all_gather", ring, "reduce_rows", "dkv"),
-        ("all_to_all", ulysses, "_exchange", "everything"),
+        ("all_to_all", ulysses, "all_to_all", "everything"),
     ],
 )
 def test_attention_without_a_wait_is_nan(method: str, module: Any, name: str, wrong: str, device: str) -> None:

@@ -4,8 +4,8 @@
     a piece     the rows of one rank, in its order; where keys have a layout of their own, rows of queries, then of keys
     a message   the pieces of all ranks
 
-Few copies do it: each tensor is copied into these rows and out of them as a whole, and one concatenation changes
-between the order of ranks and the order of the sequence. Tensors that have arrived stay views of the rows.
+Few copies do it: each tensor is copied into these rows and out of them as a whole. One concatenation changes between
+the order of ranks and the order of the sequence, where these differ. Tensors that have arrived stay views of the rows.
 """
 
 import math
@@ -39,6 +39,12 @@ class _Rows:
     def size(self, rank: int) -> int:
         """Return the bytes of a rank's rows."""
         return self.layout.local_length(rank) * self.width
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the rows of all ranks, one rank after another, are in the order of the sequence."""
+        ranges = sum(self.layout.ranges, ())
+        return ranges == tuple(sorted(ranges))
 
     def in_sequence(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return all rows in the order of the sequence; pieces: the bytes of each rank's rows."""
@@ -81,9 +87,16 @@ class Bundle:
 
     def in_sequence(self, message: torch.Tensor) -> Tensors:
         """Return all rows of each tensor, (R, B, h, ...), in the order of the sequence. message: of all ranks."""
+        if self._in_order:
+            return self.blocks[0].views(message.view(-1, self.blocks[0].width))
         ranks, number = range(self.blocks[0].layout.degree), len(self.blocks)
         pieces = message.split([block.size(rank) for rank in ranks for block in self.blocks])
         return [x for i, block in enumerate(self.blocks) for x in block.views(block.in_sequence(pieces[i::number]))]
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether a message is already in the order of the sequence."""
+        return len(self.blocks) == 1 and self.blocks[0].in_order
 
     def by_rank(self, tensors: Tensors) -> torch.Tensor:
         """Return the message to all ranks; tensors: all rows of each, (R, B, h, ...), in the order of the sequence."""
@@ -93,6 +106,8 @@ class Bundle:
             for view in block.views(rows):
                 view.copy_(next(given))
             whole.append(rows)
+        if self._in_order:
+            return whole[0].view(-1)
         parts: Tensors = []
         for rank in range(self.blocks[0].layout.degree):
             for block, rows in zip(self.blocks, whole, strict=True):
@@ -101,5 +116,5 @@ class Bundle:
 
 
 def _joined(parts: Tensors) -> torch.Tensor:
-    """Return these bytes, one after another; itself if they are one tensor. Words are faster to copy than bytes."""
-    return parts[0] if len(parts) == 1 else torch.cat([part.view(torch.int64) for part in parts]).view(torch.uint8)
+    """Return these bytes, one after another, copied by words."""
+    return torch.cat([part.view(torch.int64) for part in parts]).view(torch.uint8)
