@@ -50,6 +50,9 @@ def environment(version: str) -> Path:
         with (folder / "pip.log").open("w") as log:
             pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", pins]
             subprocess.run(pip, check=True, stdout=log, stderr=subprocess.STDOUT)
+            # Tests start programs in other folders, which import the package.
+            this = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--editable", ROOT]
+            subprocess.run(this, check=True, stdout=log, stderr=subprocess.STDOUT)
         installed.write_text(wanted, encoding="utf-8")
     return python
 

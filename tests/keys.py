@@ -279,6 +279,12 @@ EFFECTS: dict[str, str | Seen] = {
         f"{_CP2} --parallelism.context_parallel_method=all_gather",
         ranks=2,
     ),
+    "parallelism.context_parallel_keep_exchanged": Seen(
+        f"{_CP2} --parallelism.context_parallel_method=all_to_all --parallelism.context_parallel_keep_exchanged",
+        lambda off, on: "qkv_dout" in off.calls and "dout" in on.calls,
+        f"{_CP2} --parallelism.context_parallel_method=all_to_all",
+        ranks=2,
+    ),
     "parallelism.context_parallel_kernel": Seen(
         "--training.attention_mask=document --parallelism.context_parallel_kernel=math",
         _other("final"),

@@ -160,6 +160,12 @@ class ThreadGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "threads"
 
+    # torch 2.14 asks the backend of a device whether it takes messages together
+    supports_coalescing = False
+
+    def _get_backend(self, device: torch.device) -> "ThreadGroup":
+        return self
+
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: object = None) -> dist.Work:
         return self._collective("all_gather", x, lambda x: [x], 0, self._split(output))
 

@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.distributed.pool import WorkerPool
 from tests.masks import dense
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.attention import context_parallel_attention
+from trainer.distributed.context_parallel.attention import (
+    context_parallel_attention,
+    context_parallel_attention_keeping,
+)
 from trainer.distributed.context_parallel.live import LivePlan, opened
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
 from trainer.distributed.context_parallel.planning.mask import (
@@ -145,7 +148,9 @@ def attention_case(cases: list[Case]) -> list[dict]:
             exchange.bytes_sent.clear()
             settings = 0.3, case.is_causal, case.window
             with opened(live, BATCH) as handle:
-                out, lse = context_parallel_attention(*leaves[:3], handle, *settings, *leaves[3:])
+                keep = case.options.keep_exchanged
+                attention = context_parallel_attention_keeping if keep else context_parallel_attention
+                out, lse, *_ = attention(*leaves[:3], handle, *settings, *leaves[3:])
                 grads = torch.autograd.grad(out, leaves, cotangent)
             assert lse.shape == out.shape[:3]
             got = (out, *grads[:3])
@@ -159,7 +164,8 @@ def attention_case(cases: list[Case]) -> list[dict]:
             (run,) = live._executions.values()
             shape = AttentionShape(BATCH, *case.heads, case.head_dim, case.dtype.itemsize)
             costs = [
-                attention_cost(run.plan, shape, way, case.options.heads_per_pass) for way in ("forward", "backward")
+                attention_cost(run.plan, shape, way, case.options.heads_per_pass, keep_exchanged=keep)
+                for way in ("forward", "backward")
             ]
             results.append(
                 {

@@ -90,12 +90,17 @@ def test_context_parallel_attention_is_not_communicated_again_by_op(pool: Worker
     assert got["full"].total() > got["2"].total() > got["none"].total()
 
 
-@pytest.mark.parametrize("method", ["all_gather", pytest.param("all_to_all", marks=pytest.mark.slow)])
+KEPT = "all_to_all --parallelism.context_parallel_keep_exchanged"
+
+
+@pytest.mark.parametrize(
+    "method", ["all_gather", *(pytest.param(m, marks=pytest.mark.slow) for m in ("all_to_all", KEPT))]
+)
 def test_nor_do_the_other_methods(pool: WorkerPool, method: str) -> None:
     """And each mode's gradients are those of the single process, with documents that change the plan."""
     world_size, arguments = LAYOUTS["cp2"]
     mask = ["--training.dtype=float64", "--training.attention_mask=document"]
-    settings = [*mask, f"--parallelism.context_parallel_method={method}", *arguments]
+    settings = [*mask, *f"--parallelism.context_parallel_method={method}".split(), *arguments]
     exchanges = {}
     for mode, checkpointing in MODES.items():
         exchanges[mode] = pool.run(world_size, counted_case, [*settings, *checkpointing])[0][1]

@@ -78,6 +78,7 @@ def test_every_gradient_is_that_of_one_eager_process(
 
 
 DOCUMENTS = ["--training.attention_mask=document", "--parallelism.context_parallel_load_balancer=balanced"]
+KEPT = ["--parallelism.context_parallel_method=all_to_all", "--parallelism.context_parallel_keep_exchanged"]
 WINDOWS = ["--model.sliding_window=5", "--model.sliding_window_every=2"]
 
 
@@ -92,6 +93,10 @@ WINDOWS = ["--model.sliding_window=5", "--model.sliding_window_every=2"]
             1,
             marks=pytest.mark.slow,
         ),
+        # What an exchange of heads keeps has another size in each batch.
+        ("cp2", "aot_eager", [*DOCUMENTS, *KEPT, *OP], 1),
+        pytest.param("cp2", "inductor", [*DOCUMENTS, *KEPT], 1, marks=pytest.mark.slow),
+        pytest.param("cp2+tp2", "inductor", [*KEPT, *FULL], 1, marks=pytest.mark.slow),
         # A layer with a window and one without are two graphs, however many layers and steps there are.
         ("cp2", "aot_eager", [*WINDOWS, "--parallelism.context_parallel_method=all_gather", *FULL], 2),
     ],

@@ -23,10 +23,13 @@ from tests.distributed.attention_cases import (
 )
 from tests.distributed.pool import WorkerPool
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.attention import context_parallel_attention
+from trainer.distributed.context_parallel.attention import (
+    context_parallel_attention,
+    context_parallel_attention_keeping,
+)
 from trainer.distributed.context_parallel.execution import build
 from trainer.distributed.context_parallel.live import LivePlan, opened
-from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.layout import LOAD_BALANCERS, head_tail
 from trainer.runtime.process_group import Process, process_group
 
@@ -75,6 +78,46 @@ def test_sinks_take_their_share_once(pool: WorkerPool, degree: int, method: str)
     options = ContextParallelOptions(method)
     cases = [Case(26, (6, 2), options=options, sinks=True, **mask) for mask in MASKS]
     assert_exact(pool, degree, [*cases, Case(26, (6, 6), 16, torch.bfloat16, options, sinks=True)])
+
+
+@pytest.mark.parametrize(
+    ("degree", "options"),
+    [
+        (2, ContextParallelOptions("all_to_all", keep_exchanged=True)),
+        (3, ContextParallelOptions("all_to_all", "contiguous", keep_exchanged=True)),
+        (4, ContextParallelOptions("hybrid", "balanced", hybrid_degrees=(2, 2), keep_exchanged=True)),
+    ],
+    ids=lambda value: value if isinstance(value, int) else value.method,
+)
+def test_what_was_exchanged_can_be_kept(pool: WorkerPool, degree: int, options: ContextParallelOptions) -> None:
+    """The backward sends the gradient of the output alone to the ranks of the heads."""
+    cases = [Case(length, (12, 6), options=options, **mask) for length in (26, 5, 2) for mask in MASKS]
+    cases += [Case(21, heads, options=options, mask="documents") for heads in RATIOS]
+    cases += [Case(26, (6, 2), options=options, sinks=True, **mask) for mask in MASKS]
+    cases += [Case(26, (12, 2), 16, dtype, options, sinks=True) for dtype in (torch.bfloat16, torch.float32)]
+    assert_exact(pool, degree, cases)
+    again = [dataclasses.replace(case, options=dataclasses.replace(options, keep_exchanged=False)) for case in cases]
+    results = (pool.run(degree, attention_case, some)[0] for some in (cases, again))
+    kept, exchanged = (sum(sum(result["sent"].values()) for result in some) for some in results)
+    assert kept < 0.8 * exchanged
+
+
+def kept_of_another_length_case() -> str:
+    """The message for more keys than queries."""
+    process = Process.from_environment()
+    options = ContextParallelOptions("all_to_all", keep_exchanged=True)
+    with process_group(process, parse_command_line([]).config.comm):
+        layouts = [options.layout(length, 2) for length in (8, 12)]
+        q, k = (torch.zeros(1, 2, layout.local_length(process.rank), 8) for layout in layouts)
+        live = LivePlan(mesh_of_all(process), layouts[0], None, options, layouts[1])
+        with opened(live, 1) as handle, pytest.raises(ContextParallelError) as error:
+            context_parallel_attention_keeping(q, k, k, handle, 0.3)
+    return str(error.value)
+
+
+def test_only_self_attention_keeps_what_was_exchanged(pool: WorkerPool) -> None:
+    for message in pool.run(2, kept_of_another_length_case):
+        assert "use keep_exchanged = False" in message
 
 
 RATIOS = [(12, 12), (12, 6), (12, 4), (12, 3), (12, 2), (12, 1)]

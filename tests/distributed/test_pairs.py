@@ -40,7 +40,7 @@ OF_MODEL: dict[str, dict[str, list[str]]] = {
 # How the work is shared and done; "-": there is nothing that this is about.
 OF_WORK: dict[str, dict[str, list[str]]] = {
     "method": {"-": []} | {m: [f"{_CP}method={m}"] for m in ("ring", "all_gather", "all_to_all", "auto")},
-    "passes": {"-": [], "1 head": [f"{_CP}heads_per_pass=1"]},
+    "passes": {"-": [], "1 head": [f"{_CP}heads_per_pass=1"], "kept": [f"{_CP}keep_exchanged"]},
     "balancer": {"-": []} | {b: [f"{_CP}load_balancer={b}"] for b in ("head_tail", "contiguous", "balanced")},
     "kernel": {"auto": [], "math": [f"{_CP}kernel=math"]},
     "schedule": {"-": [], "1F1B": [], "GPipe": [f"{_PP}GPipe"]}

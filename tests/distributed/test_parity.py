@@ -176,6 +176,10 @@ PLANNED = {
         "--parallelism.context_parallel_method=all_to_all",
         "--parallelism.context_parallel_heads_per_pass=1",
     ],
+    "all_to_all, kept": [
+        "--parallelism.context_parallel_method=all_to_all",
+        "--parallelism.context_parallel_keep_exchanged",
+    ],
     "hybrid": [
         "--parallelism.context_parallel_method=hybrid",
         "--parallelism.context_parallel_hybrid_degrees",

@@ -182,7 +182,7 @@ EXECUTION = (
     ),
     Mutant(
         "sinks learn the wrong way",
-        f"{_CP}/attention.py",
+        f"{_CP}/execution/sinks.py",
         "return -(share * (dout",
         "return (share * (dout",
         _ATTENTION,

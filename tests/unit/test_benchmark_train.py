@@ -189,7 +189,8 @@ def test_the_result_names_its_command_and_holds_every_variant(
     result = json.loads(file.read_text())
     assert result["command"] == " ".join(["python scripts/benchmarks/train.py", *argv, "--training.seed 3"])
     assert (result["layers"], result["seq_len"], result["rows"], result["vocab_size"]) == (1, 32, 2, 4352)
-    assert (result["device"], result["threads"], result["torch"]) == ("cpu", torch.get_num_threads(), torch.__version__)
+    assert (result["device"], result["threads"]) == ("cpu", torch.get_num_threads())
+    assert torch.__version__.startswith(result["torch"])  # the package's version may lack the build's name
     bare, *rest = result["results"]
     assert [row["variant"] for row in rest] == ["trainer", "selective+kernel=cpu_flash"]
     for row in rest:

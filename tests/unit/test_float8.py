@@ -157,6 +157,8 @@ def test_with_a_scale_a_row_an_outlier_spoils_its_own_row_only():
 @pytest.mark.parametrize("tokens", [32, 24, 7])
 def test_emulation_equals_the_float8_kernels(recipe: str, tokens: int):
     """PyTorch has reference kernels for CPUs. Outputs are bfloat16: a last bit of it may differ."""
+    if recipe == "rowwise" and torch.__version__ < (2, 12):
+        pytest.skip("PyTorch 2.11 has no rowwise kernel for CPUs")
     x, cotangent = data(tokens, torch.bfloat16)
     kernels = product(Float8(enable=True, recipe_name=recipe), x, cotangent)
     emulated = product(replace(EMULATED, recipe_name=recipe), x, cotangent)

@@ -189,6 +189,11 @@ RULES = [
         ["context_parallel_heads_per_pass = 4 must be less than the 4 key/value heads", "use fewer"],
     ),
     (
+        [f"{CP}degree", "2", f"{CP}method", "all_to_all", f"{CP}heads_per_pass", "1", f"{CP}keep_exchanged"],
+        2,
+        ["context_parallel_keep_exchanged = true keeps all heads", "heads_per_pass = 1", "use one of them"],
+    ),
+    (
         [f"{CP}degree", "4", f"{CP}method", "all_to_all", f"{CP}heads_per_pass", "1"],
         4,
         ["context_parallel_heads_per_pass = 1 must be less than the 1 key/value heads"],

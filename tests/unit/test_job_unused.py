@@ -67,6 +67,13 @@ TOLD = [
         [CP2, f"{CP}method=all_gather"],
         "with parallelism.context_parallel_degree = 1",
     ),
+    (
+        f"{CP[2:]}keep_exchanged",
+        ["true"],
+        2,
+        [CP2, f"{CP}method=all_to_all"],
+        "with parallelism.context_parallel_degree = 1",
+    ),
     (f"{CP[2:]}hybrid_degrees", ["2", "2"], 4, [f"{CP}degree=4", f"{CP}method=hybrid"], "context_parallel_degree = 1"),
     (f"{CP[2:]}kernel", ["math"], 2, [CP2], "on plain causal attention"),
     (f"{CP[2:]}kernel", ["math"], 1, ["--training.attention_mask=document"], "on plain causal attention"),
@@ -187,6 +194,7 @@ MORE = [
 REFUSED = [
     (["--model.sliding_window_every=2"], 1, ["sliding_window_every = 2 has no effect without", "such as 4096"]),
     (["--checkpoint.load_step=5"], 1, ["load_step = 5 has no effect without checkpoint.enable; switch it on"]),
+    ([CP2, f"{CP}keep_exchanged"], 2, ["keep_exchanged = true has no effect", "'ring'", "use 'all_to_all' or"]),
     ([CP2, f"{CP}heads_per_pass=1"], 2, ["heads_per_pass = 1 has no effect", "'ring'", "use 'all_gather'"]),
     (
         ["--parallelism.fsdp_backward_prefetch=1", "--parallelism.fsdp_reshard_after_forward=never"],

@@ -26,6 +26,12 @@ _PLANNED = Condition(
     lambda config, _: config.plans_attention,
     "on plain causal attention: it is for context parallelism, packed documents, sliding windows and sinks",
 )
+_EXCHANGING = Condition(
+    lambda config, _: config.parallelism.context_parallel_method in ("all_to_all", "hybrid"),
+    "with parallelism.context_parallel_method = {0.parallelism.context_parallel_method!r}, which exchanges no heads",
+    "leave it out, or use 'all_to_all' or 'hybrid'",
+    general='unless parallelism.context_parallel_method is `"all_to_all"` or `"hybrid"`',
+)
 _DEALT = Condition(
     lambda config, _: (
         not (config.parallelism.pipeline_parallel_module_fqns or config.parallelism.pipeline_parallel_split_points)
@@ -80,6 +86,8 @@ class Parallelism:
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "heads", when=(_WITH_CP, _NOT_RING)
     )
     """Key/value heads that travel at a time (all_gather, all_to_all): less memory, more exchanges."""
+    context_parallel_keep_exchanged: bool = key(False, when=(_WITH_CP, _EXCHANGING))
+    """Keep the exchanged q, k, v and output for the backward (all_to_all, hybrid): less traffic, more memory."""
     context_parallel_kernel: Literal[
         "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "flex"
     ] = key("auto", when=_PLANNED)

@@ -55,7 +55,13 @@ def resolve_attention(
         check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
     except ValueError as error:
         raise ConfigError(f"parallelism.{error}") from None
-    return replace(options, heads_per_pass=_checked_passes(parallelism, options, model)), reason
+    passes, keep = _checked_passes(parallelism, options, model), parallelism.context_parallel_keep_exchanged
+    if passes and keep:
+        raise ConfigError(
+            f"parallelism.context_parallel_keep_exchanged = true keeps all heads; context_parallel_heads_per_pass = "
+            f"{passes} takes less memory; use one of them"
+        )
+    return replace(options, heads_per_pass=passes, keep_exchanged=keep), reason
 
 
 def kernel_of(

@@ -159,6 +159,14 @@ def _passes_in_flight(job: "ResolvedJob") -> int:
     return passes if job.pipeline.schedule in ("GPipe", "LoopedBFS") else min(passes, job.degrees.pp)
 
 
+def _exchanged(job: "ResolvedJob") -> int:
+    """Return the elements per token that attention keeps of an exchange of heads, beside q, k, v: outputs, copies."""
+    if job.attention is None or not job.attention.keep_exchanged:
+        return 0
+    model, degree = job.model, job.attention.head_degree(job.degrees.cp) * job.degrees.tp
+    return (model.n_heads + 2 * (math.lcm(model.n_kv_heads, degree) - model.n_kv_heads)) * model.head_dim
+
+
 def _kept(job: "ResolvedJob", layers: list[int]) -> int:
     """Return the elements per token that these layers keep for the backward, and what one of them recomputes.
 
@@ -171,8 +179,10 @@ def _kept(job: "ResolvedJob", layers: list[int]) -> int:
     outputs = sum(out for name, (out, _) in model.linear_shapes().items() if name.startswith(f"layers.{layers[0]}."))
     everything = 2 * outputs + (2 if job.compute_dtype in ("float32", "float64") else 6) * model.dim
     by_operator = model.dim + model.n_heads * model.head_dim + outputs // 2
+    kept = _exchanged(job)
+    everything, by_operator = everything + kept, by_operator + kept
     if job.compilation.model:  # the compiler recomputes what is cheap
-        everything = outputs + model.n_heads * model.head_dim + 2 * model.dim
+        everything = outputs + model.n_heads * model.head_dim + 2 * model.dim + kept
     if settings.mode == "none":
         return len(layers) * everything
     if settings.mode == "memory_budget":

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world  # no public names as of torch 2.13
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _world  # no public name as of torch 2.13
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
@@ -134,7 +135,8 @@ def set_timeout(seconds: float, *, but_for: dist.ProcessGroup | None = None) -> 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the time-out of one process group."""
-    _set_pg_timeout(timeout, group)
+    set_timeout_of = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public since torch 2.14
+    set_timeout_of(timeout, group)
 
 
 def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:

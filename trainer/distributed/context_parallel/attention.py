@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from trainer.distributed.context_parallel.autocast import add_autocast_rule
+from trainer.distributed.context_parallel.execution.build import Execution
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.sinks import sink_gradient, with_sinks
+from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.marks import Mark
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
@@ -49,22 +52,9 @@ def context_parallel_attention(
             scale is not above 0, or forward-mode differentiation is used.
         ConfigError: the kernel cannot do it.
     """
-    if not 0 < scale < math.inf:
-        raise ContextParallelError(
-            f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"
-        )
-    # No public name as of torch 2.13. The body of an operator does not see the tangents of `torch.func.jvp`.
-    if forward_ad._current_level >= 0:
-        raise ContextParallelError(
-            "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
-            "`torch.autograd.grad`), or compute the tangent on one process"
-        )
-    live, sequences = resolve(plan)
-    q, k, v = map(_rows_contiguous, (q, k, v))
-    run = live.execution(q, k, v, sequences, is_causal, window)
-    live.calls += 1
-    out, lse = run.forward(q, k, v, scale)
-    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
+    q, k, v = map(rows_contiguous, (q, k, v))
+    out, lse = execution_for_forward(q, k, v, plan, scale, is_causal, window).forward(q, k, v, scale)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 @torch.library.custom_op("trainer::context_parallel_attention_backward", mutates_args=())
@@ -83,27 +73,40 @@ def _context_parallel_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk, dv, and the sinks' gradient of this rank's queries ((0,) without sinks)."""
     live, sequences = resolve(plan)
-    dout, q, k, v = map(_rows_contiguous, (dout, q, k, v))
+    dout, q, k, v = map(rows_contiguous, (dout, q, k, v))
     run = live.execution(q, k, v, sequences, is_causal, window)
     # Output and log-sum-exp include the sink, and so do the probabilities that tiles compute from them.
     gradients = run.backward(BackwardInputs(dout, q, k, v, out, lse), scale)
-    return *gradients, q.new_empty(0) if sinks is None else _sink_gradient(dout, out, lse, sinks)
+    return *gradients, q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
 
 
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+def execution_for_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: torch.Tensor, scale: float, is_causal: bool, window: int
+) -> Execution:
+    """Check the call, count it, and return what runs it.
+
+    Raises:
+        ContextParallelError, ConfigError: as `context_parallel_attention`.
+    """
+    if not 0 < scale < math.inf:
+        raise ContextParallelError(
+            f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"
+        )
+    # No public name as of torch 2.13. The body of an operator does not see the tangents of `torch.func.jvp`.
+    if forward_ad._current_level >= 0:
+        raise ContextParallelError(
+            "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
+            "`torch.autograd.grad`), or compute the tangent on one process"
+        )
+    live, sequences = resolve(plan)
+    run = live.execution(q, k, v, sequences, is_causal, window)
+    live.calls += 1
+    return run
+
+
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     """Kernels read a row's elements one after another, whatever the strides of the other dimensions."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
-    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
-
-
-def _sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    # A sink's value is zero, so that only the mean term of the softmax's derivative is left.
-    return -(share * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 @context_parallel_attention.register_fake
@@ -137,39 +140,143 @@ add_autocast_rule("context_parallel_attention", casts=3)
 add_autocast_rule("context_parallel_attention_backward", casts=0)
 
 
+# ---- the operator that keeps what was exchanged
+
+
+@torch.library.custom_op("trainer::context_parallel_attention_keeping", mutates_args=())
+def context_parallel_attention_keeping(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+    is_causal: bool = True,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute what `context_parallel_attention` does, by an exchange of heads, and keep what was exchanged.
+
+    -> output, log-sum-exp, and two tensors of bytes: q, k, v and the results for all rows of this rank's heads. They
+    are saved for the backward instead of q, k, v, so that only the gradient of the output travels to the ranks of the
+    heads. How many bytes they have depends on the batch's layout.
+
+    Raises:
+        ContextParallelError, ConfigError: as `context_parallel_attention`; or the method exchanges no heads.
+    """
+    q, k, v = map(rows_contiguous, (q, k, v))
+    run = execution_for_forward(q, k, v, plan, scale, is_causal, window)
+    return _exchanging(run).forward_keeping(q, k, v, scale, sinks)
+
+
+@torch.library.custom_op("trainer::context_parallel_attention_keeping_backward", mutates_args=())
+def _context_parallel_attention_keeping_backward(
+    dout: torch.Tensor,
+    inputs: torch.Tensor,
+    results: torch.Tensor,
+    kv_heads: int,
+    plan: torch.Tensor,
+    scale: float,
+    is_causal: bool,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk, dv, and the sinks' gradient of this rank's heads ((0,) without sinks)."""
+    live, sequences = resolve(plan)
+    b, _, s, d = dout.shape
+    dout = rows_contiguous(dout)
+    key = dout.new_empty(()).expand(b, kv_heads, s, d)  # for its shape and dtype
+    run = _exchanging(live.execution(dout, key, key, sequences, is_causal, window))
+    *gradients, dsinks = run.backward_keeping(dout, inputs, results, scale, kv_heads, sinks)
+    return *gradients, dout.new_empty(0) if dsinks is None else dsinks
+
+
+def _exchanging(run: Execution) -> HeadExchange:
+    if not isinstance(run, HeadExchange):
+        raise ContextParallelError(
+            "attention was told to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
+            "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
+        )
+    return run
+
+
+@context_parallel_attention_keeping.register_fake
+def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None):
+    b, h, s, d = q.shape
+    out = q.new_empty(b, s, h, d).transpose(1, 2)
+    sizes = torch.library.get_ctx().new_dynamic_size(), torch.library.get_ctx().new_dynamic_size()
+    kept = (q.new_empty(size, dtype=torch.uint8) for size in sizes)
+    return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32)), *kept
+
+
+@_context_parallel_attention_keeping_backward.register_fake
+def _(dout, inputs, results, kv_heads, plan, scale, is_causal, window, sinks):
+    b, h, s, d = dout.shape
+    gradients = (dout.new_empty(b, s, heads, d).transpose(1, 2) for heads in (h, kv_heads, kv_heads))
+    return *gradients, dout.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _save_kept(ctx, inputs, output) -> None:
+    _, k, _, plan, ctx.scale, ctx.is_causal, ctx.window, sinks = inputs
+    ctx.kv_heads = k.shape[1]
+    _, *others = output
+    ctx.save_for_backward(*others[1:], plan, sinks)
+    ctx.mark_non_differentiable(*others)
+
+
+def _differentiate_kept(ctx, dout: torch.Tensor, *_: torch.Tensor):
+    *kept, plan, sinks = ctx.saved_tensors
+    dq, dk, dv, dsinks = _context_parallel_attention_keeping_backward(
+        dout, *kept, ctx.kv_heads, plan, ctx.scale, ctx.is_causal, ctx.window, sinks
+    )
+    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks
+
+
+context_parallel_attention_keeping.register_autograd(_differentiate_kept, setup_context=_save_kept)
+add_autocast_rule("context_parallel_attention_keeping", casts=3)
+add_autocast_rule("context_parallel_attention_keeping_backward", casts=0)
+
+
+# ---- the style
+
+
 class ContextParallelAttention(ParallelStyle):
     """Style that makes an attention module attend over the sequence of all ranks of the mesh.
 
     The module's forward is `(q, k, v, *, scale=None, sinks=None, plan=None)`, with q (B, H, S, D), unrepeated k, v
     (B, K, S, D), sinks (H,). Inside `context_parallel(...)`, the model passes the context's `attention_plan` as `plan`.
-    is_causal: whether later tokens are hidden; sliding_window: how many keys a token sees, None for all.
+    is_causal: whether later tokens are hidden; sliding_window: how many keys a token sees, None for all;
+    keep_exchanged: the option of the context, `ContextParallelOptions.keep_exchanged`.
 
     Raises:
         ContextParallelError: a window below 1; a module with dropout, when the style is applied.
     """
 
-    def __init__(self, *, is_causal: bool = True, sliding_window: int | None = None) -> None:
+    def __init__(
+        self, *, is_causal: bool = True, sliding_window: int | None = None, keep_exchanged: bool = False
+    ) -> None:
         if sliding_window is not None and sliding_window < 1:
             raise ContextParallelError(
                 f"sliding_window = {sliding_window} shows nothing; use at least 1, or None for all"
             )
         self.is_causal = is_causal
         self.sliding_window = sliding_window
+        self.keep_exchanged = keep_exchanged
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _refuse_dropout(module)
-        replace_forward(module, "context parallelism", _forward_of(self.is_causal, self.sliding_window or 0))
+        forward = _forward_of(self.is_causal, self.sliding_window or 0, self.keep_exchanged)
+        replace_forward(module, "context parallelism", forward)
         module._context_parallel_mark = Mark(device_mesh.get_group())
         return module
 
 
 @cache
-def _forward_of(is_causal: bool, window: int) -> partial:
+def _forward_of(is_causal: bool, window: int, keep_exchanged: bool) -> partial:
     """Return a partial of a function of this file, which can be pickled.
 
     Modules of one kind share it: the compiler guards on the object, and would compile each layer again.
     """
-    return partial(_forward, is_causal=is_causal, window=window)
+    return partial(_forward, is_causal=is_causal, window=window, keep_exchanged=keep_exchanged)
 
 
 def _forward(
@@ -179,18 +286,20 @@ def _forward(
     *,
     is_causal: bool,
     window: int,
+    keep_exchanged: bool,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run as the forward of a parallelised module: return the output of `context_parallel_attention`."""
+    """Run as the forward of a parallelised module: return the output of the operator."""
     if plan is None:
         raise ContextParallelError(
             "this attention is context parallel and got no plan; run the model inside `context_parallel(...)` "
             "and pass that context's `attention_plan` to its forward"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks)[0]
+    attention = context_parallel_attention_keeping if keep_exchanged else context_parallel_attention
+    return attention(q, k, v, plan, scale, is_causal, window, sinks)[0]
 
 
 def _refuse_dropout(module: nn.Module) -> None:

@@ -43,7 +43,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     if job.attention is not None:
         for block in blocks:
             window = block.attention.inner_attention.sliding_window
-            styles = {"attention.inner_attention": ContextParallelAttention(sliding_window=window)}
+            attention = ContextParallelAttention(sliding_window=window, keep_exchanged=job.attention.keep_exchanged)
+            styles = {"attention.inner_attention": attention}
             if block.attention.short_conv is not None and dims.size("cp") > 1:
                 styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
             parallelize_module(block, dims["cp"], styles)

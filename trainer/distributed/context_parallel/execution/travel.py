@@ -22,14 +22,15 @@ Tensors = list[torch.Tensor]
 
 
 class _Rows:
-    """Rows of bytes with a row of each of some tensors. layout: of the rows over ranks; tensors: (rows, B, h, ...)."""
+    """Rows of bytes with a row of each of some tensors. layout: of the rows over ranks; tensors: (B, h, rows, ...)."""
 
     def __init__(self, layout: AxisLayout, tensors: Tensors) -> None:
         self.layout, self.width = layout, 0
         self._tensors = []
         for x in tensors:
-            size = math.prod(x.shape[1:]) * x.itemsize
-            self._tensors.append((slice(self.width, self.width + size), x.dtype, x.shape[1:]))
+            shape = *x.shape[:2], *x.shape[3:]
+            size = math.prod(shape) * x.itemsize
+            self._tensors.append((slice(self.width, self.width + size), x.dtype, shape))
             self.width += aligned(size)
 
     def views(self, rows: torch.Tensor) -> Tensors:
@@ -67,7 +68,7 @@ class Bundle:
 
     @classmethod
     def of(cls, queries: Tensors, keys: Tensors, layouts: tuple[AxisLayout, AxisLayout]) -> "Bundle":
-        """Return the bundle of such tensors, (rows, B, h, ...). layouts: of queries and of keys over the ranks."""
+        """Return the bundle of such tensors, (B, h, any rows, ...). layouts: of queries and of keys over the ranks."""
         if not keys or layouts[0].ranges == layouts[1].ranges:
             return cls((_Rows(layouts[0], [*queries, *keys]),))
         return cls((_Rows(layouts[0], queries), _Rows(layouts[1], keys)))
@@ -86,32 +87,40 @@ class Bundle:
         ]
 
     def in_sequence(self, message: torch.Tensor) -> Tensors:
-        """Return all rows of each tensor, (R, B, h, ...), in the order of the sequence. message: of all ranks."""
+        """Return all rows in the order of the sequence, (R, width) for each block. message: of all ranks."""
         if self._in_order:
-            return self.blocks[0].views(message.view(-1, self.blocks[0].width))
+            return [message.view(-1, self.blocks[0].width)]
         ranks, number = range(self.blocks[0].layout.degree), len(self.blocks)
         pieces = message.split([block.size(rank) for rank in ranks for block in self.blocks])
-        return [x for i, block in enumerate(self.blocks) for x in block.views(block.in_sequence(pieces[i::number]))]
+        return [block.in_sequence(pieces[i::number]) for i, block in enumerate(self.blocks)]
+
+    def tensors(self, rows: Tensors) -> Tensors:
+        """Return the tensors in all rows: (R, width) for each block -> (B, h, R, ...) for each tensor."""
+        return [x.movedim(0, 2) for block, each in zip(self.blocks, rows, strict=True) for x in block.views(each)]
 
     @property
     def _in_order(self) -> bool:
         """Whether a message is already in the order of the sequence."""
         return len(self.blocks) == 1 and self.blocks[0].in_order
 
-    def by_rank(self, tensors: Tensors) -> torch.Tensor:
-        """Return the message to all ranks; tensors: all rows of each, (R, B, h, ...), in the order of the sequence."""
+    def rows(self, tensors: Tensors) -> Tensors:
+        """Return all rows of the tensors, (B, h, R, ...), as bytes: (R, width) for each block."""
         given, whole = iter(tensors), []
         for block in self.blocks:
             rows = tensors[0].new_empty(block.layout.length, block.width, dtype=torch.uint8)
             for view in block.views(rows):
-                view.copy_(next(given))
+                view.copy_(next(given).movedim(2, 0))
             whole.append(rows)
+        return whole
+
+    def by_rank(self, rows: Tensors) -> torch.Tensor:
+        """Return the message to all ranks; rows: all, in the order of the sequence, (R, width) for each block."""
         if self._in_order:
-            return whole[0].view(-1)
+            return rows[0].view(-1)
         parts: Tensors = []
         for rank in range(self.blocks[0].layout.degree):
-            for block, rows in zip(self.blocks, whole, strict=True):
-                parts += block.of_rank(rows, rank)
+            for block, each in zip(self.blocks, rows, strict=True):
+                parts += block.of_rank(each, rank)
         return _joined(parts)
 
 

@@ -34,9 +34,11 @@ import torch.distributed as dist
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
+from trainer.distributed.context_parallel.execution.sinks import sink_gradient, with_sinks
 from trainer.distributed.context_parallel.execution.stages import as_before, fold_batch, unfold_batch, with_next
 from trainer.distributed.context_parallel.execution.travel import Bundle, Tensors
 from trainer.distributed.context_parallel.planning.heads import HeadShare
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.sharding.exchange import Pending, all_to_all
 
@@ -47,6 +49,9 @@ class HeadExchange:
 
     inner: the execution for all rows of this rank's heads; heads_per_pass: key/value heads of a rank that travel at a
     time, 0 for all.
+
+    `forward` and `backward` keep nothing between them, so that all inputs travel again. `forward_keeping` also returns
+    what was exchanged, as bytes, and `backward_keeping` takes it: one product's worth of rows travels instead of six.
     """
 
     plan: RankPlan
@@ -60,16 +65,13 @@ class HeadExchange:
         """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
-        # (B, S, H, D) in memory, as the output projection reads it
-        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        passes = HeadShare.passes(q.shape[1], k.shape[1], self.plan.head_degree, self.heads_per_pass)
+        out, lse = _results(q)
+        passes = self._passes(q, k.shape[1])
         keys = [_replicated(x, passes[0].copies) for x in (k, v)]
         returning: list[_Returning] = []
-        # (B, h, R, D), twice (B, k, R, D)
-        for share, (all_q, all_k, all_v) in self._received([q], keys, passes, kind="qkv"):
-            results = self.inner.forward(all_q, all_k, all_v, scale)  # (B, h, R, D), (B, h, R)
-            returning.append(_return_rows([*results], [], [out, lse], share, self, kind="out"))
+        for share, arrived in self._arriving([q], keys, passes, kind="qkv"):
+            results = self.inner.forward(*arrived.tensors(), scale)  # (B, h, R, D), (B, h, R)
+            returning.append(self._return([*results], [], [out, lse], share, kind="out"))
         for each in returning:
             each.put()
         return unfold_batch(out, whole_q), unfold_batch(lse, whole_q)
@@ -78,7 +80,7 @@ class HeadExchange:
         """Return the gradients of q, k, v; all inputs are exchanged again."""
         inputs = given.q, given.k, given.v
         dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in given)
-        passes = HeadShare.passes(q.shape[1], k.shape[1], self.plan.head_degree, self.heads_per_pass)
+        passes = self._passes(q, k.shape[1])
         copies = passes[0].copies
         keys = [_replicated(x, copies) for x in (k, v)]
         # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
@@ -86,31 +88,146 @@ class HeadExchange:
         dq = torch.empty_like(q)
         dkeys = [torch.empty_like(x, dtype=gradient_dtype) for x in keys]
         returning: list[_Returning] = []
-        for share, received in self._received([q, dout, out, lse], keys, passes, kind="qkv_dout"):
-            all_q, all_dout, all_out, all_lse, *all_kv = received
+        for share, arrived in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
+            all_q, all_dout, all_out, all_lse, *all_kv = arrived.tensors()
             inside = BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)  # (B, h, R, ...), keys (B, k, R, D)
             all_dq, *all_dkv = self.inner.backward(inside, scale, gradient_dtype)
-            returning.append(_return_rows([all_dq], all_dkv, [dq, *dkeys], share, self, kind="dqkv"))
+            returning.append(self._return([all_dq], all_dkv, [dq, *dkeys], share, kind="dqkv"))
         for each in returning:
             each.put()
-        dk, dv = (x if copies == 1 else x.unflatten(1, (-1, copies)).sum(2) for x in dkeys)
-        return tuple(as_before(x, like) for x, like in zip((dq, dk, dv), inputs, strict=True))
+        gradients = dq, *(_summed(x, copies) for x in dkeys)
+        return tuple(as_before(x, like) for x, like in zip(gradients, inputs, strict=True))
 
-    def _received(
+    def forward_keeping(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return output and log-sum-exp as `forward`, with the share of the sinks (H,), and two tensors of bytes.
+
+        These are all rows of this rank's heads: of q, k, v, and of output and log-sum-exp.
+
+        Raises:
+            ContextParallelError: the keys have another layout than the queries.
+        """
+        whole_q = q
+        q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
+        out, lse = _results(q)
+        (share,) = self._passes(q, k.shape[1])
+        keys = [_replicated(x, share.copies) for x in (k, v)]
+        ((_, arrived),) = self._arriving([q], keys, [share], kind="qkv")
+        if len(arrived.bundle.blocks) > 1:
+            raise ContextParallelError(
+                "keep_exchanged keeps rows of queries and keys together, and this attention has as many of each only "
+                "in self-attention; use keep_exchanged = False"
+            )
+        (inputs,) = rows = arrived.rows()
+        results = self.inner.forward(*arrived.bundle.tensors(rows), scale)
+        if sinks is not None:
+            results = with_sinks(*results, sinks[share.queries(self.group.rank())])
+        bundle = Bundle.of([*results], [], self.plan.head_group_layouts)
+        (kept,) = rows = bundle.rows([*results])
+        self._send_rows(bundle, rows, ([out, lse], []), share, kind="out").put()
+        return unfold_batch(out, whole_q), unfold_batch(lse, whole_q), inputs.view(-1), kept.view(-1)
+
+    def backward_keeping(
+        self,
+        dout: torch.Tensor,
+        inputs: torch.Tensor,
+        results: torch.Tensor,
+        scale: float,
+        kv_heads: int,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the gradients of q, k, v, and of the sinks (of this rank's heads, zero elsewhere).
+
+        dout: (B, H, S, D), in the dtype of q; inputs, results: bytes that `forward_keeping` has returned; kv_heads: K.
+        """
+        b, heads, s, d = dout.shape
+        whole_dout, dout = dout, fold_batch(dout, self.plan)
+        (share,) = self._passes(dout, kv_heads)
+        width, layouts = dout.shape[0], self.plan.head_group_layouts
+        like_q, like_k = (dout.new_empty(width, n, 0, d) for n in (heads // self.plan.head_degree, share.stop))
+        like_lse = like_q.new_empty(like_q.shape[:3], dtype=torch.promote_types(dout.dtype, torch.float32))
+        of_inputs, of_results = Bundle.of([like_q], [like_k] * 2, layouts), Bundle.of([like_q, like_lse], [], layouts)
+        ((_, arrived),) = self._arriving([dout], [], [share], kind="dout")
+        (all_dout,) = arrived.tensors()
+        all_q, *all_kv = of_inputs.tensors([inputs.view(-1, of_inputs.blocks[0].width)])
+        all_out, all_lse = of_results.tensors([results.view(-1, of_results.blocks[0].width)])
+        gradient_dtype = all_lse.dtype if share.copies > 1 else dout.dtype
+        all_dq, *all_dkv = self.inner.backward(
+            BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse), scale, gradient_dtype
+        )
+        rows = dout.shape[2]
+        dq = dout.new_empty(width, rows, heads, d).transpose(1, 2)
+        dkeys = [
+            dout.new_empty(width, rows, kv_heads * share.copies, d, dtype=gradient_dtype).transpose(1, 2) for _ in "kv"
+        ]
+        self._return([all_dq], all_dkv, [dq, *dkeys], share, kind="dqkv").put()
+        gradients = dq, *(_summed(x, share.copies) for x in dkeys)
+        likes = (whole_dout.new_empty(b, s, n, d).transpose(1, 2) for n in (heads, kv_heads, kv_heads))
+        dsinks = None
+        if sinks is not None:
+            mine = share.queries(self.group.rank())
+            dsinks = torch.zeros_like(sinks)
+            dsinks[mine] = sink_gradient(all_dout, all_out, all_lse, sinks[mine])
+        return *(as_before(x, like) for x, like in zip(gradients, likes, strict=True)), dsinks
+
+    def _passes(self, q: torch.Tensor, kv_heads: int) -> list[HeadShare]:
+        return HeadShare.passes(q.shape[1], kv_heads, self.plan.head_degree, self.heads_per_pass)
+
+    def _arriving(
         self, queries: Tensors, keys: Tensors, passes: list[HeadShare], *, kind: str
-    ) -> Iterator[tuple[HeadShare, Tensors]]:
+    ) -> "Iterator[tuple[HeadShare, _Arriving]]":
         """Yield all rows of this rank's heads, pass by pass; the next pass travels meanwhile."""
-        incoming = _send_heads(queries, keys, passes[0], self, kind=kind)
+        incoming = self._send_heads(queries, keys, passes[0], kind=kind)
         for share, following in with_next(passes):
             arrived = incoming
             if following is not None:
-                incoming = _send_heads(queries, keys, following, self, kind=kind)
-            yield share, arrived.assembled()
+                incoming = self._send_heads(queries, keys, following, kind=kind)
+            yield share, arrived
+
+    def _send_heads(self, queries: Tensors, keys: Tensors, share: HeadShare, *, kind: str) -> "_Arriving":
+        """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads."""
+        degree, here = self.plan.head_degree, self.group.rank()
+        queries, keys = _by_rank(queries, keys, share, degree)
+        of_rank = ([x[0].movedim(0, 2) for x in each] for each in (queries, keys))  # (B, h, S, ...)
+        bundle = Bundle.of(*of_rank, self.plan.head_group_layouts)
+        wire = queries[0].new_empty(degree, bundle.size(here), dtype=torch.uint8)
+        for view, x in zip(bundle.views(wire, here), (*queries, *keys), strict=True):
+            view.copy_(x)
+        sizes = [bundle.size(rank) for rank in range(degree)]
+        received, pending = all_to_all(wire.view(-1), [bundle.size(here)] * degree, sizes, self.group, kind=kind)
+        return _Arriving(bundle, received, pending)
+
+    def _return(self, queries: Tensors, keys: Tensors, into: Tensors, share: HeadShare, *, kind: str) -> "_Returning":
+        """Start the exchange from all rows of my heads, (B, h, R, ...), to my rows of all heads in tensors `into`."""
+        bundle, n = Bundle.of(queries, keys, self.plan.head_group_layouts), len(queries)
+        return self._send_rows(bundle, bundle.rows([*queries, *keys]), (into[:n], into[n:]), share, kind=kind)
+
+    def _send_rows(
+        self, bundle: Bundle, rows: Tensors, into: tuple[Tensors, Tensors], share: HeadShare, *, kind: str
+    ) -> "_Returning":
+        degree, here = self.plan.head_degree, self.group.rank()
+        sizes = [bundle.size(rank) for rank in range(degree)]
+        mine = [bundle.size(here)] * degree
+        received, pending = all_to_all(bundle.by_rank(rows), sizes, mine, self.group, kind=kind)
+        queries, keys = _by_rank(*into, share, degree)
+        return _Returning(bundle, received.view(degree, bundle.size(here)), pending, [*queries, *keys], here)
+
+
+def _results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised output and log-sum-exp of these queries, the output as the output projection reads it."""
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _replicated(x: torch.Tensor, copies: int) -> torch.Tensor:
     """Return keys or values with `copies` of each head: (B, K, T, D) -> (B, K x copies, T, D)."""
     return x if copies == 1 else x.repeat_interleave(copies, dim=1)
+
+
+def _summed(x: torch.Tensor, copies: int) -> torch.Tensor:
+    """Add up the gradients of a head's copies: the adjoint of `_replicated`."""
+    return x if copies == 1 else x.unflatten(1, (-1, copies)).sum(2)
 
 
 def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> tuple[Tensors, Tensors]:
@@ -123,30 +240,21 @@ def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> 
 
 
 @dataclass
-class _Incoming:
+class _Arriving:
     """All rows of this rank's heads, under way."""
 
     bundle: Bundle
     received: torch.Tensor
     pending: Pending
 
-    def assembled(self) -> Tensors:
-        """Wait, and return all rows of this rank's heads: (B, h, R, ...) for each tensor."""
+    def rows(self) -> Tensors:
+        """Wait, and return all rows in the order of the sequence, as bytes."""
         self.pending.wait()
-        return [rows.movedim(0, 2) for rows in self.bundle.in_sequence(self.received)]
+        return self.bundle.in_sequence(self.received)
 
-
-def _send_heads(queries: Tensors, keys: Tensors, share: HeadShare, run: HeadExchange, *, kind: str) -> _Incoming:
-    """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads."""
-    degree, here = run.plan.head_degree, run.group.rank()
-    queries, keys = _by_rank(queries, keys, share, degree)
-    bundle = Bundle.of([x[0] for x in queries], [x[0] for x in keys], run.plan.head_group_layouts)
-    wire = queries[0].new_empty(degree, bundle.size(here), dtype=torch.uint8)
-    for view, x in zip(bundle.views(wire, here), (*queries, *keys), strict=True):
-        view.copy_(x)
-    sizes = [bundle.size(rank) for rank in range(degree)]
-    received, pending = all_to_all(wire.view(-1), [bundle.size(here)] * degree, sizes, run.group, kind=kind)
-    return _Incoming(bundle, received, pending)
+    def tensors(self) -> Tensors:
+        """Wait, and return all rows of this rank's heads: (B, h, R, ...) for each tensor."""
+        return self.bundle.tensors(self.rows())
 
 
 @dataclass
@@ -164,17 +272,3 @@ class _Returning:
         self.pending.wait()
         for target, view in zip(self.into, self.bundle.views(self.received, self.rank), strict=True):
             target.copy_(view)
-
-
-def _return_rows(
-    queries: Tensors, keys: Tensors, into: Tensors, share: HeadShare, run: HeadExchange, *, kind: str
-) -> _Returning:
-    """Start the exchange from all rows of my heads, (B, h, R, ...), to my rows of all heads, for the tensors `into`."""
-    degree, here = run.plan.head_degree, run.group.rank()
-    queries, keys = ([x.movedim(2, 0) for x in each] for each in (queries, keys))  # (R, B, h, ...)
-    bundle = Bundle.of(queries, keys, run.plan.head_group_layouts)
-    sizes = [bundle.size(rank) for rank in range(degree)]
-    wire = bundle.by_rank([*queries, *keys])
-    received, pending = all_to_all(wire, sizes, [bundle.size(here)] * degree, run.group, kind=kind)
-    of_queries, of_keys = _by_rank(into[: len(queries)], into[len(queries) :], share, degree)
-    return _Returning(bundle, received.view(degree, bundle.size(here)), pending, [*of_queries, *of_keys], here)

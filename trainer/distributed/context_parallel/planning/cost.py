@@ -12,6 +12,7 @@ Exchange of heads: a rank sends each other rank its rows of that rank's heads, a
 
     forward    q, k, v              (kind qkv)        attention inside    out, lse      (kind out)
     backward   q, dout, out, lse, k, v  (qkv_dout)    attention inside    dq, dk, dv    (dqkv)
+    or, if what the forward has exchanged is kept, dout (dout)
 """
 
 from collections import Counter
@@ -58,7 +59,9 @@ class Cost:
         self.bytes_received[kind] += received
 
 
-def attention_cost(plan: RankPlan, shape: AttentionShape, direction: str, heads_per_pass: int = 0) -> Cost:
+def attention_cost(
+    plan: RankPlan, shape: AttentionShape, direction: str, heads_per_pass: int = 0, *, keep_exchanged: bool = False
+) -> Cost:
     """Return the cost of one attention call of the plan's rank in one direction, `forward` or `backward`.
 
     workspace: the most bytes that buffers of K and V (and their gradients) take at once, beside inputs and results. It
@@ -66,8 +69,11 @@ def attention_cost(plan: RankPlan, shape: AttentionShape, direction: str, heads_
     """
     width = shape.batch if plan.sequences == 1 else 1
     is_backward = direction == "backward"
-    cost_of = _staged if plan.inner is None else _exchanged
-    cost = cost_of(plan, shape, width, is_backward, heads_per_pass)
+    if plan.inner is None:
+        cost = _staged(plan, shape, width, is_backward, heads_per_pass)
+    else:
+        kinds = _TRAVELLING["keeping" if is_backward and keep_exchanged else direction]
+        cost = _exchanged(plan, shape, width, is_backward, heads_per_pass, kinds)
     # Two products in the forward; in the backward the scores again, and four products of their size.
     cost.flops = (10 if is_backward else 4) * plan.pairs * shape.head_dim * (shape.heads // plan.head_degree) * width
     return cost
@@ -102,7 +108,15 @@ def _most_alive(buffers: list[int]) -> int:
     return max(map(sum, pairwise([*buffers, 0])))
 
 
-def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool, heads_per_pass: int) -> Cost:
+def _exchanged(
+    plan: RankPlan,
+    shape: AttentionShape,
+    width: int,
+    is_backward: bool,
+    heads_per_pass: int,
+    kinds: dict[str, tuple[str, ...]],
+) -> Cost:
+    """Return the cost with two exchanges of heads. kinds: of both, and the tensors that travel."""
     cost = Cost()
     lengths = [[layout.local_length(r) for r in range(plan.head_degree)] for layout in plan.head_group_layouts]
     here = plan.rank % plan.head_degree
@@ -115,22 +129,27 @@ def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: b
         cost.calls += inside.calls
         cost.bytes_sent += inside.bytes_sent
         cost.bytes_received += inside.bytes_received
-        there, back = ([*_pieces(shape, width, kv_heads, share, names)] for names in _TRAVELLING[is_backward])
+        there, back = ([*_pieces(shape, width, kv_heads, share, names)] for names in kinds.values())
         # Of each tensor there: this rank's rows for each other rank. Back: each other rank's rows, for that rank.
         mine, theirs = (
             [sum(lengths[of_keys][r] * row for r in ranks for of_keys, row in pieces) for pieces in (there, back)]
             for ranks in ([here] * len(others), others)
         )
-        cost.exchanges("qkv_dout" if is_backward else "qkv", mine[0], theirs[0])
-        cost.exchanges("dqkv" if is_backward else "out", theirs[1], mine[1])
+        going, coming = kinds
+        cost.exchanges(going, mine[0], theirs[0])
+        cost.exchanges(coming, theirs[1], mine[1])
         rows = [2 * sum(each) for each in lengths]  # as they arrive, and in the order of the sequence
         alive.append(sum(rows[of_keys] * row for of_keys, row in there) + inside.workspace)
     cost.workspace = _most_alive(alive)
     return cost
 
 
-# Names of the tensors that go to the ranks of the heads, and back: forward, backward.
-_TRAVELLING = ((("q", "k", "k"), ("q", "lse")), (("q", "q", "q", "lse", "k", "k"), ("q", "dk", "dk")))
+# The exchange to the ranks of the heads, and the one back: kind -> tensors as large as these.
+_TRAVELLING = {
+    "forward": {"qkv": ("q", "k", "k"), "out": ("q", "lse")},
+    "backward": {"qkv_dout": ("q", "q", "q", "lse", "k", "k"), "dqkv": ("q", "dk", "dk")},
+    "keeping": {"dout": ("q",), "dqkv": ("q", "dk", "dk")},
+}
 
 
 def _pieces(

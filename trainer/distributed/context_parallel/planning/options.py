@@ -23,7 +23,8 @@ class ContextParallelOptions:
     method: `ring`, `all_gather`, `all_to_all` or `hybrid`; load_balancer: `head_tail`, `contiguous` or `balanced`;
     kernel: `auto`, or the name of a kernel; heads_per_pass: key/value heads that travel at a time, 0 for all;
     hybrid_degrees: for `hybrid`, the size of a head group, and the number of groups, which make the ring; multiple_of:
-    a divisor of each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
+    a divisor of each rank's number of tokens (the tensor-parallel degree, for sequence parallelism); keep_exchanged:
+    keep what an exchange of heads has brought for the backward, instead of exchanging it again.
 
     Raises:
         ContextParallelError: a value that is none of these, or one that has no effect.
@@ -35,6 +36,7 @@ class ContextParallelOptions:
     heads_per_pass: int = 0
     hybrid_degrees: tuple[int, int] | None = None
     multiple_of: int = 1
+    keep_exchanged: bool = False
 
     def __post_init__(self) -> None:
         if self.hybrid_degrees is not None:
@@ -58,6 +60,12 @@ class ContextParallelOptions:
             raise ContextParallelError(
                 f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = {self.method!r}, where "
                 "all heads travel together; use 'all_gather' or 'all_to_all' with it"
+            )
+
+        if self.keep_exchanged and (not self.spread.divides_heads or self.heads_per_pass):
+            raise ContextParallelError(
+                f"keep_exchanged with method = {self.method!r} and heads_per_pass = {self.heads_per_pass}: it is for "
+                "'all_to_all' and 'hybrid', which exchange heads, and keeps all of them; leave it or the heads out"
             )
 
     @property
