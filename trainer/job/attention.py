@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig, Parallelism
+from trainer.config.schema import JobConfig, Parallelism, Training
 from trainer.distributed.context_parallel.planning.auto import choose
 from trainer.distributed.context_parallel.planning.capabilities import able_kernels, auto_kernel
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
@@ -28,7 +28,8 @@ def resolve_attention(
         ConfigError: a kernel that lacks a feature, a method that cannot divide the heads, or degrees that do not fit.
     """
     parallelism = config.parallelism
-    able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, bands=has_windows(model))
+    needs = {"bands": has_windows(model), "deterministic": config.training.deterministic}
+    able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
     if not config.plans_attention:
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -58,17 +59,23 @@ def resolve_attention(
     return replace(options, heads_per_pass=_checked_passes(parallelism, options, model)), reason
 
 
-def kernel_of(
-    options: ContextParallelOptions, device_type: str, dtype: str, model: ModelArgs, *, documents: bool
-) -> str:
-    """Return the name of the kernel of planned attention. dtype: in which the model computes.
+def kernel_of(options: ContextParallelOptions, device_type: str, training: Training, model: ModelArgs) -> str:
+    """Return the kernel of planned attention; if `auto` chooses by the GPU, which nobody knows yet, both with the rule.
 
     Raises:
         ConfigError: the configured kernel cannot run there.
     """
-    able = able_kernels(options.kernel, device_type, dtype, model.head_dim, bands=has_windows(model))
+    kind, windows = (device_type, training.compute_dtype(device_type), model.head_dim), has_windows(model)
+    able = able_kernels(options.kernel, *kind, bands=windows, deterministic=training.deterministic)
+    if options.kernel != "auto":
+        return options.kernel
+    documents = training.attention_mask == "document"
     tiles = 100 if documents else 1  # packed documents make many tiles a stage
-    return auto_kernel(able, tiles) if options.kernel == "auto" else options.kernel
+    other = auto_kernel(able, tiles)
+    hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=not (documents or windows))
+    if hopper == other:
+        return other
+    return f"{hopper} on compute capability 9.0 or later without FlashAttention-3, else {other}"
 
 
 def with_head_degree(degrees: Degrees, options: ContextParallelOptions | None) -> Degrees:

@@ -20,6 +20,7 @@ from trainer.distributed.context_parallel.execution.stages import (
     as_before,
     attend,
     fold_batch,
+    lone_gradients,
     pack,
     query_heads,
     unfold_batch,
@@ -95,7 +96,19 @@ class StagedExecution:
         kv_dtype: of dk and dv, if the caller adds to them; by default the dtypes of k and v.
         """
         inputs = given.q, given.k, given.v
-        dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in given)
+        types = given.q.dtype, kv_dtype or given.k.dtype, kv_dtype or given.v.dtype
+        given = BackwardInputs(*(fold_batch(x, self.plan) for x in given))
+        gradients = None
+        if self.plan.degree == 1:
+            gradients = lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
+        if gradients is None:
+            gradients = self._summed_gradients(given, scale)
+        together = zip(gradients, inputs, types, strict=True)
+        return tuple(as_before(x, like, dtype) for x, like, dtype in together)
+
+    def _summed_gradients(self, given: BackwardInputs, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
+        dout, q, k, v, out, lse = given
         dq = torch.zeros_like(q, dtype=lse.dtype)
         b, kv_heads, rows, d = k.shape
         own_gradient = k.new_zeros(rows, 2, b, kv_heads, d, dtype=lse.dtype)
@@ -115,9 +128,7 @@ class StagedExecution:
             pending.wait()
             held = incoming
         returning.add(None, own_gradient, own_gradient, self)
-        types = q.dtype, kv_dtype or k.dtype, kv_dtype or v.dtype
-        gradients = zip((dq, *unpack(own_gradient)), inputs, types, strict=True)
-        return tuple(as_before(x, like, dtype) for x, like, dtype in gradients)
+        return dq, *unpack(own_gradient)
 
     def _items(self, stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], kv_heads: int) -> list[_Item]:
         """Return the local stage for all heads, then the other stages for each pass of heads."""

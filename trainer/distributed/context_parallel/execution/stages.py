@@ -1,13 +1,14 @@
-"""The parts of every execution: the calls of a stage, forward and backward, and the merging of partial results."""
+"""The parts of every execution: the calls of a stage, forward and backward, and the sums of their results."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.planning.lowering import Call
+from trainer.distributed.context_parallel.execution.merging import merge
+from trainer.distributed.context_parallel.planning.lowering import Call, launches
 from trainer.distributed.context_parallel.planning.plan import RankPlan
-from trainer.distributed.sharding.ranges import Ranges, size
+from trainer.distributed.sharding.ranges import Range, Ranges, size
 
 
 def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
@@ -49,20 +50,17 @@ class Merged:
                 self._lone = None
         return self._sums
 
-    def add(self, heads: slice, call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the result of a call for some heads; a query that saw no key before takes it as it is."""
-        if call.fresh and out.shape[:3] == self._q.shape[:3]:
+    def add(self, heads: slice, rows: slice, out: torch.Tensor, lse: torch.Tensor, *, fresh: bool) -> None:
+        """Merge results of some heads and queries. fresh: these queries saw no key before."""
+        if fresh and out.shape[:3] == self._q.shape[:3]:
             self._lone = out, lse
             return
-        rows = slice(*call.q)
         total_out, total_lse = (total[:, heads, rows] for total in self._accumulated())
-        if call.fresh:
+        if fresh:
             total_out.copy_(out)
             total_lse.copy_(lse)
-            return
-        new = torch.logaddexp(total_lse, lse)  # finite: the call's queries see a key
-        total_out.mul_((total_lse - new).exp_().unsqueeze(-1)).add_(out * (lse - new).exp_().unsqueeze(-1))
-        total_lse.copy_(new)
+        else:
+            merge(total_out, total_lse, out, lse)
 
 
 def attend(
@@ -71,44 +69,89 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     heads: slice,
-    calls: Sequence[Call],
+    calls: tuple[Call, ...],
     kernel: Kernel,
     scale: float,
 ) -> None:
     """Compute a stage's calls and merge their results; q, k, v: all rows of these query heads and their K/V heads."""
-    if kernel.capabilities.many and len(calls) > 1:
-        for call, (out, lse) in zip(calls, kernel.forward_many(q, k, v, calls, scale=scale), strict=True):
-            total.add(heads, call, out, lse)
+    for together, out, lse in _results(q, k, v, calls, kernel, scale):
+        for rows, places, fresh in _runs([call.q for call in together], [call.fresh for call in together]):
+            total.add(heads, rows, out[:, :, places], lse[:, :, places], fresh=fresh)
+
+
+def _results(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[Call, ...], kernel: Kernel, scale: float
+) -> Iterator[tuple[tuple[Call, ...], torch.Tensor, torch.Tensor]]:
+    if kernel.capabilities.many:
+        yield from kernel.forward_many(q, k, v, calls, scale=scale)
         return
     for call in calls:
         rows, columns = slice(*call.q), slice(*call.kv)
-        out, lse = kernel.forward(
-            q[:, :, rows], k[:, :, columns], v[:, :, columns], relation=call.relation, scale=scale
-        )
-        total.add(heads, call, out, lse)
+        keys = k[:, :, columns], v[:, :, columns]
+        yield (call,), *kernel.forward(q[:, :, rows], *keys, relation=call.relation, scale=scale)
 
 
 def add_gradients(
     totals: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     given: BackwardInputs,
-    calls: Sequence[Call],
+    calls: tuple[Call, ...],
     kernel: Kernel,
     scale: float,
 ) -> None:
     """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D)."""
-    if kernel.capabilities.many and len(calls) > 1:
-        results = kernel.backward_many(given, calls, scale=scale)
-    else:
-        results = (kernel.backward(*_of_call(given, call), relation=call.relation, scale=scale) for call in calls)
-    for call, parts in zip(calls, results, strict=True):
-        for total, part, where in zip(totals, parts, (call.q, call.kv, call.kv), strict=True):
-            total[:, :, slice(*where)] += part
+    for together, *parts in _gradients(given, calls, kernel, scale):
+        for total, part, spans in zip(totals, parts, _spans(together), strict=True):
+            for rows, places, _ in _runs(spans):
+                total[:, :, rows] += part[:, :, places]
+
+
+def lone_gradients(
+    given: BackwardInputs, calls: tuple[Call, ...], kernel: Kernel, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Return dq, dk and dv as the kernel makes them if one launch has all rows in their order, else None."""
+    parts = launches(calls) if kernel.capabilities.many else [(call,) for call in calls]
+    everything = [[(0, x.shape[2])] for x in (given.q, given.k, given.v)]
+    if len(parts) != 1 or [[(r.start, r.stop) for r, *_ in _runs(s)] for s in _spans(parts[0])] != everything:
+        return None
+    ((_, *gradients),) = _gradients(given, calls, kernel, scale)
+    return tuple(gradients)
+
+
+def _gradients(
+    given: BackwardInputs, calls: tuple[Call, ...], kernel: Kernel, scale: float
+) -> Iterator[tuple[tuple[Call, ...], torch.Tensor, torch.Tensor, torch.Tensor]]:
+    if kernel.capabilities.many:
+        yield from kernel.backward_many(given, calls, scale=scale)
+        return
+    for call in calls:
+        yield (call,), *kernel.backward(*_of_call(given, call), relation=call.relation, scale=scale)
 
 
 def _of_call(given: BackwardInputs, call: Call) -> BackwardInputs:
     rows, columns = slice(*call.q), slice(*call.kv)
     places = (rows, rows, columns, columns, rows, rows)
     return BackwardInputs(*(x[:, :, place] for x, place in zip(given, places, strict=True)))
+
+
+def _spans(calls: tuple[Call, ...]) -> tuple[list[Range], list[Range], list[Range]]:
+    """Return the rows of dq, dk and dv of each call."""
+    queries, keys = [call.q for call in calls], [call.kv for call in calls]
+    return queries, keys, keys
+
+
+def _runs(spans: list[Range], kinds: list[bool] | None = None) -> Iterator[tuple[slice, slice, bool]]:
+    """Yield (rows, places, kind) of each longest run of adjacent spans of one kind.
+
+    rows: of the run; places: of these rows among the rows of all spans, one after another.
+    """
+    kinds = kinds or [False] * len(spans)
+    first = place = 0
+    for number, ((_, stop), kind) in enumerate(zip(spans, kinds, strict=True), 1):
+        last = number == len(spans)
+        if last or spans[number][0] != stop or kinds[number] != kind:
+            length = stop - spans[first][0]
+            yield slice(spans[first][0], stop), slice(place, place + length), kind
+            first, place = number, place + length
 
 
 def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:

@@ -7,9 +7,11 @@ helps.
     BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from typing import TypeVar
 
 from trainer.distributed.context_parallel.planning.capabilities import Capabilities
 from trainer.distributed.context_parallel.planning.mask import Relation
@@ -26,6 +28,9 @@ class Call:
     kv: Range
     relation: Relation
     fresh: bool
+
+
+TileOrCall = TypeVar("TileOrCall", Tile, Call)
 
 
 @dataclass(frozen=True)
@@ -47,17 +52,34 @@ def _calls(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[tu
     touched: Ranges = ()
     for stage in stages:
         calls = []
-        for tile in stage.tiles:
-            for part in split(tile, capabilities):
-                calls.append(Call(part.q, part.kv, part.relation, fresh=not intersection((part.q,), touched)))
-                touched = union((*touched, part.q))
+        parts = chain.from_iterable(split(tile, capabilities) for tile in stage.tiles)
+        # The results of a launch come together, so that its calls stand together: `fresh` depends on the order.
+        for part in chain.from_iterable(launches(parts)) if capabilities.many else parts:
+            calls.append(Call(part.q, part.kv, part.relation, fresh=not intersection((part.q,), touched)))
+            touched = union((*touched, part.q))
         yield tuple(calls)
+
+
+def launches(tiles: Iterable[TileOrCall]) -> list[tuple[TileOrCall, ...]]:
+    """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries.
+
+    A launch has one relation and one window size, counted from the last key. So BI_CAUSAL and INV_CAUSAL tiles share a
+    launch only if they have the same difference between the numbers of keys and queries.
+    """
+    groups: dict[tuple[Relation, int], list[TileOrCall]] = {}
+    for tile in tiles:
+        groups.setdefault((tile.relation, extra_keys(tile) if tile.relation.lower else 0), []).append(tile)
+    return [tuple(sorted(group, key=lambda tile: (tile.q, tile.kv))) for group in groups.values()]
+
+
+def extra_keys(tile: Tile | Call) -> int:
+    """Return how many keys a tile has more than queries."""
+    return tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
 
 
 def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     """Yield tiles that the kernel can compute, with the same pairs."""
-    (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
-    extra = kv_stop - kv_start - (q_stop - q_start)
+    (kv_start, kv_stop), extra = tile.kv, extra_keys(tile)
     if tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
         yield Tile(tile.q, (kv_start, kv_start + extra))
         yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)
