@@ -19,6 +19,9 @@ _CUDNN, _FLASH, *_OTHERS = (
 )
 
 
+_GPU = "cuda"
+
+
 @torch.compiler.assume_constant_result
 def _gpu_backends() -> list[SDPBackend]:
     """Return PyTorch's attention back ends on GPUs, the fastest first; the first one that can do a call computes it."""
@@ -56,7 +59,7 @@ class InnerAttention(nn.Module):
                 "module, on a mesh of one rank if need be, and run the model inside `context_parallel(...)`"
             )
         options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        if q.device.type != "cuda":
+        if q.device.type != _GPU:
             return F.scaled_dot_product_attention(q, k, v, **options)
         with sdpa_kernel(_gpu_backends(), set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, **options)

@@ -61,15 +61,22 @@ def _calls(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[tu
 
 
 def launches(tiles: Iterable[TileOrCall]) -> list[tuple[TileOrCall, ...]]:
-    """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries.
-
-    A launch has one relation and one window size, counted from the last key. So BI_CAUSAL and INV_CAUSAL tiles share a
-    launch only if they have the same difference between the numbers of keys and queries.
-    """
+    """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries."""
     groups: dict[tuple[Relation, int], list[TileOrCall]] = {}
     for tile in tiles:
-        groups.setdefault((tile.relation, extra_keys(tile) if tile.relation.lower else 0), []).append(tile)
+        groups.setdefault(launch_of(tile), []).append(tile)
     return [tuple(sorted(group, key=lambda tile: (tile.q, tile.kv))) for group in groups.values()]
+
+
+def launch_of(tile: Tile | Call) -> tuple[Relation, int]:
+    """Return the relation of the launch that a tile belongs to, and for windows how many keys more than queries it has.
+
+    A launch has one window size, counted from the last key: tiles with windows of another width are another launch. A
+    single query that sees all its keys is CAUSAL too, as are the documents around a document of one token.
+    """
+    if tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1:
+        return Relation.CAUSAL, 0
+    return tile.relation, extra_keys(tile) if tile.relation.lower else 0
 
 
 def extra_keys(tile: Tile | Call) -> int:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, hidden_pairs, repeated, summed
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.lowering import Call, extra_keys, launches
+from trainer.distributed.context_parallel.planning.lowering import Call, launch_of, launches
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
 
@@ -237,9 +237,8 @@ def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Call:
 
 def _launch(calls: tuple[Call, ...]) -> tuple[tuple[Range, ...], tuple[Range, ...], Relation, dict[str, int]]:
     """Return the spans of queries and of keys, the relation and the window of the calls of one launch."""
-    relation = calls[0].relation
-    window = _window(relation, extra_keys(calls[0]))
-    return tuple(call.q for call in calls), tuple(call.kv for call in calls), relation, window
+    relation, extra = launch_of(calls[0])
+    return tuple(call.q for call in calls), tuple(call.kv for call in calls), relation, _window(relation, extra)
 
 
 def _shape(
