@@ -109,8 +109,8 @@ PLANS = (
     Mutant(
         "a causal tile with more keys is cut one key off",
         f"{_CP}/planning/lowering.py",
-        "extra = kv_stop - kv_start - (q_stop - q_start)\n    if tile",
-        "extra = kv_stop - kv_start - (q_stop - q_start) + 1\n    if tile",
+        "(kv_start, kv_stop), extra = tile.kv, extra_keys(tile)\n    if tile",
+        "(kv_start, kv_stop), extra = tile.kv, extra_keys(tile) + 1\n    if tile",
         "tests/unit/test_kernels.py",
     ),
     Mutant(
@@ -131,18 +131,46 @@ PLANS = (
 
 EXECUTION = (
     Mutant(
+        "documents are added one by one",
+        f"{_CP}/execution/stages.py",
+        "if last or spans[number][0] != stop or kinds[number] != kind:",
+        "if stop:",
+        "tests/unit/test_launches.py",
+    ),
+    Mutant(
+        "results of a launch count as fresh in the order of tiles",
+        f"{_CP}/planning/lowering.py",
+        "chain.from_iterable(launches(parts)) if capabilities.many else parts:",
+        "parts:",
+        "tests/unit/test_launches.py",
+    ),
+    Mutant(
+        "gradients of some rows pass for everything",
+        f"{_CP}/execution/stages.py",
+        "if len(parts) != 1 or ",
+        "if len(parts) != 1 and ",
+        "tests/unit/test_launches.py",
+    ),
+    Mutant(
+        "cuDNN is taken before Hopper",
+        f"{_CP}/planning/capabilities.py",
+        "capability >= _HOPPER and not flash3",
+        "not flash3",
+        "tests/unit/test_kernels.py",
+    ),
+    Mutant(
         "a later tile replaces the result",
         f"{_CP}/execution/stages.py",
-        "        if call.fresh:\n",
-        "        if call:\n",
+        "        if fresh:\n",
+        "        if rows:\n",
         _ATTENTION,
     ),
     Mutant(
         "results are merged by the larger weight",
-        f"{_CP}/execution/stages.py",
-        "new = torch.logaddexp(total_lse, lse)",
-        "new = torch.maximum(total_lse, lse)",
-        _ATTENTION,
+        f"{_CP}/execution/merging.py",
+        "total_lse.copy_(torch.logaddexp(total_lse, lse))",
+        "total_lse.copy_(torch.maximum(total_lse, lse))",
+        "tests/unit/test_merging.py",
     ),
     Mutant(
         "empty results share their memory",

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig, Parallelism, Training
+from trainer.config.schema import JobConfig, Parallelism
 from trainer.distributed.context_parallel.planning.auto import choose
 from trainer.distributed.context_parallel.planning.capabilities import able_kernels, auto_kernel
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
 from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
-from trainer.distributed.context_parallel.planning.methods import METHODS
+from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.job.degrees import Degrees
 from trainer.models.args import ModelArgs, has_windows
@@ -59,23 +59,33 @@ def resolve_attention(
     return replace(options, heads_per_pass=_checked_passes(parallelism, options, model)), reason
 
 
-def kernel_of(options: ContextParallelOptions, device_type: str, training: Training, model: ModelArgs) -> str:
-    """Return the kernel of planned attention; if `auto` chooses by the GPU, which nobody knows yet, both with the rule.
+def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: ContextParallelOptions) -> str:
+    """Return the kernel of planned attention; if `auto` chooses by the GPU, which is not known yet, the rule in words.
 
     Raises:
         ConfigError: the configured kernel cannot run there.
     """
-    kind, windows = (device_type, training.compute_dtype(device_type), model.head_dim), has_windows(model)
+    training, windows = config.training, has_windows(model)
+    kind = device_type, training.compute_dtype(device_type), model.head_dim
     able = able_kernels(options.kernel, *kind, bands=windows, deterministic=training.deterministic)
     if options.kernel != "auto":
         return options.kernel
     documents = training.attention_mask == "document"
-    tiles = 100 if documents else 1  # packed documents make many tiles a stage
+    tiles = 100 if documents else _tiles_of_a_stage(config, model, options)  # packed documents make many
     other = auto_kernel(able, tiles)
     hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=not (documents or windows))
     if hopper == other:
         return other
     return f"{hopper} on compute capability 9.0 or later without FlashAttention-3, else {other}"
+
+
+def _tiles_of_a_stage(config: JobConfig, model: ModelArgs, options: ContextParallelOptions) -> int:
+    """Return the most tiles of a stage of the first rank, without packed documents."""
+    degree = config.parallelism.context_parallel_degree
+    layout, method = options.layout(config.training.seq_len, degree), options.method
+    head_degree = options.head_degree(degree)
+    plans = [make_plan(layout, mask, method, 0, head_degree=head_degree) for mask in _layer_masks(config, model)]
+    return max(len(stage.tiles) for plan in plans for stage in plan.forward)
 
 
 def with_head_degree(degrees: Degrees, options: ContextParallelOptions | None) -> Degrees:

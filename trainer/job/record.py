@@ -94,7 +94,7 @@ class ResolvedJob:
             ConfigError: the configured kernel cannot run on the job's type of device.
         """
         options = self.attention
-        return "" if options is None else kernel_of(options, self.device_type, self.config.training, self.model)
+        return "" if options is None else kernel_of(self.config, self.model, self.device_type, options)
 
     def method_chooser(self) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
         """Return a function that chooses the method for the documents of a batch; None if there is no choice."""
