@@ -165,8 +165,9 @@ def tile_rows(args: argparse.Namespace) -> Iterator[Row]:
             for name in args.kernels:
                 try:
                     yield from measure_tiles(problem, choose_kernel(args.device, dtype, args.head_dim, name), args)
-                except RuntimeError as error:  # out of memory, or an operator that this build or GPU lacks
-                    print(f"{name}, {problem.seq_len} tokens: {str(error).splitlines()[0]}", file=sys.stderr)
+                except Exception as error:  # out of memory, an operator that this build or GPU lacks, a compiler
+                    said = f"{type(error).__name__}: {error}".splitlines()[0]
+                    print(f"{name}, {problem.seq_len} tokens: {said}", file=sys.stderr)
 
 
 def measure_tiles(problem: Problem, kernel: Kernel, args: argparse.Namespace) -> Iterator[Row]:
