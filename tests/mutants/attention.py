@@ -109,8 +109,8 @@ PLANS = (
     Mutant(
         "a causal tile with more keys is cut one key off",
         f"{_CP}/planning/lowering.py",
-        "(kv_start, kv_stop), extra = tile.kv, extra_keys(tile)\n    if tile",
-        "(kv_start, kv_stop), extra = tile.kv, extra_keys(tile) + 1\n    if tile",
+        "(kv_start, kv_stop), extra = tile.kv, _extra_keys(tile)\n    if tile",
+        "(kv_start, kv_stop), extra = tile.kv, _extra_keys(tile) + 1\n    if tile",
         "tests/unit/test_kernels.py",
     ),
     Mutant(
@@ -132,23 +132,23 @@ PLANS = (
 EXECUTION = (
     Mutant(
         "documents are added one by one",
-        f"{_CP}/execution/stages.py",
-        "if last or spans[number][0] != stop or kinds[number] != kind:",
+        f"{_CP}/planning/lowering.py",
+        "if number == len(spans) or spans[number][0] != stop or fresh[number] != fresh[first]:",
         "if stop:",
         "tests/unit/test_launches.py",
     ),
     Mutant(
-        "results of a launch count as fresh in the order of tiles",
+        "a run has fresh results and others",
         f"{_CP}/planning/lowering.py",
-        "chain.from_iterable(launches(parts)) if capabilities.many else parts:",
-        "parts:",
+        " or fresh[number] != fresh[first]:",
+        ":",
         "tests/unit/test_launches.py",
     ),
     Mutant(
         "gradients of some rows pass for everything",
-        f"{_CP}/execution/stages.py",
-        "if len(parts) != 1 or ",
-        "if len(parts) != 1 and ",
+        f"{_CP}/planning/lowering.py",
+        "len(found) == 1 and found[0].rows == slice(0, count)",
+        "len(found) == 1",
         "tests/unit/test_launches.py",
     ),
     Mutant(

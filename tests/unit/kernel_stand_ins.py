@@ -7,7 +7,7 @@ rows that are not aligned, statistics that are not contiguous, heads that are no
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional as F
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL, visible
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
 from trainer.distributed.context_parallel.execution.kernels.flex import Flex
-from trainer.distributed.context_parallel.planning.lowering import Call
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch, together
 
 # ---- plain attention of one sequence: q (S, H, D), k and v (T, H or fewer, D), lse (H, S)
 
@@ -242,16 +242,19 @@ KERNELS = [CudaFlash(OPS), Efficient(OPS), Cudnn(OPS), Varlen(OPS), Flex(plain_a
 # ---- many tiles in one launch
 
 
-def of_calls(results: Iterable[tuple]) -> Iterator[tuple[Call, tuple[torch.Tensor, ...]]]:
-    """Each call with its own rows of what `forward_many` or `backward_many` yields."""
-    for calls, *parts in results:
-        offsets = [0] * len(parts)
-        for call in calls:
-            spans = (call.q, call.q) if len(parts) == 2 else (call.q, call.kv, call.kv)
-            lengths = [stop - start for start, stop in spans]
-            yield call, tuple(x[:, :, o : o + n] for x, o, n in zip(parts, offsets, lengths, strict=True))
-            offsets = [o + n for o, n in zip(offsets, lengths, strict=True)]
-        assert offsets == [x.shape[2] for x in parts]
+def launches_of(calls: tuple[Call, ...]) -> list[Launch]:
+    return [Launch(group) for group in together(calls)]
+
+
+def of_calls(launch: Launch, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[Call, tuple[torch.Tensor, ...]]]:
+    """Each call with its own rows of what `forward_many` or `backward_many` returns for a launch."""
+    offsets = [0] * len(parts)
+    for call in launch.calls:
+        spans = (call.q, call.q) if len(parts) == 2 else (call.q, call.kv, call.kv)
+        lengths = [stop - start for start, stop in spans]
+        yield call, tuple(x[:, :, o : o + n] for x, o, n in zip(parts, offsets, lengths, strict=True))
+        offsets = [o + n for o, n in zip(offsets, lengths, strict=True)]
+    assert offsets == [x.shape[2] for x in parts]
 
 
 CALLS = (

@@ -8,7 +8,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, of_calls, plain_attention
+from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of, of_calls, plain_attention
 from tests.unit.test_kernels import (
     BI_CAUSAL,
     CAUSAL,
@@ -28,7 +28,7 @@ from trainer.distributed.context_parallel.execution.kernels import cuda, flex
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Varlen
 from trainer.distributed.context_parallel.execution.kernels.flex import Flex
-from trainer.distributed.context_parallel.planning.lowering import Call, split
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch, split
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
 
@@ -132,12 +132,15 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
     kernel = Varlen(OPS)
     q, k, v, cotangent = (x[:batch] for x in inputs(4, 2, 12, 13, head_dim))
     counts.clear()
-    results = dict(of_calls(kernel.forward_many(q, k, v, CALLS, scale=0.3)))
+    launches, results, grads = launches_of(CALLS), {}, {}
+    for launch in launches:
+        results |= of_calls(launch, kernel.forward_many(q, k, v, launch, scale=0.3))
     # FULL, CAUSAL, INV_CAUSAL, and BI_CAUSAL with 2 keys more than queries, of which both calls are
     assert counts == {"flash_forward": 4}
     whole_out, whole_lse = torch.randn_like(q), torch.randn_like(q[..., 0]) + 4
     given = BackwardInputs(cotangent, q, k, v, whole_out, whole_lse)
-    grads = dict(of_calls(kernel.backward_many(given, CALLS, scale=0.3)))
+    for launch in launches:
+        grads |= of_calls(launch, kernel.backward_many(given, launch, scale=0.3))
     assert counts == {"flash_forward": 4, "flash_backward": 4}
     assert results.keys() == grads.keys() == {*CALLS}
     single = CudaFlash(OPS)
@@ -154,15 +157,14 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
 
 
 def test_windows_of_another_width_are_another_launch():
-    q, k, v, _ = inputs(4, 2, 6, 9)
     calls = (
         Call((0, 3), (0, 4), BI_CAUSAL, True),
-        Call((3, 6), (3, 8), BI_CAUSAL, True),
         Call((0, 3), (5, 9), BI_CAUSAL, False),
+        Call((3, 6), (3, 7), BI_CAUSAL, True),
     )
-    counts.clear()
-    assert [len(calls) for calls, *_ in Varlen(OPS).forward_many(q, k, v, calls, scale=0.3)] == [2, 1]
-    assert counts == {"flash_forward": 2}
+    assert [launch.q for launch in launches_of(calls)] == [((0, 3), (0, 3), (3, 6))]
+    wider = Call((3, 6), (3, 8), BI_CAUSAL, True)
+    assert [len(launch.calls) for launch in launches_of((*calls[:2], wider))] == [2, 1]
 
 
 def test_packed_documents_are_gathered_without_a_copy():
@@ -170,8 +172,8 @@ def test_packed_documents_are_gathered_without_a_copy():
     q, k, v, _ = (x[:1].transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(4, 2, 12, 12))
     spans = (0, 3), (3, 7), (7, 12)
     assert cuda._gathered(q, spans).data_ptr() == q.data_ptr()
-    calls = tuple(Call(span, span, CAUSAL, True) for span in spans)
-    for call, (out, lse) in of_calls(Varlen(OPS).forward_many(q, k, v, calls, scale=0.3)):
+    launch = Launch(tuple(Call(span, span, CAUSAL, True) for span in spans))
+    for call, (out, lse) in of_calls(launch, Varlen(OPS).forward_many(q, k, v, launch, scale=0.3)):
         parts = (x[:, :, slice(*call.q)] for x in (q, k, v))
         wanted, wanted_lse, _ = definition(*parts, q[:, :, slice(*call.q)], CAUSAL, 0.3)
         assert error(out, wanted) < 1e-12

@@ -5,16 +5,21 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.masks import dense
 from tests.unit.kernel_stand_ins import OPS
+from tests.unit.plan_problems import Problem, problems
 from tests.unit.test_kernels import error
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Varlen
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, lone_gradients
-from trainer.distributed.context_parallel.planning.lowering import LoweredPlan, lower
+from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
+from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, lower
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.sharding.layout import build_layout
@@ -111,16 +116,16 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
         mine = rows_of(plan.plan.q_layout.ranges[rank])
         q, dout, out, lse = (x[:, :, mine] for x in (whole[0], whole[3], wanted[0], lses))
         total, dq = Merged(q), torch.zeros_like(q)
-        for stage, calls in zip(plan.plan.forward, plan.forward, strict=True):
+        for stage, launches in zip(plan.plan.forward, plan.forward, strict=True):
             k, v = (x[:, :, rows_of(stage.held)] for x in whole[1:3])
-            attend(total, q, k, v, slice(0, HEADS), calls, kernel, SCALE)
+            attend(total, q, k, v, slice(0, HEADS), launches, kernel, SCALE)
         for got, wish in zip(total.result, (out, lse), strict=True):
             assert error(got, wish) < 1e-12
-        for stage, calls in zip(plan.plan.backward, plan.backward, strict=True):
+        for stage, launches in zip(plan.plan.backward, plan.backward, strict=True):
             held = rows_of(stage.held)
             k, v = (x[:, :, held] for x in whole[1:3])
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-            add_gradients((dq, dk, dv), BackwardInputs(dout, q, k, v, out, lse), calls, kernel, SCALE)
+            add_gradients((dq, dk, dv), BackwardInputs(dout, q, k, v, out, lse), launches, kernel, SCALE)
             for whole_grad, part in zip(grads[1:], (dk, dv), strict=True):
                 whole_grad[:, :, held] += part
         grads[0][:, :, mine] = dq
@@ -136,9 +141,29 @@ def test_gradients_are_the_kernels_own_only_if_they_are_everything() -> None:
     mask, kernel = packed(5, 96), Varlen(OPS)
     q, k, v, dout = inputs(96)
     given = BackwardInputs(dout, q, k, v, dout, q[..., 0])
-    calls = lowered(mask, 1, 0, kernel).backward[0]
-    assert lone_gradients(given, calls, kernel, SCALE) is not None
-    assert lone_gradients(given, calls[:-1], kernel, SCALE) is None
-    assert lone_gradients(given, calls[1:], kernel, SCALE) is None
-    assert lone_gradients(given, (*calls[:2], *calls[3:]), kernel, SCALE) is None
-    assert lone_gradients(given, calls, CudaFlash(OPS), SCALE) is None
+    (launch,) = lowered(mask, 1, 0, kernel).backward[0]
+    assert lone_gradients(given, (launch,), kernel, SCALE) is not None
+    assert lone_gradients(given, (launch, launch), kernel, SCALE) is None
+    for calls in (launch.calls[:-1], launch.calls[1:], (*launch.calls[:2], *launch.calls[3:]), launch.calls[::-1]):
+        assert lone_gradients(given, (Launch(calls),), kernel, SCALE) is None
+    each = lowered(mask, 1, 0, CudaFlash(OPS)).backward[0]
+    assert lone_gradients(given, each, CudaFlash(OPS), SCALE) is None
+
+
+@settings(deadline=None)
+@drawn(problems(), st.sampled_from(["ring", "all_gather"]), st.sampled_from(["varlen", "cuda_flash", "cpu_flash"]))
+def test_the_first_results_of_queries_are_fresh_and_no_others(problem: Problem, method: str, name: str) -> None:
+    """In the order in which they are merged; and the runs of a launch are its rows, each once."""
+    for plan in problem.plans(method):
+        touched: set[int] = set()
+        for launches in lower(plan, CAPABILITIES[name]).forward:
+            for launch in launches:
+                for call in launch.calls:
+                    queries = set(range(*call.q))
+                    assert call.fresh == touched.isdisjoint(queries)
+                    touched |= queries
+                for runs, spans in ((launch.q_runs, launch.q), (launch.kv_runs, launch.kv)):
+                    rows = [row for run in runs for row in range(run.rows.start, run.rows.stop)]
+                    assert rows == [row for span in spans for row in range(*span)]
+                    places = [place for run in runs for place in range(run.places.start, run.places.stop)]
+                    assert places == [*range(len(rows))]

@@ -28,7 +28,7 @@ from trainer.distributed.context_parallel.execution.stages import (
     with_next,
 )
 from trainer.distributed.context_parallel.planning.heads import passes_of
-from trainer.distributed.context_parallel.planning.lowering import Call, LoweredPlan
+from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan
 from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
 from trainer.distributed.sharding.exchange import Pending, Transfer, put_rows, send_receive
 from trainer.distributed.sharding.ranges import Offsets, Ranges, size
@@ -39,7 +39,7 @@ class _Item:
     """One step of the execution: a stage, for some of the key/value heads."""
 
     stage: Stage
-    calls: tuple[Call, ...]
+    launches: tuple[Launch, ...]
     kv_heads: slice
     is_local: bool = False
 
@@ -82,7 +82,7 @@ class StagedExecution:
         for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
             incoming, pending = _fetch(following, own, held, self)
             heads = query_heads(item.kv_heads, q, k)
-            attend(total, q[:, heads], held.k, held.v, heads, item.calls, self.kernel, scale)
+            attend(total, q[:, heads], held.k, held.v, heads, item.launches, self.kernel, scale)
             pending.wait()
             held = incoming
         out, lse = (unfold_batch(x, whole_q) for x in total.result)
@@ -122,7 +122,7 @@ class StagedExecution:
             heads = query_heads(item.kv_heads, q, k)
             dout_, q_, out_, lse_, dq_ = (x[:, heads] for x in (dout, q, out, lse, dq))
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
-            add_gradients((dq_, *unpack(gradient)), of_item, item.calls, self.kernel, scale)
+            add_gradients((dq_, *unpack(gradient)), of_item, item.launches, self.kernel, scale)
             returning.add(item.stage, gradient, own_gradient, self)
             returning = _return_gradients(item, gradient, self)
             pending.wait()
@@ -130,11 +130,11 @@ class StagedExecution:
         returning.add(None, own_gradient, own_gradient, self)
         return dq, *unpack(own_gradient)
 
-    def _items(self, stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], kv_heads: int) -> list[_Item]:
+    def _items(self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int) -> list[_Item]:
         """Return the local stage for all heads, then the other stages for each pass of heads."""
-        items = [_Item(stages[0], calls[0], slice(0, kv_heads), is_local=True)]
+        items = [_Item(stages[0], launches[0], slice(0, kv_heads), is_local=True)]
         for heads in passes_of(kv_heads, self.heads_per_pass):
-            items += [_Item(stage, part, slice(*heads)) for stage, part in zip(stages[1:], calls[1:], strict=True)]
+            items += [_Item(stage, part, slice(*heads)) for stage, part in zip(stages[1:], launches[1:], strict=True)]
         return items
 
 

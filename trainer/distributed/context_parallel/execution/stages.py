@@ -6,9 +6,9 @@ import torch
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.merging import merge
-from trainer.distributed.context_parallel.planning.lowering import Call, launches
+from trainer.distributed.context_parallel.planning.lowering import Launch
 from trainer.distributed.context_parallel.planning.plan import RankPlan
-from trainer.distributed.sharding.ranges import Range, Ranges, size
+from trainer.distributed.sharding.ranges import Ranges, size
 
 
 def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
@@ -69,89 +69,57 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     heads: slice,
-    calls: tuple[Call, ...],
+    launches: tuple[Launch, ...],
     kernel: Kernel,
     scale: float,
 ) -> None:
     """Compute a stage's calls and merge their results; q, k, v: all rows of these query heads and their K/V heads."""
-    for together, out, lse in _results(q, k, v, calls, kernel, scale):
-        for rows, places, fresh in _runs([call.q for call in together], [call.fresh for call in together]):
-            total.add(heads, rows, out[:, :, places], lse[:, :, places], fresh=fresh)
-
-
-def _results(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[Call, ...], kernel: Kernel, scale: float
-) -> Iterator[tuple[tuple[Call, ...], torch.Tensor, torch.Tensor]]:
-    if kernel.capabilities.many:
-        yield from kernel.forward_many(q, k, v, calls, scale=scale)
-        return
-    for call in calls:
-        rows, columns = slice(*call.q), slice(*call.kv)
-        keys = k[:, :, columns], v[:, :, columns]
-        yield (call,), *kernel.forward(q[:, :, rows], *keys, relation=call.relation, scale=scale)
+    for launch in launches:
+        if kernel.capabilities.many:
+            out, lse = kernel.forward_many(q, k, v, launch, scale=scale)
+        else:
+            (call,) = launch.calls
+            rows, columns = slice(*call.q), slice(*call.kv)
+            keys = k[:, :, columns], v[:, :, columns]
+            out, lse = kernel.forward(q[:, :, rows], *keys, relation=call.relation, scale=scale)
+        for run in launch.q_runs:
+            total.add(heads, run.rows, out[:, :, run.places], lse[:, :, run.places], fresh=run.fresh)
 
 
 def add_gradients(
     totals: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     given: BackwardInputs,
-    calls: tuple[Call, ...],
+    launches: tuple[Launch, ...],
     kernel: Kernel,
     scale: float,
 ) -> None:
     """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D)."""
-    for together, *parts in _gradients(given, calls, kernel, scale):
-        for total, part, spans in zip(totals, parts, _spans(together), strict=True):
-            for rows, places, _ in _runs(spans):
-                total[:, :, rows] += part[:, :, places]
+    for launch in launches:
+        parts, runs = _gradients(given, launch, kernel, scale), (launch.q_runs, launch.kv_runs, launch.kv_runs)
+        for total, part, adjacent in zip(totals, parts, runs, strict=True):
+            for run in adjacent:
+                total[:, :, run.rows] += part[:, :, run.places]
 
 
 def lone_gradients(
-    given: BackwardInputs, calls: tuple[Call, ...], kernel: Kernel, scale: float
+    given: BackwardInputs, launches: tuple[Launch, ...], kernel: Kernel, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Return dq, dk and dv as the kernel makes them if one launch has all rows in their order, else None."""
-    parts = launches(calls) if kernel.capabilities.many else [(call,) for call in calls]
-    everything = [[(0, x.shape[2])] for x in (given.q, given.k, given.v)]
-    if len(parts) != 1 or [[(r.start, r.stop) for r, *_ in _runs(s)] for s in _spans(parts[0])] != everything:
+    if len(launches) != 1 or not launches[0].is_everything(given.q.shape[2], given.k.shape[2]):
         return None
-    ((_, *gradients),) = _gradients(given, calls, kernel, scale)
-    return tuple(gradients)
+    return _gradients(given, launches[0], kernel, scale)
 
 
 def _gradients(
-    given: BackwardInputs, calls: tuple[Call, ...], kernel: Kernel, scale: float
-) -> Iterator[tuple[tuple[Call, ...], torch.Tensor, torch.Tensor, torch.Tensor]]:
+    given: BackwardInputs, launch: Launch, kernel: Kernel, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if kernel.capabilities.many:
-        yield from kernel.backward_many(given, calls, scale=scale)
-        return
-    for call in calls:
-        yield (call,), *kernel.backward(*_of_call(given, call), relation=call.relation, scale=scale)
-
-
-def _of_call(given: BackwardInputs, call: Call) -> BackwardInputs:
+        return kernel.backward_many(given, launch, scale=scale)
+    (call,) = launch.calls
     rows, columns = slice(*call.q), slice(*call.kv)
     places = (rows, rows, columns, columns, rows, rows)
-    return BackwardInputs(*(x[:, :, place] for x, place in zip(given, places, strict=True)))
-
-
-def _spans(calls: tuple[Call, ...]) -> tuple[list[Range], list[Range], list[Range]]:
-    """Return the rows of dq, dk and dv of each call."""
-    queries, keys = [call.q for call in calls], [call.kv for call in calls]
-    return queries, keys, keys
-
-
-def _runs(spans: list[Range], kinds: list[bool] | None = None) -> Iterator[tuple[slice, slice, bool]]:
-    """Yield (rows, places, kind) of each longest run of adjacent spans of one kind.
-
-    rows: of the run; places: of these rows among the rows of all spans, one after another.
-    """
-    kinds = kinds or [False] * len(spans)
-    first = place = 0
-    for number, ((_, stop), kind) in enumerate(zip(spans, kinds, strict=True), 1):
-        last = number == len(spans)
-        if last or spans[number][0] != stop or kinds[number] != kind:
-            length = stop - spans[first][0]
-            yield slice(spans[first][0], stop), slice(place, place + length), kind
-            first, place = number, place + length
+    of_call = (x[:, :, place] for x, place in zip(given, places, strict=True))
+    return kernel.backward(*of_call, relation=call.relation, scale=scale)
 
 
 def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:

@@ -4,7 +4,6 @@ All of them return the log-sum-exp in float32 and natural units. All but flex ta
 whole attention directly in their backward. Tests replace the operators, which are an argument of each kernel.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, hidden_pairs, repeated, summed
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.lowering import Call, launch_of, launches
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
 
@@ -140,50 +139,42 @@ class Varlen(_Aten):
     capabilities = CAPABILITIES["varlen"]
 
     def forward(self, q, k, v, *, relation, scale):
-        ((_, out, lse),) = self.forward_many(q, k, v, (_whole(q, k, relation),), scale=scale)
-        return out, lse
+        return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
         given = BackwardInputs(dout, q, k, v, out, lse)
-        ((_, *grads),) = self.backward_many(given, (_whole(q, k, relation),), scale=scale)
-        return tuple(grads)
+        return self.backward_many(given, _whole(q, k, relation), scale=scale)
 
     def forward_many(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[Call, ...], *, scale: float
-    ) -> Iterator[tuple[tuple[Call, ...], torch.Tensor, torch.Tensor]]:
-        """Yield the calls of each launch with output and lse, whose rows are those of its calls one after another.
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and lse of a launch; their rows are those of its calls one after another.
 
         q (B, H, S, D), k and v (B, K, T, D): all rows, in which the calls have their places.
         """
         batch, size = q.shape[0], q.shape[3]
-        for together in launches(calls):
-            q_spans, kv_spans, relation, options = _launch(together)
-            out, lse, *_ = self._ops._flash_attention_forward(
-                _gathered(q, q_spans), _gathered(k, kv_spans), _gathered(v, kv_spans),
-                *_shape(q_spans, kv_spans, batch, q.device), 0.0, relation is Relation.CAUSAL, False,
-                scale=scale, **options,
-            )  # fmt: skip
-            yield together, _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+        out, lse, *_ = self._ops._flash_attention_forward(
+            _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv), *_shape(launch, batch, q.device),
+            0.0, launch.kind[0] is Relation.CAUSAL, False, scale=scale, **_window(*launch.kind),
+        )  # fmt: skip
+        return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
     def backward_many(
-        self, given: BackwardInputs, calls: tuple[Call, ...], *, scale: float
-    ) -> Iterator[tuple[tuple[Call, ...], torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield the calls of each launch with dq, dk and dv, to be added up; their rows are as in `forward_many`.
+        self, given: BackwardInputs, launch: Launch, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk and dv of a launch, to be added up; their rows are as in `forward_many`.
 
         given: all rows, out and lse over all keys.
         """
         dout, q, k, v, out, lse = given
         batch, size = q.shape[0], q.shape[3]
-        dout, out = dout.to(q.dtype), out.to(q.dtype)
-        for together in launches(calls):
-            q_spans, kv_spans, relation, options = _launch(together)
-            grads = self._ops._flash_attention_backward(
-                *(_gathered(x, spans) for x, spans in ((dout, q_spans), (q, q_spans), (k, kv_spans), (v, kv_spans))),
-                _gathered(out, q_spans), _gathered_rows(lse, q_spans).t().contiguous(),
-                *_shape(q_spans, kv_spans, batch, q.device), 0.0, relation is Relation.CAUSAL,
-                *_no_dropout(q), scale=scale, **options,
-            )  # fmt: skip
-            yield together, *(_by_sequence(x, batch, size) for x in grads)
+        gathered = ((dout.to(q.dtype), launch.q), (q, launch.q), (k, launch.kv), (v, launch.kv))
+        grads = self._ops._flash_attention_backward(
+            *(_gathered(x, spans) for x, spans in gathered), _gathered(out.to(q.dtype), launch.q),
+            _gathered_rows(lse, launch.q).t().contiguous(), *_shape(launch, batch, q.device),
+            0.0, launch.kind[0] is Relation.CAUSAL, *_no_dropout(q), scale=scale, **_window(*launch.kind),
+        )  # fmt: skip
+        return tuple(_by_sequence(x, batch, size) for x in grads)
 
 
 _CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left
@@ -231,22 +222,13 @@ def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- many tiles in one launch
 
 
-def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Call:
-    return Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True)
+def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Launch:
+    return Launch((Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True),))
 
 
-def _launch(calls: tuple[Call, ...]) -> tuple[tuple[Range, ...], tuple[Range, ...], Relation, dict[str, int]]:
-    """Return the spans of queries and of keys, the relation and the window of the calls of one launch."""
-    relation, extra = launch_of(calls[0])
-    return tuple(call.q for call in calls), tuple(call.kv for call in calls), relation, _window(relation, extra)
-
-
-def _shape(
-    q_spans: tuple[Range, ...], kv_spans: tuple[Range, ...], batch: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _shape(launch: Launch, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Return the cumulative lengths of queries and of keys, and the longest of each."""
-    longest = (max(stop - start for start, stop in spans) for spans in (q_spans, kv_spans))
-    return _ends(q_spans, batch, device), _ends(kv_spans, batch, device), *longest
+    return _ends(launch.q, batch, device), _ends(launch.kv, batch, device), *launch.longest
 
 
 def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
