@@ -24,8 +24,8 @@ def flash3() -> bool:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Return the compute capability of the current GPU; None without one."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    """Return the compute capability of the current GPU of NVIDIA; None without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() and torch.version.cuda else None
 
 
 def activated(
@@ -37,8 +37,8 @@ def activated(
 ) -> bool:
     """Activate FlashAttention-3 if the GPU is a Hopper and the package is installed; return whether it is active.
 
-    deterministic: it stays off, because its backward is not deterministic for every size of heads. A package that is
-    installed and cannot be used is one warning.
+    deterministic: then it stays off, because its determinism is untested. A package that is installed and cannot be
+    used is one warning.
     """
     if capability is None or capability[0] != 9 or deterministic or not installed():
         return False
