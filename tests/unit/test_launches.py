@@ -54,9 +54,11 @@ def inputs(length: int, batch: int = 1) -> list[torch.Tensor]:
     return [x.transpose(1, 2) for x in made]
 
 
-def lowered(mask: Mask, degree: int, rank: int, kernel: CudaFlash | Varlen, balancer: str = "head_tail") -> LoweredPlan:
+def lowered(
+    mask: Mask, degree: int, rank: int, kernel: CudaFlash | Varlen, balancer: str = "head_tail", method: str = "ring"
+) -> LoweredPlan:
     layout = build_layout(balancer, mask.q_len, degree, work=mask.work() if balancer == "balanced" else None)
-    return lower(make_plan(layout, mask, "all_gather", rank), kernel.capabilities)
+    return lower(make_plan(layout, mask, method, rank), kernel.capabilities)
 
 
 def definition(q, k, v, dout, mask: Mask) -> list[torch.Tensor]:
@@ -95,10 +97,11 @@ def test_one_call_for_each_document_is_seen() -> None:
     assert many.total() > few.total() + 5 * 100
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("balancer", ["head_tail", "contiguous", "balanced"])
 @pytest.mark.parametrize("count", [3, 40])
-def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: int) -> None:
+def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: int, method: str) -> None:
     """Every rank of three, all stages: outputs, and gradients summed over ranks, match attention written out.
 
     Documents are cut by the borders of ranks, so that launches have gaps and queries several results.
@@ -112,7 +115,7 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
     lses = scores.logsumexp(-1)
     grads = [torch.zeros_like(x) for x in whole[:3]]
     for rank in range(3):
-        plan = lowered(mask, 3, rank, kernel, balancer)
+        plan = lowered(mask, 3, rank, kernel, balancer, method)
         mine = rows_of(plan.plan.q_layout.ranges[rank])
         q, dout, out, lse = (x[:, :, mine] for x in (whole[0], whole[3], wanted[0], lses))
         total, dq = Merged(q), torch.zeros_like(q)
@@ -162,6 +165,8 @@ def test_the_first_results_of_queries_are_fresh_and_no_others(problem: Problem, 
                     queries = set(range(*call.q))
                     assert call.fresh == touched.isdisjoint(queries)
                     touched |= queries
+                fresh = [run.fresh for run in launch.q_runs for _ in range(run.rows.start, run.rows.stop)]
+                assert fresh == [call.fresh for call in launch.calls for _ in range(*call.q)]
                 for runs, spans in ((launch.q_runs, launch.q), (launch.kv_runs, launch.kv)):
                     rows = [row for run in runs for row in range(run.rows.start, run.rows.stop)]
                     assert rows == [row for span in spans for row in range(*span)]
