@@ -138,6 +138,13 @@ EXECUTION = (
         "tests/unit/test_launches.py",
     ),
     Mutant(
+        "gradients of keys replace earlier ones of their stage",
+        f"{_CP}/planning/lowering.py",
+        "(part.kv, touched_keys))",
+        "(part.kv, ()))",
+        "tests/unit/test_launches.py",
+    ),
+    Mutant(
         "a run has fresh results and others",
         f"{_CP}/planning/lowering.py",
         " or fresh[number] != fresh[first]:",

@@ -19,7 +19,7 @@ from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlas
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, lone_gradients
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, lower
+from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, fresh_rows, lower
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.sharding.layout import build_layout
@@ -119,6 +119,8 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
         mine = rows_of(plan.plan.q_layout.ranges[rank])
         q, dout, out, lse = (x[:, :, mine] for x in (whole[0], whole[3], wanted[0], lses))
         total, dq = Merged(q), torch.zeros_like(q)
+        if fresh_rows(run for launches in plan.backward for launch in launches for run in launch.q_runs) == q.shape[2]:
+            dq = torch.full_like(q, torch.nan)
         for stage, launches in zip(plan.plan.forward, plan.forward, strict=True):
             k, v = (x[:, :, rows_of(stage.held)] for x in whole[1:3])
             attend(total, q, k, v, slice(0, HEADS), launches, kernel, SCALE)
@@ -128,6 +130,8 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
             held = rows_of(stage.held)
             k, v = (x[:, :, held] for x in whole[1:3])
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+            if fresh_rows(run for launch in launches for run in launch.kv_runs) == k.shape[2]:
+                dk, dv = torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
             add_gradients((dq, dk, dv), BackwardInputs(dout, q, k, v, out, lse), launches, kernel, SCALE)
             for whole_grad, part in zip(grads[1:], (dk, dv), strict=True):
                 whole_grad[:, :, held] += part
@@ -160,13 +164,19 @@ def test_the_first_results_of_queries_are_fresh_and_no_others(problem: Problem, 
     for plan in problem.plans(method):
         touched: set[int] = set()
         for launches in lower(plan, CAPABILITIES[name]).forward:
+            touched_keys: set[int] = set()
             for launch in launches:
                 for call in launch.calls:
                     queries = set(range(*call.q))
                     assert call.fresh == touched.isdisjoint(queries)
                     touched |= queries
+                    keys = set(range(*call.kv))
+                    assert call.fresh_keys == touched_keys.isdisjoint(keys)
+                    touched_keys |= keys
                 fresh = [run.fresh for run in launch.q_runs for _ in range(run.rows.start, run.rows.stop)]
                 assert fresh == [call.fresh for call in launch.calls for _ in range(*call.q)]
+                seen = [run.fresh for run in launch.kv_runs for _ in range(run.rows.start, run.rows.stop)]
+                assert seen == [call.fresh_keys for call in launch.calls for _ in range(*call.kv)]
                 for runs, spans in ((launch.q_runs, launch.q), (launch.kv_runs, launch.kv)):
                     rows = [row for run in runs for row in range(run.rows.start, run.rows.stop)]
                     assert rows == [row for span in spans for row in range(*span)]

@@ -8,6 +8,7 @@ in float32 at least.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from trainer.distributed.context_parallel.execution.stages import (
     with_next,
 )
 from trainer.distributed.context_parallel.planning.heads import passes_of
-from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan
+from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, fresh_rows
 from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
 from trainer.distributed.sharding.exchange import Pending, Transfer, put_rows, send_receive
 from trainer.distributed.sharding.ranges import Offsets, Ranges, size
@@ -109,16 +110,18 @@ class StagedExecution:
     def _summed_gradients(self, given: BackwardInputs, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
         dout, q, k, v, out, lse = given
-        dq = torch.zeros_like(q, dtype=lse.dtype)
+        launches = self.lowered.backward
         b, kv_heads, rows, d = k.shape
-        own_gradient = k.new_zeros(rows, 2, b, kv_heads, d, dtype=lse.dtype)
+        written = fresh_rows(run for launch in chain.from_iterable(launches) for run in launch.q_runs)
+        dq = (torch.empty_like if written == q.shape[2] else torch.zeros_like)(q, dtype=lse.dtype)
+        own_gradient = _sums(k, (rows, 2, b, kv_heads, d), launches[0], lse.dtype)
         own = held = _Held(k, v)
         returning = _Returning()
-        for item, following in with_next(self._items(self.plan.backward, self.lowered.backward, kv_heads)):
+        for item, following in with_next(self._items(self.plan.backward, launches, kv_heads)):
             incoming, pending = _fetch(following, own, held, self)
             gradient = own_gradient
             if not item.is_local:
-                gradient = k.new_zeros(item.stage.rows, 2, *held.k.shape[:2], d, dtype=lse.dtype)
+                gradient = _sums(k, (item.stage.rows, 2, *held.k.shape[:2], d), item.launches, lse.dtype)
             heads = query_heads(item.kv_heads, q, k)
             dout_, q_, out_, lse_, dq_ = (x[:, heads] for x in (dout, q, out, lse, dq))
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
@@ -178,6 +181,12 @@ def _arriving(rows: torch.Tensor, places: Ranges) -> tuple[torch.Tensor, list[Ca
         return rows[slice(*places[0])], []
     buffer = rows.new_empty(size(places), *rows.shape[1:])
     return buffer, [partial(put_rows, rows, places, buffer, add=False)]
+
+
+def _sums(like: torch.Tensor, shape: tuple[int, ...], launches: tuple[Launch, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a buffer for the gradients of a stage's rows, filled with zeros if the launches do not write all of it."""
+    written = fresh_rows(run for launch in launches for run in launch.kv_runs)
+    return (like.new_empty if written == shape[0] else like.new_zeros)(shape, dtype=dtype)
 
 
 @dataclass

@@ -42,9 +42,13 @@ class Merged:
             b, h, s, d = self._q.shape
             dtype = torch.promote_types(self._q.dtype, torch.float32)
             # (B, S, H, D) in memory, as the output projection reads it
-            out = self._q.new_zeros(b, s, h, d, dtype=dtype).transpose(1, 2)
-            self._sums = out, self._q.new_full((b, h, s), -torch.inf, dtype=dtype)
-            if self._lone is not None:
+            out = self._q.new_empty(b, s, h, d, dtype=dtype).transpose(1, 2)
+            lse = self._q.new_empty(b, h, s, dtype=dtype)
+            self._sums = out, lse
+            if self._lone is None:
+                out.zero_()
+                lse.fill_(-torch.inf)
+            else:
                 for total, part in zip(self._sums, self._lone, strict=True):
                     total.copy_(part)
                 self._lone = None
@@ -93,12 +97,15 @@ def add_gradients(
     kernel: Kernel,
     scale: float,
 ) -> None:
-    """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D)."""
+    """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D); or write fresh ones."""
     for launch in launches:
         parts, runs = _gradients(given, launch, kernel, scale), (launch.q_runs, launch.kv_runs, launch.kv_runs)
         for total, part, adjacent in zip(totals, parts, runs, strict=True):
             for run in adjacent:
-                total[:, :, run.rows] += part[:, :, run.places]
+                if run.fresh:
+                    total[:, :, run.rows].copy_(part[:, :, run.places])
+                else:
+                    total[:, :, run.rows] += part[:, :, run.places]
 
 
 def lone_gradients(

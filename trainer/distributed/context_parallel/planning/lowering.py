@@ -21,12 +21,17 @@ from trainer.distributed.sharding.ranges import Range, Ranges, intersection, uni
 
 @dataclass(frozen=True)
 class Call:
-    """One tile for the kernel. fresh: no earlier call of the plan had any of its queries, so no result is merged."""
+    """One tile for the kernel.
+
+    fresh: no earlier call of the plan had any of its queries, so its result is not merged; fresh_keys: no earlier call
+    of the stage had any of its keys, so its gradients of them are not added.
+    """
 
     q: Range
     kv: Range
     relation: Relation
     fresh: bool
+    fresh_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Launch:
 
     @cached_property
     def kv_runs(self) -> tuple[Run, ...]:
-        return tuple(_runs(self.kv, [False] * len(self.kv)))
+        """The runs of keys, of equally fresh calls."""
+        return tuple(_runs(self.kv, [call.fresh_keys for call in self.calls]))
 
     def is_everything(self, queries: int, keys: int) -> bool:
         """Return whether its rows are all queries and all keys, each once and in their order."""
@@ -96,15 +102,21 @@ def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
 def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[tuple[Launch, ...]]:
     touched: Ranges = ()
     for stage in stages:
-        launches = []
+        launches, touched_keys = [], ()
         parts = [part for tile in stage.tiles for part in split(tile, capabilities)]
         for group in together(parts) if capabilities.many else [(part,) for part in parts]:
             calls = []
             for part in group:
-                calls.append(Call(part.q, part.kv, part.relation, fresh=not intersection((part.q,), touched)))
-                touched = union((*touched, part.q))
+                fresh = (not intersection((x,), old) for x, old in ((part.q, touched), (part.kv, touched_keys)))
+                calls.append(Call(part.q, part.kv, part.relation, *fresh))
+                touched, touched_keys = union((*touched, part.q)), union((*touched_keys, part.kv))
             launches.append(Launch(tuple(calls)))
         yield tuple(launches)
+
+
+def fresh_rows(runs: Iterable[Run]) -> int:
+    """Return how many rows are written by fresh runs; no two of these have a row in common."""
+    return sum(run.rows.stop - run.rows.start for run in runs if run.fresh)
 
 
 TileOrCall = TypeVar("TileOrCall", Tile, Call)
