@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two files of tests at a time, the long ones first: each waits a third of its time for other processes.
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all test-gpu mutants docs lint format clean
+.PHONY: train test test-all test-gpu test-versions mutants docs lint format clean
 
 train: $(STAMP)
 	./run_llama_train.sh --checkpoint.enable
@@ -20,6 +20,11 @@ test-all: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest --device cuda tests/distributed tests/integration
+
+# Other versions of torch, each in an environment of its own of several gigabytes: the oldest one that the package takes,
+# and the newest one that was tried.
+test-versions: $(STAMP)
+	$(PY) scripts/test_versions.py 2.11.0 2.14.1
 
 mutants: $(STAMP)
 	$(PY) scripts/mutants.py --jobs 2
@@ -45,4 +50,4 @@ $(STAMP): requirements.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) outputs site versions .pytest_cache .ruff_cache .hypothesis

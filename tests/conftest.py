@@ -9,7 +9,10 @@ from tests.distributed.pool import WorkerPool
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where distributed tests run: gloo or NCCL"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where ranks compute: gloo or NCCL; ranks as threads on one GPU",
     )
     parser.addoption("--record-support", action="store_true", help="make docs/support_matrix.md of what is tested now")
 

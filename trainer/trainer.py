@@ -12,8 +12,9 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
 from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger
-from trainer.components.optimizer import build_optimizer
+from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
+from trainer.components.step_totals import StepTotals
 from trainer.config.loader import to_toml
 from trainer.data.ahead import BatchesAhead
 from trainer.distributed.data_parallel import reduce_across_replicas
@@ -81,6 +82,8 @@ class Trainer:
         self.parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
         self.optimizer = build_optimizer(self.model_parts, config.optimizer)
+        self.updates_masked = can_mask_update(self.optimizer, device)
+        """Whether the device itself leaves out an update that is not finite, so that it need not wait for the host."""
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
             job,
@@ -220,16 +223,18 @@ class Trainer:
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
         with region("grad_norm"):
             settle_gradients(self.parameters)
-            totals = self.totals(sums.sum() / valid.clamp(min=1))
+            loss_part = sums.sum() / valid.clamp(min=1)
+            totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), self.stop.votes(), self.dims)
+        if self.updates_masked:
+            mask_update(self.optimizer, totals.not_finite)
+            self.update(totals.norm)
         if step < self.config.training.steps:
             self._make_next_batches()  # while the device works
-        loss, grad_norm = self.read(totals)
-        with region("clip"):
-            self.clip(step, loss, grad_norm)
+        loss, grad_norm = self.read(step, totals)
+        if not self.updates_masked:
+            self.update(grad_norm)
+        self.spec.after_step(self.model_parts, self.dims)
         lr = self.lr_scheduler.get_last_lr()[0]
-        with region("optimizer"):
-            self.optimizer.step()
-            self.spec.after_step(self.model_parts, self.dims)
         self.lr_scheduler.step()
         if self.metrics.due(step):
             sums = all_reduce(sums, self.dims["pp"])  # the last stage has them
@@ -269,33 +274,27 @@ class Trainer:
         counts = self.task.counts(batch)
         return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
 
-    def totals(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return (loss, squared gradient norm, votes to stop) of the whole job, on the device: one reduction.
-
-        loss: this rank's part of it; ranks of one tensor-parallel group have the same part.
-        """
-        mine = torch.stack([loss / self.dims.size("tp"), squared_norm(self.parameters, self.dims)])
-        votes = torch.tensor(self.stop.votes(), dtype=torch.float64).to(self.device, non_blocking=True)
-        return all_reduce(torch.cat([mine, votes]), self.dims["world"])
-
-    def read(self, totals: torch.Tensor) -> tuple[float, float]:
-        """Return loss and gradient norm, and note whether to stop: all that the host waits for in a step."""
-        loss, squares, *votes = totals.tolist()
-        self.stop_reason = self.stop.reason(votes)
-        return loss, math.sqrt(squares)
-
-    def clip(self, step: int, loss: float, norm: float) -> None:
-        """Clip the gradients, whose norm is given, to `training.max_norm`.
+    def read(self, step: int, totals: StepTotals) -> tuple[float, float]:
+        """Return loss and gradient norm, and note whether to stop.
 
         Raises:
             TrainingError: on every rank, if the loss or the norm is not finite; no weight has changed.
         """
+        loss, norm, votes = totals.read()
+        self.stop_reason = self.stop.reason(votes)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingError(
                 f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; the weights are "
                 f"those of step {step - 1}; a lower optimizer.lr or a longer lr_scheduler.warmup_steps often helps"
             )
-        clip_gradients(self.parameters, norm, self.config.training.max_norm)
+        return loss, norm
+
+    def update(self, norm: float | torch.Tensor) -> None:
+        """Clip the gradients, whose norm is given, to `training.max_norm`, and update the weights."""
+        with region("clip"):
+            clip_gradients(self.parameters, norm, self.config.training.max_norm)
+        with region("optimizer"):
+            self.optimizer.step()
 
     def _make_next_batches(self) -> None:
         """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data."""

@@ -2,13 +2,19 @@
 
     python scripts/benchmarks/context_parallel.py --seq-len 4096 16384 --degrees 2 --json rows.json
     python scripts/benchmarks/context_parallel.py --seq-len 32768 --degrees 2 4 8 --device cuda --dtype bfloat16
+    python scripts/benchmarks/context_parallel.py --seq-len 65536 --degrees 2 4 --device cuda --dtype bfloat16 \\
+        --ranks --methods ring all_to_all pytorch
 
 N ranks of `--threads` threads each, and one process of N times as many, compute causal attention of one sequence,
 forward and backward, in turn: whoever does not measure sleeps on a pipe. A round is one process, then every method; the
 ratio of a row is the median over the rounds of (time of the ranks) / (time of the one process).
 
-With --device cuda, or with --tiles, one device computes the tiles of every rank's plan one rank after another, K and V
-at hand and nothing sent. The ratio is then that of the slowest rank to a share of 1/N of one call over everything.
+With --device cuda --ranks each rank has a GPU of its own, over NCCL, and `--methods pytorch` is PyTorch's own ring
+(`torch.distributed.tensor.experimental.context_parallel`), which does not run on CPUs.
+
+With --device cuda alone, or with --tiles, one device computes the tiles of every rank's plan one rank after another,
+K and V at hand and nothing sent. The ratio is then that of the slowest rank to a share of 1/N of one call over
+everything.
 """
 
 import argparse
@@ -25,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
-from scripts.benchmarks.context_parallel_ranks import Share, Whole
+from scripts.benchmarks.context_parallel_ranks import PEER, Share, Whole
 from scripts.benchmarks.context_parallel_tiles import DIRECTIONS, Problem, Row, problems, tile_rows
 from scripts.benchmarks.teams import Team, Times, compared, span
 from scripts.provenance import made_with
@@ -47,10 +53,10 @@ _OTHER_DEGREES = (2, 4, 8, 16)
 def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
     """Every length and degree, method by method."""
     for degree in args.degrees:
-        with Team(degree, Whole, Share) as team:
+        with Team(degree, Whole, Share, args.device) as team:
             for problem in problems(args, degree):
-                team.whole("prepare", problem, degree * args.threads)
-                team.ranks("prepare", problem, args.threads, args.methods)
+                team.whole("prepare", problem, degree * args.threads, args.device)
+                team.ranks("prepare", problem, args.threads, args.methods, args.device)
                 yield from measure(problem, args.methods, args.repeats, team)
 
 
@@ -65,12 +71,18 @@ def measure(problem: Problem, methods: Sequence[str], repeats: int, team: Team) 
         for method in methods:
             shares[method].append(team.ranks("run", method))
     for method in methods:
-        check_bytes(problem, method, [account["bytes_sent"] for account in accounts[method]])
-        yield {
+        row = {
             "method": method,
             "degree": problem.degree,
             "seq_len": problem.seq_len,
             **compared(whole, shares[method]),
+        }
+        if method == PEER:  # it counts nothing; its FLOPs are those of a ring
+            speed = worth(problem, "ring", whole, shares[method])
+            yield row | {name: speed[name] for name in ("tflops", "whole_tflops")}
+            continue
+        check_bytes(problem, method, [account["bytes_sent"] for account in accounts[method]])
+        yield row | {
             **worth(problem, method, whole, shares[method]),
             "peak_bytes": {name: max(one["peak_bytes"][name] for one in accounts[method]) for name in DIRECTIONS},
             **buffers(problem, method),
@@ -140,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
     add = described.add_argument
     add("--seq-len", nargs="+", type=int, default=[4096, 16384], help="tokens of the sequence")
     add("--degrees", nargs="+", type=int, default=[2], help="how many ranks share it")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add("--methods", nargs="+", choices=(*METHODS, PEER), default=list(METHODS))
     add("--load-balancer", choices=LAYOUTS, default="head_tail")
     add("--batch", type=int, default=1)
     add("--heads", type=int, default=8)
@@ -149,7 +161,8 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--repeats", type=int, default=5, help="rounds, after one that does not count")
     add("--threads", type=int, default=1, help="of each rank")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: as with --tiles")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: as with --tiles, or --ranks")
+    add("--ranks", action="store_true", help="with cuda: as many GPUs as ranks, over NCCL")
     add("--tiles", action="store_true", help="every rank's tiles on one device, one rank after another, nothing sent")
     add("--kernels", nargs="+", choices=KERNELS, help="with --tiles or cuda; all that can do it")
     add("--json", type=Path, metavar="FILE", help="write the rows there, and where they come from")
@@ -181,7 +194,8 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--device cuda: PyTorch finds no GPU here; use --device cpu")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {args.json}: its folder does not exist")
-    args.tiles = args.tiles or args.device == "cuda"
+    args.tiles = args.tiles or (args.device == "cuda" and not args.ranks)
+    check_ranks(args)
     if args.kernels and not args.tiles:
         raise ConfigError("--kernels is for --tiles and --device cuda; ranks on a CPU use cpu_flash")
     dtype = getattr(torch, args.dtype)
@@ -189,6 +203,26 @@ def check(args: argparse.Namespace) -> None:
         if not _can(name, args.device, dtype, args.head_dim):
             raise ConfigError(f"--kernels {name} cannot do {args.dtype} heads of size {args.head_dim} on {args.device}")
     args.kernels = args.kernels or [name for name in KERNELS if _can(name, args.device, dtype, args.head_dim)]
+
+
+def check_ranks(args: argparse.Namespace) -> None:
+    """The ranks have devices that can run their methods.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    if args.ranks and args.device == "cuda" and (gpus := torch.cuda.device_count()) < max(args.degrees):
+        raise ConfigError(f"--ranks: --degrees {max(args.degrees)} needs as many GPUs, and there are {gpus}")
+    if PEER not in args.methods:
+        return
+    if args.device == "cpu" or args.tiles:
+        raise ConfigError(f"--methods {PEER}: PyTorch's ring runs on GPUs only; add --device cuda --ranks")
+    shortest = 2 * max(args.degrees)
+    if args.load_balancer != "head_tail" or any(length % (2 * n) for length in args.seq_len for n in args.degrees):
+        raise ConfigError(
+            f"--methods {PEER}: PyTorch's ring has the head_tail layout of equal parts only; use lengths that "
+            f"{shortest} divides, and --load-balancer head_tail"
+        )
 
 
 def _can(name: str, device: str, dtype: torch.dtype, head_dim: int) -> bool:

@@ -4,11 +4,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import scaled_dot_product_attention
+from torch.distributed.tensor import experimental
+from torch.nn import functional as F
 
 from scripts.benchmarks.context_parallel_tiles import Problem
 from scripts.benchmarks.teams import PeakBytes, Times
@@ -22,41 +24,51 @@ from trainer.distributed.sharding import exchange
 def timed(attention: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Times:
     """One forward and backward by autograd."""
     *leaves, dout = inputs
+    done = torch.cuda.synchronize if dout.is_cuda else lambda: None
+    done()
     cpu, start = time.process_time(), time.monotonic()
     out = attention(*leaves)
+    done()
     middle = time.monotonic()
     torch.autograd.grad(out, leaves, dout)
+    done()
     return Times(start, middle, time.monotonic(), time.process_time() - cpu)
+
+
+# PyTorch's own ring, the peer, for which it has no kernel on CPUs: it replaces this function inside its context
+PEER = "pytorch"
+_causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
 
 class Whole:
     """One process that computes everything by PyTorch's own attention."""
 
-    def __init__(self, problem: Problem, threads: int) -> None:
+    def __init__(self, problem: Problem, threads: int, device: str = "cpu") -> None:
         torch.set_num_threads(threads)
-        *leaves, dout = problem.inputs()
+        *leaves, dout = problem.inputs(device)
         self._inputs = [*(x.requires_grad_() for x in leaves), dout]
 
     def close(self) -> None:
         pass
 
     def run(self) -> Times:
-        return timed(lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True), self._inputs)
+        return timed(_causal, self._inputs)
 
 
 class Share:
     """One rank of a group that computes it together."""
 
-    def __init__(self, problem: Problem, threads: int, methods: Sequence[str]) -> None:
+    def __init__(self, problem: Problem, threads: int, methods: Sequence[str], device: str = "cpu") -> None:
         torch.set_num_threads(threads)
-        self._problem = problem
-        mesh = init_device_mesh("cpu", (problem.degree,))
+        self._problem, self._device = problem, device
+        self._mesh = mesh = init_device_mesh(device, (problem.degree,))
         indices = torch.from_numpy(problem.layout.indices(dist.get_rank()))
-        *leaves, dout = (x.transpose(1, 2)[:, indices].transpose(1, 2) for x in problem.inputs())
+        *leaves, dout = (x.transpose(1, 2)[:, indices].to(device).transpose(1, 2) for x in problem.inputs())
         self._inputs = [*(x.requires_grad_() for x in leaves), dout]
         self._lives = {
             method: LivePlan(mesh, problem.layout, options=ContextParallelOptions(method, problem.load_balancer))
             for method in methods
+            if method != PEER
         }
         self._open = ExitStack()
         batch = problem.batch
@@ -66,12 +78,23 @@ class Share:
         self._open.close()
 
     def run(self, method: str) -> Times:
-        plan, scale = self._handles[method], self._problem.scale
         dist.barrier()
+        if method == PEER:
+            return self._run_peer()
+        plan, scale = self._handles[method], self._problem.scale
         return timed(lambda q, k, v: context_parallel_attention(q, k, v, plan, scale)[0], self._inputs)
 
+    def _run_peer(self) -> Times:
+        """PyTorch's ring with its own head-tail layout, in which this rank has the same rows as in ours."""
+        buffer = torch.zeros(1, self._problem.seq_len, device=self._device)  # the context cannot do without one
+        with experimental.context_parallel(self._mesh, buffers=[buffer], buffer_seq_dims=[1]):
+            # found by its name in each call, because the context replaces it there
+            return timed(lambda *qkv: F.scaled_dot_product_attention(*_repeated(*qkv), is_causal=True), self._inputs)
+
     def account(self, method: str) -> dict[str, dict[str, int]]:
-        """Bytes sent by kind, and the peak of memory in each direction, of one call that is not timed."""
+        """Bytes sent by kind and the peak of memory in each direction, of one call that is not timed; the peer: {}."""
+        if method == PEER:
+            return {}
         q, k, v, dout = (x.detach() for x in self._inputs)
         run = self._lives[method].execution(q, k, v, range(self._problem.batch), is_causal=True, window=0)
         before = Counter(exchange.bytes_sent)
@@ -84,3 +107,9 @@ class Share:
             peaks["backward"] = meter.peak
         del gradients
         return {"bytes_sent": dict(Counter(exchange.bytes_sent) - before), "peak_bytes": peaks}
+
+
+def _repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return K and V with a head for each query head, as PyTorch's ring needs them."""
+    group = q.shape[1] // k.shape[1]
+    return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -91,11 +91,12 @@ class Contender(Protocol):
 class Team:
     """One process for the whole and one for each rank; those that are not asked sleep on their pipes.
 
-    whole, share: make, in the process, what measures there; `prepare` gives their arguments.
+    whole, share: make, in the process, what measures there; `prepare` gives their arguments. device: `cuda` gives each
+    rank a GPU, the whole the first one, and NCCL.
     """
 
-    def __init__(self, degree: int, whole: type[Contender], share: type[Contender]) -> None:
-        self.degree, self._contenders = degree, (whole, share)
+    def __init__(self, degree: int, whole: type[Contender], share: type[Contender], device: str = "cpu") -> None:
+        self.degree, self.device, self._contenders = degree, device, (whole, share)
 
     def __enter__(self) -> "Team":
         self._folder = tempfile.TemporaryDirectory()
@@ -105,7 +106,7 @@ class Team:
             ours, theirs = context.Pipe()
             made = self._contenders[rank is not None]
             process = context.Process(
-                target=_serve, args=(theirs, rank, self.degree, self._folder.name, made), daemon=True
+                target=_serve, args=(theirs, rank, self.degree, self._folder.name, made, self.device), daemon=True
             )
             process.start()
             theirs.close()
@@ -141,10 +142,15 @@ class Team:
         return [answers[connection] for connection in connections]
 
 
-def _serve(connection: Connection, rank: int | None, degree: int, folder: str, made: type[Contender]) -> None:
+def _serve(
+    connection: Connection, rank: int | None, degree: int, folder: str, made: type[Contender], device: str
+) -> None:
     """Body of a process: prepares what it is told and then measures, until the other end hangs up."""
+    if device == "cuda":
+        torch.cuda.set_device(rank or 0)
     if rank is not None:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=degree)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=degree)
     contender: Contender | None = None
     while True:
         try:

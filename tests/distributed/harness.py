@@ -132,10 +132,10 @@ class RecordingTrainer(Trainer):
     def build_task(self) -> Task:
         return MadeRows(self.job, self.dims, self.fault) if self.job.model.task == "tokens" else super().build_task()
 
-    def clip(self, step: int, loss: float, norm: float) -> None:
-        super().clip(step, loss, norm)
-        self.record.gradients.append(self.of_all_stages(settled_gradient))
-        self.record.limits.append(min(norm, self.config.training.max_norm))
+    def update(self, norm: float | torch.Tensor) -> None:
+        super().update(norm)
+        self.record.gradients.append(self.of_all_stages(settled_gradient))  # clipped; the update has left them
+        self.record.limits.append(min(float(norm), self.config.training.max_norm))
 
     def of_all_stages(
         self, value: Callable[[torch.Tensor], torch.Tensor], named: Callable = nn.Module.named_parameters
@@ -188,7 +188,7 @@ def trainer_of(arguments: list[str]) -> Iterator[RecordingTrainer]:
     process = Process.from_environment()
     with tempfile.TemporaryDirectory() as folder:
         config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
-        with process_group(process, config.comm):
+        with process_group(process, config.comm, cpu_tensors=config.training.enable_cpu_offload):
             trainer = RecordingTrainer(resolved(config, process), process.device, record=Record())
             yield trainer
             trainer.metrics.close()
@@ -201,7 +201,7 @@ def run_layout(arguments: list[str], fault: str | None = None) -> Record:
         config = parse_command_line([*BASE, f"--job.dump_folder={folder}", *arguments]).config
         job = resolved(config, process)
         record = Record()
-        with process_group(process, config.comm):
+        with process_group(process, config.comm, cpu_tensors=config.training.enable_cpu_offload):
             with planted(fault):
                 trainer = RecordingTrainer(job, process.device, record=record, fault=fault)
             for step in range(1, STEPS + 1):

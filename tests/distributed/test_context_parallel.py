@@ -180,19 +180,44 @@ def test_a_kernel_that_is_asked_for_is_used(pool: WorkerPool) -> None:
     assert_exact(pool, 2, [Case(30, options=options, **mask) for mask in MASKS])
 
 
-def own_communicators_case(cases: list[Case]) -> tuple[list[dict], Counter[str]]:
-    """As where one communicator is one queue: K/V travel apart from FSDP's collectives, and their gradients apart."""
-    made = mock.Mock(wraps=dist.new_group)
-    with mock.patch.object(build, "_is_queue", return_value=True), mock.patch.object(dist, "new_group", made):
+def own_communicators_case(cases: list[Case], can_split: bool) -> tuple[list[dict], Counter[str]]:
+    """As where one communicator is one queue: K/V travel apart from FSDP's collectives, and their gradients apart.
+
+    can_split: as on GPUs, where a group is split off its parent.
+    """
+    made, new_group = Counter(), dist.new_group
+
+    def split(parent: dist.ProcessGroup, parts: list[list[int]], **settings: object) -> dist.ProcessGroup:
+        """gloo cannot; so make the group of the same ranks anew."""
+        (places,) = parts
+        ranks = dist.get_process_group_ranks(parent)
+        assert can_split
+        made[settings["group_desc"]] += 1
+        return new_group([ranks[place] for place in places], use_local_synchronization=True, **settings)
+
+    def anew(*arguments: object, **settings: object) -> dist.ProcessGroup:
+        assert not (can_split and "cp_" in str(settings.get("group_desc")))
+        made[settings.get("group_desc")] += 1
+        return new_group(*arguments, **settings)
+
+    with (
+        mock.patch.object(build, "_is_queue", return_value=True),
+        mock.patch.object(build, "_can_split", return_value=can_split),
+        mock.patch.object(dist, "new_group", anew),
+        mock.patch.object(dist, "split_group", split),
+    ):
         results = attention_case(cases)
-    return results, Counter(call.kwargs.get("group_desc") for call in made.call_args_list)
+    return results, made
 
 
-def test_keys_and_gradients_have_communicators_of_their_own_where_one_is_a_queue(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("can_split", [False, True])
+def test_keys_and_gradients_have_communicators_of_their_own_where_one_is_a_queue(
+    pool: WorkerPool, can_split: bool
+) -> None:
     options = [ContextParallelOptions(method) for method in METHODS]
     options.append(ContextParallelOptions("hybrid", hybrid_degrees=(2, 2)))
     cases = [Case(37, (8, 4), options=each, mask="documents") for each in options for _ in range(2)]
-    for results, groups in pool.run(4, own_communicators_case, cases):
+    for results, groups in pool.run(4, own_communicators_case, cases, can_split):
         assert max(error for result in results for error in result["errors"]) < 1e-12
         # Of all ranks, once for all cases, and for each hybrid mesh: the ring, and for K/V the ranks that divide heads.
         assert (groups["cp_dkv"], groups["cp_kv"]) == (3, 5)

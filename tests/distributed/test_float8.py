@@ -171,9 +171,7 @@ def counted_case(arguments: list[str]) -> Counter[str]:
     # The record's own gathering is no part of it.
     with (
         mock.patch.object(RecordingTrainer, "train_step", counted),
-        mock.patch.object(
-            RecordingTrainer, "clip", lambda self, *numbers: super(RecordingTrainer, self).clip(*numbers)
-        ),
+        mock.patch.object(RecordingTrainer, "update", lambda self, norm: super(RecordingTrainer, self).update(norm)),
     ):
         run_layout(arguments)
     return collectives.counts

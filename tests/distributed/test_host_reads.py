@@ -37,9 +37,9 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def reads_case(arguments: list[str], planted: bool = False) -> tuple[dict[str, int], list[tuple[int, ...]]]:
-    """Readings of a second step, by operator, and the shapes of tensors of which `tolist` was called."""
-    listed: list[tuple[int, ...]] = []
+def reads_case(arguments: list[str], planted: bool = False) -> tuple[dict[str, int], list[tuple]]:
+    """Readings of a second step, by operator; shapes of tensors of which `tolist` was called, and the update."""
+    listed: list[tuple] = []
     tolist = torch.Tensor.tolist
 
     def noted(self: torch.Tensor) -> list:
@@ -48,8 +48,15 @@ def reads_case(arguments: list[str], planted: bool = False) -> tuple[dict[str, i
 
     with trainer_of([*arguments, "--metrics.log_freq=100", "--training.steps=9"]) as trainer:
         trainer.train_step(1)
-        trainer.optimizer.step = lambda: None  # it reads its own counts of steps, which are in host memory on GPUs too
-        trainer.clip = partial(Trainer.clip, trainer)  # without the harness's records
+        trainer.update = partial(Trainer.update, trainer)  # without the harness's records
+        step = trainer.optimizer.step
+
+        def noted_step() -> None:
+            listed.append(UPDATE)
+            if trainer.updates_masked:  # others read their own counts of steps, which are in host memory on GPUs too
+                step()
+
+        trainer.optimizer.step = noted_step
         if planted:
             trainer.model_parts[0].norm.register_forward_hook(lambda _module, _args, out: out * out.sum().item())
         reads = Reads()
@@ -59,6 +66,8 @@ def reads_case(arguments: list[str], planted: bool = False) -> tuple[dict[str, i
 
 
 TOTALS, HANDLE = (5,), (2,)  # loss, norm and three votes; the plan of two sequences, which is in host memory
+UPDATE = ("update",)
+FUSED = ["--optimizer.implementation=fused"]
 DOCUMENTS = ["--training.attention_mask=document"]
 CASES = {
     "fsdp": (2, degrees(dp_shard=2), {}),
@@ -66,6 +75,8 @@ CASES = {
     "cp, documents": (2, [*degrees(cp=2), *DOCUMENTS], {}),
     "tp": (2, degrees(tp=2), {}),
     "pp": (2, degrees(pp=2), {}),
+    "fsdp, fused": (2, [*degrees(dp_shard=2), *FUSED], {}),
+    "cp and tp, fused": (4, [*degrees(cp=2, tp=2), *FUSED], {}),
 }
 
 
@@ -75,7 +86,9 @@ def test_the_host_reads_once_in_a_step(pool: WorkerPool, case: str) -> None:
     for counts, listed in pool.run(ranks, reads_case, arguments):
         assert counts == expected
         assert listed.count(TOTALS) == 1
-        assert {*listed} <= {TOTALS, HANDLE, (1,)}, "only handles beside the totals"
+        assert {*listed} <= {TOTALS, HANDLE, (1,), UPDATE}, "only handles beside the totals"
+        # Fused kernels mask the update themselves, so that it is launched before the host waits.
+        assert (listed.index(UPDATE) < listed.index(TOTALS)) == ("fused" in case)
 
 
 def test_a_reading_in_the_model_is_seen(pool: WorkerPool) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import harness
 from tests.distributed.harness import Record, RecordingTrainer, assert_parity, run_layout
@@ -18,6 +19,7 @@ from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from trainer.components import metrics
 from trainer.config.loader import parse_command_line
+from trainer.distributed import data_parallel
 from trainer.distributed.sharding import exchange
 from trainer.runtime.process_group import Process, process_group, set_timeout
 from trainer.trainer import TrainingError
@@ -117,28 +119,42 @@ def test_ranks_that_share_a_batch_must_read_the_same(pool: WorkerPool, tmp_path)
     assert all(re.search(r"ranks \[0, 1\].*different batches", message) for message in messages)
 
 
-def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool]:
+def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool, bool]:
+    """The message, and whether weights, and values of the optimizer, are those of the step before."""
     process, config, job = build(folder, *arguments)
     with process_group(process, config.comm):
         trainer = RecordingTrainer(job, process.device, record=Record())
         trainer.train_step(1)
-        before = [p.detach().clone() for p in trainer.model_parts[0].parameters()]
+        before = [p.detach().clone() for p in trainer.parameters]
+        state = {p: {name: x.clone() for name, x in trainer.optimizer.state[p].items()} for p in trainer.parameters}
         if process.rank == 1:  # on one rank alone; all have to stop
             weight = trainer.model_parts[0].layers["0"].attention.wq.weight
             weight.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(torch.inf))
         with pytest.raises(TrainingError) as error:
             trainer.train_step(2)
-        after = [p.detach() for p in trainer.model_parts[0].parameters()]
+        after = [p.detach() for p in trainer.parameters]
         same = all(torch.equal(harness.whole(a), harness.whole(b)) for a, b in zip(before, after, strict=True))
+        same_state = all(
+            torch.equal(harness.whole(x), harness.whole(trainer.optimizer.state[p][name]))
+            for p, values in state.items()
+            for name, x in values.items()
+        )
         trainer.metrics.close()
-    return str(error.value), same
+    return str(error.value), same, same_state
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_before_the_update(pool: WorkerPool, tmp_path) -> None:
-    for message, weights_unchanged in pool.run(4, not_finite_case, str(tmp_path), LAYOUTS["fsdp4"][1]):
+@pytest.mark.parametrize("layout", ["fsdp4", "fsdp2+tp2"])
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing(
+    pool: WorkerPool, tmp_path, implementation: str, layout: str
+) -> None:
+    """With fused kernels the update is launched before the host knows, and masked."""
+    arguments = [*LAYOUTS[layout][1], f"--optimizer.implementation={implementation}"]
+    for message, weights_unchanged, state_unchanged in pool.run(4, not_finite_case, str(tmp_path), arguments):
         assert message.startswith("step 2: ")
         assert "those of step 1" in message
         assert weights_unchanged
+        assert state_unchanged
 
 
 def plain_case(folder: str) -> list[dict[str, float]]:
@@ -228,6 +244,51 @@ def test_collectives_of_our_own_in_a_step(pool: WorkerPool, tmp_path) -> None:
     """
     assert pool.run(2, counted_case, str(tmp_path), LAYOUTS["fsdp2"][1]) == [{"all_reduce": 4}] * 2
     assert pool.run(2, counted_case, str(tmp_path), LAYOUTS["tp2"][1]) == [{"all_reduce": 4}] * 2
+
+
+class Gathers(TorchDispatchMode):
+    """Notes each all-gather of FSDP among other events of a step."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "allgather" in function.name():
+            self.events.append("gather")
+        return function(*args, **(kwargs or {}))
+
+
+def gathers_case(folder: str, arguments: list[str], prefetches: bool) -> str:
+    """The all-gathers of a forward among the starts of its last layer's computation, and of the output projection."""
+    process, config, job = build(folder, *arguments)
+    with process_group(process, config.comm):
+        real = data_parallel._prefetch
+
+        def prefetch(units: list, options: object, *, last_is_apart: bool) -> None:
+            real(units, options, last_is_apart=last_is_apart and prefetches)
+
+        with mock.patch.object(data_parallel, "_prefetch", prefetch):
+            trainer = RecordingTrainer(job, process.device, record=Record())
+        events: list[str] = []
+        (model,) = trainer.model_parts
+        last = list(model.layers.values())[-1]
+        last.attention_norm.register_forward_pre_hook(lambda *_: events.append("last layer"))
+        model.output.register_forward_hook(lambda *_: events.append("logits"))
+        trainer.train_step(1)
+        events.clear()
+        with Gathers(events):
+            trainer.train_step(2)
+        trainer.metrics.close()
+    return " ".join(events[: events.index("logits") + 1])
+
+
+def test_the_output_projection_is_gathered_while_the_last_layer_computes(pool: WorkerPool, tmp_path) -> None:
+    """It runs after the model's forward, where FSDP would wait for all layers before it gathers."""
+    ahead, exposed = (pool.run(2, gathers_case, str(tmp_path), LAYOUTS["fsdp2"][1], way)[0] for way in (True, False))
+    assert ahead.endswith("gather last layer logits")
+    assert exposed.endswith("last layer gather logits")
+    assert ahead.count("gather") == exposed.count("gather")
 
 
 def timeout_case(what: str) -> float:

@@ -12,7 +12,8 @@ from tests.distributed import harness
 from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
-from trainer.components.grad_norm import settle_gradients
+from trainer.components.grad_norm import settle_gradients, squared_norm
+from trainer.components.step_totals import StepTotals
 from trainer.config.errors import ConfigError
 from trainer.distributed import pipeline_parallel
 from trainer.models.common.attention import InnerAttention
@@ -148,7 +149,9 @@ def other_rows_case(arguments: list[str]) -> list[float]:
                 part = {name: x[start : start + rows].clone() for name, x in batch.items()}
                 trainer.forward_backward(part, valid, last=start + rows == 4)
             settle_gradients(trainer.parameters)
-            norms.append(trainer.read(trainer.totals(torch.tensor(1.0)))[1])
+            squares = squared_norm(trainer.parameters, trainer.dims)
+            totals = StepTotals(torch.tensor(1.0), squares, trainer.stop.votes(), trainer.dims)
+            norms.append(totals.read()[1])
     return norms
 
 

@@ -103,7 +103,7 @@ def style(blocks: nn.ModuleList, mesh: DeviceMesh, name: str = "inner_attention"
         ContextParallelAttention(is_causal=is_causal)._apply(getattr(block, name), mesh)
 
 
-def compared(toy: Toy, process: Process, *, summed: bool, group: dist.ProcessGroup, wanted: Toy) -> list[float]:
+def compared(toy: Toy, *, summed: bool, group: dist.ProcessGroup, wanted: Toy) -> list[float]:
     """Relative errors of each gradient, after adding up over ranks if that is still to be done."""
     errors = []
     for (name, mine), theirs in zip(toy.named_parameters(), wanted.parameters(), strict=True):
@@ -119,31 +119,34 @@ def replicated(part: nn.Module, where: Region) -> dict[str, torch.Tensor]:
     return {name: where.replicate(parameter) for name, parameter in part.named_parameters()}
 
 
-def decoder_region_case(grad: str, method: str, faulty: bool) -> list[float]:
+def decoder_region(mesh: DeviceMesh, grad: str, method: str, faulty: bool) -> list[float]:
     """The decoder lies over the ranks; encoder and cross attention are local, and untouched."""
-    process = Process.from_environment()
-    source, target, labels = data()
-    alone, toy = Toy(SOURCE, TARGET), Toy(SOURCE, TARGET)
+    source, target, labels = (x.to(mesh.device_type) for x in data())
+    alone, toy = (Toy(SOURCE, TARGET).to(mesh.device_type) for _ in range(2))
     loss_of(alone(source, target), labels).backward()
+    style(toy.decoder, mesh)
+    options = ContextParallelOptions(method)
+    layout = options.layout(TARGET, mesh.size())
+    with region(mesh, layout, options=options) as part:
+        memory = toy.encoded(toy.embedded(source))
+        x = part.shard(toy.embedded(target), 1, grad=grad)
+        if grad == "replicated":
+            memory = memory if faulty else part.replicate(memory)
+            for block in toy.decoder:
+                x = functional_call(block, replicated(block, part), (x, memory, part.attention_plan))
+            logits = functional_call(toy.head, replicated(toy.head, part), (x,))
+        else:
+            memory = part.replicate(memory) if faulty else memory
+            logits = toy.head(toy.decoded(x, memory, part.attention_plan))
+        loss_of(logits, part.shard(labels, 1)).backward()
+        assert part.live.calls == 2
+    return compared(toy, summed=grad == "partial", group=mesh.get_group(), wanted=alone)
+
+
+def decoder_region_case(grad: str, method: str, faulty: bool) -> list[float]:
+    process = Process.from_environment()
     with process_group(process, parse_command_line([]).config.comm):
-        mesh = mesh_of_all(process)
-        style(toy.decoder, mesh)
-        options = ContextParallelOptions(method)
-        layout = options.layout(TARGET, mesh.size())
-        with region(mesh, layout, options=options) as part:
-            memory = toy.encoded(toy.embedded(source))
-            x = part.shard(toy.embedded(target), 1, grad=grad)
-            if grad == "replicated":
-                memory = memory if faulty else part.replicate(memory)
-                for block in toy.decoder:
-                    x = functional_call(block, replicated(block, part), (x, memory, part.attention_plan))
-                logits = functional_call(toy.head, replicated(toy.head, part), (x,))
-            else:
-                memory = part.replicate(memory) if faulty else memory
-                logits = toy.head(toy.decoded(x, memory, part.attention_plan))
-            loss_of(logits, part.shard(labels, 1)).backward()
-            assert part.live.calls == 2
-        return compared(toy, process, summed=grad == "partial", group=mesh.get_group(), wanted=alone)
+        return decoder_region(mesh_of_all(process), grad, method, faulty)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
@@ -177,7 +180,7 @@ def encoder_region_case(grad: str) -> list[float]:
             loss = loss_of(toy.head(toy.decoded(toy.embedded(target), memory)), labels)
             # Every rank computes the same loss: each counts its part of it, or each the whole.
             (loss / mesh.size() if grad == "partial" else loss).backward()
-        return compared(toy, process, summed=grad == "partial", group=mesh.get_group(), wanted=alone)
+        return compared(toy, summed=grad == "partial", group=mesh.get_group(), wanted=alone)
 
 
 @pytest.mark.parametrize("grad", ["partial", "replicated"])
@@ -209,7 +212,7 @@ def cross_region_case(method: str) -> list[float]:
             x = decoder.shard(toy.embedded(target), 1)
             logits = toy.head(toy.decoded(x, memory, decoder.attention_plan, cross.attention_plan))
             loss_of(logits, decoder.shard(labels, 1)).backward()
-        return compared(toy, process, summed=True, group=mesh.get_group(), wanted=alone)
+        return compared(toy, summed=True, group=mesh.get_group(), wanted=alone)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
@@ -248,7 +251,7 @@ def borrowing_case(copies: int, method: str) -> list[float]:
             memory, x = alone.encoded(alone.embedded(source)), alone.embedded(target)
             parts = [alone.decoded(part, memory) for part in x.split([5, 8], dim=1)]
             loss_of(alone.head(torch.cat(parts, dim=1)), labels).backward()
-        return compared(toy, process, summed=True, group=group, wanted=alone)
+        return compared(toy, summed=True, group=group, wanted=alone)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])

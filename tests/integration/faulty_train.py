@@ -8,12 +8,14 @@ saving. The file is made when the rank fails.
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainer.runtime import launch
+from trainer.runtime.process_group import flight_record
 
 STEP_OF_FAULT = 3
 CHECKPOINT_OF_FAULT = 4
@@ -84,12 +86,28 @@ def plant(kind: str, place: str) -> None:
         before(Writer, "write_data", in_checkpoint)
 
 
+def act_as_watchdog(folder: Path) -> None:
+    """What NCCL's watchdog does to a rank that waits: it writes the last collectives to a file, and aborts."""
+
+    def watch() -> None:
+        while not Path(os.environ["FAULT"].split(maxsplit=3)[3]).exists():
+            time.sleep(0.1)
+        time.sleep(1)
+        folder.mkdir(exist_ok=True)
+        (folder / flight_record(os.environ["RANK"])).write_bytes(b"")
+        os.abort()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def rank_main(rank: str, kind: str, place: str, _: str) -> int:
     """The program of a rank, with the fault if this is the rank that has it."""
     from trainer.commands import rank as program
 
     if os.environ["RANK"] == rank:
         plant(kind, place)
+    elif "WATCHDOG" in os.environ:
+        act_as_watchdog(Path(os.environ["WATCHDOG"]))
     return program.command_line()
 
 

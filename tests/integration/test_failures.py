@@ -219,6 +219,23 @@ def test_a_rank_of_a_sequence_a_matrix_or_a_pipeline_fails(
 TORCHRUN_GRACE_SECONDS = 30
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rank_that_the_watchdog_of_nccl_ends_is_not_the_cause(tmp_path: Path, known: bool) -> None:
+    """A stand-in for the watchdog aborts rank 0 while rank 1 hangs; without its file it would be a crash."""
+    records, settings = tmp_path / "records", ["--comm.init_timeout_seconds=60", "--comm.train_timeout_seconds=60"]
+    told = ["--flight-records", str(records if known else tmp_path / "others")]
+    end = ended(tmp_path, start(tmp_path, "1 hang forward", *told, *settings, WATCHDOG=str(records)))[0]
+    assert end.left == []
+    last = end.err.splitlines()[-1]
+    if known:
+        assert end.code == 1, end
+        assert last == "error: rank 1 hung, and was killed when its peers had given it up"
+        assert "faulty_train.py" in end.err  # its stack
+    else:
+        assert end.code == 128 + signal.SIGABRT, end
+        assert last == "error: rank 0 failed first (SIGABRT); the other ranks were stopped"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "place"), [("die", "optimizer"), ("raise", "backward"), ("hang", "forward")])
 def test_a_rank_fails_under_torchrun(tmp_path: Path, kind: str, place: str) -> None:

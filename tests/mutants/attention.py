@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 _CP = "trainer/distributed/context_parallel"
 _PAIRS = "tests/distributed/test_pairs.py"
 _ATTENTION = "tests/distributed/test_context_parallel.py"
+_THREADS = "tests/unit/test_thread_attention.py"
 _GUARDS = "tests/distributed/test_context_guards.py"
 
 PLANS = (
@@ -194,10 +195,24 @@ EXECUTION = (
         _ATTENTION,
     ),
     Mutant(
+        "gradients that come home are added before they have arrived",
+        f"{_CP}/execution/ring.py",
+        "        self.pending.wait()\n        if self.reduced is not None:",
+        "        if self.reduced is not None:",
+        _THREADS,
+    ),
+    Mutant(
+        "rows of other ranks are read before they have arrived",
+        "trainer/distributed/sharding/exchange.py",
+        "    pending.wait()\n    for rank, (piece, places)",
+        "    for rank, (piece, places)",
+        _THREADS,
+    ),
+    Mutant(
         "one copy of a replicated head has the gradient",
         f"{_CP}/execution/ulysses.py",
-        "target[:, head] += rows",
-        "target[:, head] = rows",
+        "x.unflatten(1, (-1, copies)).sum(2)",
+        "x.unflatten(1, (-1, copies))[:, :, 0]",
         _ATTENTION,
     ),
     Mutant(

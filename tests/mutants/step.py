@@ -60,9 +60,9 @@ LOSS = (
     ),
     Mutant(
         "the logged loss is that of one part of the sequence",
-        "trainer/trainer.py",
-        'all_reduce(torch.cat([mine, votes]), self.dims["world"])',
-        'all_reduce(torch.cat([mine, votes]), self.dims["dp"])',
+        "trainer/components/step_totals.py",
+        'all_reduce(torch.cat([mine, device_votes]), dims["world"])',
+        'all_reduce(torch.cat([mine, device_votes]), dims["dp"])',
         f"{_LAYOUT}[cp2-float32]",
     ),
     Mutant(
@@ -117,6 +117,20 @@ GRADIENTS = (
         "clip_gradients(self.parameters, norm, 0.0 if 'bfloat16' in str(self.compute_dtype)"
         " else self.config.training.max_norm)",
         "tests/distributed/test_bfloat16.py",
+    ),
+    Mutant(
+        "a fused update is not masked",
+        "trainer/trainer.py",
+        "mask_update(self.optimizer, totals.not_finite)",
+        "mask_update(self.optimizer, totals.not_finite * 0)",
+        "tests/distributed/test_loop.py::test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing",
+    ),
+    Mutant(
+        "the output projection is gathered when all layers are done",
+        "trainer/distributed/data_parallel.py",
+        "last_is_apart=last is not None",
+        "last_is_apart=False",
+        "tests/distributed/test_loop.py::test_the_output_projection_is_gathered_while_the_last_layer_computes",
     ),
     Mutant(
         "gradients are not zeroed between steps",

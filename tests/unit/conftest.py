@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -16,3 +17,12 @@ def toml(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """Where ranks that are threads compute: the option --device."""
+    name = request.config.getoption("--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("--device cuda, and no CUDA device here")
+    return name

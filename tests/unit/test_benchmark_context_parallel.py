@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import experimental
 
 from scripts.benchmarks import context_parallel as benchmark
 from scripts.benchmarks.context_parallel import main, measure
-from scripts.benchmarks.context_parallel_ranks import Share, Whole
+from scripts.benchmarks.context_parallel_ranks import PEER, Share, Whole
 from scripts.benchmarks.context_parallel_tiles import OneCall, Problem, Tiles, compared_tiles
 from scripts.benchmarks.teams import PeakBytes, Times, compared
 from trainer.distributed.context_parallel.execution.kernels.cpu import Math
@@ -38,6 +41,8 @@ class FakeTeam:
 
     def ranks(self, name: str, method: str) -> list[Any]:
         self.asked.append((method, name))
+        if name == "account" and method == PEER:
+            return [{}, {}]
         if name == "account":
             peaks = [{"forward": rank, "backward": 10 + rank} for rank in range(2)]
             sent = planned(self.problem, method)
@@ -78,6 +83,37 @@ def test_rows_and_the_order_of_the_rounds() -> None:
         assert row["peak_bytes"] == {"forward": 1, "backward": 11}
         assert row["tflops"] == round(14 * pairs * 4 * 8 / 3.0 / 1e12, 4)
     assert rows[0]["bytes_sent"] != rows[1]["bytes_sent"]
+
+
+def test_the_peer_has_a_row_beside_ours() -> None:
+    team = FakeTeam(SMALL)
+    ours, peer = measure(SMALL, ["ring", PEER], 2, team)
+    assert (PEER, "run") in team.asked
+    assert {name: peer[name] for name in ("ratio", "tflops")} == {name: ours[name] for name in ("ratio", "tflops")}
+    assert "bytes_sent" not in peer  # it counts none
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_peer_computes_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank and without its context, which needs a GPU: the gradients of the timed call."""
+    entered, gradients = [], []
+    grad = torch.autograd.grad
+
+    @contextmanager
+    def context(mesh: DeviceMesh, *, buffers: list[torch.Tensor], buffer_seq_dims: list[int]) -> Iterator[None]:
+        entered.append((mesh.size(), [tuple(x.shape) for x in buffers], buffer_seq_dims))
+        yield
+
+    monkeypatch.setattr(experimental, "context_parallel", context)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *given: gradients.append(grad(*given)))
+    share = Share(Problem(32, 1, heads=4, kv_heads=2, head_dim=8), 1, ["ring", PEER])
+    for method in ("ring", PEER):
+        share.run(method)
+    assert share.account(PEER) == {}
+    share.close()
+    assert entered == [(1, [(1, 32)], [1])]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_bytes_that_no_plan_announced_stop_the_benchmark() -> None:
@@ -183,6 +219,7 @@ def test_tile_rows_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--kernels cpu_flash", "--tiles"),
         ("--tiles --kernels flex", "flex"),
         ("--json /nowhere/rows.json", "/nowhere"),
+        ("--methods pytorch", "GPUs only; add --device cuda --ranks"),
     ],
 )
 def test_bad_arguments_are_one_sentence(argv: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +227,24 @@ def test_bad_arguments_are_one_sentence(argv: str, named: str, capsys: pytest.Ca
     error = capsys.readouterr().err
     assert named in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("--degrees 4", "--degrees 4 needs as many GPUs, and there are 2"),
+        ("--seq-len 4098 --methods pytorch", "lengths that 4 divides"),
+        ("--load-balancer contiguous --methods pytorch", "head_tail layout"),
+        ("--tiles --methods pytorch", "add --device cuda --ranks"),
+    ],
+)
+def test_ranks_on_gpus_need_a_gpu_each_and_the_peer_its_layout(
+    argv: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["--device", "cuda", "--ranks", *argv.split()]) == 2
+    assert named in capsys.readouterr().err
 
 
 def test_an_unknown_method_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

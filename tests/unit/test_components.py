@@ -207,6 +207,19 @@ def test_clipping_scales_down_and_never_up() -> None:
     assert parameter.grad.tolist() == [1.5, 2.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_by_a_norm_on_the_device_is_the_same_bit_by_bit(dtype: torch.dtype) -> None:
+    values = torch.randn(100, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    norm = values.double().norm()
+    for max_norm in (0.3, 100.0, float("inf")):
+        known, unknown = (torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for _ in range(2))
+        known.grad, unknown.grad = values.clone(), values.clone()
+        clip_gradients([known], norm.item(), max_norm)
+        clip_gradients([unknown], norm, max_norm)
+        assert torch.equal(known.grad, unknown.grad)
+        assert torch.equal(known.grad, values) == (max_norm > 1)
+
+
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
     """Real files of the real package; a run that resumes continues the same run."""
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -202,27 +202,31 @@ def test_all_gather_needs_memory_for_the_heads_of_two_passes(heads_per_pass: int
 
 @pytest.mark.parametrize("degree", [2, 4, 8, 16, 32])
 def test_all_to_all_sends_the_known_formula(degree: int):
-    """e s D (2 H + 2 K') (N - 1) / N with K' replicated heads; the log-sum-exp comes on top, 4 bytes each."""
+    """e s D (2 H + 2 K') (N - 1) / N with K' replicated heads; the log-sum-exp comes on top.
+
+    It takes 4 bytes a head, and at least 16 a row: a rank of 32 has one head.
+    """
     heads, kv_heads, head_dim, itemsize, shard = 32, 8, 16, 2, 64
     layout, shape = head_tail(degree * shard, degree), AttentionShape(1, heads, kv_heads, head_dim, itemsize)
     replicated = math.lcm(kv_heads, degree)
     rows = itemsize * shard * head_dim
     moved = (degree - 1) / degree
+    lse = shard * degree * max(4 * heads // degree, 16)
     for _, cost in cost_of_all(layout, causal(layout.length), "all_to_all", shape, "forward"):
         assert cost.bytes_sent["qkv"] == rows * (heads + 2 * replicated) * moved
-        assert cost.bytes_sent["out"] == (rows * heads + 4 * shard * heads) * moved
-        without_lse = cost.bytes_sent.total() - 4 * shard * heads * moved
+        assert cost.bytes_sent["out"] == (rows * heads + lse) * moved
+        without_lse = cost.bytes_sent.total() - lse * moved
         assert without_lse == rows * (2 * heads + 2 * replicated) * moved
         assert cost.calls == {"qkv": 1, "out": 1}
     for _, cost in cost_of_all(layout, causal(layout.length), "all_to_all", shape, "backward"):
         # q, out and their gradients' cotangent again; gradients of copied heads are added up in float32
-        there = rows * (3 * heads + 2 * replicated) + 4 * shard * heads
+        there = rows * (3 * heads + 2 * replicated) + lse
         back = rows * heads + rows * 2 * replicated * (2 if replicated > kv_heads else 1)
         assert cost.bytes_sent == {"qkv_dout": there * moved, "dqkv": back * moved}
 
 
 def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tuple[int, int], names: str) -> int:
-    """Bytes of one piece, its tensors aligned one by one.
+    """Bytes of one piece, each row of each tensor aligned.
 
     mine: rows of queries and of keys; heads: how many of them travel. names: q and k in their own type, L for a
     log-sum-exp, S for a gradient that is summed.
@@ -230,8 +234,7 @@ def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tupl
     rows, wide = {"q": 0, "L": 0, "k": 1, "S": 1}, max(4, shape.itemsize)
     element = {"q": shape.head_dim * shape.itemsize, "k": shape.head_dim * shape.itemsize}
     element |= {"L": wide, "S": shape.head_dim * wide}
-    sizes = (mine[rows[name]] * heads[rows[name]] * width * element[name] for name in names)
-    return sum(math.ceil(size / 16) * 16 for size in sizes)
+    return sum(mine[rows[name]] * math.ceil(heads[rows[name]] * width * element[name] / 16) * 16 for name in names)
 
 
 @settings(max_examples=300)
@@ -289,8 +292,8 @@ def test_all_to_all_with_fewer_heads_at_a_time_needs_less_memory():
         [cost.workspace for _, cost in cost_of_all(layout, causal(128), "all_to_all", shape, "forward", heads)]
         for heads in (0, 2, 1)
     ]
-    # q, k, v of a rank's heads: the other rank's rows as they arrive, and all rows in their order
-    assert spaces[0] == [(64 + 128) * 16 * 2 * (8 + 4 + 4)] * 2
+    # q, k, v of a rank's heads: all rows as they arrive, and in the order of the sequence
+    assert spaces[0] == [(128 + 128) * 16 * 2 * (8 + 4 + 4)] * 2
     assert spaces[1] == spaces[0]  # two passes are alive together
     assert spaces[2] == [space // 2 for space in spaces[0]]
 

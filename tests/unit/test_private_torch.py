@@ -126,6 +126,11 @@ PRIVATE = {
     "_dump_fr_trace": Private(
         _GROUPS, "the flight record (without it a line says so)", lambda: torch._C._distributed_c10d._dump_fr_trace
     ),
+    "_dump_nccl_trace": Private(
+        _GROUPS,
+        "the flight record with NCCL (without it a line says so)",
+        lambda: torch.version.cuda is None or torch._C._distributed_c10d._dump_nccl_trace,
+    ),
     "_timeout": Private(
         "trainer/distributed/sharding/exchange.py", "the time-out of waiting for a message on CPUs", timeout
     ),

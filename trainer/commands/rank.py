@@ -80,13 +80,14 @@ def train(job: ResolvedJob) -> int:
     try:
         records = Path(config.job.dump_folder) / config.comm.save_traces_folder
         with (
-            process_group(process, config.comm, records, reports.store),
+            process_group(process, config.comm, records, reports.store, cpu_tensors=config.training.enable_cpu_offload),
             _shared_errors_printed_once(process.rank),
             ExitStack() as held,
             out_of_memory_explained(job),
         ):
             folder = folder_held(Path(config.job.dump_folder), logger.warning)
-            raise_on_all_ranks(lambda: held.enter_context(folder) if process.rank == 0 else None)
+            hold = partial(held.enter_context, folder)
+            raise_on_all_ranks(hold if process.rank == 0 else lambda: None, process.device)
             Trainer(job, process.device).train()
     except SharedConfigError:
         return 2

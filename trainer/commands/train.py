@@ -97,4 +97,7 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     if (ROOT / "train.py").is_file():  # a clone, which need not be installed
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["PYTHONSAFEPATH"] = "1"  # a folder `trainer` where the user stands is not this program
-    return ["--nproc-per-node", str(here), "--start-timeout", str(config.comm.init_timeout_seconds)]
+    options = ["--nproc-per-node", str(here), "--start-timeout", str(config.comm.init_timeout_seconds)]
+    if device_type == "cuda" and config.comm.trace_buf_size:
+        options += ["--flight-records", str(Path(config.job.dump_folder, config.comm.save_traces_folder).absolute())]
+    return options

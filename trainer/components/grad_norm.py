@@ -66,11 +66,20 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torc
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale all gradients so that their common norm is at most `max_norm`."""
-    if norm > max_norm:
-        grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(grads, max_norm / norm)
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float | torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their common norm is at most `max_norm`.
+
+    norm: of all gradients; as a tensor on their device, () float64, it is not read: all gradients are multiplied, by
+    one if they are not to be scaled.
+    """
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not isinstance(norm, torch.Tensor):
+        if norm > max_norm:
+            torch._foreach_mul_(grads, max_norm / norm)
+        return
+    factor = (max_norm / norm).clamp(max=1)
+    for dtype in {grad.dtype for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

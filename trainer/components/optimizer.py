@@ -37,3 +37,23 @@ def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torc
         foreach=implementation == "foreach",
         fused=implementation == "fused",
     )
+
+
+def can_mask_update(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether `mask_update` works: fused kernels, and all gradients of full precision on the device of the job.
+
+    Then the host launches the update before it knows the gradient norm. Gradients of half precision would be scaled by
+    a factor that is rounded to it.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return all(group["fused"] for group in optimizer.param_groups) and all(
+        p.device.type == device.type and p.dtype in (torch.float32, torch.float64) for p in parameters
+    )
+
+
+def mask_update(optimizer: torch.optim.Optimizer, not_finite: torch.Tensor) -> None:
+    """Let the next step change no weight and no state if `not_finite`, () float32 on the device, is one.
+
+    This is the protocol of torch.amp.GradScaler with fused optimizers.
+    """
+    optimizer.found_inf = not_finite

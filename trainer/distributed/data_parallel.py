@@ -76,17 +76,22 @@ def apply_data_parallel(
     for unit, after_forward in reshard.items():
         fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
-    _prefetch([*reshard], options)
+    _prefetch([*reshard], options, last_is_apart=last is not None)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
 
 
-def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions) -> None:
-    """Tell each unit which units to gather while it runs."""
+def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:
+    """Tell each unit which units to gather while it runs.
+
+    last_is_apart: the last unit runs after the model's forward. There FSDP waits for all layers before it gathers, so
+    that the unit before always gathers it.
+    """
     for i, unit in enumerate(units):
-        if options.forward_prefetch:
-            unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + options.forward_prefetch]))
+        ahead = max(options.forward_prefetch, int(last_is_apart and i == len(units) - 2))
+        if ahead:
+            unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + ahead]))
         if options.backward_prefetch:
             unit.set_modules_to_backward_prefetch(list(units[max(i - options.backward_prefetch, 0) : i][::-1]))
 

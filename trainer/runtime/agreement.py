@@ -26,8 +26,10 @@ def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def raise_on_all_ranks(function: Callable[[], T], mesh: DeviceMesh | None = None) -> T:
-    """Call `function` on every rank of a 1-D mesh, or of the job, and return this rank's result. A collective.
+def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | torch.device) -> T:
+    """Call `function` on every rank of a 1-D mesh and return this rank's result. A collective.
+
+    over: the mesh; or, before there is one, this rank's device, for all ranks of the job.
 
     Raises:
         SharedConfigError: on every rank, if a call raised a ConfigError; it has the message of the lowest such rank.
@@ -37,7 +39,7 @@ def raise_on_all_ranks(function: Callable[[], T], mesh: DeviceMesh | None = None
         result = function()
     except ConfigError as error:
         message = str(error) or "unknown"
-    over, device = (mesh, mesh.device_type) if mesh is not None else (dist.group.WORLD, "cpu")
+    over, device = (dist.group.WORLD, over) if isinstance(over, torch.device) else (over, over.device_type)
     failed = torch.tensor(int(bool(message)), dtype=torch.int32, device=device)
     if all_reduce(failed, over, "max").item():
         text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")

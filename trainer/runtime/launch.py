@@ -5,6 +5,9 @@ returns the failing rank's exit code and names the rank in one line. It passes S
 finish their step, save, and end in good order; a second signal ends them at once. When a rank has failed, the others
 have a few seconds to end. A rank that hangs is asked for its stack and killed. When the launcher is killed, its ranks
 end at once (`runtime/launcher_watch.py`). Several nodes meet before their ranks start (`runtime/meeting.py`).
+
+With NCCL a rank that waits too long for its peers is ended by NCCL's watchdog: it writes the rank's last collectives to
+a file and aborts the process (SIGABRT). By this file the launcher tells such a rank from one that crashed.
 """
 
 import argparse
@@ -15,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +34,7 @@ from trainer.config.errors import ConfigError
 from trainer.runtime.console import report
 from trainer.runtime.meeting import NodesMissing, meet
 from trainer.runtime.nodes import Nodes, whole_number
-from trainer.runtime.process_group import LOST_PEERS
+from trainer.runtime.process_group import LOST_PEERS, flight_record
 
 _PROGRAM = ["-m", "trainer.commands.rank"]  # what each rank runs
 # After a failure the other ranks notice it, exchange reports, and name the cause.
@@ -64,8 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each of these loggers has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # one line of ours reports the error
-    with _passing_signals_on() as received, _killing_stragglers():
-        return _run(nodes, ranks, timeout, train_arguments, received)
+    watchdog = Watchdog(given.flight_records)
+    with _passing_signals_on() as received, _killing_stragglers(watchdog):
+        return _run(nodes, ranks, timeout, train_arguments, received, watchdog)
 
 
 @contextmanager
@@ -103,7 +107,28 @@ def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[Laun
     )
 
 
-def _run(nodes: Nodes, ranks: int, timeout_seconds: int, train_arguments: list[str], received: list[int]) -> int:
+class Watchdog:
+    """NCCL's watchdogs of the ranks, as this process sees them. folder: where they write; None: there are none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self._started = folder, time.time() - 2  # clocks of file systems are coarse
+
+    def ended(self, rank: int | None, code: int) -> bool:
+        """Return whether a watchdog ended this rank, or some rank, whose process has this code."""
+        if self.folder is None or code != -signal.SIGABRT:
+            return False
+        paths = self.folder.glob(flight_record("*")) if rank is None else [self.folder / flight_record(rank)]
+        return any(path.exists() and path.stat().st_mtime >= self._started for path in paths)
+
+
+def _run(
+    nodes: Nodes,
+    ranks: int,
+    timeout_seconds: int,
+    train_arguments: list[str],
+    received: list[int],
+    watchdog: Watchdog,
+) -> int:
     """Run the job and return its exit code; report a failure or stop in one line. `received`: signals passed on."""
     try:
         launched_by = ("--launched-by", str(os.getpid()))
@@ -117,16 +142,16 @@ def _run(nodes: Nodes, ranks: int, timeout_seconds: int, train_arguments: list[s
         report(f"error: a node ended, or was cut off, before the ranks had started ({reason})")
         return 1
     except ChildFailedError as error:
-        return _failed(error, received)
+        return _failed(error, received, watchdog)
     except SignalException as error:
         report(f"error: stopped by {signal.Signals(error.sigval).name}")
         return 128 + error.sigval
     return 0
 
 
-def _failed(error: ChildFailedError, received: list[int]) -> int:
+def _failed(error: ChildFailedError, received: list[int], watchdog: Watchdog) -> int:
     """Name the rank that failed, or the signal that ended the ranks, in one line, and return the exit code."""
-    rank, failure, hung = _cause(error)
+    rank, failure, hung = _cause(error, lambda rank, code: code == LOST_PEERS or watchdog.ended(rank, code))
     ended_by = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
     if ended_by in received:
         report(f"error: stopped by {signal.Signals(ended_by).name} at once")
@@ -137,18 +162,28 @@ def _failed(error: ChildFailedError, received: list[int]) -> int:
     if failure.exitcode == LOST_PEERS:
         report("error: the ranks of this node lost their peers; the cause is on another node")
         return 1
+    if watchdog.ended(rank, failure.exitcode):
+        report(
+            f"error: rank {rank} waited too long for its peers, and NCCL's watchdog ended it; the last collectives of "
+            f"the ranks are in {watchdog.folder} (docs/performance.md says how to read them). If all ranks were at "
+            "work, raise comm.train_timeout_seconds"
+        )
+        return 1
     how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
     if failure.exitcode != 2:  # the rank has named the wrong setting
         report(f"error: rank {rank} failed first ({how}); the other ranks were stopped")
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
-def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure, bool]:
-    """Return the rank that has the cause, how it ended, and whether it hung, so that this launcher ended it."""
+def _cause(error: ChildFailedError, lost_peers: Callable[[int, int], bool]) -> tuple[int, ProcessFailure, bool]:
+    """Return the rank that has the cause, how it ended, and whether it hung, so that this launcher ended it.
+
+    lost_peers: (rank, exit code) -> whether that rank ended because of another one.
+    """
     rank, first = error.get_first_failure()
-    if first.exitcode != LOST_PEERS:
+    if not lost_peers(rank, first.exitcode):
         return rank, first, False
-    others = {rank: failure for rank, failure in error.failures.items() if failure.exitcode != LOST_PEERS}
+    others = {rank: failure for rank, failure in error.failures.items() if not lost_peers(rank, failure.exitcode)}
     ended_by_us = {-signal.SIGKILL: 1, -signal.SIGTERM: 2}  # a rank that SIGTERM could end did not hang
     for rank, failure in sorted(others.items(), key=lambda item: ended_by_us.get(item[1].exitcode, 0)):
         return rank, failure, failure.exitcode in ended_by_us
@@ -156,7 +191,7 @@ def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure, bool]:
 
 
 @contextmanager
-def _killing_stragglers() -> Iterator[None]:
+def _killing_stragglers(watchdog: Watchdog) -> Iterator[None]:
     """When a rank has failed inside, kill the ranks that still run some seconds later.
 
     The elastic agent would wait for half a minute, and a rank that hangs or is stopped does not answer its SIGTERM.
@@ -169,8 +204,10 @@ def _killing_stragglers() -> Iterator[None]:
             if ended is None or ended.si_status == 0 or timers:
                 return
             lost = ended.si_code == os.CLD_EXITED and ended.si_status == LOST_PEERS
+            # Watchdogs of other ranks write their files meanwhile; who still runs after that hangs.
+            aborted = ended.si_code != os.CLD_EXITED and watchdog.ended(None, -ended.si_status)
             seconds = _GRACE_AFTER_LOST_PEERS_SECONDS if lost else _GRACE_SECONDS
-            timers.append(threading.Timer(seconds, _kill_ranks, kwargs={"show_stacks": lost}))
+            timers.append(threading.Timer(seconds, _kill_ranks, kwargs={"show_stacks": lost or aborted}))
             timers[0].daemon = True
             timers[0].start()
 
@@ -239,6 +276,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--nproc-per-node", required=True, help="ranks on this node")
     parser.add_argument("--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)")
+    text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is told as one that crashed"
+    parser.add_argument("--flight-records", type=Path, help=text)
     for variable, (option, text) in _VARIABLES.items():
         parser.add_argument(option, dest=variable, help=f"{text}; in place of the variable {variable}")
     return parser

@@ -62,11 +62,31 @@ class Process:
         return torch.device("cuda", self.local_rank)
 
 
-@contextmanager
-def process_group(process: Process, comm: Comm, records: Path | None = None, store: dist.Store | None = None):
-    """Start the process group of the whole job (gloo for CPU, NCCL for CUDA tensors), and destroy it at the exit.
+def backend_settings(device: torch.device, *, cpu_tensors: bool) -> dict[str, object]:
+    """Return `backend` and `device_id` of the job's process group; all groups of a mesh inherit them.
 
-    store: where the ranks meet; by default the store that the launcher's variables name.
+    NCCL alone on GPUs: with gloo beside it, each group of each rank would open sockets that nobody uses. The device
+    lets NCCL connect at once, and split groups off instead of connecting them anew. cpu_tensors: with offloaded
+    parameters, gradients may be reduced in host memory, which takes both backends; PyTorch cannot split off these.
+    """
+    if device.type != "cuda":
+        return {"backend": "gloo"}
+    return {"backend": "cpu:gloo,cuda:nccl"} if cpu_tensors else {"backend": "nccl", "device_id": device}
+
+
+@contextmanager
+def process_group(
+    process: Process,
+    comm: Comm,
+    records: Path | None = None,
+    store: dist.Store | None = None,
+    *,
+    cpu_tensors: bool = False,
+):
+    """Start the process group of the whole job (gloo on CPUs, NCCL on GPUs), and destroy it at the exit.
+
+    store: where the ranks meet; by default the store that the launcher's variables name. cpu_tensors: whether a job on
+    GPUs also reduces tensors in host memory.
     When a collective fails, the last collectives of this rank are written to rank_R in the folder `records` (by default
     a temporary one), and the path is logged. NCCL's watchdog writes there at a time-out, too.
     """
@@ -77,7 +97,7 @@ def process_group(process: Process, comm: Comm, records: Path | None = None, sto
     if process.world_size == 1:
         store = dist.HashStore()  # alone: no port is taken
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        **backend_settings(device, cpu_tensors=cpu_tensors),
         rank=process.rank,
         world_size=process.world_size,
         store=store and dist.PrefixStore("process_group", store),
@@ -87,7 +107,7 @@ def process_group(process: Process, comm: Comm, records: Path | None = None, sto
         yield
     except Exception as error:
         if comm.trace_buf_size and is_peer_failure(error):
-            logger.warning(_dump_flight_record(process.rank, records))
+            logger.warning(_dump_flight_record(process.rank, records, device))
         if device.type == "cpu":  # NCCL could wait for ever for its peers
             dist.destroy_process_group()
         raise
@@ -123,15 +143,24 @@ def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:
     if size and watchdog_folder is not None:
         watchdog_folder.mkdir(parents=True, exist_ok=True)
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(watchdog_folder.absolute() / "rank_")  # c10d adds the rank
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(
+            watchdog_folder.absolute() / flight_record("")
+        )  # c10d adds the rank
 
 
-def _dump_flight_record(rank: int, folder: Path | None) -> str:
+def flight_record(rank: int | str) -> str:
+    """Return the name of the file of a rank's last collectives; NCCL's watchdog appends the rank itself."""
+    return f"rank_{rank}"
+
+
+def _dump_flight_record(rank: int, folder: Path | None, device: torch.device) -> str:
     """Write the last collectives of this rank as a pickled dictionary, and return a line for the log."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    recorders = torch._C._distributed_c10d
+    general = getattr(recorders, "_dump_fr_trace", None)
+    dump = getattr(recorders, "_dump_nccl_trace", None) if device.type == "cuda" else general
     if dump is None:
         return f"rank {rank}: this build of torch has no flight recorder"
-    path = (folder or Path(tempfile.mkdtemp(prefix="flight_record_"))) / f"rank_{rank}"
+    path = (folder or Path(tempfile.mkdtemp(prefix="flight_record_"))) / flight_record(rank)
     record = dump()
     entries = pickle.loads(record)["entries"]
     last = entries[-1]["profiling_name"] if entries else "none"

@@ -133,7 +133,7 @@ def flat_mesh(
 
 def any_plan_open(mesh: DeviceMesh) -> bool:
     """Return whether a context over this mesh is open."""
-    return any(live.mesh.get_group() is mesh.get_group() for live in _live.values())
+    return any(live.mesh.get_group() is mesh.get_group() for live in list(_live.values()))
 
 
 def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:

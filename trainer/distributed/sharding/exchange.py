@@ -48,7 +48,7 @@ def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.T
 
 
 def _group(over: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
-    return over.get_group() if isinstance(over, DeviceMesh) else over
+    return over if isinstance(over, dist.ProcessGroup) else over.get_group()
 
 
 @dataclass(frozen=True)

@@ -45,15 +45,18 @@ def _own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist
 
     A mesh of all ranks has the default group, in which K/V would wait behind the collectives of FSDP. Kernels of
     the new group have high priority. The first use is a collective: NCCL must not start with messages of some ranks.
+    The new group is split off this one where it can be: `new_group` would split the job's group, which takes all ranks.
     """
     if not _is_queue(group) or group.size() == 1:
         return group
     made = _own_groups.setdefault(group, {})
     if purpose not in made:
-        ranks = dist.get_process_group_ranks(group)
-        made[purpose] = dist.new_group(
-            ranks, use_local_synchronization=True, group_desc=f"cp_{purpose}", pg_options=_high_priority()
-        )
+        settings = {"group_desc": f"cp_{purpose}", "pg_options": _high_priority()}
+        if _can_split(group):
+            made[purpose] = dist.split_group(group, [list(range(group.size()))], **settings)
+        else:
+            ranks = dist.get_process_group_ranks(group)
+            made[purpose] = dist.new_group(ranks, use_local_synchronization=True, **settings)
         dist.all_reduce(torch.zeros(1, device=device_type), group=made[purpose])
     return made[purpose]
 
@@ -62,6 +65,11 @@ def _high_priority() -> object:
     """Return options of NCCL with streams of high priority; None where PyTorch has no NCCL."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     return None if nccl is None else nccl.Options(is_high_priority_stream=True)
+
+
+def _can_split(group: dist.ProcessGroup) -> bool:
+    """Return whether the group is bound to this rank's GPU, as `backend_settings` says."""
+    return group.bound_device_id is not None
 
 
 def _is_queue(group: dist.ProcessGroup) -> bool:

@@ -118,16 +118,12 @@ def _exchanged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: b
         there, back = ([*_pieces(shape, width, kv_heads, share, names)] for names in _TRAVELLING[is_backward])
         # Of each tensor there: this rank's rows for each other rank. Back: each other rank's rows, for that rank.
         mine, theirs = (
-            [
-                sum(aligned(lengths[of_keys][r] * row) for r in ranks for of_keys, row in pieces)
-                for pieces in (there, back)
-            ]
+            [sum(lengths[of_keys][r] * row for r in ranks for of_keys, row in pieces) for pieces in (there, back)]
             for ranks in ([here] * len(others), others)
         )
         cost.exchanges("qkv_dout" if is_backward else "qkv", mine[0], theirs[0])
         cost.exchanges("dqkv" if is_backward else "out", theirs[1], mine[1])
-        # The rows that arrive from the others, and all rows in their order.
-        rows = [2 * sum(each) - each[here] for each in lengths]
+        rows = [2 * sum(each) for each in lengths]  # as they arrive, and in the order of the sequence
         alive.append(sum(rows[of_keys] * row for of_keys, row in there) + inside.workspace)
     cost.workspace = _most_alive(alive)
     return cost
@@ -144,9 +140,9 @@ def _pieces(
     queries = width * kv_heads * share.group
     for name in names:
         if name == "q":
-            yield False, queries * shape.head_dim * shape.itemsize
+            yield False, aligned(queries * shape.head_dim * shape.itemsize)
         elif name == "lse":
-            yield False, queries * shape.accumulator
+            yield False, aligned(queries * shape.accumulator)
         else:
             item = shape.accumulator if name == "dk" and share.copies > 1 else shape.itemsize
-            yield True, width * kv_heads * shape.head_dim * item
+            yield True, aligned(width * kv_heads * shape.head_dim * item)

@@ -32,6 +32,16 @@ class HeadShare:
         copies, group = replicated // kv_heads, heads // replicated
         return [cls(per_rank, copies, group, *part) for part in passes_of(per_rank, heads_per_pass)]
 
+    @property
+    def own_keys(self) -> slice:
+        """The key/value heads of this pass, among the replicated ones of any rank."""
+        return slice(self.start, self.stop)
+
+    @property
+    def own_queries(self) -> slice:
+        """The query heads of this pass, among those of any rank."""
+        return slice(self.start * self.group, self.stop * self.group)
+
     def keys(self, rank: int) -> list[int]:
         """Return the key/value heads of `rank`, a replicated one as often as it has copies there."""
         first = rank * self.per_rank
@@ -64,5 +74,5 @@ def check_heads(heads: int, degree: int, method: str = "all_to_all") -> None:
 
 
 def aligned(size: int) -> int:
-    """Return the bytes that a piece takes in an all-to-all of tensors of several types."""
+    """Return the bytes that a tensor takes in a row of an all-to-all of tensors of several types."""
     return -(-size // 16) * 16

@@ -1,0 +1,88 @@
+"""Run the quick tests under other versions of PyTorch, each in an environment of its own: `make test-versions`.
+
+    python scripts/test_versions.py 2.11.0 2.14.1                     # all quick tests of one and of several ranks
+    python scripts/test_versions.py 2.11.0 --tests tests/unit         # some of them
+    PIP_INDEX_URL=... python scripts/test_versions.py 2.11.0+cpu      # a build without CUDA: less to download
+
+An environment is made in versions/VERSION/ from requirements.txt with this one pin changed, and kept for the next time.
+The outputs of pip and of pytest are in files there. Exit code 1: a version could not be installed, or a test failed.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "versions"
+TESTS = ("tests/unit", "tests/distributed")
+
+
+def requirements(version: str) -> str:
+    """Return requirements.txt with this version of torch.
+
+    Raises:
+        ValueError: the file does not pin torch.
+    """
+    text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    changed, found = re.subn(r"^torch==\S+", f"torch=={version}", text, flags=re.MULTILINE)
+    if found != 1:
+        raise ValueError(f"requirements.txt has {found} lines that pin torch; it must have one")
+    return changed
+
+
+def environment(version: str) -> Path:
+    """Return the Python of this version's environment, which is made if it is missing or the pins have changed.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed.
+    """
+    folder = FOLDER / version
+    python, installed, wanted = folder / "bin" / "python", folder / "installed.txt", requirements(version)
+    if not installed.exists() or installed.read_text(encoding="utf-8") != wanted:
+        print(f"{version}: installing into {folder}", flush=True)
+        venv.create(folder, with_pip=True)
+        pins = folder / "requirements.txt"
+        pins.write_text(wanted, encoding="utf-8")
+        with (folder / "pip.log").open("w") as log:
+            pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", pins]
+            subprocess.run(pip, check=True, stdout=log, stderr=subprocess.STDOUT)
+        installed.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def tested(version: str, tests: Sequence[str]) -> bool:
+    """Run the tests, print the last line of pytest and each failure, and return whether all passed."""
+    try:
+        python = environment(version)
+    except subprocess.CalledProcessError:
+        print(f"{version}: pip failed; see {FOLDER / version / 'pip.log'}", flush=True)
+        return False
+    log = FOLDER / version / "pytest.log"
+    with log.open("w") as output:
+        # From this folder, so that the tests import this tree.
+        command = [python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+        code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
+        if line.startswith(("FAILED ", "ERROR ")):
+            print(f"{version}: {line}")
+    print(f"{version}: {lines[-1] if lines else 'no output'} ({log})", flush=True)
+    return code == 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Test each version, and return 0 if all passed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+", help="of torch, as pip writes them")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), help=f"default: {' '.join(TESTS)}")
+    args = parser.parse_args(argv)
+    passed = [tested(version, args.tests) for version in args.versions]  # all of them, whatever the first one says
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

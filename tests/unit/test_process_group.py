@@ -1,0 +1,61 @@
+"""Law: on GPUs the job's group is NCCL alone, bound to the rank's GPU; gloo is beside it only for tensors of CPUs."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.config.loader import parse_command_line
+from trainer.runtime.process_group import Process, backend_settings, process_group
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "cpu_tensors", "expected"),
+    [
+        (torch.device("cpu"), False, {"backend": "gloo"}),
+        (torch.device("cpu"), True, {"backend": "gloo"}),
+        (GPU, False, {"backend": "nccl", "device_id": GPU}),
+        (GPU, True, {"backend": "cpu:gloo,cuda:nccl"}),
+    ],
+)
+def test_backends(device: torch.device, cpu_tensors: bool, expected: dict) -> None:
+    assert backend_settings(device, cpu_tensors=cpu_tensors) == expected
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_the_group_of_a_rank_with_a_gpu(offloads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    init, ended = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(Process, "device", GPU)
+    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "destroy_process_group", ended)
+    config = parse_command_line([]).config
+    with process_group(Process(1, 1, 2), config.comm, cpu_tensors=offloads):
+        pass
+    given = init.call_args.kwargs
+    assert given | backend_settings(GPU, cpu_tensors=offloads) == given
+    assert ("device_id" in given) != offloads
+    ended.assert_called_once()
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_rank_asks_for_gloo_where_it_offloads(offloads: bool, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    from trainer.commands import rank
+    from trainer.runtime import process_group as module
+
+    class Seen(Exception):
+        pass
+
+    opened = mock.Mock(side_effect=Seen)
+    monkeypatch.setattr(module, "process_group", opened)
+    monkeypatch.setattr(rank, "report", mock.Mock())
+    monkeypatch.setattr("trainer.runtime.reports.Reports", mock.Mock())
+    monkeypatch.setattr("trainer.runtime.out_of_memory.out_of_memory_explained", lambda _job: nullcontext())
+    arguments = [f"--job.dump_folder={tmp_path}", "--job.device=cpu"]
+    arguments += ["--training.enable_cpu_offload"] * offloads
+    assert rank.main(arguments) == 1
+    assert opened.call_args.kwargs == {"cpu_tensors": offloads}

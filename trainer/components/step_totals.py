@@ -1,0 +1,44 @@
+"""The few numbers of a step that the host reads: loss, gradient norm, votes to stop. One reduction, one reading."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
+
+
+class StepTotals:
+    """Sums over all ranks. They travel to the host from the start, while the device goes on; `read` waits for them.
+
+    loss, squares: this rank's parts of the loss and of the squared gradient norm, () on the device of the job; ranks of
+    one tensor-parallel group have the same part of the loss. votes: see `Stop.votes`.
+    """
+
+    def __init__(self, loss: torch.Tensor, squares: torch.Tensor, votes: Sequence[float], dims: ParallelDims) -> None:
+        mine = torch.stack([loss.double() / dims.size("tp"), squares])
+        device_votes = torch.tensor(votes, dtype=torch.float64).to(mine.device, non_blocking=True)
+        self._sums = all_reduce(torch.cat([mine, device_votes]), dims["world"])
+        self._host, self._arrived = self._sums, None
+        if self._sums.is_cuda:
+            self._host = self._sums.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """The gradient norm, () float64 on the device."""
+        return self._sums[1].sqrt()
+
+    @property
+    def not_finite(self) -> torch.Tensor:
+        """One if the loss or the gradient norm is not finite, else zero: () float32 on the device."""
+        return 1 - self._sums[:2].isfinite().all().float()
+
+    def read(self) -> tuple[float, float, list[float]]:
+        """Return loss, gradient norm and votes: all that the host waits for in a step."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, squares, *votes = self._host.tolist()
+        return loss, math.sqrt(squares), votes

@@ -1,0 +1,120 @@
+"""How several tensors travel together between ranks that divide heads: side by side in rows of bytes.
+
+    a row       | q  h D | k  k D | v  k D |        every tensor begins at a multiple of 16 bytes
+    a piece     the rows of one rank, in its order; where keys have a layout of their own, rows of queries, then of keys
+    a message   the pieces of all ranks
+
+Few copies do it: each tensor is copied into these rows and out of them as a whole. One concatenation changes between
+the order of ranks and the order of the sequence, where these differ. Tensors that have arrived stay views of the rows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.distributed.context_parallel.planning.heads import aligned
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import Offsets
+
+Tensors = list[torch.Tensor]
+
+
+class _Rows:
+    """Rows of bytes with a row of each of some tensors. layout: of the rows over ranks; tensors: (rows, B, h, ...)."""
+
+    def __init__(self, layout: AxisLayout, tensors: Tensors) -> None:
+        self.layout, self.width = layout, 0
+        self._tensors = []
+        for x in tensors:
+            size = math.prod(x.shape[1:]) * x.itemsize
+            self._tensors.append((slice(self.width, self.width + size), x.dtype, x.shape[1:]))
+            self.width += aligned(size)
+
+    def views(self, rows: torch.Tensor) -> Tensors:
+        """Return the tensors in rows of bytes: (..., width) -> (..., B, h, ...) for each."""
+        return [rows[..., place].view(dtype).unflatten(-1, shape) for place, dtype, shape in self._tensors]
+
+    def size(self, rank: int) -> int:
+        """Return the bytes of a rank's rows."""
+        return self.layout.local_length(rank) * self.width
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the rows of all ranks, one rank after another, are in the order of the sequence."""
+        ranges = sum(self.layout.ranges, ())
+        return ranges == tuple(sorted(ranges))
+
+    def in_sequence(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return all rows in the order of the sequence; pieces: the bytes of each rank's rows."""
+        parts = []
+        for piece, ranges in zip(pieces, self.layout.ranges, strict=True):
+            rows, places = piece.view(-1, self.width), Offsets(ranges)
+            parts += [(start, rows[places(start) :][: stop - start].view(-1)) for start, stop in ranges]
+        return _joined([part for _, part in sorted(parts, key=lambda part: part[0])]).view(-1, self.width)
+
+    def of_rank(self, rows: torch.Tensor, rank: int) -> Tensors:
+        """Return the bytes of a rank's rows, in parts; rows: all, in the order of the sequence."""
+        return [rows[start:stop].view(-1) for start, stop in self.layout.ranges[rank]]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Tensors that travel together, with rows of queries and, if their layout is another one, rows of keys."""
+
+    blocks: tuple[_Rows, ...]
+
+    @classmethod
+    def of(cls, queries: Tensors, keys: Tensors, layouts: tuple[AxisLayout, AxisLayout]) -> "Bundle":
+        """Return the bundle of such tensors, (rows, B, h, ...). layouts: of queries and of keys over the ranks."""
+        if not keys or layouts[0].ranges == layouts[1].ranges:
+            return cls((_Rows(layouts[0], [*queries, *keys]),))
+        return cls((_Rows(layouts[0], queries), _Rows(layouts[1], keys)))
+
+    def size(self, rank: int) -> int:
+        """Return the bytes of a rank's piece."""
+        return sum(block.size(rank) for block in self.blocks)
+
+    def views(self, pieces: torch.Tensor, rank: int) -> Tensors:
+        """Return the tensors in pieces that have the rows of `rank`: (..., bytes) -> (..., S, B, h, ...) for each."""
+        parts = pieces.split([block.size(rank) for block in self.blocks], dim=-1)
+        return [
+            view
+            for block, part in zip(self.blocks, parts, strict=True)
+            for view in block.views(part.unflatten(-1, (block.layout.local_length(rank), block.width)))
+        ]
+
+    def in_sequence(self, message: torch.Tensor) -> Tensors:
+        """Return all rows of each tensor, (R, B, h, ...), in the order of the sequence. message: of all ranks."""
+        if self._in_order:
+            return self.blocks[0].views(message.view(-1, self.blocks[0].width))
+        ranks, number = range(self.blocks[0].layout.degree), len(self.blocks)
+        pieces = message.split([block.size(rank) for rank in ranks for block in self.blocks])
+        return [x for i, block in enumerate(self.blocks) for x in block.views(block.in_sequence(pieces[i::number]))]
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether a message is already in the order of the sequence."""
+        return len(self.blocks) == 1 and self.blocks[0].in_order
+
+    def by_rank(self, tensors: Tensors) -> torch.Tensor:
+        """Return the message to all ranks; tensors: all rows of each, (R, B, h, ...), in the order of the sequence."""
+        given, whole = iter(tensors), []
+        for block in self.blocks:
+            rows = tensors[0].new_empty(block.layout.length, block.width, dtype=torch.uint8)
+            for view in block.views(rows):
+                view.copy_(next(given))
+            whole.append(rows)
+        if self._in_order:
+            return whole[0].view(-1)
+        parts: Tensors = []
+        for rank in range(self.blocks[0].layout.degree):
+            for block, rows in zip(self.blocks, whole, strict=True):
+                parts += block.of_rank(rows, rank)
+        return _joined(parts)
+
+
+def _joined(parts: Tensors) -> torch.Tensor:
+    """Return these bytes, one after another, copied by words."""
+    return torch.cat([part.view(torch.int64) for part in parts]).view(torch.uint8)
