@@ -1,6 +1,7 @@
-"""Speed and accuracy of each attention kernel on one tile, forward and backward.
+"""Speed and accuracy of each attention kernel on one tile, forward and backward, and of merging partial results.
 
 python scripts/benchmarks/attention_kernels.py --lengths 1024 4096 --dtype bfloat16 --json
+python scripts/benchmarks/attention_kernels.py --merging --lengths 16384 65536 --heads 32
 """
 
 import argparse
@@ -18,12 +19,17 @@ from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
+from trainer.distributed.context_parallel.execution.merging import Merge, fused_merge, merge_eagerly
 from trainer.distributed.context_parallel.planning.mask import Relation
 
 RELATIONS = {"full": Relation.FULL, "causal": Relation.CAUSAL}
 KERNELS = [kernel.name for kernel in (CpuFlash(), *CUDA_KERNELS, Math())]
+MERGES: dict[str, Callable[[], Merge]] = {"eager": lambda: merge_eagerly, "fused": fused_merge}
 _ROWS_COMPARED = 256  # of the output, with the definition in float64
-_COLUMNS = ("kernel", "relation", "length", "forward_ms", "backward_ms", "forward_tflops", "backward_tflops", "error")
+_COLUMNS = (
+    *("kernel", "relation", "length", "forward_ms", "backward_ms", "forward_tflops", "backward_tflops", "gb_per_s"),
+    "error",
+)
 
 
 def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -60,8 +66,8 @@ def measure(kernel: Kernel, relation: Relation, length: int, args: argparse.Name
         backward = seconds(
             lambda: kernel.backward(dout, q, k, v, out, lse, relation=relation, scale=scale), args.repeats, device
         )
-    except RuntimeError as error:  # out of memory, or an operator that this build or GPU lacks: on to the next
-        return {**row, "note": str(error).splitlines()[0]}
+    except Exception as error:  # out of memory, an operator that this build or GPU lacks, a compiler: on to the next
+        return {**row, "note": _said(error)}
     flops = 4 * args.batch * args.heads * args.head_dim * relation.pairs(length, length)
     return {
         **row,
@@ -81,7 +87,42 @@ def _error(q, k, v, out, relation: Relation, scale: float) -> float:
     return ((out[:1, :, -rows:] - wanted).norm() / wanted.norm()).item()
 
 
+def measure_merging(name: str, length: int, args: argparse.Namespace) -> dict[str, object]:
+    """One row: milliseconds to merge a part into a total, GB/s of what one kernel must move, error of the output."""
+    device, part_type = torch.device(args.device), getattr(torch, args.dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    wide = torch.promote_types(part_type, torch.float32)
+    shape = args.batch, length, args.heads, args.head_dim
+    total, out = (torch.randn(shape, device=device, generator=generator).transpose(1, 2) for _ in range(2))
+    lses = [torch.randn(total.shape[:3], device=device, generator=generator, dtype=wide) for _ in range(2)]
+    tensors = total.to(wide), lses[0], out.to(part_type), lses[1]
+    wanted = [x.double() for x in tensors]
+    row: dict[str, object] = {"kernel": f"merge_{name}", "relation": "-", "length": length}
+    try:
+        merge = MERGES[name]()
+        merge(*tensors)
+        merge_eagerly(*wanted)
+        difference = ((tensors[0] - wanted[0]).norm() / wanted[0].norm()).item()
+        needed = seconds(lambda: merge(*tensors), args.repeats, device)
+    except Exception as error:  # no Triton here, or no memory
+        return {**row, "note": _said(error)}
+    moved = total.numel() * (2 * wide.itemsize + part_type.itemsize)
+    return {
+        **row,
+        "forward_ms": round(needed * 1e3, 3),
+        "gb_per_s": round(moved / needed / 1e9, 1),
+        "error": float(f"{difference:.2e}"),
+    }
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    if args.merging:
+        yield from (measure_merging(name, length, args) for name in MERGES for length in args.lengths)
+        return
     for name in args.kernels:
         try:
             kernel = choose_kernel(args.device, getattr(torch, args.dtype), args.head_dim, name)
@@ -103,6 +144,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), default="bfloat16")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=None, help="all that the device has")
+    parser.add_argument("--merging", action="store_true", help="the merging of partial results, in place of kernels")
     parser.add_argument("--relations", nargs="+", choices=RELATIONS, default=list(RELATIONS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048])
     parser.add_argument("--batch", type=int, default=1)

@@ -18,7 +18,7 @@ from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlas
 from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, pack, unpack
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
 from trainer.distributed.context_parallel.planning.heads import HeadShare
-from trainer.distributed.context_parallel.planning.lowering import Call, lower
+from trainer.distributed.context_parallel.planning.lowering import Launch, lower
 from trainer.distributed.context_parallel.planning.mask import Relation, causal
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
@@ -103,16 +103,16 @@ class Tiles:
 
     @staticmethod
     def _steps(
-        stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], held: dict[Any, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, tuple[Call, ...]]]:
+        stages: tuple[Stage, ...], calls: tuple[tuple[Launch, ...], ...], held: dict[Any, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, tuple[Launch, ...]]]:
         return [(held[stage.held], part) for stage, part in zip(stages, calls, strict=True)]
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rank's output and log-sum-exp."""
         total = Merged(self._q)
         heads = slice(0, self._q.shape[1])
-        for rows, calls in self._forward:
-            attend(total, self._q, *unpack(rows), heads, calls, self._kernel, self._scale)
+        for rows, launches in self._forward:
+            attend(total, self._q, *unpack(rows), heads, launches, self._kernel, self._scale)
         out, lse = total.result
         return out.to(self._q.dtype), lse
 
@@ -120,10 +120,10 @@ class Tiles:
         """The gradient of the queries, and each stage's of K and V, (rows, 2, B, K, D)."""
         dq = torch.zeros_like(self._q, dtype=lse.dtype)
         gradients = []
-        for rows, calls in self._backward:
+        for rows, launches in self._backward:
             gradients.append(torch.zeros_like(rows, dtype=lse.dtype))
             given = BackwardInputs(self._dout, self._q, *unpack(rows), out, lse)
-            add_gradients((dq, *unpack(gradients[-1])), given, calls, self._kernel, self._scale)
+            add_gradients((dq, *unpack(gradients[-1])), given, launches, self._kernel, self._scale)
         return [dq, *gradients]
 
 
@@ -165,8 +165,9 @@ def tile_rows(args: argparse.Namespace) -> Iterator[Row]:
             for name in args.kernels:
                 try:
                     yield from measure_tiles(problem, choose_kernel(args.device, dtype, args.head_dim, name), args)
-                except RuntimeError as error:  # out of memory, or an operator that this build or GPU lacks
-                    print(f"{name}, {problem.seq_len} tokens: {str(error).splitlines()[0]}", file=sys.stderr)
+                except Exception as error:  # out of memory, an operator that this build or GPU lacks, a compiler
+                    said = f"{type(error).__name__}: {error}".splitlines()[0]
+                    print(f"{name}, {problem.seq_len} tokens: {said}", file=sys.stderr)
 
 
 def measure_tiles(problem: Problem, kernel: Kernel, args: argparse.Namespace) -> Iterator[Row]:

@@ -110,8 +110,8 @@ PLANS = (
     Mutant(
         "a causal tile with more keys is cut one key off",
         f"{_CP}/planning/lowering.py",
-        "extra = kv_stop - kv_start - (q_stop - q_start)\n    if tile",
-        "extra = kv_stop - kv_start - (q_stop - q_start) + 1\n    if tile",
+        "(kv_start, kv_stop), extra = tile.kv, _extra_keys(tile)\n    if tile",
+        "(kv_start, kv_stop), extra = tile.kv, _extra_keys(tile) + 1\n    if tile",
         "tests/unit/test_kernels.py",
     ),
     Mutant(
@@ -132,18 +132,53 @@ PLANS = (
 
 EXECUTION = (
     Mutant(
+        "documents are added one by one",
+        f"{_CP}/planning/lowering.py",
+        "if number == len(spans) or spans[number][0] != stop or fresh[number] != fresh[first]:",
+        "if stop:",
+        "tests/unit/test_launches.py",
+    ),
+    Mutant(
+        "gradients of keys replace earlier ones of their stage",
+        f"{_CP}/planning/lowering.py",
+        "(part.kv, touched_keys))",
+        "(part.kv, ()))",
+        "tests/unit/test_launches.py",
+    ),
+    Mutant(
+        "a run has fresh results and others",
+        f"{_CP}/planning/lowering.py",
+        " or fresh[number] != fresh[first]:",
+        ":",
+        "tests/unit/test_launches.py",
+    ),
+    Mutant(
+        "gradients of some rows pass for everything",
+        f"{_CP}/planning/lowering.py",
+        "len(found) == 1 and found[0].rows == slice(0, count)",
+        "len(found) == 1",
+        "tests/unit/test_launches.py",
+    ),
+    Mutant(
+        "cuDNN is taken before Hopper",
+        f"{_CP}/planning/capabilities.py",
+        "capability >= _HOPPER and not flash3",
+        "not flash3",
+        "tests/unit/test_kernels.py",
+    ),
+    Mutant(
         "a later tile replaces the result",
         f"{_CP}/execution/stages.py",
-        "        if call.fresh:\n",
-        "        if call:\n",
+        "        if fresh:\n",
+        "        if rows:\n",
         _ATTENTION,
     ),
     Mutant(
         "results are merged by the larger weight",
-        f"{_CP}/execution/stages.py",
-        "new = torch.logaddexp(total_lse, lse)",
-        "new = torch.maximum(total_lse, lse)",
-        _ATTENTION,
+        f"{_CP}/execution/merging.py",
+        "total_lse.copy_(torch.logaddexp(total_lse, lse))",
+        "total_lse.copy_(torch.maximum(total_lse, lse))",
+        "tests/unit/test_merging.py",
     ),
     Mutant(
         "empty results share their memory",

@@ -7,7 +7,7 @@ rows that are not aligned, statistics that are not contiguous, heads that are no
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional as F
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL, visible
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
 from trainer.distributed.context_parallel.execution.kernels.flex import Flex
-from trainer.distributed.context_parallel.planning.lowering import Call
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch, together
 
 # ---- plain attention of one sequence: q (S, H, D), k and v (T, H or fewer, D), lse (H, S)
 
@@ -186,7 +186,8 @@ def cudnn_forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=Fals
     aligned(q, k, v)
     n, m = q.shape[2], k.shape[2]
     assert with_lse
-    assert q.shape[1] == k.shape[1] == v.shape[1]
+    assert k.shape[1] == v.shape[1]
+    assert q.shape[1] % k.shape[1] == 0
     assert 1 not in (n, m)
     assert not causal or n == m
     hidden = window_hidden(n, m, m, causal, None, None)
@@ -239,6 +240,22 @@ def plain_attention(q, k, v, relation, scale):
 KERNELS = [CudaFlash(OPS), Efficient(OPS), Cudnn(OPS), Varlen(OPS), Flex(plain_attention)]
 
 # ---- many tiles in one launch
+
+
+def launches_of(calls: tuple[Call, ...]) -> list[Launch]:
+    return [Launch(group) for group in together(calls)]
+
+
+def of_calls(launch: Launch, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[Call, tuple[torch.Tensor, ...]]]:
+    """Each call with its own rows of what `forward_many` or `backward_many` returns for a launch."""
+    offsets = [0] * len(parts)
+    for call in launch.calls:
+        spans = (call.q, call.q) if len(parts) == 2 else (call.q, call.kv, call.kv)
+        lengths = [stop - start for start, stop in spans]
+        yield call, tuple(x[:, :, o : o + n] for x, o, n in zip(parts, offsets, lengths, strict=True))
+        offsets = [o + n for o, n in zip(offsets, lengths, strict=True)]
+    assert offsets == [x.shape[2] for x in parts]
+
 
 CALLS = (
     Call((0, 3), (0, 3), CAUSAL, True),

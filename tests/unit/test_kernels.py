@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
+from trainer.distributed.context_parallel.execution.kernels import choose
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel, repeated, summed
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.planning.capabilities import Capabilities
+from trainer.distributed.context_parallel.planning.capabilities import Capabilities, auto_kernel
 from trainer.distributed.context_parallel.planning.lowering import split
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
@@ -258,6 +259,60 @@ def test_auto_takes_one_launch_for_many_calls_where_a_kernel_has_it(
     device: str, dtype: torch.dtype, calls: int, name: str
 ) -> None:
     assert choose_kernel(device, dtype, 64, calls=calls).name == name
+
+
+_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "flex", "math"]
+
+
+@pytest.mark.parametrize(
+    ("able", "calls", "machine", "name"),
+    [
+        # 1: many tiles, whatever the GPU
+        (_CUDA_HALVES, 5, {"capability": (9, 0), "fixed": True}, "varlen"),
+        (_CUDA_HALVES, 5, {"capability": (9, 0), "fixed": False, "flash3": True}, "varlen"),
+        (["efficient", "math"], 5, {"capability": (9, 0), "fixed": True}, "efficient"),
+        # 2: cuDNN for fixed masks on Hopper and later
+        (_CUDA_HALVES, 4, {"capability": (9, 0), "fixed": True}, "cudnn"),
+        (_CUDA_HALVES, 1, {"capability": (10, 0), "fixed": True}, "cudnn"),
+        (_CUDA_HALVES, 1, {"capability": (12, 1), "fixed": True}, "cudnn"),
+        (_CUDA_HALVES, 1, {"capability": (8, 9), "fixed": True}, "cuda_flash"),
+        (_CUDA_HALVES, 1, {"capability": (9, 0), "fixed": False}, "cuda_flash"),
+        (_CUDA_HALVES, 1, {"capability": (9, 0), "fixed": True, "flash3": True}, "cuda_flash"),
+        (["cuda_flash", "math"], 1, {"capability": (9, 0), "fixed": True}, "cuda_flash"),
+        # 3: nothing known of the GPU, or a CPU
+        (_CUDA_HALVES, 1, {"fixed": True}, "cuda_flash"),
+        (["cpu_flash", "math"], 500, {"fixed": True}, "cpu_flash"),
+        (["math"], 500, {}, "math"),
+    ],
+)
+def test_the_rule_of_auto(able: list[str], calls: int, machine: dict, name: str) -> None:
+    assert auto_kernel(able, calls, **machine) == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash3", "fixed", "name"),
+    [
+        (None, False, True, "cuda_flash"),
+        ((9, 0), False, True, "cudnn"),
+        ((9, 0), False, False, "cuda_flash"),
+        ((9, 0), True, True, "cuda_flash"),
+    ],
+)
+def test_auto_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch, capability, flash3: bool, fixed: bool, name: str):
+    monkeypatch.setattr(choose, "gpu_capability", lambda: capability)
+    monkeypatch.setattr(choose, "flash3", lambda: flash3)
+    assert choose_kernel("cuda", torch.bfloat16, 64, fixed=fixed).name == name
+    assert choose_kernel("cpu", torch.bfloat16, 64, fixed=fixed).name == "cpu_flash"
+    assert choose_kernel("cuda", torch.bfloat16, 320, fixed=fixed).name == "efficient"
+
+
+def test_deterministic_runs_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch):
+    """Its backward is not deterministic, and PyTorch's own choice excludes it then."""
+    monkeypatch.setattr(choose, "gpu_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert choose_kernel("cuda", torch.bfloat16, 64, fixed=True).name == "cuda_flash"
+    with pytest.raises(ConfigError, match=r"'cudnn' cannot do training.deterministic; kernels that can: 'cuda_flash'"):
+        choose_kernel("cuda", torch.bfloat16, 64, "cudnn")
 
 
 def test_names_are_unique_and_found():

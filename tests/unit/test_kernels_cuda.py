@@ -1,11 +1,14 @@
 """Law: each kernel of GPUs, over stand-ins of its operators, is attention written out, by tile and by launch."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, plain_attention
+from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of, of_calls, plain_attention
 from tests.unit.test_kernels import (
     BI_CAUSAL,
     CAUSAL,
@@ -25,7 +28,7 @@ from trainer.distributed.context_parallel.execution.kernels import cuda, flex
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Varlen
 from trainer.distributed.context_parallel.execution.kernels.flex import Flex
-from trainer.distributed.context_parallel.planning.lowering import Call, split
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch, split
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
 
@@ -129,15 +132,19 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
     kernel = Varlen(OPS)
     q, k, v, cotangent = (x[:batch] for x in inputs(4, 2, 12, 13, head_dim))
     counts.clear()
-    results = kernel.forward_many(q, k, v, CALLS, scale=0.3)
+    launches, results, grads = launches_of(CALLS), {}, {}
+    for launch in launches:
+        results |= of_calls(launch, kernel.forward_many(q, k, v, launch, scale=0.3))
     # FULL, CAUSAL, INV_CAUSAL, and BI_CAUSAL with 2 keys more than queries, of which both calls are
     assert counts == {"flash_forward": 4}
     whole_out, whole_lse = torch.randn_like(q), torch.randn_like(q[..., 0]) + 4
-    grads = kernel.backward_many(BackwardInputs(cotangent, q, k, v, whole_out, whole_lse), CALLS, scale=0.3)
+    given = BackwardInputs(cotangent, q, k, v, whole_out, whole_lse)
+    for launch in launches:
+        grads |= of_calls(launch, kernel.backward_many(given, launch, scale=0.3))
     assert counts == {"flash_forward": 4, "flash_backward": 4}
-    assert len(results) == len(grads) == len(CALLS)
+    assert results.keys() == grads.keys() == {*CALLS}
     single = CudaFlash(OPS)
-    for call, result, grad in zip(CALLS, results, grads, strict=True):
+    for call in CALLS:
         dout, rows, out, lse = (x[:, :, slice(*call.q)] for x in (cotangent, q, whole_out, whole_lse))
         keys, values = (x[:, :, slice(*call.kv)] for x in (k, v))
         options = {"relation": call.relation, "scale": 0.3}
@@ -145,20 +152,19 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
             *single.forward(rows, keys, values, **options),
             *single.backward(dout, rows, keys, values, out, lse, **options),
         )
-        for got, wish in zip((*result, *grad), wanted, strict=True):
+        for got, wish in zip((*results[call], *grads[call]), wanted, strict=True):
             assert error(got, wish) < 1e-12
 
 
 def test_windows_of_another_width_are_another_launch():
-    q, k, v, _ = inputs(4, 2, 6, 9)
     calls = (
         Call((0, 3), (0, 4), BI_CAUSAL, True),
-        Call((3, 6), (3, 8), BI_CAUSAL, True),
         Call((0, 3), (5, 9), BI_CAUSAL, False),
+        Call((3, 6), (3, 7), BI_CAUSAL, True),
     )
-    counts.clear()
-    Varlen(OPS).forward_many(q, k, v, calls, scale=0.3)
-    assert counts == {"flash_forward": 2}
+    assert [launch.q for launch in launches_of(calls)] == [((0, 3), (0, 3), (3, 6))]
+    wider = Call((3, 6), (3, 8), BI_CAUSAL, True)
+    assert [len(launch.calls) for launch in launches_of((*calls[:2], wider))] == [2, 1]
 
 
 def test_packed_documents_are_gathered_without_a_copy():
@@ -166,10 +172,10 @@ def test_packed_documents_are_gathered_without_a_copy():
     q, k, v, _ = (x[:1].transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(4, 2, 12, 12))
     spans = (0, 3), (3, 7), (7, 12)
     assert cuda._gathered(q, spans).data_ptr() == q.data_ptr()
-    results = Varlen(OPS).forward_many(q, k, v, tuple(Call(s, s, CAUSAL, True) for s in spans), scale=0.3)
-    for (start, stop), (out, lse) in zip(spans, results, strict=True):
-        parts = (x[:, :, start:stop] for x in (q, k, v))
-        wanted, wanted_lse, _ = definition(*parts, q[:, :, start:stop], CAUSAL, 0.3)
+    launch = Launch(tuple(Call(span, span, CAUSAL, True) for span in spans))
+    for call, (out, lse) in of_calls(launch, Varlen(OPS).forward_many(q, k, v, launch, scale=0.3)):
+        parts = (x[:, :, slice(*call.q)] for x in (q, k, v))
+        wanted, wanted_lse, _ = definition(*parts, q[:, :, slice(*call.q)], CAUSAL, 0.3)
         assert error(out, wanted) < 1e-12
         assert error(lse, wanted_lse) < 1e-12
 
@@ -215,6 +221,22 @@ def test_flex_forward(monkeypatch: pytest.MonkeyPatch, tile: tuple[Relation, int
     assert out.shape == q.shape
     assert error(out, wanted) < 1e-6
     assert error(lse, wanted_lse) < 1e-6
+
+
+@pytest.mark.parametrize("limit", [None, 8], ids=["ours", "PyTorch's"])
+def test_flex_compiles_more_shapes_than_pytorchs_limit(monkeypatch: pytest.MonkeyPatch, limit: int | None):
+    """A plan has tiles of many shapes; with PyTorch's own limit the ninth one fails."""
+    torch._dynamo.reset()
+    attention = torch.compile(flex_attention, fullgraph=True, backend="eager", dynamic=False)
+    monkeypatch.setattr(flex, "_compiled", lambda: attention)
+    if limit is not None:
+        monkeypatch.setattr(flex, "_SHAPES", limit)
+    sizes = range(20, 30)
+    with pytest.raises(FailOnRecompileLimitHit) if limit else nullcontext():
+        for n in sizes:
+            q, k, v, _ = inputs(2, 2, n, n, 16, torch.float32)
+            Flex().forward(q, k, v, relation=CAUSAL, scale=0.3)
+    torch._dynamo.reset()
 
 
 @torch.library.custom_op("attention_stand_in::flex_backward", mutates_args=())

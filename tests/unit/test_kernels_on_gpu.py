@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.kernel_stand_ins import CALLS, plain_attention
+from tests.unit.kernel_stand_ins import CALLS, launches_of, of_calls, plain_attention
 from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL, definition, error
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS
@@ -111,13 +111,15 @@ def test_many_calls_on_a_gpu():
     kernel, single = next(x for x in CUDA_KERNELS if x.name == "varlen"), CudaFlash()
     q, k, v, cotangent = on_gpu(4, 2, 12, 13, 64, torch.bfloat16)
     out, lse = torch.randn_like(q), torch.randn_like(q[..., 0], dtype=torch.float32) + 4
-    results = kernel.forward_many(q, k, v, CALLS, scale=0.125)
-    grads = kernel.backward_many(BackwardInputs(cotangent, q, k, v, out, lse), CALLS, scale=0.125)
-    for call, result, grad in zip(CALLS, results, grads, strict=True):
+    given, results, grads = BackwardInputs(cotangent, q, k, v, out, lse), {}, {}
+    for launch in launches_of(CALLS):
+        results |= of_calls(launch, kernel.forward_many(q, k, v, launch, scale=0.125))
+        grads |= of_calls(launch, kernel.backward_many(given, launch, scale=0.125))
+    for call in CALLS:
         rows, keys = slice(*call.q), slice(*call.kv)
         parts = q[:, :, rows], k[:, :, keys], v[:, :, keys]
         options = {"relation": call.relation, "scale": 0.125}
         wanted = single.forward(*parts, **options)
         wanted += single.backward(cotangent[:, :, rows], *parts, out[:, :, rows], lse[:, :, rows], **options)
-        for got, wish in zip((*result, *grad), wanted, strict=True):
+        for got, wish in zip((*results[call], *grads[call]), wanted, strict=True):
             assert error(got, wish.double()) < 2e-2

@@ -72,6 +72,30 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
         summary(job)
 
 
+@pytest.mark.parametrize(
+    ("settings", "device", "kernel"),
+    [
+        ([], "cuda", "cudnn on compute capability 9.0 or later without FlashAttention-3, else cuda_flash (auto"),
+        (["--training.deterministic"], "cuda", "cuda_flash (auto"),
+        (["--model.sliding_window=128"], "cuda", "cuda_flash (auto"),
+        (["--training.attention_mask=document"], "cuda", "varlen (auto"),
+        ([f"{P}context_parallel_load_balancer=balanced"], "cuda", "varlen (auto"),
+        ([f"{P}context_parallel_kernel=cudnn"], "cuda", "cudnn (as set)"),
+        ([], "cpu", "cpu_flash (auto"),
+    ],
+)
+def test_the_kernel_and_its_rule(settings: list[str], device: str, kernel: str) -> None:
+    """It depends on the GPU, which nobody knows before the job starts."""
+    job = job_of(f"{P}context_parallel_degree=2", f"{P}context_parallel_method=ring", *settings, ranks=2, device=device)
+    assert f"; kernel {kernel}" in re.sub(r"\s+", " ", summary(job))
+
+
+def test_a_deterministic_job_refuses_a_kernel_that_is_not() -> None:
+    words = f"{P}context_parallel_degree=2", f"{P}context_parallel_kernel=cudnn", "--training.deterministic"
+    with pytest.raises(ConfigError, match=r"'cudnn' cannot do training\.deterministic; kernels that can: "):
+        job_of(*words, ranks=2, device="cuda")
+
+
 def test_the_first_line_says_what_starts() -> None:
     config = job_of("--job.description=my run").config
     assert opening(config, 4, "cuda") == "my run on 4 GPUs; output goes to ./outputs/debug_model"

@@ -91,7 +91,7 @@ class Parallelism:
     context_parallel_kernel: Literal[
         "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "flex"
     ] = key("auto", when=_PLANNED)
-    """Kernel of planned attention (CP, documents, windows); auto: varlen for many tiles a stage, else flash."""
+    """Kernel of planned attention (CP, documents, windows); auto: by tiles a stage, mask and GPU."""
     domain_parallel_degrees: tuple[int, ...] = key((), unit="ranks", when=_FIELD_AXES)
     """Ranks along the axes of a field, in the place of CP: [2] divides the height, [2, 4] height and width."""
     domain_parallel_rows: tuple[str, ...] = key((), when=_WITH_DOMAIN)

@@ -10,7 +10,7 @@ from trainer.distributed.context_parallel.planning.capabilities import able_kern
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
 from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
-from trainer.distributed.context_parallel.planning.methods import METHODS
+from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.job.degrees import Degrees
 from trainer.models.args import ModelArgs, has_windows
@@ -28,7 +28,8 @@ def resolve_attention(
         ConfigError: a kernel that lacks a feature, a method that cannot divide the heads, or degrees that do not fit.
     """
     parallelism = config.parallelism
-    able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, bands=has_windows(model))
+    needs = {"bands": has_windows(model), "deterministic": config.training.deterministic}
+    able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
     if not config.plans_attention:
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -64,17 +65,33 @@ def resolve_attention(
     return replace(options, heads_per_pass=passes, keep_exchanged=keep), reason
 
 
-def kernel_of(
-    options: ContextParallelOptions, device_type: str, dtype: str, model: ModelArgs, *, documents: bool
-) -> str:
-    """Return the name of the kernel of planned attention. dtype: in which the model computes.
+def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: ContextParallelOptions) -> str:
+    """Return the kernel of planned attention; if `auto` chooses by the GPU, which is not known yet, the rule in words.
 
     Raises:
         ConfigError: the configured kernel cannot run there.
     """
-    able = able_kernels(options.kernel, device_type, dtype, model.head_dim, bands=has_windows(model))
-    tiles = 100 if documents else 1  # packed documents make many tiles a stage
-    return auto_kernel(able, tiles) if options.kernel == "auto" else options.kernel
+    training, windows = config.training, has_windows(model)
+    kind = device_type, training.compute_dtype(device_type), model.head_dim
+    able = able_kernels(options.kernel, *kind, bands=windows, deterministic=training.deterministic)
+    if options.kernel != "auto":
+        return options.kernel
+    documents = training.attention_mask == "document"
+    tiles = 100 if documents else _tiles_of_a_stage(config, model, options)  # packed documents make many
+    other = auto_kernel(able, tiles)
+    hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=not (documents or windows))
+    if hopper == other:
+        return other
+    return f"{hopper} on compute capability 9.0 or later without FlashAttention-3, else {other}"
+
+
+def _tiles_of_a_stage(config: JobConfig, model: ModelArgs, options: ContextParallelOptions) -> int:
+    """Return the most tiles of a stage of the first rank, without packed documents."""
+    degree = config.parallelism.context_parallel_degree
+    layout, method = options.layout(config.training.seq_len, degree), options.method
+    head_degree = options.head_degree(degree)
+    plans = [make_plan(layout, mask, method, 0, head_degree=head_degree) for mask in _layer_masks(config, model)]
+    return max(len(stage.tiles) for plan in plans for stage in plan.forward)
 
 
 def with_head_degree(degrees: Degrees, options: ContextParallelOptions | None) -> Degrees:

@@ -88,14 +88,13 @@ class ResolvedJob:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel of planned attention; empty without a plan.
+        """The kernel of planned attention, in words; empty without a plan.
 
         Raises:
             ConfigError: the configured kernel cannot run on the job's type of device.
         """
-        documents = self.config.training.attention_mask == "document"
-        shape = self.device_type, self.compute_dtype, self.model
-        return "" if self.attention is None else kernel_of(self.attention, *shape, documents=documents)
+        options = self.attention
+        return "" if options is None else kernel_of(self.config, self.model, self.device_type, options)
 
     def method_chooser(self) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
         """Return a function that chooses the method for the documents of a batch; None if there is no choice."""

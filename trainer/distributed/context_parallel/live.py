@@ -67,7 +67,8 @@ class LivePlan:
             plan = make_plan(self.layout, mask, method, rank, kv_layout=kv_layout, head_degree=head_degree)
             calls = max(len(stage.tiles) for stage in plan.forward)
             choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
-            kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls)
+            fixed = self.mask is None and not window
+            kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls, fixed=fixed)
             groups = self.groups or (self.mesh.get_group(),) * 2
             execution = build_execution(plan, kernel, groups, self.mesh.device_type, self.options.heads_per_pass)
             self._executions[key] = execution

@@ -5,9 +5,27 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.models.common.rotary import apply_rope
 from trainer.models.common.short_convolution import ShortConvolution
+from trainer.runtime.flash3 import flash3
+
+_CUDNN, _FLASH, *_OTHERS = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
+_GPU = "cuda"
+
+
+@torch.compiler.assume_constant_result
+def _gpu_backends() -> list[SDPBackend]:
+    """Return PyTorch's attention back ends on GPUs, the fastest first; the first one that can do a call computes it."""
+    return [_FLASH, _CUDNN, *_OTHERS] if flash3() else [_CUDNN, _FLASH, *_OTHERS]
 
 
 class InnerAttention(nn.Module):
@@ -40,7 +58,11 @@ class InnerAttention(nn.Module):
                 "a sliding window and attention sinks need planned attention; apply `ContextParallelAttention` to this "
                 "module, on a mesh of one rank if need be, and run the model inside `context_parallel(...)`"
             )
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        if q.device.type != _GPU:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        with sdpa_kernel(_gpu_backends(), set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 class AttentionSinks(nn.Module):

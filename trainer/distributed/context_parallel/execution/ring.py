@@ -8,6 +8,7 @@ in float32 at least.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from trainer.distributed.context_parallel.execution.stages import (
     as_before,
     attend,
     fold_batch,
+    lone_gradients,
     pack,
     query_heads,
     unfold_batch,
@@ -27,7 +29,7 @@ from trainer.distributed.context_parallel.execution.stages import (
     with_next,
 )
 from trainer.distributed.context_parallel.planning.heads import passes_of
-from trainer.distributed.context_parallel.planning.lowering import Call, LoweredPlan
+from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, fresh_rows
 from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
 from trainer.distributed.sharding.exchange import Pending, Transfer, put_rows, send_receive
 from trainer.distributed.sharding.ranges import Offsets, Ranges, size
@@ -38,7 +40,7 @@ class _Item:
     """One step of the execution: a stage, for some of the key/value heads."""
 
     stage: Stage
-    calls: tuple[Call, ...]
+    launches: tuple[Launch, ...]
     kv_heads: slice
     is_local: bool = False
 
@@ -81,7 +83,7 @@ class StagedExecution:
         for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
             incoming, pending = _fetch(following, own, held, self)
             heads = query_heads(item.kv_heads, q, k)
-            attend(total, q[:, heads], held.k, held.v, heads, item.calls, self.kernel, scale)
+            attend(total, q[:, heads], held.k, held.v, heads, item.launches, self.kernel, scale)
             pending.wait()
             held = incoming
         out, lse = (unfold_batch(x, whole_q) for x in total.result)
@@ -95,35 +97,47 @@ class StagedExecution:
         kv_dtype: of dk and dv, if the caller adds to them; by default the dtypes of k and v.
         """
         inputs = given.q, given.k, given.v
-        dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in given)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
+        types = given.q.dtype, kv_dtype or given.k.dtype, kv_dtype or given.v.dtype
+        given = BackwardInputs(*(fold_batch(x, self.plan) for x in given))
+        gradients = None
+        if self.plan.degree == 1:
+            gradients = lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
+        if gradients is None:
+            gradients = self._summed_gradients(given, scale)
+        together = zip(gradients, inputs, types, strict=True)
+        return tuple(as_before(x, like, dtype) for x, like, dtype in together)
+
+    def _summed_gradients(self, given: BackwardInputs, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
+        dout, q, k, v, out, lse = given
+        launches = self.lowered.backward
         b, kv_heads, rows, d = k.shape
-        own_gradient = k.new_zeros(rows, 2, b, kv_heads, d, dtype=lse.dtype)
+        written = fresh_rows(run for launch in chain.from_iterable(launches) for run in launch.q_runs)
+        dq = (torch.empty_like if written == q.shape[2] else torch.zeros_like)(q, dtype=lse.dtype)
+        own_gradient = _sums(k, (rows, 2, b, kv_heads, d), launches[0], lse.dtype)
         own = held = _Held(k, v)
         returning = _Returning()
-        for item, following in with_next(self._items(self.plan.backward, self.lowered.backward, kv_heads)):
+        for item, following in with_next(self._items(self.plan.backward, launches, kv_heads)):
             incoming, pending = _fetch(following, own, held, self)
             gradient = own_gradient
             if not item.is_local:
-                gradient = k.new_zeros(item.stage.rows, 2, *held.k.shape[:2], d, dtype=lse.dtype)
+                gradient = _sums(k, (item.stage.rows, 2, *held.k.shape[:2], d), item.launches, lse.dtype)
             heads = query_heads(item.kv_heads, q, k)
             dout_, q_, out_, lse_, dq_ = (x[:, heads] for x in (dout, q, out, lse, dq))
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
-            add_gradients((dq_, *unpack(gradient)), of_item, item.calls, self.kernel, scale)
+            add_gradients((dq_, *unpack(gradient)), of_item, item.launches, self.kernel, scale)
             returning.add(item.stage, gradient, own_gradient, self)
             returning = _return_gradients(item, gradient, self)
             pending.wait()
             held = incoming
         returning.add(None, own_gradient, own_gradient, self)
-        types = q.dtype, kv_dtype or k.dtype, kv_dtype or v.dtype
-        gradients = zip((dq, *unpack(own_gradient)), inputs, types, strict=True)
-        return tuple(as_before(x, like, dtype) for x, like, dtype in gradients)
+        return dq, *unpack(own_gradient)
 
-    def _items(self, stages: tuple[Stage, ...], calls: tuple[tuple[Call, ...], ...], kv_heads: int) -> list[_Item]:
+    def _items(self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int) -> list[_Item]:
         """Return the local stage for all heads, then the other stages for each pass of heads."""
-        items = [_Item(stages[0], calls[0], slice(0, kv_heads), is_local=True)]
+        items = [_Item(stages[0], launches[0], slice(0, kv_heads), is_local=True)]
         for heads in passes_of(kv_heads, self.heads_per_pass):
-            items += [_Item(stage, part, slice(*heads)) for stage, part in zip(stages[1:], calls[1:], strict=True)]
+            items += [_Item(stage, part, slice(*heads)) for stage, part in zip(stages[1:], launches[1:], strict=True)]
         return items
 
 
@@ -167,6 +181,12 @@ def _arriving(rows: torch.Tensor, places: Ranges) -> tuple[torch.Tensor, list[Ca
         return rows[slice(*places[0])], []
     buffer = rows.new_empty(size(places), *rows.shape[1:])
     return buffer, [partial(put_rows, rows, places, buffer, add=False)]
+
+
+def _sums(like: torch.Tensor, shape: tuple[int, ...], launches: tuple[Launch, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a buffer for the gradients of a stage's rows, filled with zeros if the launches do not write all of it."""
+    written = fresh_rows(run for launch in launches for run in launch.kv_runs)
+    return (like.new_empty if written == shape[0] else like.new_zeros)(shape, dtype=dtype)
 
 
 @dataclass

@@ -1,11 +1,12 @@
-"""The parts of every execution: the calls of a stage, forward and backward, and the merging of partial results."""
+"""The parts of every execution: the calls of a stage, forward and backward, and the sums of their results."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.planning.lowering import Call
+from trainer.distributed.context_parallel.execution.merging import merge
+from trainer.distributed.context_parallel.planning.lowering import Launch
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.sharding.ranges import Ranges, size
 
@@ -41,28 +42,29 @@ class Merged:
             b, h, s, d = self._q.shape
             dtype = torch.promote_types(self._q.dtype, torch.float32)
             # (B, S, H, D) in memory, as the output projection reads it
-            out = self._q.new_zeros(b, s, h, d, dtype=dtype).transpose(1, 2)
-            self._sums = out, self._q.new_full((b, h, s), -torch.inf, dtype=dtype)
-            if self._lone is not None:
+            out = self._q.new_empty(b, s, h, d, dtype=dtype).transpose(1, 2)
+            lse = self._q.new_empty(b, h, s, dtype=dtype)
+            self._sums = out, lse
+            if self._lone is None:
+                out.zero_()
+                lse.fill_(-torch.inf)
+            else:
                 for total, part in zip(self._sums, self._lone, strict=True):
                     total.copy_(part)
                 self._lone = None
         return self._sums
 
-    def add(self, heads: slice, call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the result of a call for some heads; a query that saw no key before takes it as it is."""
-        if call.fresh and out.shape[:3] == self._q.shape[:3]:
+    def add(self, heads: slice, rows: slice, out: torch.Tensor, lse: torch.Tensor, *, fresh: bool) -> None:
+        """Merge results of some heads and queries. fresh: these queries saw no key before."""
+        if fresh and out.shape[:3] == self._q.shape[:3]:
             self._lone = out, lse
             return
-        rows = slice(*call.q)
         total_out, total_lse = (total[:, heads, rows] for total in self._accumulated())
-        if call.fresh:
+        if fresh:
             total_out.copy_(out)
             total_lse.copy_(lse)
-            return
-        new = torch.logaddexp(total_lse, lse)  # finite: the call's queries see a key
-        total_out.mul_((total_lse - new).exp_().unsqueeze(-1)).add_(out * (lse - new).exp_().unsqueeze(-1))
-        total_lse.copy_(new)
+        else:
+            merge(total_out, total_lse, out, lse)
 
 
 def attend(
@@ -71,44 +73,60 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     heads: slice,
-    calls: Sequence[Call],
+    launches: tuple[Launch, ...],
     kernel: Kernel,
     scale: float,
 ) -> None:
     """Compute a stage's calls and merge their results; q, k, v: all rows of these query heads and their K/V heads."""
-    if kernel.capabilities.many and len(calls) > 1:
-        for call, (out, lse) in zip(calls, kernel.forward_many(q, k, v, calls, scale=scale), strict=True):
-            total.add(heads, call, out, lse)
-        return
-    for call in calls:
-        rows, columns = slice(*call.q), slice(*call.kv)
-        out, lse = kernel.forward(
-            q[:, :, rows], k[:, :, columns], v[:, :, columns], relation=call.relation, scale=scale
-        )
-        total.add(heads, call, out, lse)
+    for launch in launches:
+        if kernel.capabilities.many:
+            out, lse = kernel.forward_many(q, k, v, launch, scale=scale)
+        else:
+            (call,) = launch.calls
+            rows, columns = slice(*call.q), slice(*call.kv)
+            keys = k[:, :, columns], v[:, :, columns]
+            out, lse = kernel.forward(q[:, :, rows], *keys, relation=call.relation, scale=scale)
+        for run in launch.q_runs:
+            total.add(heads, run.rows, out[:, :, run.places], lse[:, :, run.places], fresh=run.fresh)
 
 
 def add_gradients(
     totals: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     given: BackwardInputs,
-    calls: Sequence[Call],
+    launches: tuple[Launch, ...],
     kernel: Kernel,
     scale: float,
 ) -> None:
-    """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D)."""
-    if kernel.capabilities.many and len(calls) > 1:
-        results = kernel.backward_many(given, calls, scale=scale)
-    else:
-        results = (kernel.backward(*_of_call(given, call), relation=call.relation, scale=scale) for call in calls)
-    for call, parts in zip(calls, results, strict=True):
-        for total, part, where in zip(totals, parts, (call.q, call.kv, call.kv), strict=True):
-            total[:, :, slice(*where)] += part
+    """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D); or write fresh ones."""
+    for launch in launches:
+        parts, runs = _gradients(given, launch, kernel, scale), (launch.q_runs, launch.kv_runs, launch.kv_runs)
+        for total, part, adjacent in zip(totals, parts, runs, strict=True):
+            for run in adjacent:
+                if run.fresh:
+                    total[:, :, run.rows].copy_(part[:, :, run.places])
+                else:
+                    total[:, :, run.rows] += part[:, :, run.places]
 
 
-def _of_call(given: BackwardInputs, call: Call) -> BackwardInputs:
+def lone_gradients(
+    given: BackwardInputs, launches: tuple[Launch, ...], kernel: Kernel, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Return dq, dk and dv as the kernel makes them if one launch has all rows in their order, else None."""
+    if len(launches) != 1 or not launches[0].is_everything(given.q.shape[2], given.k.shape[2]):
+        return None
+    return _gradients(given, launches[0], kernel, scale)
+
+
+def _gradients(
+    given: BackwardInputs, launch: Launch, kernel: Kernel, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if kernel.capabilities.many:
+        return kernel.backward_many(given, launch, scale=scale)
+    (call,) = launch.calls
     rows, columns = slice(*call.q), slice(*call.kv)
     places = (rows, rows, columns, columns, rows, rows)
-    return BackwardInputs(*(x[:, :, place] for x, place in zip(given, places, strict=True)))
+    of_call = (x[:, :, place] for x, place in zip(given, places, strict=True))
+    return kernel.backward(*of_call, relation=call.relation, scale=scale)
 
 
 def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:

@@ -105,6 +105,5 @@ def _busiest(
         plans = [make_plan(layout, mask, way.method, rank, head_degree=heads) for mask in masks]
         directions = [attention_cost(plan, shape, d) for plan in plans for d in ("forward", "backward")]
         busiest = max(busiest, sum(cost.bytes_sent.total() for cost in directions))
-        calls = [len(stage) for plan in plans for stage in lower(plan, capabilities).forward]
-        kernels = max(kernels, sum(map(bool, calls) if capabilities.many else calls))
+        kernels = max(kernels, sum(len(stage) for plan in plans for stage in lower(plan, capabilities).forward))
     return busiest, kernels

@@ -11,7 +11,8 @@ class Capabilities:
 
     device: `cpu`, `cuda`, or None for any; dtypes: names of torch dtypes; max_head_dim, head_dim_multiple: of the size
     of a head. bottom_right: CAUSAL with more keys than queries in one call. bands: BI_CAUSAL and INV_CAUSAL in one call
-    of any size; masks: both with a dense mask, over pieces. many: many tiles in one launch.
+    of any size; masks: both with a dense mask, over pieces. many: many tiles in one launch. deterministic: its backward
+    can give the same bits each time.
     """
 
     device: str | None
@@ -22,8 +23,11 @@ class Capabilities:
     bands: bool = False
     masks: bool = False
     many: bool = False
+    deterministic: bool = True
 
-    def lacks(self, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool) -> list[str]:
+    def lacks(
+        self, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool, deterministic: bool
+    ) -> list[str]:
         """Return what the kernel cannot do, in words; device_type and dtype are None if not known yet."""
         lacks = []
         if device_type and self.device not in (None, device_type):
@@ -34,6 +38,8 @@ class Capabilities:
             lacks.append(f"heads of size {head_dim}")
         if bands and not (self.bands or self.masks):
             lacks.append("a sliding window")
+        if deterministic and not self.deterministic:
+            lacks.append("training.deterministic")
         return lacks
 
 
@@ -43,25 +49,28 @@ CAPABILITIES: dict[str, Capabilities] = {
     "cpu_flash": Capabilities("cpu", _HALVES | {"float32", "float64"}, masks=True),
     "cuda_flash": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True),
     "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True),
-    "cudnn": Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8),
+    "cudnn": Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, deterministic=False),
     "varlen": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True, many=True),
     "flex": Capabilities("cuda", _HALVES | {"float32"}, max_head_dim=256, bottom_right=True, bands=True),
     "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
 }
 """All kernels by name; each kernel's class refers to its entry."""
 
-# For each new shape cuDNN builds a plan and flex compiles a program, so `auto` takes neither.
 _AUTO = ("cpu_flash", "cuda_flash", "efficient", "math")
 _MANY_CALLS = 4  # of a stage; with more calls, one launch saves more than the copy of its rows costs
+_HOPPER = (9, 0)
 
 
-def able_kernels(name: str, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool) -> list[str]:
+def able_kernels(
+    name: str, device_type: str | None, dtype: str | None, head_dim: int, *, bands: bool, deterministic: bool = False
+) -> list[str]:
     """Return the kernels that can do this. name: the configured kernel, or `auto`.
 
     Raises:
         ConfigError: an unknown kernel, or one that cannot do it; the message names kernels that can.
     """
-    lacks = {each: c.lacks(device_type, dtype, head_dim, bands=bands) for each, c in CAPABILITIES.items()}
+    needs = {"bands": bands, "deterministic": deterministic}
+    lacks = {each: c.lacks(device_type, dtype, head_dim, **needs) for each, c in CAPABILITIES.items()}
     able = [each for each in lacks if not lacks[each]]
     if name not in ("auto", *lacks):
         raise ConfigError(
@@ -75,13 +84,27 @@ def able_kernels(name: str, device_type: str | None, dtype: str | None, head_dim
     return able
 
 
-def auto_kernel(able: list[str], calls: int) -> str:
-    """Return the kernel that `auto` takes among the able ones. calls: the most tiles of a stage.
+def auto_kernel(
+    able: list[str],
+    calls: int,
+    *,
+    capability: tuple[int, int] | None = None,
+    fixed: bool = False,
+    flash3: bool = False,
+) -> str:
+    """Return the kernel that `auto` takes among the able ones, by the first of these rules that names one.
 
-    If a stage has more than four tiles, as with packed documents, and `varlen` is able, it is `varlen`: one launch for
-    all tiles. Else it is the first able one of `cpu_flash`, `cuda_flash`, `efficient` and `math`.
+    1. More than four tiles in a stage, as with packed documents: `varlen`, which computes them in one launch.
+    2. A fixed mask, on a GPU of Hopper or later, without FlashAttention-3: `cudnn`, the fastest there.
+    3. The first of `cpu_flash`, `cuda_flash`, `efficient` and `math`.
+
+    calls: the most tiles of a stage; capability: of the GPU, such as (9, 0), None for a CPU; fixed: whether the mask is
+    causal or full, with the same lengths in every step (cuDNN builds a plan for each new shape); flash3: whether
+    FlashAttention-3 computes `cuda_flash` and `varlen`. It never takes `flex`, which compiles for each new shape.
     """
     many = [name for name in able if CAPABILITIES[name].many]
     if many and calls > _MANY_CALLS:
         return many[0]
+    if "cudnn" in able and fixed and capability is not None and capability >= _HOPPER and not flash3:
+        return "cudnn"
     return next(name for name in _AUTO if name in able)

@@ -7,9 +7,10 @@ helps.
     BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import TypeVar
 
 from trainer.distributed.context_parallel.planning.capabilities import Capabilities
 from trainer.distributed.context_parallel.planning.mask import Relation
@@ -20,44 +21,145 @@ from trainer.distributed.sharding.ranges import Range, Ranges, intersection, uni
 
 @dataclass(frozen=True)
 class Call:
-    """One tile for the kernel. fresh: no earlier call of the plan had any of its queries, so no result is merged."""
+    """One tile for the kernel.
+
+    fresh: no earlier call of the plan had any of its queries, so its result is not merged; fresh_keys: no earlier call
+    of the stage had any of its keys, so its gradients of them are not added.
+    """
 
     q: Range
     kv: Range
     relation: Relation
     fresh: bool
+    fresh_keys: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """Adjacent rows of some calls: the rows, and their places among the rows of all calls one after another."""
+
+    rows: slice
+    places: slice
+    fresh: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Calls that a kernel computes together: all of one relation, or just one."""
+
+    calls: tuple[Call, ...]
+
+    @cached_property
+    def kind(self) -> tuple[Relation, int]:
+        """The relation, and for windows how many keys more than queries the calls have."""
+        return _kind(self.calls[0])
+
+    @cached_property
+    def q(self) -> tuple[Range, ...]:
+        return tuple(call.q for call in self.calls)
+
+    @cached_property
+    def kv(self) -> tuple[Range, ...]:
+        return tuple(call.kv for call in self.calls)
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a call."""
+        most_q, most_kv = (max(stop - start for start, stop in spans) for spans in (self.q, self.kv))
+        return most_q, most_kv
+
+    @cached_property
+    def q_runs(self) -> tuple[Run, ...]:
+        """The runs of queries, of equally fresh calls."""
+        return tuple(_runs(self.q, [call.fresh for call in self.calls]))
+
+    @cached_property
+    def kv_runs(self) -> tuple[Run, ...]:
+        """The runs of keys, of equally fresh calls."""
+        return tuple(_runs(self.kv, [call.fresh_keys for call in self.calls]))
+
+    def is_everything(self, queries: int, keys: int) -> bool:
+        """Return whether its rows are all queries and all keys, each once and in their order."""
+        runs = (self.q_runs, queries), (self.kv_runs, keys)
+        return all(len(found) == 1 and found[0].rows == slice(0, count) for found, count in runs)
 
 
 @dataclass(frozen=True)
 class LoweredPlan:
-    """A plan with the calls of each stage."""
+    """A plan with the launches of each stage."""
 
     plan: RankPlan
-    forward: tuple[tuple[Call, ...], ...]
-    backward: tuple[tuple[Call, ...], ...]
+    forward: tuple[tuple[Launch, ...], ...]
+    backward: tuple[tuple[Launch, ...], ...]
 
 
 @lru_cache(maxsize=16)
 def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
     """Return the plan with its tiles as calls of a kernel with these capabilities; cached, as plans are."""
-    return LoweredPlan(plan, *(tuple(_calls(stages, capabilities)) for stages in (plan.forward, plan.backward)))
+    return LoweredPlan(plan, *(tuple(_launches(stages, capabilities)) for stages in (plan.forward, plan.backward)))
 
 
-def _calls(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[tuple[Call, ...]]:
+def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[tuple[Launch, ...]]:
     touched: Ranges = ()
     for stage in stages:
-        calls = []
-        for tile in stage.tiles:
-            for part in split(tile, capabilities):
-                calls.append(Call(part.q, part.kv, part.relation, fresh=not intersection((part.q,), touched)))
-                touched = union((*touched, part.q))
-        yield tuple(calls)
+        launches, touched_keys = [], ()
+        parts = [part for tile in stage.tiles for part in split(tile, capabilities)]
+        for group in together(parts) if capabilities.many else [(part,) for part in parts]:
+            calls = []
+            for part in group:
+                fresh = (not intersection((x,), old) for x, old in ((part.q, touched), (part.kv, touched_keys)))
+                calls.append(Call(part.q, part.kv, part.relation, *fresh))
+                touched, touched_keys = union((*touched, part.q)), union((*touched_keys, part.kv))
+            launches.append(Launch(tuple(calls)))
+        yield tuple(launches)
+
+
+def fresh_rows(runs: Iterable[Run]) -> int:
+    """Return how many rows are written by fresh runs; no two of these have a row in common."""
+    return sum(run.rows.stop - run.rows.start for run in runs if run.fresh)
+
+
+TileOrCall = TypeVar("TileOrCall", Tile, Call)
+
+
+def together(tiles: Iterable[TileOrCall]) -> list[tuple[TileOrCall, ...]]:
+    """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries."""
+    groups: dict[tuple[Relation, int], list[TileOrCall]] = {}
+    for tile in tiles:
+        groups.setdefault(_kind(tile), []).append(tile)
+    return [tuple(sorted(group, key=lambda tile: (tile.q, tile.kv))) for group in groups.values()]
+
+
+def _kind(tile: Tile | Call) -> tuple[Relation, int]:
+    """Return the relation of the launch that a tile belongs to, and for windows how many keys more than queries it has.
+
+    A launch has one window size, counted from the last key: tiles with windows of another width are another launch. A
+    single query that sees all its keys is CAUSAL too, as are the documents around a document of one token.
+    """
+    if tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1:
+        return Relation.CAUSAL, 0
+    return tile.relation, _extra_keys(tile) if tile.relation.lower else 0
+
+
+def _extra_keys(tile: Tile | Call) -> int:
+    """Return how many keys a tile has more than queries."""
+    return tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
+
+
+def _runs(spans: tuple[Range, ...], fresh: list[bool]) -> Iterator[Run]:
+    """Yield the longest runs of adjacent spans that are equally fresh."""
+    first = place = 0
+    for number, (_, stop) in enumerate(spans, 1):
+        if number == len(spans) or spans[number][0] != stop or fresh[number] != fresh[first]:
+            rows = slice(spans[first][0], stop)
+            length = rows.stop - rows.start
+            yield Run(rows, slice(place, place + length), fresh[first])
+            first, place = number, place + length
 
 
 def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     """Yield tiles that the kernel can compute, with the same pairs."""
-    (q_start, q_stop), (kv_start, kv_stop) = tile.q, tile.kv
-    extra = kv_stop - kv_start - (q_stop - q_start)
+    (kv_start, kv_stop), extra = tile.kv, _extra_keys(tile)
     if tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
         yield Tile(tile.q, (kv_start, kv_start + extra))
         yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)

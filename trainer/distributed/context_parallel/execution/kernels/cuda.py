@@ -4,7 +4,6 @@ All of them return the log-sum-exp in float32 and natural units. All but flex ta
 whole attention directly in their backward. Tests replace the operators, which are an argument of each kernel.
 """
 
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, hidden_pairs, repeated, summed
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.lowering import Call
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
 
@@ -91,7 +90,10 @@ class Efficient(_Aten):
 
 
 class Cudnn(_Aten):
-    """cuDNN's attention, fastest on Hopper and later; it builds a plan for each new shape, and refuses single rows."""
+    """cuDNN's attention, with grouped heads, fastest on Hopper and later.
+
+    It builds a plan for each new shape, and refuses single rows.
+    """
 
     name = "cudnn"
     capabilities = CAPABILITIES["cudnn"]
@@ -104,7 +106,6 @@ class Cudnn(_Aten):
         if 1 in (q.shape[2], k.shape[2]):
             return self._single.forward(q, k, v, relation=relation, scale=scale)
         self._check(relation, q.shape[2], k.shape[2])
-        k, v = (repeated(x, q.shape[1]) for x in (k, v))
         out, lse, *_ = self._ops._scaled_dot_product_cudnn_attention(
             *map(_aligned, (q, k, v)), None, True, 0.0, relation is Relation.CAUSAL, False, scale=scale
         )
@@ -115,14 +116,12 @@ class Cudnn(_Aten):
             return self._single.backward(dout, q, k, v, out, lse, relation=relation, scale=scale)
         n, m = q.shape[2], k.shape[2]
         self._check(relation, n, m)
-        k_, v_ = (repeated(x, q.shape[1]) for x in (k, v))
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
-        dq, *dkv = self._ops._scaled_dot_product_cudnn_attention_backward(
-            dout.to(q.dtype).contiguous(), *map(_aligned, (q, k_, v_)), out.to(q.dtype).contiguous(),
+        return self._ops._scaled_dot_product_cudnn_attention_backward(
+            dout.to(q.dtype).contiguous(), *map(_aligned, (q, k, v)), out.to(q.dtype).contiguous(),
             lse.contiguous().unsqueeze(-1), seed, offset, None, None, None, n, m, 0.0,
             relation is Relation.CAUSAL, scale=scale,
         )  # fmt: skip
-        return dq, *(summed(x, k.shape[1]) for x in dkv)
 
     @staticmethod
     def _check(relation: Relation, n: int, m: int) -> None:
@@ -134,71 +133,48 @@ class Cudnn(_Aten):
 
 
 class Varlen(_Aten):
-    """FlashAttention-2 over a ragged batch: one launch for all calls of one relation, of all sequences.
-
-    A launch has one window size, counted from the last key. So BI_CAUSAL and INV_CAUSAL tiles share a launch only if
-    they have the same difference between the numbers of keys and queries.
-    """
+    """FlashAttention-2 over a ragged batch: one launch for all calls of one relation, of all sequences."""
 
     name = "varlen"
     capabilities = CAPABILITIES["varlen"]
 
     def forward(self, q, k, v, *, relation, scale):
-        return self.forward_many(q, k, v, (_whole(q, k, relation),), scale=scale)[0]
+        return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
         given = BackwardInputs(dout, q, k, v, out, lse)
-        return self.backward_many(given, (_whole(q, k, relation),), scale=scale)[0]
+        return self.backward_many(given, _whole(q, k, relation), scale=scale)
 
     def forward_many(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[Call, ...], *, scale: float
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (output, lse) of each call, views of one buffer for each launch.
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and lse of a launch; their rows are those of its calls one after another.
 
         q (B, H, S, D), k and v (B, K, T, D): all rows, in which the calls have their places.
         """
-        results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         batch, size = q.shape[0], q.shape[3]
-        for numbers, relation, extra in _launches(calls):
-            q_spans, kv_spans = tuple(calls[i].q for i in numbers), tuple(calls[i].kv for i in numbers)
-            out, lse, *_ = self._ops._flash_attention_forward(
-                _gathered(q, q_spans), _gathered(k, kv_spans), _gathered(v, kv_spans),
-                *self._shape(q_spans, kv_spans, batch, q.device), 0.0, relation is Relation.CAUSAL, False,
-                scale=scale, **_window(relation, extra),
-            )  # fmt: skip
-            outs, lses = _scattered(out, q_spans, batch), _scattered(lse.t(), q_spans, batch)
-            for i, part, part_lse in zip(numbers, outs, lses, strict=True):
-                results[i] = part[..., :size], part_lse
-        return [results[i] for i in range(len(calls))]
+        out, lse, *_ = self._ops._flash_attention_forward(
+            _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv), *_shape(launch, batch, q.device),
+            0.0, launch.kind[0] is Relation.CAUSAL, False, scale=scale, **_window(*launch.kind),
+        )  # fmt: skip
+        return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
     def backward_many(
-        self, given: BackwardInputs, calls: tuple[Call, ...], *, scale: float
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return (dq, dk, dv) of each call, to be added up; given: all rows, out and lse over all keys."""
-        dout, q, k, v, out, lse = given
-        results: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        batch, size = q.shape[0], q.shape[3]
-        dout, out = dout.to(q.dtype), out.to(q.dtype)
-        for numbers, relation, extra in _launches(calls):
-            q_spans, kv_spans = tuple(calls[i].q for i in numbers), tuple(calls[i].kv for i in numbers)
-            grads = self._ops._flash_attention_backward(
-                *(_gathered(x, spans) for x, spans in ((dout, q_spans), (q, q_spans), (k, kv_spans), (v, kv_spans))),
-                _gathered(out, q_spans), _gathered_rows(lse, q_spans).t().contiguous(),
-                *self._shape(q_spans, kv_spans, batch, q.device), 0.0, relation is Relation.CAUSAL,
-                *_no_dropout(q), scale=scale, **_window(relation, extra),
-            )  # fmt: skip
-            parts = (_scattered(x, spans, batch) for x, spans in zip(grads, (q_spans, kv_spans, kv_spans), strict=True))
-            for i, *tile in zip(numbers, *parts, strict=True):
-                results[i] = tuple(x[..., :size] for x in tile)
-        return [results[i] for i in range(len(calls))]
+        self, given: BackwardInputs, launch: Launch, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk and dv of a launch, to be added up; their rows are as in `forward_many`.
 
-    @staticmethod
-    def _shape(
-        q_spans: tuple[Range, ...], kv_spans: tuple[Range, ...], batch: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Return the cumulative lengths of queries and of keys, and the longest of each."""
-        longest = (max(stop - start for start, stop in spans) for spans in (q_spans, kv_spans))
-        return _ends(q_spans, batch, device), _ends(kv_spans, batch, device), *longest
+        given: all rows, out and lse over all keys.
+        """
+        dout, q, k, v, out, lse = given
+        batch, size = q.shape[0], q.shape[3]
+        gathered = ((dout.to(q.dtype), launch.q), (q, launch.q), (k, launch.kv), (v, launch.kv))
+        grads = self._ops._flash_attention_backward(
+            *(_gathered(x, spans) for x, spans in gathered), _gathered(out.to(q.dtype), launch.q),
+            _gathered_rows(lse, launch.q).t().contiguous(), *_shape(launch, batch, q.device),
+            0.0, launch.kind[0] is Relation.CAUSAL, *_no_dropout(q), scale=scale, **_window(*launch.kind),
+        )  # fmt: skip
+        return tuple(_by_sequence(x, batch, size) for x in grads)
 
 
 _CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left
@@ -246,52 +222,43 @@ def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- many tiles in one launch
 
 
-def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Call:
-    return Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True)
+def _whole(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Launch:
+    return Launch((Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True),))
 
 
-def _launches(calls: Iterable[Call]) -> list[tuple[list[int], Relation, int]]:
-    """Return for each launch the numbers of its calls, their relation, and (for windows) keys more than queries."""
-    groups: dict[tuple[Relation, int], list[int]] = {}
-    for number, call in enumerate(calls):
-        extra = call.kv[1] - call.kv[0] - (call.q[1] - call.q[0]) if call.relation.lower else 0
-        groups.setdefault((call.relation, extra), []).append(number)
-    return [(numbers, *key) for key, numbers in groups.items()]
+def _shape(launch: Launch, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return the cumulative lengths of queries and of keys, and the longest of each."""
+    return _ends(launch.q, batch, device), _ends(launch.kv, batch, device), *launch.longest
 
 
 def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
-    """Return (B, H, S, D) as (rows, H, D): span after span, and in each span sequence after sequence."""
+    """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and of each sequence span after span."""
     return _aligned(padded(_gathered_rows(x, spans), 8))
 
 
 def _gathered_rows(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
-    """Return (B, H, S, ...) as (rows, H, ...); a view if the rows are adjacent."""
-    x = x.transpose(1, 2)
-    if x.shape[0] == 1 and all(a[1] == b[0] for a, b in pairwise(spans)):
-        return x[0, spans[0][0] : spans[-1][1]]
-    return x[_places(spans, x.shape[0], x.device)]
+    """Return (B, H, S, ...) as (rows, H, ...); for one sequence a view if the spans are adjacent."""
+    adjacent = all(a[1] == b[0] for a, b in pairwise(spans))
+    rows = slice(spans[0][0], spans[-1][1]) if adjacent else _places(spans, x.device)
+    return x.transpose(1, 2)[:, rows].flatten(0, 1)
 
 
-def _scattered(x: torch.Tensor, spans: tuple[Range, ...], batch: int) -> Iterator[torch.Tensor]:
-    """Return the (B, H, length, ...) of each span from (rows, H, ...)."""
-    parts = x.split([batch * (stop - start) for start, stop in spans])
-    return (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in parts)
+def _by_sequence(x: torch.Tensor, batch: int, size: int) -> torch.Tensor:
+    """Return (rows, H, D) as (B, H, rows of a sequence, size)."""
+    return x[..., :size].unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 # Every layer has the same spans; without these caches, each would copy their indices to the GPU again.
 
 
 @lru_cache(maxsize=64)
-def _places(spans: tuple[Range, ...], batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sequence of the batch, place in it) of every gathered row."""
-    rows = [torch.arange(start, stop).expand(batch, -1) for start, stop in spans]
-    numbers = [torch.arange(batch)[:, None].expand_as(row) for row in rows]
-    sequence, place = (torch.cat([x.flatten() for x in parts]).to(device) for parts in (numbers, rows))
-    return sequence, place
+def _places(spans: tuple[Range, ...], device: torch.device) -> torch.Tensor:
+    """Return the number of every gathered row in its sequence."""
+    return torch.cat([torch.arange(start, stop) for start, stop in spans]).to(device)
 
 
 @lru_cache(maxsize=64)
 def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
     """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
-    lengths = (stop - start for start, stop in spans for _ in range(batch))
+    lengths = (stop - start for _ in range(batch) for start, stop in spans)
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)

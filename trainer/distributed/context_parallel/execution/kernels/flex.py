@@ -59,10 +59,13 @@ def _compiled_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, relation: Relation, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = None if relation is Relation.FULL else block_mask(relation, q.shape[2], k.shape[2], q.device)
-    out, aux = _compiled()(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
-    )
+    options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "return_aux": AuxRequest(lse=True)}
+    with torch.compiler.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+        out, aux = _compiled()(q, k, v, block_mask=mask, **options)
     return out, aux.lse
+
+
+_SHAPES = 1024  # that may be compiled; a plan has tiles of more shapes than PyTorch's limit, 8
 
 
 @cache

@@ -1,0 +1,52 @@
+"""The merging of a partial result into a running one as one kernel of Triton. It needs Triton, so import it late.
+
+It reads both outputs and writes one: 10 bytes for each element of a bfloat16 part and a float32 total. Numbers of rows
+and of heads, and the strides of log-sum-exps, are no part of the compiled code, so that other shapes do not recompile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS = 32  # of a program
+_ANY = ("total_lse", "lse", "heads", "rows", *(f"{name}_{axis}" for name in ("total_lse", "lse") for axis in "bhs"))
+
+
+@triton.jit(do_not_specialize=_ANY)
+def _merge(
+    total_out, total_out_b, total_out_h, total_out_s,
+    total_lse, total_lse_b, total_lse_h, total_lse_s,
+    out, out_b, out_h, out_s,
+    lse, lse_b, lse_h, lse_s,
+    heads, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge ROWS queries of one head of one sequence; `x_b`, `x_h` and `x_s` are the strides of x."""
+    blocks = tl.cdiv(rows, ROWS)
+    block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)  # offsets can exceed 32 bits
+    s = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    real = s < rows
+    total_lses = total_lse + b * total_lse_b + h * total_lse_h + s * total_lse_s
+    old = tl.load(total_lses, mask=real, other=0.0)
+    new = tl.load(lse + b * lse_b + h * lse_h + s * lse_s, mask=real, other=0.0)
+    more = new - old  # inf for a query that saw no key
+    share, rest = 1 / (1 + tl.exp(-more)), 1 / (1 + tl.exp(more))
+    real_2d = real[:, None] & (d < D)[None]
+    totals = total_out + b * total_out_b + h * total_out_h + s[:, None] * total_out_s + d[None]
+    parts = out + b * out_b + h * out_h + s[:, None] * out_s + d[None]
+    total = tl.load(totals, mask=real_2d, other=0.0)
+    part = tl.load(parts, mask=real_2d, other=0.0).to(total.dtype)
+    tl.store(totals, total * rest[:, None] + part * share[:, None], mask=real_2d)
+    tl.debug_barrier()  # all warps have read the old log-sum-exps
+    tl.store(total_lses, tl.maximum(old, new) + tl.log(1 + tl.exp(-tl.abs(more))), mask=real)
+
+
+def merge_by_triton(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Do what `merge_eagerly` does. Elements of a row of an output lie one after another."""
+    b, heads, rows, d = out.shape
+    strided = ((x, *x.stride()[:3]) for x in (total_out, total_lse, out, lse))
+    arguments = [argument for pair in strided for argument in pair]
+    _merge[(b * heads * triton.cdiv(rows, _ROWS),)](
+        *arguments, heads, rows, D=d, BLOCK_D=triton.next_power_of_2(d), ROWS=_ROWS
+    )
