@@ -126,6 +126,7 @@ _MANY = (
     "--checkpoint.folder=c --checkpoint.interval=2 --comm.init_timeout_seconds=77 --comm.train_timeout_seconds=88 "
     "--comm.checkpoint_timeout_seconds=99 --comm.trace_buf_size=123"
 )
+_VALIDATION = "tests/distributed/test_validation.py"
 _SHAPE = "--training.local_batch_size=4 --training.seq_len=24 --training.global_batch_size=12"
 _TRACE_TWO = f"{_TRACE} --profiling.save_traces_folder=t --profiling.profiler_warmup=1 --profiling.profiler_active=2"
 _TRACE_OFTEN = f"{_TRACE} --profiling.profile_freq=2 --profiling.profiler_warmup=0"
@@ -362,6 +363,15 @@ EFFECTS: dict[str, str | Seen] = {
         f"{_SAVE} --checkpoint.interval=1",
     ),
     "checkpoint.stop_timeout_seconds": "tests/unit/test_stop.py::test_the_timeout_and_a_second_signal_end_at_once",
+    # ---- validation
+    "validation.enable": f"{_VALIDATION}::test_lines_of_validation",
+    "validation.freq": f"{_VALIDATION}::test_lines_of_validation",
+    "validation.dataset": f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
+    "validation.dataset_path": f"{_VALIDATION}::test_data_of_less_than_a_sequence_are_refused_on_every_rank",
+    "validation.sequences": f"{_VALIDATION}::test_ranks_share_the_sequences_of_one_pass",
+    "validation.seq_len": f"{_VALIDATION}::test_the_loss_is_that_of_one_process",
+    "validation.local_batch_size": f"{_VALIDATION}::test_rows_of_a_forward",
+    "validation.keep_best": f"{_VALIDATION}::test_the_best_checkpoint_is_saved_and_kept",
     # ---- activation_checkpoint
     "activation_checkpoint.mode": Seen(
         "--activation_checkpoint.mode=full", lambda off, on: (off.order.count("F"), on.order.count("F")) == (2, 4)

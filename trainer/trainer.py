@@ -1,8 +1,10 @@
 """The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
 import math
+import time
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
 from trainer.components.lr_scheduler import build_lr_scheduler
-from trainer.components.metrics import MetricsLogger
+from trainer.components.metrics import MetricsLogger, duration
 from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
 from trainer.components.step_totals import StepTotals
@@ -36,6 +38,7 @@ from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
 from trainer.tasks import Task, build_task
 from trainer.tasks.task import Batch
+from trainer.tasks.validation import Validation
 from trainer.transforms.compile import (
     Recompilations,
     check_compiler,
@@ -93,12 +96,18 @@ class Trainer:
             lr_scheduler=self.lr_scheduler,
             loader=self.data,
         )
+        self.validation = self.build_validation() if config.validation.enable else None
         self.start_step, tokens_before = self.checkpoint.load()
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
 
     def build_task(self) -> Task:
         """Return what says what a batch is."""
         return build_task(self.job, self.dims)
+
+    def build_validation(self) -> Validation:
+        """Return what measures the loss on the validation data."""
+        build = partial(Validation, self.job, self.dims, self.task, self._to_device)
+        return raise_on_all_ranks(build, self.dims["world"])
 
     def build_model_parts(self) -> list[nn.Module]:
         """Return the parts of the model that this rank runs, parallelised, with their initial weights."""
@@ -176,13 +185,32 @@ class Trainer:
                         self._set_timeout(self.config.comm.train_timeout_seconds)
                     reason = self.stop_reason
                     last = bool(reason) or step == training.steps
-                    saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last)
+                    best = self._validate(step, last=last, compilations=compilations)
+                    saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last, best=best)
                     if reason:
                         logger.info(f"{reason} after step {step}; {'checkpoint saved' if saved else 'nothing saved'}")
                         return
             self._say_end()
         finally:
             self.metrics.close()
+
+    def _validate(self, step: int, *, last: bool, compilations: Recompilations) -> float | None:
+        """Validate if it is due; return the loss if its checkpoint is kept as the best so far."""
+        if self.validation is None or not self.validation.due(step, last=last):
+            return None
+        with self.metrics.paused(), region("validation"):
+            say_waiting(f"validating after step {step}")
+            started = time.monotonic()
+            result = self.validation.run(self.model_parts, self.pipeline)
+        compilations.expected()  # a forward without gradients is a graph of its own
+        self.metrics.log_validation(step, result.loss, result.perplexity)
+        seconds = duration(time.monotonic() - started)
+        logger.info(
+            f"validation after step {step}: loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, of "
+            f"{result.tokens:,} tokens ({seconds})"
+        )
+        is_best = self.config.validation.keep_best and self.checkpoint.is_best(result.loss)
+        return result.loss if is_best else None
 
     def _say_start(self) -> None:
         first, last = self.start_step + 1, self.config.training.steps

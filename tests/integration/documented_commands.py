@@ -184,6 +184,14 @@ RULES = [
         says="training done",
     ),
     Rule(
+        r"lct train --validation\.enable .* held_out\.jsonl .*",
+        "trap 'rm -f held_out.jsonl' EXIT; "
+        """for i in $(seq 40); do echo '{"text": "a tale of some things that are held out"}'; done > held_out.jsonl; """
+        rf"\g<0> {SHORT} --validation.sequences 4",
+        why=OWN,
+        says="validation after step 2: loss",
+    ),
+    Rule(
         r"lct train --profiling\S+ .*",
         r"\g<0> --training.steps=20 --training.seq_len=16 --training.global_batch_size=-1 "
         "&& test -f outputs/debug_model/profile_trace/iteration_20/rank0_trace.json",

@@ -132,6 +132,7 @@ REFUSED = {
 # Keys about tokens, with a setting that is not their default.
 WITHOUT_TOKENS = {
     "model.norm_type": "layernorm",
+    "validation.enable": "true",
     "model.tokenizer_path": "some/folder",
     "model.rope_theta": "1e6",
     "model.sliding_window": "64",

@@ -46,6 +46,7 @@ AC = "--activation_checkpoint."
 SHORT = ("--training.steps=50", "--lr_scheduler.warmup_steps=60")
 
 # key, its setting, ranks, what brings it into effect (more ranks where that does), and what the line says
+VALIDATING = ["--validation.enable", "--validation.dataset=text", f"--validation.dataset_path={__file__}"]
 TOLD = [
     ("profiling.save_traces_folder", ["t"], 1, [TRACES], "without profiling.enable_profiling"),
     ("profiling.profiler_active", ["2"], 1, [TRACES], "without profiling.enable_profiling"),
@@ -107,6 +108,13 @@ TOLD = [
     ("checkpoint.interval", ["10"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     ("checkpoint.keep_latest_k", ["2"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     ("checkpoint.async_mode", ["async"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    *(
+        (f"validation.{name}", [value], 1, VALIDATING, "without validation.enable")
+        for name, value in (("freq", "5"), ("sequences", "3"), ("seq_len", "64"), ("local_batch_size", "2"))
+    ),
+    ("validation.dataset", ["jsonl"], 1, None, "without validation.enable"),
+    ("validation.dataset_path", ["x.jsonl"], 1, None, "without validation.enable"),
+    ("validation.keep_best", ["true"], 1, [*VALIDATING, "--checkpoint.enable"], "without validation.enable"),
     ("activation_checkpoint.selective_ac_option", ["2"], 1, [f"{AC}mode=selective"], "mode = 'none'"),
     (
         "activation_checkpoint.memory_budget",

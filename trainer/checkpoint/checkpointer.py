@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from trainer.checkpoint.files import Reader, TensorsOnly, Writer
 from trainer.checkpoint.folder import (
     RunState,
+    best_saved,
     check_fits,
     checkpoint_folder,
     model_description,
@@ -133,6 +134,8 @@ class Checkpointer:
         self._lr_scheduler, self._loader = lr_scheduler, loader
         self._last_step = 0
         self._pending: Future | None = None
+        self._best: float | None = None
+        """Validation loss of the best checkpoint, if it is kept."""
         # A group of its own keeps the collectives of a background save apart from those of a step.
         self.group = None
         if self.settings.enable:
@@ -164,6 +167,8 @@ class Checkpointer:
             raise SharedConfigError(str(unreadable(self.folder, step, _cause(error)))) from None
         raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
         restart_lr_scheduler(self._lr_scheduler, step)
+        best = best_saved(self.folder)
+        self._best = best[1] if best is not None and best[0] <= step else None  # a later one is of another history
         self._last_step = step
         logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s)")
         return step, state.tokens_seen
@@ -197,8 +202,14 @@ class Checkpointer:
         """The folder of the last checkpoint that this run saved or resumed from; None: there is none."""
         return step_folder(self.folder, self._last_step) if self._last_step else None
 
-    def save(self, step: int, *, tokens_seen: int, last: bool = False) -> bool:
+    def is_best(self, loss: float) -> bool:
+        """Return whether no checkpoint of this run's history has such a low validation loss."""
+        return self._best is None or loss < self._best
+
+    def save(self, step: int, *, tokens_seen: int, last: bool = False, best: float | None = None) -> bool:
         """Save every `checkpoint.interval` steps and after the `last` one; return whether `step` has a checkpoint now.
+
+        best: the validation loss, if the checkpoint is the best one so far, which is saved and kept.
 
         Raises:
             CheckpointError: on every rank, if this or the previous checkpoint, in the background, cannot be written.
@@ -207,13 +218,15 @@ class Checkpointer:
             return False
         if step == self._last_step:
             return True
-        if not last and step % self.settings.interval:
+        if not last and best is None and step % self.settings.interval:
             return False
+        self._best = self._best if best is None else best
         self.wait()
         started = time.monotonic()
         state = RunState(step, tokens_seen, model_description(self._config, self._model), self._all_streams(), files={})
         say_waiting(f"saving the checkpoint of step {step}")
-        writer = Writer(unfinished_folder(self.folder, step), state, keep_latest_k=self.settings.keep_latest_k)
+        kept = {"keep_latest_k": self.settings.keep_latest_k, "best": best}
+        writer = Writer(unfinished_folder(self.folder, step), state, **kept)
         self._last_step = step
         tensors = tensors_of(self._model_parts, self._optimizer)
         saving = {"storage_writer": writer, "process_group": self.group}

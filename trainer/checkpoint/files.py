@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.checkpoint.folder import RunState, keep_latest, publish
+from trainer.checkpoint.folder import RunState, keep_latest, mark_best, publish
 from trainer.runtime.full_disk import os_error_of
 
 _METADATA = ".metadata"
@@ -90,12 +90,14 @@ class TensorsOnly(DefaultLoadPlanner):
 class Writer(FileSystemWriter):
     """Writes to an unfinished folder, and publishes it when the files of all ranks are on the disk.
 
+    best: the validation loss, if this is the best checkpoint so far; None: it is not.
+
     Publishing is the last step of DCP's protocol, on one rank, so an error there reaches every rank.
     """
 
-    def __init__(self, unfinished: Path, state: RunState, *, keep_latest_k: int) -> None:
+    def __init__(self, unfinished: Path, state: RunState, *, keep_latest_k: int, best: float | None = None) -> None:
         super().__init__(unfinished, sync_files=True)
-        self._state, self._keep_latest_k = state, keep_latest_k
+        self._state, self._keep_latest_k, self._best = state, keep_latest_k, best
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors.
@@ -122,4 +124,5 @@ class Writer(FileSystemWriter):
             place = result.storage_data
             files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
         publish(unfinished, replace(self._state, files=files))
+        mark_best(unfinished.parent, self._state.step, self._best)
         keep_latest(unfinished.parent, self._keep_latest_k, self._state.step)

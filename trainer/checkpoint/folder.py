@@ -5,6 +5,7 @@
         state.json         step, tokens seen, arguments of the model, position of every data stream, size of every file
         .metadata          which part of which tensor is where (DCP)
         __0_0.distcp ...   the tensors, one file or more per rank that wrote (DCP)
+      best.json            the step with the lowest validation loss, and that loss, if it is kept
       step-1000.tmp/       being written, or left by a run that was killed while saving: never read, removed later
 
 Other names, and folders step-N without a state.json, belong to somebody else: never read, never removed.
@@ -25,7 +26,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.models.args import ModelArgs
 
-STATE_FILE = "state.json"
+STATE_FILE, BEST_FILE = "state.json", "best.json"
 FORMAT = 1
 LATEST = -1
 _SAVED = re.compile(r"step-([1-9]\d*)")
@@ -204,6 +205,30 @@ def unfinished_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.tmp"
 
 
+def best_saved(folder: Path) -> tuple[int, float] | None:
+    """Return step and validation loss of the best checkpoint; None: no checkpoint is marked as that."""
+    try:
+        best = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))
+        step, loss = int(best["step"]), float(best["validation_loss"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (step, loss) if step in saved_steps(folder) else None
+
+
+def mark_best(folder: Path, step: int, loss: float | None) -> None:
+    """Note that this new checkpoint is the best one so far; loss: None if it is not.
+
+    A checkpoint of that step of another history, which it has replaced, is no longer the best one.
+    """
+    if loss is None:
+        if (best := best_saved(folder)) is not None and best[0] == step:
+            (folder / BEST_FILE).unlink()
+        return
+    written = folder / f"{BEST_FILE}.tmp"
+    written.write_text(json.dumps({"step": step, "validation_loss": loss}), encoding="utf-8")
+    written.replace(folder / BEST_FILE)
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove the folders that interrupted saves have left."""
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -212,11 +237,15 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def keep_latest(folder: Path, k: int, written: int) -> None:
-    """Remove all but the last k checkpoints up to and including step `written`; k = 0 keeps all.
+    """Remove all but the best and the last k checkpoints up to and including step `written`; k = 0 keeps all.
 
     Later steps belong to a history that this run has left; each is removed when this run reaches it.
     """
-    for step in [step for step in saved_steps(folder) if step <= written][: -k or None] if k else ():
+    best = best_saved(folder)
+    of_this_run = [step for step in saved_steps(folder) if step <= written]
+    for step in of_this_run[: -k or None] if k else ():
+        if best is not None and step == best[0]:
+            continue
         path = step_folder(folder, step)
         if path.is_symlink():
             continue

@@ -151,8 +151,11 @@ class MetricsLogger:
         self.position = "pts" if job.model.task == "fields" else "tok"
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
+        self._validation: list[JsonLines] = []
         if dims.rank("world") == 0:
             self._sinks = [JsonLines(dump_folder / "metrics.jsonl", start_step)]
+            if job.config.validation.enable:
+                self._validation = [JsonLines(dump_folder / "validation.jsonl", start_step)]
             if self.settings.enable_tensorboard:
                 self._sinks.append(TensorBoard(dump_folder / self.settings.save_tb_folder, start_step))
             if self.settings.enable_wandb:
@@ -174,6 +177,19 @@ class MetricsLogger:
         started = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time spent inside out of the speed."""
+        started = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - started
+
+    def log_validation(self, step: int, loss: float, perplexity: float) -> None:
+        """Write the loss on validation data, on rank 0: to validation.jsonl, and to the sinks but metrics.jsonl."""
+        found = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity}
+        for sink in (*self._validation, *self._sinks[1:]):
+            sink.write(found)
 
     def run_time(self) -> str:
         """Return how long this run has trained, in words."""
@@ -239,5 +255,5 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Flush and close the files."""
-        for sink in self._sinks:
+        for sink in (*self._sinks, *self._validation):
             sink.close()

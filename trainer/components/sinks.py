@@ -30,7 +30,7 @@ class JsonLines:
             kept.replace(path)
         elif path.exists():
             last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-            path.rename(path.with_name(f"metrics.{last}.jsonl"))
+            path.rename(path.with_name(f"{path.stem}.{last}.jsonl"))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, float | None]) -> None:

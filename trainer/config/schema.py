@@ -54,6 +54,7 @@ _REDUCED = Condition(
     "where gradients are not reduced (data-parallel degree x context_parallel_degree = 1)",
 )
 _SAVING, _COMPILED, _FLOAT8 = needs("checkpoint.enable"), needs("compile.enable"), needs("float8.enable")
+_VALIDATING = needs("validation.enable")
 _NO_OFFLOAD = Condition(
     lambda config, _: not config.training.enable_cpu_offload,
     "with training.enable_cpu_offload, which copies weights to the GPU without the scales found for them",
@@ -296,6 +297,32 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Validation:
+    """The loss on data that are not trained on."""
+
+    enable: bool = key(False, when=_TOKENS)
+    """Measure loss and perplexity on validation data every freq steps, and after the last one."""
+    freq: int = key(100, AT_LEAST_ONE, "steps", when=_VALIDATING)
+    """Steps from one validation to the next."""
+    dataset: str | None = key(None, when=_VALIDATING)
+    """Kind of the data, as training.dataset; None: training.dataset."""
+    dataset_path: str | None = key(None, when=_VALIDATING)
+    """File, folder or glob, as training.dataset_path."""
+    sequences: int = key(64, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "sequences", when=_VALIDATING)
+    """Sequences of a validation, the same ones each time and on every layout; 0: one pass over the data."""
+    seq_len: int | None = key(None, AT_LEAST_ONE, "tokens", when=_VALIDATING, example=1024)
+    """Tokens of a sequence, at most training.seq_len; None: training.seq_len."""
+    local_batch_size: int | None = key(None, AT_LEAST_ONE, "sequences", when=_VALIDATING, example=1)
+    """Sequences of a forward on each data-parallel rank; None: training.local_batch_size."""
+    keep_best: bool = key(False, when=(_VALIDATING, _SAVING))
+    """Save a checkpoint after each validation with the lowest loss so far, and keep the best one."""
+
+    def source(self, training: Training) -> tuple[str, str | None]:
+        """Return the kind of the data and their path."""
+        return self.dataset or training.dataset, self.dataset_path
+
+
+@dataclass(frozen=True)
 class ActivationCheckpoint:
     """Activations that the backward recomputes."""
 
@@ -360,6 +387,7 @@ class JobConfig:
     fields: Fields = field(default_factory=Fields)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)

@@ -111,6 +111,7 @@ OLDER: dict[str, Spelling] = {
     **_moved("scheduler", "warmup_steps decay_ratio decay_type", "lr_scheduler"),
     "scheduler.lr_min": Spelling("lr_scheduler.min_lr_factor"),
     "training.batch_size": Spelling("training.local_batch_size"),
+    "validation.enabled": Spelling("validation.enable"),
     "training.warmup_steps": Spelling("lr_scheduler.warmup_steps"),
     "training.compile": Spelling("compile.enable"),
     "training.fp8_linear": Spelling("float8.enable", '`"dynamic"` is true, `""` is false', str, _fp8_linear),
@@ -189,14 +190,13 @@ _IGNORED = {
     int: """
         fault_tolerance.process_group_timeout_ms fault_tolerance.replica_id fault_tolerance.group_size
         fault_tolerance.min_replica_size fault_tolerance.sync_steps fault_tolerance.fragment_sync_delay
-        validation.local_batch_size validation.seq_len validation.freq validation.steps
         validation.dataloader.num_workers validation.dataloader.prefetch_factor""",
     float: "fault_tolerance.fragment_update_alpha",
     str: """
         job.save_config_file parallelism.expert_parallel_comm_backend mx.recipe_name
         mx.mxfp8_dim1_cast_kernel_choice quantize.linear.mx.recipe_name
         quantize.linear.mx.mxfp8_dim1_cast_kernel_choice quantize.grouped_mm.mx.recipe_name
-        fault_tolerance.process_group fault_tolerance.semi_sync_method validation.dataset validation.dataset_path""",
+        fault_tolerance.process_group fault_tolerance.semi_sync_method""",
     _STRINGS: "mx.filter_fqns mx.moe_fqns_prototype quantize.linear.mx.filter_fqns",
 }
 # Keys of torchtitan's table [checkpoint] -> the value that is ignored, and what to do instead of another one.
@@ -218,7 +218,6 @@ _OWN_KEYS = "settings are those of docs/configuration.md; leave it out"
 _ONE_LOADER = "data are read and tokenized by the process that trains; leave it out"
 _REDUCED = "rank 0 writes what is reduced over all ranks; leave it out"
 _NO_EXPERTS = "the models here have no experts; leave it out"
-_NO_VALIDATION = "there is no validation during training; leave it out"
 _SCALES = "scales are found from the tensor itself, 'dynamic'; leave it out"
 _CLIPPED = "gradients are clipped by their global norm; leave it out"
 _SAME_WEIGHTS = "initial weights are the same on every layout; leave it out"
@@ -256,6 +255,6 @@ ABSENT: dict[str, Absent] = {
     **_refused("comm.save_traces_file_prefix", "rank_", instead="files are named rank_R; leave it out"),
     **_refused("fault_tolerance.enable", False, instead="use checkpoint.enable, and start the same command again"),
     **_refused("liger_kernel.enable_fused_linear_cross_entropy", False, instead="use compile.enable with 'loss'"),
-    **_refused("validation.enabled validation.enable", False, instead=_NO_VALIDATION),
+    **_refused("validation.steps", -1, instead="use validation.sequences", needs="validation.enable"),
     **_refused("debug.deterministic_warn_only", False, instead="use debug.deterministic alone"),
 }

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from trainer.config.errors import ConfigError
 from trainer.distributed.pipeline_stages import PipelinePlan
+from trainer.distributed.sharding.exchange import Transfer, send_receive
 
 LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -78,6 +79,33 @@ class Pipeline:
             self._loss = None
             for stage in self._stages:
                 stage.clear_runtime_states()  # else gradients of received tensors live on to the next step
+
+    def __call__(self, tokens: torch.Tensor, **arguments: torch.Tensor | None) -> torch.Tensor | None:
+        """Run the forward of a batch through all stages, one after another; return the last stage's hidden states.
+
+        None on the ranks without the last stage. Gradients are off. Hidden states travel in the order of the stages,
+        whatever the schedule. A collective over the pipeline.
+        """
+        rank, stages = self._mesh.get_local_rank(), len(self.plan.stages)
+        owners = {number: r for r in range(self._mesh.size()) for number in self.plan.stages_of(r)}
+        shape = tokens.shape[0], tokens.shape[1] // self._tp, self._dim
+        sent, hidden = [], None
+        for number, part in zip(self._numbers, self.model_parts, strict=True):
+            if number == 0:
+                x = tokens
+            elif owners[number - 1] == rank:
+                x = hidden
+            else:
+                x = torch.empty(shape, dtype=self._dtype, device=self._device)
+                arriving = Transfer(x, owners[number - 1], is_send=False)
+                send_receive([arriving], self._group, kind="pipeline").wait()
+            hidden = part(x, **arguments)
+            if number + 1 < stages and owners[number + 1] != rank:
+                leaving = Transfer(hidden.contiguous(), owners[number + 1], is_send=True)
+                sent.append(send_receive([leaving], self._group, kind="pipeline"))
+        for pending in sent:
+            pending.wait()
+        return hidden if self.has_last else None
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long stages wait for each other's messages; a collective over the pipeline.

@@ -24,6 +24,7 @@ from trainer.job.model import check_tensor_parallel_sizes, resolve_model
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.training import check_batch, check_profiling, check_schedule, check_trackers
+from trainer.job.validation import check_validation, check_validation_data
 from trainer.models.args import ModelArgs
 
 
@@ -137,6 +138,7 @@ def resolve(
     )
     notes = check_effects(config, degrees)
     check_batch(config, degrees)
+    notes = (*notes, *check_validation(config, degrees))
     model = resolve_model(config, missing)
     check_tensor_parallel_sizes(model, config.model.flavor, degrees)
     layouts: tuple[AxisLayout, ...] = ()
@@ -160,7 +162,7 @@ def _check_files(config: JobConfig, degrees: Degrees, missing: list[str] | None)
     training = config.training
     text = partial(check_source, training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
     data = partial(check_samples, config, degrees) if config.trains_fields else text
-    for check in (data, partial(check_trackers, config)):
+    for check in (data, partial(check_validation_data, config), partial(check_trackers, config)):
         try:
             check()
         except MissingFile as error:

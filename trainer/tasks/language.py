@@ -105,5 +105,9 @@ class LanguageTask:
             yield cp.attention_plan
 
     def _positions(self, batch: Batch) -> torch.Tensor | None:
-        """Return positions (B, S) within each document for packed documents; None: the model counts from 0."""
-        return batch["positions"] if self.config.training.attention_mask == "document" else None
+        """Return positions (B, S) within each document for packed documents; None: the model counts from 0.
+
+        A batch can ask for its positions to be used (`uses_positions`).
+        """
+        used = self.config.training.attention_mask == "document" or batch.get("uses_positions")
+        return batch["positions"] if used else None

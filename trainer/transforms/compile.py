@@ -126,6 +126,10 @@ class Recompilations:
         self._expected_until = first_step + 1
         self._graphs = 0
 
+    def expected(self) -> None:
+        """Take what was compiled since the last step for expected."""
+        self._graphs = compiled_graphs() if self._enabled else 0
+
     def step(self, step: int) -> None:
         """Warn if the step compiled a graph; call it after each step."""
         if not self._enabled:

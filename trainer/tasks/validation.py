@@ -1,0 +1,120 @@
+"""The loss on data that are not trained on: forwards alone, which leave the state of training as it is.
+
+All documents are one stream, in a fixed order. Global sequence i belongs to data-parallel rank i % D, so that the
+sequences, and the loss up to rounding, are the same on every layout. Every rank makes all of them and keeps its own.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from trainer.config.errors import ConfigError
+from trainer.data.datasets import open_source
+from trainer.data.loader import DocumentStream
+from trainer.data.packing import IGNORE_INDEX, PackedSequence
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.pipeline_parallel import Pipeline
+from trainer.distributed.sharding.exchange import all_reduce
+from trainer.job.record import ResolvedJob
+from trainer.tasks.language import LanguageTask
+from trainer.tasks.task import Batch
+
+_ARRAYS = ("tokens", "labels", "positions", "document_ids")
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """loss: mean cross entropy of the tokens that have a label; tokens: how many these are."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); inf where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+class Validation:
+    """The validation of one job on this rank.
+
+    task: of training, whose loss and attention are used; to_device: moves a batch to the device of the job.
+    """
+
+    def __init__(
+        self, job: ResolvedJob, dims: ParallelDims, task: LanguageTask, to_device: Callable[[Batch], Batch]
+    ) -> None:
+        self.dims, self.task, self._to_device = dims, task, to_device
+        settings, training = job.config.validation, job.config.training
+        self.settings, self.seq_len = settings, settings.seq_len or training.seq_len
+        self._other_length = self.seq_len != training.seq_len
+        self._rows = settings.local_batch_size or training.local_batch_size
+        self._source = open_source(*settings.source(training))
+        self._tokenizer = Tokenizer(job.config.model.tokenizer_file)
+        if next(self.sequences(), None) is None:
+            raise ConfigError(
+                f"the validation data hold less than one sequence of {self.seq_len} tokens; give more data or a lower "
+                "validation.seq_len"
+            )
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Return whether this step is validated: every `validation.freq`-th, and the last one."""
+        return last or step % self.settings.freq == 0
+
+    def sequences(self) -> Iterator[PackedSequence]:
+        """Yield whole packed sequences of one pass over the documents, at most `validation.sequences` of them."""
+        number = len(self._source)
+        documents = np.arange(number, dtype=np.int64)
+        stream = DocumentStream(self._source, self._tokenizer, documents, stream=0, seq_len=self.seq_len, seed=0)
+        wanted = self.settings.sequences
+        while not wanted or stream.samples < wanted:
+            sequence = stream.next_sequence()
+            if stream.passes > 1 or (stream.passes == 1 and stream.state["token"]):
+                return  # it begins at the end of the last document and goes on with the first
+            yield sequence
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield this rank's batches, as many as every other rank has; rows that fill up the last one have no label."""
+        rank, degree = self.dims.rank("dp"), self.dims.size("dp")
+        sequences = self.sequences()
+        for first in sequences:
+            together = [first, *islice(sequences, self._rows * degree - 1)]
+            mine = together[rank::degree]
+            filling = [first] * (self._rows - len(mine))
+            arrays = {name: np.stack([getattr(row, name) for row in chain(mine, filling)]) for name in _ARRAYS}
+            arrays["labels"][len(mine) :] = IGNORE_INDEX
+            yield self._batch(arrays)
+
+    def _batch(self, arrays: Mapping[str, np.ndarray]) -> Batch:
+        # Cloned, because torch never resizes memory that numpy has seen.
+        batch: Batch = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
+        if self.task.batch_planner is not None:
+            batch["plan"] = self.task.batch_planner(arrays)
+        elif self._other_length:  # the rotary tables have the rows of training's sequences
+            batch["positions"] = torch.arange(self.seq_len).repeat(self._rows, 1)
+            batch["uses_positions"] = True
+        return batch
+
+    @torch.no_grad()
+    def run(self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None) -> ValidationResult:
+        """Return the loss of the whole validation set. A collective over all ranks."""
+        losses = counts = torch.zeros((), dtype=torch.float64, device=self.dims["world"].device_type)
+        for batch in map(self._to_device, self.batches()):
+            counts = counts + self.task.counts(batch).sum()
+            with self.task.opened(batch, model_parts) as (inputs, arguments, targets):
+                hidden = (pipeline or model_parts[0])(inputs, **arguments)
+                if hidden is not None:
+                    losses = losses + self.task.losses(model_parts[-1], hidden, targets).double().sum()
+        for module in chain.from_iterable(part.modules() for part in model_parts):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # no backward does it
+        total = all_reduce(losses / self.dims.size("tp"), self.dims["world"]).item()
+        tokens = int(all_reduce(counts, self.dims["dp"]).item())
+        return ValidationResult(total / max(tokens, 1), tokens)
