@@ -9,7 +9,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,7 +95,7 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 
 _SIDE_BY_SIDE = 4  # runs of the program on one GPU: they mostly start, read and compile
 _NEAR = 0.02  # relative difference of a loss in bfloat16 from the loss in float32, or of two runs in bfloat16
-_RUNS = {
+FEATURES = {
     "compile": ["--compile.enable"],
     "selective": ["--activation_checkpoint.mode=selective"],
     "full": ["--activation_checkpoint.mode=full"],
@@ -108,16 +108,10 @@ _FLOAT32 = ["--job.device=cpu", "--training.mixed_precision_param=float32"]
 def program(check: Check) -> None:
     """The real program on real text: bfloat16 near float32, features near no features, a resumed run, a trace."""
     half = 3 if check.is_dry else 10
-    base = ["--training.mixed_precision_param=bfloat16", f"--training.steps={2 * half}"]
-    trace = ["--profiling.enable_profiling", f"--profiling.profile_freq={half}", "--profiling.profiler_warmup=1"]
-    saving = ["--checkpoint.enable", f"--checkpoint.interval={half}"]
-    runs = {"float32": [*base, *_FLOAT32], "bfloat16": [*base, *saving]}
-    features = {} if check.is_dry else _RUNS
-    runs |= {name: [*base, *options] for name, options in features.items()}
+    runs, resumed = program_runs(half, {} if check.is_dry else FEATURES)
     with ThreadPoolExecutor(1 if check.is_dry else _SIDE_BY_SIDE) as pool:
         losses = dict(zip(runs, pool.map(lambda name: _losses(check, name, runs[name]), runs), strict=True))
     check.note(losses=losses)
-    resumed = [*base, *saving, *trace, f"--checkpoint.load_step={half}"]
     losses["resumed"] = _losses(check, "resumed", resumed, folder="bfloat16")
     # A run that starts anew would keep the metrics of the earlier run in another file.
     files = list(Path(tempfile.gettempdir(), "bfloat16").glob("metrics*.jsonl"))
@@ -138,6 +132,16 @@ def program(check: Check) -> None:
     if check.is_dry:
         check.note(left_out="compile and activation checkpointing: their tests run on CPUs")
     check.headline(f"{len(losses)} runs; largest differences { ({k: f'{v:.1e}' for k, v in worst.items()}) }")
+
+
+def program_runs(half: int, features: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the options of each run by its name, and of the run that resumes half way of the run `bfloat16`."""
+    base = ["--training.mixed_precision_param=bfloat16", f"--training.steps={2 * half}"]
+    trace = ["--profiling.enable_profiling", f"--profiling.profile_freq={half}", "--profiling.profiler_warmup=1"]
+    saving = ["--checkpoint.enable", f"--checkpoint.interval={half}"]
+    runs = {"float32": [*base, *_FLOAT32], "bfloat16": [*base, *saving]}
+    runs |= {name: [*base, *options] for name, options in features.items()}
+    return runs, [*base, *saving, *trace, f"--checkpoint.load_step={half}"]
 
 
 def _losses(check: Check, name: str, options: list[str], folder: str | None = None) -> list[float]:
