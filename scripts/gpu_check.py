@@ -49,8 +49,8 @@ BLOCKS = (
     Block("syncs", f"{_HERE}.training:syncs", 40),
     Block("ranks", f"{_HERE}.ranks:ranks", 90),
     Block("program", f"{_HERE}.training:program", 100),
-    Block("speed", f"{_HERE}.speed:speed", 50),
-    Block("tiles", f"{_HERE}.speed:tiles", 40),
+    Block("speed", f"{_HERE}.speed:speed", 45),
+    Block("tiles", f"{_HERE}.speed:tiles", 45),
     Block("mfu", f"{_HERE}.mfu:mfu", 70),
     Block("several", f"{_HERE}.ranks:several", 70),
     Block("flex", f"{_HERE}.kernels:flex", 35),  # last: it compiles
