@@ -5,6 +5,10 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Two files of tests at a time, the long ones first: each waits a third of its time for other processes.
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+# What takes --device. One GPU proves kernels and ranks as threads; cases on more ranks than GPUs are skipped.
+ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tests/unit/test_thread_attention.py \
+	tests/distributed/test_exchange.py tests/distributed/test_context_parallel.py tests/distributed/test_parity.py \
+	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 
 .PHONY: train test test-all test-gpu test-versions mutants docs lint format clean
 
@@ -19,7 +23,7 @@ test-all: $(STAMP)
 	$(PY) -m pytest $(TWO_FILES)
 
 test-gpu: $(STAMP)
-	$(PY) -m pytest --device cuda tests/distributed tests/integration
+	$(PY) -m pytest --device cuda -m "not slow" $(ON_GPUS)
 
 # Other versions of torch, each in an environment of its own of several gigabytes: the oldest one that the package takes,
 # and the newest one that was tried.

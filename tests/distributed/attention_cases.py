@@ -139,11 +139,11 @@ def attention_case(cases: list[Case]) -> list[dict]:
             mine = [torch.from_numpy(part.indices(process.rank)) for part in (layout, kv_layout, kv_layout, layout)]
             # In memory as a projection gives them: (B, S, H, D).
             shards = [
-                x[:, :, part].transpose(1, 2).contiguous().transpose(1, 2)
+                x[:, :, part].transpose(1, 2).contiguous().transpose(1, 2).to(process.device)
                 for x, part in zip(case.inputs(), mine, strict=False)
             ]
             cotangent = shards.pop()
-            leaves = [x.requires_grad_() for x in (*shards, *case.inputs()[4:])]
+            leaves = [x.requires_grad_() for x in (*shards, *(x.to(process.device) for x in case.inputs()[4:]))]
             exchange.calls.clear()
             exchange.bytes_sent.clear()
             settings = 0.3, case.is_causal, case.window
@@ -156,9 +156,10 @@ def attention_case(cases: list[Case]) -> list[dict]:
             got = (out, *grads[:3])
             sent, calls = dict(exchange.bytes_sent), dict(exchange.calls)
             for dsinks, whole in zip(grads[3:], wanted[4:], strict=True):  # each rank has its queries' part
-                assert relative(exchange.all_reduce(dsinks.clone(), mesh), whole) < TOLERANCE[case.dtype]
+                summed = exchange.all_reduce(dsinks.clone(), mesh)
+                assert relative(summed.cpu(), whole) < TOLERANCE[case.dtype]
             errors = [
-                relative(x, whole[:, :, part], whole) if whole.any() else x.norm().item()
+                relative(x.cpu(), whole[:, :, part], whole) if whole.any() else x.norm().item()
                 for x, whole, part in zip(got, wanted[:4], (mine[0], *mine[:3]), strict=True)
             ]
             (run,) = live._executions.values()

@@ -177,7 +177,13 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def resolved(config: JobConfig, process: Process) -> ResolvedJob:
-    """The job on this rank's device, for made-up rows."""
+    """The job on this rank's device, for made-up rows; by default it computes in the data type of its weights.
+
+    On GPUs the default of the program is bfloat16, which no bound of parity fits.
+    """
+    training = config.training
+    if (training.dtype, training.mixed_precision_param) == ("float32", "auto"):
+        config = replace(config, training=replace(training, mixed_precision_param="float32"))
     job = resolve(config, process.world_size, process.device.type)
     return replace(job, model=replace(job.model, vocab_size=VOCAB)) if job.model.task == "tokens" else job
 

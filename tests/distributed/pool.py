@@ -19,7 +19,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
 import torch
 
 # Imported once, in the server that forks the ranks. It computes nothing, so that it has no threads to lose.
@@ -60,6 +59,8 @@ class WorkerPool:
             RankFailedError: with the trace of the rank that failed first.
         """
         if self.device == "cuda" and torch.cuda.device_count() < world_size:
+            import pytest  # here, so that programs without pytest can run cases
+
             pytest.skip(f"needs {world_size} GPUs, {torch.cuda.device_count()} visible")
         self._grow(world_size)
         # Served from here: a rank that is sooner than the server would wait half a second for its next try.

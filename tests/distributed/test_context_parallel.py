@@ -182,7 +182,7 @@ def strides_case(method: str) -> list[float]:
         options = ContextParallelOptions(method)
         layout = options.layout(24, mesh.size())
         mine = torch.from_numpy(layout.indices(process.rank))
-        *shards, cotangent = (x[:, :, mine] for x in case.inputs())
+        *shards, cotangent = (x[:, :, mine].to(process.device) for x in case.inputs())
         results = []
         odd = [
             lambda x: x,
@@ -270,9 +270,9 @@ def operator_case() -> dict[str, str]:
     """PyTorch's own checks of the operator: schema, autograd registration, shapes and strides without data, tracing."""
     process = Process.from_environment()
     with process_group(process, parse_command_line([]).config.comm):
-        q = torch.randn(2, 16, 4, 8).transpose(1, 2).requires_grad_()
-        k = torch.randn(2, 16, 2, 8).transpose(1, 2).requires_grad_()
-        v = torch.randn(2, 2, 16, 8, requires_grad=True)
+        q = torch.randn(2, 16, 4, 8, device=process.device).transpose(1, 2).requires_grad_()
+        k = torch.randn(2, 16, 2, 8, device=process.device).transpose(1, 2).requires_grad_()
+        v = torch.randn(2, 2, 16, 8, device=process.device, requires_grad=True)
         with opened(LivePlan(mesh_of_all(process), head_tail(16, 1)), 2) as handle:
             arguments = q, k, v, handle, 0.3
             result = torch.library.opcheck(context_parallel_attention, arguments)

@@ -51,18 +51,18 @@ def exchange_case(length: int) -> list[tuple]:
                     wanted = wishes(kind, layout)
                     whole = random(*[length if d == dim % 3 else 2 + d for d in range(3)])
                     own = torch.from_numpy(layout.indices(process.rank))
-                    x = whole.index_select(dim, own).requires_grad_()
+                    x = whole.index_select(dim, own).to(process.device).requires_grad_()
                     door.calls.clear()
                     got = exchange(x, layout, wanted, dim=dim, group=group)
                     cotangents = [random(*expected(whole, w, dim).shape, seed=r) for r, w in enumerate(wanted)]
-                    (gradient,) = torch.autograd.grad(got, x, cotangents[process.rank])
+                    (gradient,) = torch.autograd.grad(got, x, cotangents[process.rank].to(got.device))
                     assert door.calls == {"exchange": 2}
                     leaf = whole.clone().requires_grad_()
                     total = sum((expected(leaf, w, dim) * c).sum() for w, c in zip(wanted, cotangents, strict=True))
                     (all_gradients,) = torch.autograd.grad(total, leaf)
                     wanted_gradient = all_gradients.index_select(dim, own)
-                    same = torch.equal(got, expected(whole, wanted[process.rank], dim))
-                    results.append((name, kind, dim, same, torch.allclose(gradient, wanted_gradient, atol=1e-12)))
+                    same = torch.equal(got.cpu(), expected(whole, wanted[process.rank], dim))
+                    results.append((name, kind, dim, same, torch.allclose(gradient.cpu(), wanted_gradient, atol=1e-12)))
     return results
 
 

@@ -114,6 +114,7 @@ RULES = [
         says=r"(?s)training done: 2 steps .*next +\S*lct generate .*def __init__",
     ),
     Rule(r"make (test|test-all|mutants)", r"make -n \1", why="this test is part of it", slow=False),
+    Rule(r"make test-gpu", r"ls $(make -n \g<0> | grep -o 'tests/[^ ]*')", why=BIG, slow=False),
     Rule(r"make (lint|docs)"),
     Rule(
         r"python3 -m venv \.venv && \.venv/bin/pip install (torch==\S+) --index-url \S+",
@@ -293,6 +294,12 @@ RULES = [
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
     Rule(rf"{BENCHMARK}chunked_loss\.py .*", r"\g<0> --tokens 64 --vocab 128 --rounds 1", SLOW),
     Rule(rf"{BENCHMARK}block_parts\.py .*", r"\g<0> --seq-len 32 --steps 1 --rounds 1 --backend eager", SLOW),
+    Rule(
+        r"(python scripts/gpu_check\.py)( --device cpu)?( --blocks \S+)?(.*)",
+        r"\1 --device cpu --blocks versions,tiles\4",
+        why=f"{BIG}; all blocks on a CPU: test_gpu_check.py",
+        says="no block failed",
+    ),
     Rule(rf"{BENCHMARK}\w+\.py --device cuda .*", r"\g<0> --help", why=BIG),
     Rule(rf"{BENCHMARK}train\.py .*", r"\g<0> --seq-len 32 --rounds 1 --no-memory --features kernel=cpu_flash", SLOW),
     Rule(rf"{BENCHMARK}context_parallel\.py .*", r"\g<0> --seq-len 64 --repeats 1", SLOW),

@@ -355,4 +355,18 @@ PROCESSES = (
         'if all_reduce(failed, over, "min").item():',
         _CHECKPOINT,
     ),
+    Mutant(
+        "a block of the check on a GPU leaves its processes behind",
+        "scripts/gpu_check.py",
+        "os.killpg(process.pid, signal.SIGKILL)",
+        "process.kill()",
+        "tests/unit/test_gpu_check.py",
+    ),
+    Mutant(
+        "a block of the check on a GPU passes with problems",
+        "scripts/gpu_blocks/block.py",
+        '"failed" if self.problems else "passed"',
+        '"passed"',
+        "tests/unit/test_gpu_check.py",
+    ),
 )

@@ -1,0 +1,76 @@
+"""What a block of `gpu_check.py` gets: device, time left, and a place for what it finds."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+_RESERVE = 0.15  # of the limit: what is still to be done when a loop finds that its time is over
+
+
+class Skipped(Exception):
+    """The block cannot run here; the message says why."""
+
+
+class Check:
+    """A block's view of its run. Every note is written at once, so that a killed block keeps its notes.
+
+    device: `cuda` or `cpu`; path: file of the notes; limit: seconds from now until the block is killed.
+    """
+
+    def __init__(self, device: str, path: Path, limit: float) -> None:
+        self.device = device
+        self.facts: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self._headline, self._verdict, self._path = "", "failed", path
+        self._end = time.monotonic() + limit * (1 - _RESERVE)
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether this is a dry run: on a CPU, with small shapes."""
+        return self.device == "cpu"
+
+    def left(self) -> float:
+        """Return the seconds in which the block should end."""
+        return max(self._end - time.monotonic(), 0)
+
+    def note(self, **facts: Any) -> None:
+        """Keep facts for the file, numbers, text, lists or dictionaries."""
+        self.facts |= facts
+        self._write()
+
+    def headline(self, text: str) -> None:
+        """Set what the screen shows of the block."""
+        self._headline = text
+        self._write()
+
+    def expect(self, holds: bool, problem: str) -> None:
+        """Note a problem, which fails the block, unless it holds."""
+        if not holds:
+            self.problems.append(problem)
+            self._write()
+
+    def end(self, skipped: str | None = None) -> None:
+        """Set the verdict. skipped: why the block could not run."""
+        if skipped is not None:
+            self._headline = skipped
+        self._verdict = "failed" if self.problems else "passed" if skipped is None else "skipped"
+        self._write()
+
+    def _write(self) -> None:
+        notes = {"verdict": self._verdict, "headline": self._headline, "problems": self.problems, "facts": self.facts}
+        beside = self._path.with_suffix(".new")
+        beside.write_text(json.dumps(_plain(notes)))
+        beside.replace(self._path)
+
+
+def _plain(x: Any) -> Any:
+    """Return what JSON has: other objects as text, and numbers that are not finite as text too."""
+    if isinstance(x, dict):
+        return {str(key): _plain(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_plain(value) for value in x]
+    if isinstance(x, float):
+        return x if math.isfinite(x) else str(x)
+    return x if isinstance(x, str | int | None) else str(x)

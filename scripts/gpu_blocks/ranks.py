@@ -1,0 +1,103 @@
+"""Ranks: as threads on one GPU, and real ones where there are several GPUs."""
+
+from itertools import product
+from typing import Any
+
+import torch
+
+from scripts.gpu_blocks.block import Check, Skipped
+from scripts.gpu_blocks.training import train
+
+_COMPILATION = 20.0  # seconds
+_FEWEST_SECONDS = 25.0  # in which a run of the program is worth a start
+_DRY_KERNELS = ("math float64", "cpu_flash float64")
+
+
+def ranks(check: Check) -> None:
+    """Methods, degrees, masks and kernels over ranks that are threads, each with a stream, against float64.
+
+    First rows that hold every two settings together, then the product of all settings, as far as the time goes.
+    """
+    from tests.covering import covering_array
+    from tests.thread_attention import allowed, axes, found_and_bounds
+
+    settings = axes(check.device)
+    if check.is_dry:
+        settings |= {"kernel": _DRY_KERNELS, "degree": ("2",)}
+    pairs = covering_array(settings, allowed)
+    whole = [dict(zip(settings, values, strict=True)) for values in product(*settings.values())]
+    rows = [*pairs, *([] if check.is_dry else (row for row in whole if allowed(row) and row not in pairs))]
+    rows.sort(key=lambda row: ("flex" in row["kernel"], row not in pairs))  # flex compiles, so that it comes last
+    done, worst = 0, 0.0
+    for row in rows:
+        if check.left() < (_COMPILATION if "flex" in row["kernel"] else 1):
+            break
+        name = ", ".join(f"{key} {value}" for key, value in row.items())
+        check.note(running=name, done=done, worst_share=worst)
+        try:
+            found, bounds = found_and_bounds(row, check.device)
+        except Exception as error:
+            check.expect(False, f"{name}: {type(error).__name__}: {error}")
+            if "CUDA error" in str(error):
+                raise
+            continue
+        done += 1
+        worst = max(worst, *(error / bound for error, bound in zip(found, bounds, strict=True)))
+        right = all(error <= bound for error, bound in zip(found, bounds, strict=True))
+        check.expect(right, f"{name}: errors {found}, bounds {bounds}")
+    check.note(running=None, done=done, of=len(rows), of_pairs=len(pairs), worst_share=worst)
+    check.expect(done > 0, "no row was computed")
+    check.headline(f"{done} of {len(rows)} rows ({len(pairs)} hold all pairs); worst share of the bound {worst:.2f}")
+
+
+# ---- several GPUs
+
+
+def several(check: Check) -> None:
+    """Parity of each method on NCCL ranks, and tokens per second of cp 1, 2, 4 at 65,536 tokens."""
+    gpus = 0 if check.is_dry else torch.cuda.device_count()
+    if gpus < 2:
+        raise Skipped("it needs at least 2 GPUs, and this is a CPU" if check.is_dry else "there is one GPU")
+    _parity(check, gpus)
+    speeds: dict[str, Any] = {}
+    for degree in (1, 2, 4):
+        if degree <= gpus and check.left() > _FEWEST_SECONDS:
+            speeds[f"cp{degree}"] = _speed(check, degree)
+            check.note(tokens_per_second=speeds)
+    check.headline(f"{gpus} GPUs, parity of all methods; tokens/s {speeds}")
+
+
+def _parity(check: Check, gpus: int) -> None:
+    from tests.distributed.attention_cases import MASKS, METHODS, Case, assert_exact
+    from tests.distributed.pool import WorkerPool
+    from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+
+    degree = min(gpus, 4)
+    with WorkerPool("cuda") as pool:
+        for method in METHODS:
+            options = ContextParallelOptions(method)
+            cases = [
+                Case(seq_len, (8, 4), 64, dtype, options, **mask)
+                for mask in MASKS
+                for seq_len, dtype in ((37, torch.float64), (509, torch.float32), (509, torch.bfloat16))
+            ]
+            try:
+                assert_exact(pool, degree, cases)
+            except AssertionError as error:
+                check.expect(False, f"{method} on {degree} NCCL ranks: {str(error)[:500]}")
+            check.note(**{f"parity_{method}": f"{len(cases)} cases on {degree} ranks"})
+
+
+def _speed(check: Check, degree: int) -> float | str:
+    """Tokens per second of the last step of the model of 1 billion parameters."""
+    found = train(
+        check,
+        f"cp{degree}",
+        [
+            *("--model.flavor=1B", "--training.seq_len=65536", "--training.local_batch_size=1"),
+            *("--training.global_batch_size=1", "--training.steps=3", "--activation_checkpoint.mode=full"),
+            f"--parallelism.context_parallel_degree={degree}",
+        ],
+        ngpu=degree,
+    )
+    return found if isinstance(found, str) else round(found[-1]["tokens_per_second"], 1)

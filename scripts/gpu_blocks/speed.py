@@ -1,0 +1,179 @@
+"""Speed of parts: attention kernels, merging, gradient norms, optimizers, packing of heads, tiles of every rank."""
+
+import argparse
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from scripts.benchmarks import attention_kernels
+from scripts.benchmarks.context_parallel_tiles import tile_rows
+from scripts.gpu_blocks.block import Check
+from trainer.distributed.context_parallel.execution import stages, ulysses
+from trainer.distributed.context_parallel.planning.lowering import Call
+from trainer.distributed.context_parallel.planning.mask import Relation, causal
+from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.sharding.layout import head_tail
+
+_REPEATS = 5
+_DEGREE = 8  # of the exchange whose copies are timed
+
+
+def speed(check: Check) -> None:
+    """Milliseconds of each part, and of its variants."""
+    _attention(check)
+    parts = {"norm": _norms, "optimizer": _optimizers, "head_packing": _packing, "merge": _merging}  # the last compiles
+    for name, part in parts.items():
+        try:
+            check.note(**{f"{name}_ms": part(check)})
+        except Exception as error:
+            check.expect(False, f"{name}: {type(error).__name__}: {error}")
+        _free(check)
+
+
+def _milliseconds(check: Check, work: Callable[[], object]) -> float:
+    seconds = attention_kernels.seconds(work, 1 if check.is_dry else _REPEATS, torch.device(check.device))
+    return round(1e3 * seconds, 4)
+
+
+def _free(check: Check) -> None:
+    if not check.is_dry:
+        torch.cuda.empty_cache()
+
+
+# ---- attention
+
+
+def _attention(check: Check) -> None:
+    """Each kernel by a causal call, length by length; a kernel that fails has a note."""
+    names = ["cpu_flash"] if check.is_dry else ["cuda_flash", "cudnn", "efficient", "varlen"]
+    settings = {"device": check.device, "dtype": "bfloat16", "relations": ["causal"], "batch": 1, "math_gib": 1.0}
+    settings |= {"heads": 32, "kv_heads": 8, "head_dim": 128, "repeats": 1 if check.is_dry else _REPEATS}
+    found: list[dict[str, object]] = []
+    for length in (64,) if check.is_dry else (8192, 32768):
+        for name in names:
+            if not check.left():
+                found.append({"kernel": name, "length": length, "note": "left out for time"})
+            else:
+                args = argparse.Namespace(kernels=[name], lengths=[length], **settings)
+                found += attention_kernels.rows(args)
+                check.note(attention=found)
+    best = max(found, key=lambda row: row.get("forward_tflops", 0), default={})
+    if "forward_tflops" not in best:
+        check.expect(False, "no kernel was timed")
+        return
+    speeds = f"{best['forward_tflops']} forward, {best['backward_tflops']} backward"
+    check.headline(f"best attention: {best['kernel']} at {best['length']}, TFLOP/s {speeds}")
+
+
+# ---- parts
+
+
+def _merging(check: Check) -> dict[str, float | str]:
+    """Adding one more result to a running output of 32 heads: the project's way, written out, and that compiled."""
+    shape = (1, 4, 64, 32) if check.is_dry else (1, 32, 16384, 128)
+    q = torch.empty(shape, dtype=torch.bfloat16, device=check.device)
+    out, lse = torch.randn_like(q), torch.randn(shape[:3], device=check.device)
+    total, heads, call = stages.Merged(q), slice(0, shape[1]), Call((0, shape[2]), (0, 1), Relation.FULL, fresh=False)
+    found: dict[str, float | str] = {"Merged.add": _milliseconds(check, lambda: total.add(heads, call, out, lse))}
+    sums = torch.zeros(shape, device=check.device), torch.zeros(shape[:3], device=check.device)
+    found["eager"] = _milliseconds(check, lambda: _merged(*sums, out, lse))
+    if not check.is_dry:
+        compiled = torch.compile(_merged, dynamic=True)
+        found["compiled"] = _milliseconds(check, lambda: compiled(*sums, out, lse))
+    return found
+
+
+def _merged(total: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merge a result into float32 sums, in place."""
+    new = torch.logaddexp(total_lse, lse)
+    total.mul_((total_lse - new).exp().unsqueeze(-1)).add_(out * (lse - new).exp().unsqueeze(-1))
+    total_lse.copy_(new)
+
+
+def _tensors(check: Check) -> list[torch.Tensor]:
+    """Return tensors like the weights of a layer of 8 billion parameters' width: 268 million elements."""
+    count, side = (2, 8) if check.is_dry else (16, 4096)
+    return [torch.randn(side, side, device=check.device) for _ in range(count)]
+
+
+def _norms(check: Check) -> dict[str, float]:
+    """The gradient norm: the trainer's is `foreach float64`."""
+    x = _tensors(check)
+    variants = {
+        "foreach float64": lambda: torch.stack(torch._foreach_norm(x, 2, dtype=torch.float64)),
+        "foreach float32": lambda: torch.stack(torch._foreach_norm(x, 2)),
+        "loop float64": lambda: torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in x]),
+    }
+    return {name: _milliseconds(check, work) for name, work in variants.items()}
+
+
+def _optimizers(check: Check) -> dict[str, float]:
+    found = {}
+    for name in ("foreach", "fused"):
+        parameters = _tensors(check)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        found[name] = _milliseconds(check, torch.optim.AdamW(parameters, lr=1e-3, **{name: True}).step)
+        del parameters
+        _free(check)
+    return found
+
+
+def _packing(check: Check) -> dict[str, float]:
+    """The exchange of heads of rank 0 of 8, without any transfer and attention: what its copies cost."""
+    rows = 8 if check.is_dry else 8192
+    layout, size = head_tail(_DEGREE * rows, _DEGREE), (1, 32, rows, 128)
+    plan = make_plan(layout, causal(_DEGREE * rows), "all_to_all", 0)
+    q = torch.randn(size, dtype=torch.bfloat16, device=check.device)
+    k = torch.randn(1, 8, rows, 128, dtype=torch.bfloat16, device=check.device)
+    out, lse = torch.randn_like(q), torch.randn(size[:3], device=check.device)
+
+    def nothing_sent(x: torch.Tensor, _: object, sizes: list[int], *__: object, **___: object) -> tuple:
+        return x.new_empty(sum(sizes)), SimpleNamespace(wait=lambda: None)
+
+    inner = SimpleNamespace(
+        forward=lambda q, k, v, scale: (q, lse.new_zeros(q.shape[:3])),
+        backward=lambda given, scale, dtype: (given.q, given.k, given.v),
+    )
+    run = ulysses.HeadExchange(plan, SimpleNamespace(rank=lambda: 0), inner)
+    given = stages.BackwardInputs(out, q, k, k, out, lse)
+    with mock.patch.object(ulysses, "all_to_all", nothing_sent):
+        return {
+            "forward": _milliseconds(check, lambda: run.forward(q, k, k, 1.0)),
+            "backward": _milliseconds(check, lambda: run.backward(given, 1.0)),
+        }
+
+
+# ---- tiles
+
+
+def tiles(check: Check) -> None:
+    """Tiles of every rank's plan at 65,536 tokens on one device, against one call: degrees 2, 4, 8."""
+    shape: dict[str, Any] = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    if check.is_dry:
+        shape |= {"heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+    found: list[dict[str, object]] = []
+    for degree in (2,) if check.is_dry else (8, 4, 2):
+        if not check.left():
+            check.note(left_out_for_time=f"degree {degree} and what follows")
+            break
+        args = argparse.Namespace(
+            **shape,
+            device=check.device,
+            threads=1,
+            degrees=[degree],
+            seq_len=[64 if check.is_dry else 65536],
+            kernels=["cpu_flash" if check.is_dry else "cuda_flash"],
+            methods=["ring", "all_gather", "all_to_all"],
+            load_balancer="head_tail",
+            repeats=1,
+        )
+        found += tile_rows(args)
+        check.note(tiles=found)
+        _free(check)
+    check.expect(bool(found), "no tile was timed")
+    ratios = {f"{row['method']} {row['degree']}": row["ratio"] for row in found}
+    check.headline(f"time of the slowest rank x degree / time of one call: {ratios}")

@@ -1,0 +1,183 @@
+"""The trainer on one GPU: where a step makes the host wait, and the program itself with its features."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.benchmarks import train_loops
+from scripts.gpu_blocks.block import Check
+from trainer.config.loader import parse_command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+Steps = list[dict[str, Any]]
+
+# ---- synchronisations
+
+_MASKS = {"causal": [], "documents": ["--training.attention_mask=document"]}
+_STEP = 4  # the one that is watched; earlier ones fill caches
+_MOST_SYNCS = 1
+
+
+def syncs(check: Check) -> None:
+    """One training step in which PyTorch warns of every synchronisation, by the lines of this project that cause it."""
+    device = torch.device("cuda", 0) if check.device == "cuda" else torch.device("cpu")
+    if check.is_dry:
+        check.note(left_out="PyTorch warns of synchronisations on GPUs only; the step is run without")
+    else:
+        planted: Counter[str] = Counter()
+        with _waits(planted):
+            torch.ones(1, device=device).item()
+        check.expect(planted.total() == 1, f"a planted synchronisation is counted {planted.total()} times")
+    counts = {}
+    for name, options in _MASKS.items():
+        places: Counter[str] = Counter()
+        _train_watched(options, device, places)
+        counts[name] = places.total()
+        check.note(**{name: dict(places)})
+        check.expect(counts[name] <= _MOST_SYNCS, f"{name}: {counts[name]} synchronisations in a step: {dict(places)}")
+    check.headline("not counted on a CPU" if check.is_dry else f"synchronisations in a step: {counts}")
+
+
+def _train_watched(options: list[str], device: torch.device, places: Counter[str]) -> None:
+    """Train a few steps, and count where step `_STEP` waits."""
+    words = ["--model.flavor=debugmodel", "--training.seq_len=256", "--training.local_batch_size=2"]
+    words.append("--training.data_streams=4")  # fewer files to read
+    config = parse_command_line([*words, "--metrics.log_freq=100", *options]).config
+    watch = _waits(places) if device.type == "cuda" else None
+
+    def pace(step: int) -> None:
+        if watch is not None and step == _STEP:
+            watch.__enter__()
+        elif watch is not None and step == _STEP + 1:
+            watch.__exit__(None, None, None)
+
+    train_loops.train(config, device, _STEP + 2, pace)
+
+
+@contextmanager
+def _waits(places: Counter[str]) -> Iterator[None]:
+    """Count the operators that make the host wait, by the innermost lines of the project that called them."""
+
+    def noted(message: Warning | str, category: type[Warning], *_: object) -> None:
+        if "synchroniz" in str(message):
+            places[_place(traceback.extract_stack())] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = noted
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _place(stack: Sequence[traceback.FrameSummary]) -> str:
+    ours = [frame for frame in stack if Path(frame.filename).is_relative_to(ROOT / "trainer")]
+    text = (f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno} {frame.name}" for frame in ours[-2:])
+    return " -> ".join(text) or "outside of the project"
+
+
+# ---- the program
+
+_SIDE_BY_SIDE = 4  # runs of the program on one GPU: they mostly start, read and compile
+_NEAR = 0.02  # relative difference of a loss in bfloat16 from the loss in float32, or of two runs in bfloat16
+FEATURES = {
+    "compile": ["--compile.enable"],
+    "selective": ["--activation_checkpoint.mode=selective"],
+    "full": ["--activation_checkpoint.mode=full"],
+    "memory_budget": ["--activation_checkpoint.mode=memory_budget", "--compile.enable"],
+    "documents": ["--training.attention_mask=document"],
+}
+_FLOAT32 = ["--job.device=cpu", "--training.mixed_precision_param=float32"]
+
+
+def program(check: Check) -> None:
+    """The real program on real text: bfloat16 near float32, features near no features, a resumed run, a trace."""
+    half = 3 if check.is_dry else 10
+    runs, resumed = program_runs(half, {} if check.is_dry else FEATURES)
+    with ThreadPoolExecutor(1 if check.is_dry else _SIDE_BY_SIDE) as pool:
+        losses = dict(zip(runs, pool.map(lambda name: _losses(check, name, runs[name]), runs), strict=True))
+    check.note(losses=losses)
+    losses["resumed"] = _losses(check, "resumed", resumed, folder="bfloat16")
+    # A run that starts anew would keep the metrics of the earlier run in another file.
+    files = list(Path(tempfile.gettempdir(), "bfloat16").glob("metrics*.jsonl"))
+    check.expect(len(files) == 1, "the second run started anew and did not resume")
+    check.note(losses=losses)
+    worst = {}
+    for name in losses:
+        other = "float32" if name == "bfloat16" else "bfloat16"
+        if name not in ("float32", "documents") and losses[name] and losses[other]:
+            worst[name] = _difference(losses[name], losses[other], 2 * half)
+            check.expect(worst[name] <= _NEAR, f"{name}: losses differ from {other} by {worst[name]:.2%}")
+    if documents := losses.get("documents"):
+        falls = all(map(math.isfinite, documents)) and documents[-1] < documents[0]
+        check.expect(falls, f"documents: losses do not fall: {documents}")
+    traces = list(Path(tempfile.gettempdir(), "bfloat16").glob("profile_trace/*/rank0_trace.json"))
+    check.expect(len(traces) == 1, f"{len(traces)} profiler traces in place of one")
+    check.note(largest_relative_difference=worst)
+    if check.is_dry:
+        check.note(left_out="compile and activation checkpointing: their tests run on CPUs")
+    check.headline(f"{len(losses)} runs; largest differences { ({k: f'{v:.1e}' for k, v in worst.items()}) }")
+
+
+def program_runs(half: int, features: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the options of each run by its name, and of the run that resumes half way of the run `bfloat16`."""
+    base = ["--training.mixed_precision_param=bfloat16", f"--training.steps={2 * half}"]
+    trace = ["--profiling.enable_profiling", f"--profiling.profile_freq={half}", "--profiling.profiler_warmup=1"]
+    saving = ["--checkpoint.enable", f"--checkpoint.interval={half}"]
+    runs = {"float32": [*base, *_FLOAT32], "bfloat16": [*base, *saving]}
+    runs |= {name: [*base, *options] for name, options in features.items()}
+    return runs, [*base, *saving, *trace, f"--checkpoint.load_step={half}"]
+
+
+def _losses(check: Check, name: str, options: list[str], folder: str | None = None) -> list[float]:
+    """Return the losses of a run, step by step; none, and a problem, if it fails."""
+    small = [f"--training.seq_len={32 if check.is_dry else 512}", "--training.data_streams=4"]
+    rows = ["--training.local_batch_size=4", "--training.global_batch_size=4"]
+    found = train(check, folder or name, ["--metrics.log_freq=1", *small, *rows, *options])
+    if isinstance(found, str):
+        check.expect(False, f"{name}: {found}")
+        return []
+    return [step["loss"] for step in found]
+
+
+def train(check: Check, folder: str, options: list[str], ngpu: int = 1) -> Steps | str:
+    """Run `python -m trainer train` on the debug preset; return the lines of `metrics.jsonl`, or why it failed."""
+    dump = Path(tempfile.gettempdir(), folder)
+    command = [sys.executable, "-m", "trainer", "train", "debug_model", "--ngpu", str(ngpu)]
+    command += [f"--job.dump_folder={dump}", "--metrics.no-enable_tensorboard", *options]
+    if check.is_dry:
+        command.append("--job.device=cpu")
+    ours = ("NGPU", "CONFIG_FILE", "LOG_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    environment = {key: value for key, value in os.environ.items() if key not in ours}
+    environment |= {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // _SIDE_BY_SIDE, 1))}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=check.left() or 1
+        )
+    except subprocess.TimeoutExpired:
+        return "it did not end in the time that the block had left"
+    if done.returncode:
+        return f"exit code {done.returncode}: " + " | ".join((done.stdout + done.stderr).splitlines()[-5:])
+    return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+
+
+def _difference(mine: list[float], theirs: list[float], steps: int) -> float:
+    """Return the largest relative difference of the losses of the same step; infinite if steps are missing."""
+    if not len(mine) == len(theirs) == steps:
+        return math.inf
+    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))

@@ -1,0 +1,247 @@
+"""Laws of scripts/gpu_check.py: no block stops the others, what was found is kept, mistakes are found."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from scripts import gpu_check
+from scripts.gpu_blocks import kernels, training
+from scripts.gpu_blocks.mfu import busy_share
+from scripts.gpu_check import BLOCKS, ROOT, Block, check, main, run_block
+from tests.unit.kernel_stand_ins import KERNELS as STAND_INS
+from trainer.config.loader import parse_command_line
+from trainer.distributed.context_parallel.execution.kernels.base import Kernel
+from trainer.distributed.context_parallel.planning.mask import Relation
+from trainer.job import resolve
+
+_FAULTS = "tests.unit.gpu_check_faults"
+_HEAD = {"command", "commit", "device", "torch", "python", "cuda", "torch_git", "gpus_memory_driver", "date", "seconds"}
+_KEYS = {"name", "seconds", "limit", "verdict", "headline", "problems", "facts"}
+
+
+def faulty(name: str, limit: float = 60.0) -> Block:
+    return Block(name, f"{_FAULTS}:{name}", limit)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not collected does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends within a few seconds: a signal takes its time."""
+    deadline = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+# ---- blocks in processes of their own
+
+
+def test_what_a_block_notes() -> None:
+    found = run_block(faulty("passes"), "cpu")
+    assert found.keys() == _KEYS
+    assert (found["verdict"], found["headline"], found["problems"]) == ("passed", "all is well", [])
+    assert found["facts"] == {"device": "cpu", "infinite": "inf", "nested": {"a": [1, 2.5]}}
+
+
+def test_no_block_stops_the_others_and_the_file_has_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    names = ("expects", "raises", "dies", "skips", "passes")
+    out, lengths, write = tmp_path / "found.json", [], gpu_check.write
+
+    def counted(path: Path, what: dict) -> None:
+        write(path, what)
+        lengths.append(len(json.loads(out.read_text())["blocks"]))
+
+    with mock.patch.object(gpu_check, "write", counted):
+        check([faulty(name) for name in names], {"torch": "x"}, "cpu", out)
+    assert lengths == [1, 2, 3, 4, 5], "the file is written after each block"
+    found = json.loads(out.read_text())
+    verdicts = {block["name"]: block["verdict"] for block in found["blocks"]}
+    assert verdicts == dict(zip(names, ("failed", "failed", "died (SIGSEGV)", "skipped", "passed"), strict=True))
+    expects, raises, dies, skips, _ = found["blocks"]
+    assert expects["problems"] == ["2 is not 3"]
+    assert "RuntimeError: a planted error" in raises["log"]
+    assert raises["facts"] == dies["facts"] == {"before": 1}
+    assert skips["headline"] == "nothing to do here"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*names]
+    assert "2 is not 3" in lines[0]
+    assert found["torch"] == "x"
+
+
+def test_a_block_is_killed_at_its_limit_with_its_processes() -> None:
+    started = time.monotonic()
+    found = run_block(faulty("hangs", limit=4.0), "cpu", scale=0.5)
+    assert time.monotonic() - started < 60
+    assert found["verdict"] == "over its limit of 2 s"
+    assert ends(found["facts"]["child"])
+    assert not Path(found["facts"]["folder"]).exists()
+
+
+def test_processes_of_a_block_that_has_ended_are_killed_too() -> None:
+    found = run_block(faulty("leaves_a_process"), "cpu")
+    assert (found["verdict"], found["facts"]["exists"]) == ("passed", True)
+    assert ends(found["facts"]["child"])
+
+
+def test_the_exit_code_says_whether_a_block_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "found.json"
+    for names, code in ((("passes", "skips"), 0), (("passes", "raises"), 1)):
+        monkeypatch.setattr(gpu_check, "BLOCKS", tuple(map(faulty, names)))
+        assert main(["--device", "cpu", "--out", str(out)]) == code
+        found = json.loads(out.read_text())
+        assert found.keys() == _HEAD | {"blocks"}
+        assert found["command"].startswith("python scripts/gpu_check.py --device cpu")
+        assert [block["name"] for block in found["blocks"]] == [*names]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--blocks", "kernels,fast"], "'fast' is none of versions, kernels"),
+        (["--limit-scale", "0"], "must be above 0"),
+        (["--out", "nowhere/a.json"], "its folder does not exist"),
+    ],
+)
+def test_wrong_options(arguments: list[str], words: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture) -> None:
+    assert main([]) == 2
+    assert "use --device cpu" in capsys.readouterr().err
+
+
+def test_all_limits_together_are_under_ten_minutes() -> None:
+    assert sum(block.limit for block in BLOCKS) < 600
+
+
+# ---- the blocks
+
+
+def test_a_dry_run_of_light_blocks(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert main(["--device", "cpu", "--blocks", "versions,kernels", "--out", str(out)]) == 0
+    versions, tiles = (block["facts"] for block in json.loads(out.read_text())["blocks"])
+    assert versions["torch"] == torch.__version__
+    assert set(versions["sdpa"].values()) == {"FLASH_ATTENTION"}
+    assert (tiles["done"], tiles["left_out_for_time"]) == (48, 0)
+    assert tiles["same_bits_twice"] == {"cpu_flash": True, "math": True}
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_all_blocks_without_pytest(tmp_path: Path) -> None:
+    """On a machine that has PyTorch and little else."""
+    for name in ("pytest", "hypothesis"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError")
+    out = tmp_path / "found.json"
+    command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--out", str(out), "--limit-scale", "4"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {block["name"]: block for block in json.loads(out.read_text())["blocks"]}
+    assert [*found] == [block.name for block in BLOCKS]
+    assert {name for name, block in found.items() if block["verdict"] == "skipped"} == {"several", "flex"}
+    assert found["program"]["facts"]["largest_relative_difference"].keys() == {"bfloat16", "resumed"}
+    assert {row["method"] for row in found["tiles"]["facts"]["tiles"]} == {"ring", "all_gather", "all_to_all"}
+    assert found["ranks"]["facts"]["done"] == found["ranks"]["facts"]["of"]
+
+
+# ---- what they find
+
+by_name = pytest.mark.parametrize("kernel", STAND_INS, ids=lambda kernel: kernel.name)
+_TILES = [(Relation.FULL, 9, 14), (Relation.FULL, 1, 7), (Relation.CAUSAL, 6, 14), (Relation.BI_CAUSAL, 9, 12)]
+
+
+def shares(kernel: Kernel, tile: tuple[Relation, int, int], is_strided: bool = False) -> dict[str, float]:
+    return kernels._shares(kernel, torch.float32, (4, 2, 16), tile, is_strided, "cpu")
+
+
+@by_name
+@pytest.mark.parametrize("tile", _TILES, ids=str)
+def test_tiles_of_right_kernels_are_within_their_bounds(kernel: Kernel, tile: tuple[Relation, int, int]) -> None:
+    if tile[0].lower and not (kernel.capabilities.bands or kernel.capabilities.masks):
+        pytest.skip("a window is refused for this kernel")
+    for is_strided in (False, True):
+        found = shares(kernel, tile, is_strided)
+        assert found.keys() == {"out", "lse", "dq", "dk", "dv"}
+        assert max(found.values()) <= 1
+
+
+@pytest.mark.parametrize(("method", "wrong"), [("forward", {"out", "lse"}), ("backward", {"dq", "dk"})])
+def test_tiles_of_a_wrong_kernel_are_beyond_them(method: str, wrong: set[str]) -> None:
+    kernel = STAND_INS[0]
+    right = getattr(kernel, method)
+    with mock.patch.object(kernel, method, lambda *args, scale, **options: right(*args, scale=1.01 * scale, **options)):
+        found = shares(kernel, _TILES[2])
+    assert wrong <= {name for name, share in found.items() if share > 1}
+
+
+def test_synchronisations_are_counted_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    places: Counter[str] = Counter()
+    with training._waits(places):
+        assert modes == ["warn"]
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("another matter", stacklevel=1)
+    assert places == {"outside of the project": 2}
+    assert modes == ["warn", "default"]
+
+
+def test_the_watched_step_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the watch opens before the step and closes after it."""
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", events.append)
+
+    def train(config: object, device: torch.device, steps: int, pace: object) -> None:
+        for step in range(1, steps + 1):
+            pace(step)
+            events.append(f"step {step}")
+
+    monkeypatch.setattr(training.train_loops, "train", train)
+    training._train_watched([], torch.device("cuda", 0), Counter())
+    assert events == ["step 1", "step 2", "step 3", "warn", "step 4", "default", "step 5", "step 6"]
+
+
+def test_the_busy_share_of_a_trace() -> None:
+    def event(ts: float, dur: float, cat: str = "kernel", ph: str = "X") -> dict[str, object]:
+        return {"ph": ph, "cat": cat, "ts": ts, "dur": dur}
+
+    overlapping = [event(10, 4), event(12, 4), event(18, 2, "gpu_memcpy"), event(0, 100, "cpu_op"), {"ph": "M"}]
+    assert busy_share(overlapping) == 0.8
+    assert busy_share([event(0, 100, "cpu_op")]) is None
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", *training.FEATURES, "resumed"])
+def test_runs_of_the_program_are_valid_on_a_gpu(name: str) -> None:
+    runs, resumed = training.program_runs(10, training.FEATURES)
+    # Without the step to load, which the first run has not saved here.
+    options = [word for word in (runs | {"resumed": resumed})[name] if "load_step" not in word]
+    config = parse_command_line(["--job.config_file=debug_model", *options]).config
+    assert resolve(config, 1, "cuda").compute_dtype == ("float32" if name == "float32" else "bfloat16")
+
+
+def test_missing_steps_are_a_difference() -> None:
+    assert training._difference([2.0, 1.1], [2.0, 1.0], 2) == pytest.approx(0.1)
+    assert training._difference([2.0], [2.0], 2) == float("inf")
