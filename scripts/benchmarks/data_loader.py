@@ -16,14 +16,14 @@ import torch
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import check_source, open_source
 from trainer.data.loader import BatchLoader
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import open_tokenizer
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
     """Seconds to open the data and to the first batch, then tokens per second over `--batches` batches."""
     check_source(args.dataset, args.path, args.data_streams)
     start = time.perf_counter()
-    source, tokenizer = open_source(args.dataset, args.path), Tokenizer(args.tokenizer_path)
+    source, tokenizer = open_source(args.dataset, args.path), open_tokenizer(args.tokenizer_path)
     opened = time.perf_counter()
     loader = BatchLoader(
         source,

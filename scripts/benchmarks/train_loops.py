@@ -24,7 +24,7 @@ from trainer.components.optimizer import build_optimizer
 from trainer.config.schema import JobConfig, Model
 from trainer.data.datasets import open_source
 from trainer.data.loader import BatchLoader
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.models.args import ModelArgs
 from trainer.models.initialization import initialize
@@ -136,7 +136,7 @@ def _batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     training = work.config.training
     loader = BatchLoader(
         open_source(training.dataset, training.dataset_path),
-        Tokenizer(work.config.model.tokenizer_file),
+        open_tokenizer(work.config.model.tokenizer_file),
         seq_len=training.seq_len,
         local_batch_size=training.local_batch_size,
         data_streams=training.data_streams,

@@ -89,6 +89,7 @@ def allowed(row: Row) -> bool:
             all(needs(axis, "-", degree["cp"] != 1) for axis in ("method", "balancer")),
             not (degree["cp"] > 1 and "-" in (has("method"), has("balancer"))),
             needs("passes", "-", degree["cp"] != 1 and has("method", "all_gather") in ("all_gather", "all_to_all")),
+            has("passes", "-") != "kept" or has("method", "all_to_all") == "all_to_all",
             not (degree["cp"] == 3 and has("method") == "all_to_all"),  # of 16 heads
             needs("kernel", "auto", planned),
             needs("schedule", "-", degree["pp"] != 1) and not (degree["pp"] > 1 and has("schedule") == "-"),

@@ -352,7 +352,7 @@ trainer.data.datasets.check_source("jsonl", {str(tmp_path)!r}, 1)
 trainer.data.tokenizer.vocab_size_of()
 seconds = time.perf_counter() - start
 print([name for name in ("torch", "datasets", "pyarrow", "tiktoken") if name in sys.modules], seconds < 1)
-trainer.data.tokenizer.Tokenizer(); trainer.data.datasets.open_source("python_stdlib")
+trainer.data.tokenizer.open_tokenizer(); trainer.data.datasets.open_source("python_stdlib")
 print("torch" in sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from trainer.data.datasets import open_source
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.packing import IGNORE_INDEX
 from trainer.data.streams import shuffled
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import open_tokenizer
 from trainer.distributed.context_parallel.planning.mask import causal, documents_of
 from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
 from trainer.distributed.sharding.layout import balanced
@@ -285,15 +285,15 @@ def test_hashes_are_63_bits_and_tell_batches_apart():
 def test_real_batches_and_hashes_are_the_same_in_every_process():
     code = (
         "from itertools import islice; from trainer.data.datasets import open_source;"
-        "from trainer.data.loader import *; from trainer.data.tokenizer import Tokenizer;"
-        "one = BatchLoader(open_source('python_stdlib'), Tokenizer(), seq_len=256, local_batch_size=2,"
+        "from trainer.data.loader import *; from trainer.data.tokenizer import open_tokenizer;"
+        "one = BatchLoader(open_source('python_stdlib'), open_tokenizer(), seq_len=256, local_batch_size=2,"
         " data_streams=8, seed=3, dp_rank=1, dp_degree=2); print([batch_hash(b) for b in islice(iter(one), 5)])"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stderr == ""  # no warnings either
     one = BatchLoader(
         open_source("python_stdlib"),
-        Tokenizer(),
+        open_tokenizer(),
         seq_len=256,
         local_batch_size=2,
         data_streams=8,

@@ -12,25 +12,17 @@ from hypothesis import strategies as st
 
 from trainer.commands.train_tokenizer import byte_of_char, main, train
 from trainer.config.errors import ConfigError
-from trainer.data import tokenizer as module
+from trainer.data import tiktoken_format as module
 from trainer.data.datasets import open_source
-from trainer.data.tokenizer import (
-    MAX_RUN,
-    NUM_SPECIAL_TOKENS,
-    SPECIAL_TOKENS,
-    SPLIT_PATTERN,
-    Tokenizer,
-    default_tokenizer_path,
-    split_long_runs,
-    vocab_size_of,
-)
+from trainer.data.tiktoken_format import MAX_RUN, NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, SPLIT_PATTERN, split_long_runs
+from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer()
+    return open_tokenizer()
 
 
 @given(UNICODE)
@@ -56,7 +48,7 @@ def test_128000_ranks_give_the_ids_of_llama_3(tmp_path):
     path = tmp_path / "tokenizer.model"
     tokens = [bytes([i]) for i in range(256)] + [b"%06d" % i for i in range(128_000 - 256)]
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)))
-    tokenizer = Tokenizer(str(path))
+    tokenizer = open_tokenizer(str(path))
     assert vocab_size_of(str(path)) == tokenizer.vocab_size == 128_256
     assert (tokenizer.bos_id, tokenizer.eos_id) == (128_000, 128_001)
     names = {128_006: "<|start_header_id|>", 128_009: "<|eot_id|>", 128_255: "<|reserved_special_token_247|>"}
@@ -143,7 +135,7 @@ def test_training_is_deterministic_and_its_file_is_used(tmp_path, capsys):
         assert main(options) == 0
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
     assert "280 tokens from 1 documents" in capsys.readouterr().out
-    tokenizer = Tokenizer(str(outputs[0]))
+    tokenizer = open_tokenizer(str(outputs[0]))
     assert tokenizer.vocab_size == 280 + 256
     assert len(tokenizer.encode("the cat")) < len("the cat")
 
@@ -170,8 +162,7 @@ def _lines(n: int) -> list[bytes]:
 
 
 BAD_FILES = {
-    "json": (b'{"version": "1.0", "model": {}}', "is no tokenizer of tiktoken's format (line 1 must be"),
-    "sentencepiece": (bytes(range(256)) * 3, "is no tokenizer of tiktoken's format"),
+    "bytes of no format": (bytes(range(256)) * 3, "is no tokenizer of tiktoken's format"),
     "rank": (b"\n".join([*_lines(256), b"YWE= x"]), "(line 257 must be"),
     "gap": (b"\n".join([*_lines(256), b"YWE= 300"]), "must number its tokens 0, 1, 2, ... without a gap"),
     "twice": (b"\n".join([*_lines(256), b"YWE= 7"]), "must number its tokens 0, 1, 2, ... without a gap"),
@@ -180,7 +171,7 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("use", [vocab_size_of, Tokenizer])
+@pytest.mark.parametrize("use", [vocab_size_of, open_tokenizer])
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_a_malformed_file_is_refused_in_one_sentence(tmp_path, case, use):
     content, message = BAD_FILES[case]
@@ -191,10 +182,13 @@ def test_a_malformed_file_is_refused_in_one_sentence(tmp_path, case, use):
     _one_sentence(error.value, message)
 
 
-@pytest.mark.parametrize("use", [vocab_size_of, Tokenizer])
+@pytest.mark.parametrize("use", [vocab_size_of, open_tokenizer])
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("nothing", "does not exist"), (".", "is a folder without original/tokenizer.model and tokenizer.model; get")],
+    [
+        ("nothing", "does not exist"),
+        (".", "is a folder without original/tokenizer.model, tokenizer.json and tokenizer.model; get"),
+    ],
 )
 def test_a_missing_file_is_refused_in_one_sentence(tmp_path, name, message, use):
     with pytest.raises(ConfigError) as error:

@@ -18,10 +18,10 @@ def text(job: ResolvedJob, prompt: str, *, tokens: int, temperature: float, seed
     import torch
 
     from trainer.components.generation import continued
-    from trainer.data.tokenizer import Tokenizer
+    from trainer.data.tokenizer import open_tokenizer
 
     with opened_model(job) as (model, dims, job):
-        tokenizer, generator = Tokenizer(job.config.model.tokenizer_file), torch.Generator().manual_seed(seed)
+        tokenizer, generator = open_tokenizer(job.config.model.tokenizer_file), torch.Generator().manual_seed(seed)
         ids = tokenizer.encode(prompt, bos=True)
         written: list[int] = []
         for token in continued(model, job, dims, ids, temperature=temperature, generator=generator):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import DATASETS, check_source, open_source
-from trainer.data.tokenizer import SPLIT_PATTERN, split_long_runs
+from trainer.data.tiktoken_format import SPLIT_PATTERN, split_long_runs
 
 
 def train(documents: Iterable[str], vocab_size: int) -> list[bytes]:

@@ -136,7 +136,7 @@ class Model:
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=_TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=_TOKENS)
-    """BPE file in tiktoken's format (tokenizer.model), or its folder; None: the small shipped one."""
+    """tokenizer.json, or tokenizer.model of tiktoken or sentencepiece, or its folder; None: the small shipped one."""
     rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=_TOKENS)
     """Base of the rotary frequencies; None: the flavor's."""
     sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=(_TOKENS, _SHORT_WINDOW))

@@ -93,7 +93,7 @@ OLDER: dict[str, Spelling] = {
         "metrics.enable_color_printing", "inverted", bool, lambda disable: not disable
     ),
     "model.hf_assets_path": Spelling(
-        "model.tokenizer_path", "a folder that holds `original/tokenizer.model` or `tokenizer.model`"
+        "model.tokenizer_path", "a folder that holds `original/tokenizer.model`, `tokenizer.json` or `tokenizer.model`"
     ),
     "model.converters": Spelling(
         "float8.enable",

@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "datasets": "DocumentSource open_source",
-        "tokenizer": "Tokenizer",
+        "tokenizer": "Tokenizer open_tokenizer",
         "packing": "IGNORE_INDEX PackedSequence",
         "loader": "BatchLoader",
         "fields": "FieldLoader FieldSource persistence_error",

@@ -1,96 +1,72 @@
-"""Llama 3's tokenizer by tiktoken, for any rank file: byte-level BPE ranks, then 256 special tokens.
+"""Text <-> token ids. The format of a tokenizer is known by its file, or by what lies in its folder.
 
-A rank file has one token a line, `base64-of-its-bytes rank`, as Meta publishes it (`original/tokenizer.model`). A path
-may also name the folder of this file.
+    original/tokenizer.model   Meta's rank file of Llama 3: tiktoken_format.py
+    tokenizer.json             of Hugging Face's tokenizers: tokenizer_json.py
+    tokenizer.model            a rank file, or a model of sentencepiece: sentencepiece_format.py
+
+The first one that a folder has is taken. All other modules know tokenizers by `Tokenizer` alone.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
+import importlib
 import os
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import Model
 
-# How Llama 3 splits text before any merge: contractions, words, up to three digits, punctuation, white space.
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_IN_A_FOLDER = ("original/tokenizer.model", "tokenizer.json", "tokenizer.model")
+HINT = (
+    "; get Llama 3's with `lct download-tokenizer`, train one with `lct train-tokenizer`,"
+    " or leave model.tokenizer_path out for the shipped one"
 )
-NUM_SPECIAL_TOKENS = 256
-_NAMES = (
-    *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1", "finetune_right_pad_id"),
-    *("reserved_special_token_2", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag"),
-    *(f"reserved_special_token_{i}" for i in range(3, NUM_SPECIAL_TOKENS - 8)),
-)
-# Llama 3.1's names in the order of their ids: 128,000 ranks give <|begin_of_text|> = 128000, vocab_size = 128256.
-SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES)
-
-# The longest run of white space, or of anything else, that is passed to tiktoken (characters, as Llama 3 has it). Its
-# regex overflows its stack on a million blanks, and its merges are slow on very long words.
-MAX_RUN = 25_000
-_BLANKS = (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
-_IS_BLANK = np.zeros(0x3002, dtype=bool)  # by code point; the last entry stands for all that are higher
-_IS_BLANK[list(_BLANKS)] = True
-
-_IN_A_FOLDER = ("original/tokenizer.model", "tokenizer.model")
 
 
-class Tokenizer:
-    """Text <-> token ids with the ranks of one file.
+class Tokenizer(ABC):
+    """A tokenizer.
 
-    Attributes:
-        vocab_size: ranks plus 256 special tokens; every id is below it.
-        bos_id, eos_id: ids of <|begin_of_text|> and <|end_of_text|>.
-
-    Raises:
-        ConfigError: the file is missing or is no rank file.
+    vocab_size: every id is below it. bos_id, eos_id: ids of the tokens that begin and end a text; None: it has none.
     """
 
-    def __init__(self, path: str | None = None) -> None:
-        import tiktoken
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
 
-        ranks = _read_ranks(path or default_tokenizer_path())
-        special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
-        self._encoding = tiktoken.Encoding(
-            "llama3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
-        )
-        self.vocab_size: int = len(ranks) + NUM_SPECIAL_TOKENS
-        self.bos_id: int = special["<|begin_of_text|>"]
-        self.eos_id: int = special["<|end_of_text|>"]
+    @abstractmethod
+    def ids_of(self, text: str) -> Sequence[np.ndarray | Sequence[int]]:
+        """Return the token ids of legal Unicode in parts, one after another, without `bos_id` and `eos_id`.
+
+        Special-token strings inside `text` are ordinary text.
+
+        Raises:
+            UnicodeEncodeError: the text has a lone surrogate.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, with special tokens by name, and bytes that are not UTF-8 as U+FFFD."""
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the token ids of `text` as a list; see `encode_to_numpy`."""
         return self.encode_to_numpy(text, bos=bos, eos=eos).tolist()
 
     def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> np.ndarray:
-        """Return the token ids (n,) int64 of `text`, optionally between <|begin_of_text|> and <|end_of_text|>.
+        """Return the token ids (n,) int64 of `text`, optionally between the tokens that begin and end a text.
 
-        Special-token strings inside `text` are ordinary text. A lone surrogate becomes U+FFFD.
+        A token that this tokenizer does not have is left out. A lone surrogate becomes U+FFFD.
         """
         try:
-            parts = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in split_long_runs(text)]
+            parts = self.ids_of(text)
         except UnicodeEncodeError:
-            return self.encode_to_numpy(replace_surrogates(text), bos=bos, eos=eos)
-        n = sum(len(part) for part in parts)
-        ids = np.empty(n + bos + eos, dtype=np.int64)
-        if n:
-            np.concatenate(parts, out=ids[bos : bos + n], casting="same_kind")
-        if bos:
-            ids[0] = self.bos_id
-        if eos:
-            ids[-1] = self.eos_id
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, with special tokens by name, and bytes that are not UTF-8 as U+FFFD."""
-        return self._encoding.decode(list(ids))
+            parts = self.ids_of(replace_surrogates(text))
+        first = [self.bos_id] if bos and self.bos_id is not None else []
+        last = [self.eos_id] if eos and self.eos_id is not None else []
+        return np.concatenate([np.asarray(part, dtype=np.int64) for part in (first, *parts, last)])
 
 
 def replace_surrogates(text: str) -> str:
@@ -98,23 +74,25 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def split_long_runs(text: str) -> Iterator[str]:
-    """Yield pieces of `text`, cut only inside runs of more than MAX_RUN characters.
+def open_tokenizer(path: str | None = None) -> Tokenizer:
+    """Return the tokenizer of a file or folder; None: the shipped one.
 
-    A run is a maximal stretch of white space, or of anything else. Ordinary text is one piece.
+    Raises:
+        ConfigError: there is none, or its file is damaged.
     """
-    if len(text) <= MAX_RUN:
-        yield text
-        return
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    blank = _IS_BLANK[np.minimum(codes, len(_IS_BLANK) - 1)]
-    edges = np.concatenate(([0], np.flatnonzero(blank[1:] != blank[:-1]) + 1, [len(text)]))
-    start = 0
-    for run in np.flatnonzero(np.diff(edges) > MAX_RUN):
-        for cut in range(int(edges[run]) + MAX_RUN, int(edges[run + 1]), MAX_RUN):
-            yield text[start:cut]
-            start = cut
-    yield text[start:]
+    found = _found(path or default_tokenizer_path())
+    module = importlib.import_module(f"trainer.data.{found.module}")
+    return getattr(module, found.name)(found.file, found.given)
+
+
+def vocab_size_of(path: str | None = None) -> int:
+    """Return `open_tokenizer(path).vocab_size`, without the tokenizer's library where the file alone tells it.
+
+    Raises:
+        ConfigError: there is no tokenizer, or its file is damaged.
+    """
+    found = _found(path or default_tokenizer_path())
+    return importlib.import_module(f"trainer.data.{found.module}").vocab_size(found.file, found.given)
 
 
 def default_tokenizer_path() -> str:
@@ -122,57 +100,35 @@ def default_tokenizer_path() -> str:
     return Model().tokenizer_file
 
 
-def vocab_size_of(path: str | None = None) -> int:
-    """Return `Tokenizer(path).vocab_size`, without tiktoken.
+class _Found(NamedTuple):
+    """A tokenizer's file, the path that the user gave, and the module and class of its format."""
 
-    Raises:
-        ConfigError: the file is missing or is no rank file.
-    """
-    return len(_read_ranks(path or default_tokenizer_path())) + NUM_SPECIAL_TOKENS
+    file: str
+    given: str
+    module: str
+    name: str
 
 
-@lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later
-def _read_ranks(path: str) -> dict[bytes, int]:
-    """Return the bytes of each token -> rank; the ranks are 0, 1, 2, ... in any order."""
-    hint = (
-        "; get Llama 3's with `lct download-tokenizer`, train one with `lct train-tokenizer`,"
-        " or leave model.tokenizer_path out for the shipped one"
-    )
+def _found(path: str) -> _Found:
     try:
-        with open(_rank_file(path), "rb") as file:
-            lines = file.read().splitlines()
-    except IsADirectoryError:
-        other = Path(path, "tokenizer.json").exists()
-        raise ConfigError(
-            f"model.tokenizer_path = {path!r} is a folder without {' and '.join(_IN_A_FOLDER)}"
-            + (" (its tokenizer.json has another format, which is not supported)" if other else "")
-            + hint
-        ) from None
+        file = path
+        if os.path.isdir(path):
+            files = (os.path.join(path, name) for name in _IN_A_FOLDER)
+            file = next((file for file in files if os.path.isfile(file)), "")
+            if not file:
+                raise ConfigError(
+                    f"model.tokenizer_path = {path!r} is a folder without {', '.join(_IN_A_FOLDER[:-1])} and "
+                    f"{_IN_A_FOLDER[-1]}{HINT}"
+                )
+        with open(file, "rb") as opened:
+            start = opened.read(4096)
+    except FileNotFoundError:
+        raise MissingFile(f"model.tokenizer_path = {path!r} does not exist{HINT}") from None
     except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise MissingFile(f"model.tokenizer_path = {path!r} does not exist{hint}") from None
-        raise ConfigError(f"model.tokenizer_path = {path!r} cannot be read ({error.strerror}){hint}") from None
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error):
-            raise ConfigError(
-                f"model.tokenizer_path = {path!r} is no tokenizer of tiktoken's format (line {number} must be"
-                f" `base64 rank`){hint}"
-            ) from None
-    if len(set(ranks.values())) != len(ranks) or set(ranks.values()) != set(range(len(ranks))):
-        raise ConfigError(f"model.tokenizer_path = {path!r} must number its tokens 0, 1, 2, ... without a gap{hint}")
-    missing = sum(bytes([value]) not in ranks for value in range(256))
-    if missing:
-        raise ConfigError(f"model.tokenizer_path = {path!r} lacks {missing} of the 256 single-byte tokens{hint}")
-    return ranks
-
-
-def _rank_file(path: str) -> str:
-    """Return the file itself, or the first of `_IN_A_FOLDER` that a folder has."""
-    files = (os.path.join(path, name) for name in _IN_A_FOLDER)
-    return next((file for file in files if os.path.isfile(file)), path) if os.path.isdir(path) else path
+        raise ConfigError(f"model.tokenizer_path = {path!r} cannot be read ({error.strerror}){HINT}") from None
+    if start.lstrip()[:1] == b"{":
+        return _Found(file, path, "tokenizer_json", "JsonTokenizer")
+    # A model of sentencepiece is a message of protobuf, whose first field is a piece: a tag, a length, a tag.
+    if start[:1] == b"\n" and start[2:3] == b"\n":
+        return _Found(file, path, "sentencepiece_format", "SentencePieceTokenizer")
+    return _Found(file, path, "tiktoken_format", "TiktokenTokenizer")

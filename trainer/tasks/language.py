@@ -10,7 +10,7 @@ import torch
 from trainer.components.loss import count_valid, token_losses
 from trainer.data.datasets import open_source
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import open_tokenizer
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
@@ -38,7 +38,7 @@ class LanguageTask:
         training = self.config.training
         return BatchLoader(
             open_source(training.dataset, training.dataset_path),
-            Tokenizer(self.config.model.tokenizer_file),
+            open_tokenizer(self.config.model.tokenizer_file),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,

@@ -18,7 +18,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.datasets import open_source
 from trainer.data.loader import DocumentStream
 from trainer.data.packing import IGNORE_INDEX, PackedSequence
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import open_tokenizer
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.sharding.exchange import all_reduce
@@ -57,7 +57,7 @@ class Validation:
         self._other_length = self.seq_len != training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
         self._source = open_source(*settings.source(training))
-        self._tokenizer = Tokenizer(job.config.model.tokenizer_file)
+        self._tokenizer = open_tokenizer(job.config.model.tokenizer_file)
         if next(self.sequences(), None) is None:
             raise ConfigError(
                 f"the validation data hold less than one sequence of {self.seq_len} tokens; give more data or a lower "

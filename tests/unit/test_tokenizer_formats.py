@@ -1,0 +1,215 @@
+"""Laws of the other formats: the same promises as tiktoken's, and the ids of the libraries that wrote the files."""
+
+import io
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import sentencepiece
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as FastTokenizer
+
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.data.datasets import open_source
+from trainer.data.sentencepiece_format import SentencePieceTokenizer
+from trainer.data.tiktoken_format import TiktokenTokenizer
+from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
+from trainer.data.tokenizer_json import JsonTokenizer
+
+UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
+SPECIALS = ("<|begin|>", "<|end|>", "<|turn|>")
+
+
+def texts() -> list[str]:
+    source = open_source("python_stdlib")
+    return [source[i] for i in range(0, len(source), 60)] + ["naïve Ünïcode 中文 \U0001f600 1234567", "  \t\n x"]
+
+
+def write_json(folder: Path, *, config: dict | None) -> Path:
+    """A byte-level BPE as Llama 3 and Qwen have it: special tokens after the vocabulary; a template adds one."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fast.train_from_iterator(
+        texts(), trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    )
+    fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
+    begin = fast.token_to_id("<|begin|>")
+    fast.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+    folder.mkdir(exist_ok=True)
+    fast.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+OLDER = {"__type": "AddedToken", "content": "<|end|>", "lstrip": False, "normalized": False, "rstrip": False}
+CONFIG = {"bos_token": "<|begin|>", "eos_token": OLDER, "tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+@pytest.fixture(scope="module")
+def json_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_json(tmp_path_factory.mktemp("json"), config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def piece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of sentencepiece as Llama 2 has it: bytes for what no piece has, text as it is."""
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("\n".join(texts()).splitlines()),
+        model_writer=written,
+        vocab_size=800,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=0.999,
+        max_sentence_length=100_000,
+        minloglevel=2,
+    )
+    folder = tmp_path_factory.mktemp("pieces")
+    (folder / "tokenizer.model").write_bytes(written.getvalue())
+    return folder
+
+
+@pytest.fixture(scope="module", params=["json", "sentencepiece"])
+def tokenizer(request: pytest.FixtureRequest, json_folder: Path, piece_folder: Path) -> Tokenizer:
+    return open_tokenizer(str({"json": json_folder, "sentencepiece": piece_folder}[request.param]))
+
+
+@settings(deadline=None)
+@given(UNICODE)
+def test_decoding_gives_back_any_text(tokenizer: Tokenizer, text: str) -> None:
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        text = text.replace("\0", "").replace("\u2581", "")  # an end of text for C; the sign of a blank in pieces
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(UNICODE, st.booleans(), st.booleans())
+def test_begin_and_end_stand_around_the_same_tokens(tokenizer: Tokenizer, text: str, bos: bool, eos: bool) -> None:
+    expected = [tokenizer.bos_id] * bos + tokenizer.encode(text) + [tokenizer.eos_id] * eos
+    assert tokenizer.encode(text, bos=bos, eos=eos) == expected
+    assert all(0 <= i < tokenizer.vocab_size for i in expected)
+
+
+def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+
+
+@given(st.lists(st.sampled_from([*SPECIALS, "<s>", "</s>", "a", " ", "<|"])))
+def test_special_tokens_in_text_are_ordinary_text(tokenizer: Tokenizer, parts: list[str]) -> None:
+    text = "".join(parts)
+    ids = tokenizer.encode(text)
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & {*ids}
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_are_decoded_by_name(json_folder: Path, piece_folder: Path) -> None:
+    for folder, names in ((json_folder, ("<|begin|>", "<|end|>")), (piece_folder, ("<s>", "</s>"))):
+        tokenizer = open_tokenizer(str(folder))
+        assert tokenizer.decode(tokenizer.encode("a b", bos=True, eos=True)) == f"{names[0]}a b{names[1]}"
+
+
+def test_the_ids_are_those_of_transformers(json_folder: Path) -> None:
+    ours, theirs = open_tokenizer(str(json_folder)), transformers.AutoTokenizer.from_pretrained(str(json_folder))
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.vocab_size == len(theirs) == vocab_size_of(str(json_folder))
+    for text in texts():
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+def test_the_ids_are_those_of_sentencepiece(piece_folder: Path) -> None:
+    ours = open_tokenizer(str(piece_folder))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(piece_folder / "tokenizer.model"))
+    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (theirs.bos_id(), theirs.eos_id(), len(theirs))
+    assert vocab_size_of(str(piece_folder)) == ours.vocab_size
+    for text in texts():
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_a_folder_is_known_by_its_files(tmp_path: Path, json_folder: Path, piece_folder: Path) -> None:
+    """The first of original/tokenizer.model, tokenizer.json and tokenizer.model."""
+    ranks, pieces = Path(default_tokenizer_path()).read_bytes(), (piece_folder / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(ranks)
+    assert isinstance(open_tokenizer(str(tmp_path)), TiktokenTokenizer)
+    (tmp_path / "tokenizer.model").write_bytes(pieces)
+    assert isinstance(open_tokenizer(str(tmp_path)), SentencePieceTokenizer)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((json_folder / name).read_bytes())
+    assert isinstance(open_tokenizer(str(tmp_path)), JsonTokenizer)
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "tokenizer.model").write_bytes(ranks)
+    assert isinstance(open_tokenizer(str(tmp_path)), TiktokenTokenizer)
+    assert isinstance(open_tokenizer(str(tmp_path / "tokenizer.json")), JsonTokenizer), "a file by its content"
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "ends"),
+    [
+        ({"bos_token": None, "eos_token": "<|end|>"}, {"bos_token_id": 3}, (None, "<|end|>")),  # as Qwen's
+        ({**CONFIG, "add_bos_token": False}, {}, (None, "<|end|>")),
+        (None, {"bos_token_id": 600, "eos_token_id": [601, 602]}, ("<|begin|>", "<|end|>")),
+        ({"eos_token": "<|turn|>"}, {"bos_token_id": 600}, ("<|begin|>", "<|turn|>")),
+    ],
+)
+def test_what_begins_and_ends_a_text(tmp_path: Path, config: dict | None, others: dict, ends: tuple) -> None:
+    folder = write_json(tmp_path / "it", config=config)
+    (folder / "generation_config.json").write_text(json.dumps(others))
+    tokenizer = open_tokenizer(str(folder))
+    found = [None if i is None else tokenizer.decode([i]) for i in (tokenizer.bos_id, tokenizer.eos_id)]
+    assert tuple(found) == ends
+    if ends[0] is None:
+        assert tokenizer.encode("a", bos=True) == tokenizer.encode("a"), "a token that there is not is left out"
+
+
+def broken(folder: Path, name: str, content: str | bytes) -> str:
+    """The message for a folder in which one file is broken."""
+    file = folder / name
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError) as error:
+        open_tokenizer(str(folder))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"model": {}}', "{", '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": {"a": 0}}}']
+)
+def test_a_damaged_json_is_one_sentence(tmp_path: Path, content: str) -> None:
+    message = broken(write_json(tmp_path, config=CONFIG), "tokenizer.json", content)
+    assert "is no tokenizer.json of Hugging Face's tokenizers" in message
+
+
+def test_a_json_without_an_end_of_text_is_one_sentence(tmp_path: Path) -> None:
+    folder = write_json(tmp_path, config={"bos_token": "<|begin|>"})
+    with pytest.raises(ConfigError, match="names a token that ends a text; copy tokenizer_config"):
+        open_tokenizer(str(folder))
+    assert "is no JSON" in broken(folder, "tokenizer_config.json", "{")
+
+
+def test_a_damaged_model_of_sentencepiece_is_one_sentence(tmp_path: Path, piece_folder: Path) -> None:
+    whole = (piece_folder / "tokenizer.model").read_bytes()
+    assert "is no model of sentencepiece" in broken(tmp_path, "tokenizer.model", whole[: len(whole) // 2])
+
+
+def test_without_the_package_one_sentence_says_what_to_install(piece_folder: Path) -> None:
+    with (
+        mock.patch("trainer.data.sentencepiece_format.find_spec", return_value=None),
+        pytest.raises(MissingFile, match="pip install sentencepiece"),
+    ):
+        vocab_size_of(str(piece_folder))
+
+
+def test_a_normalizer_of_the_file_is_used(tmp_path: Path) -> None:
+    folder = write_json(tmp_path, config=CONFIG)
+    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.normalizer = normalizers.NFC()
+    fast.save(str(folder / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(folder))
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")

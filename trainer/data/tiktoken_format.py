@@ -1,0 +1,117 @@
+"""Llama 3's tokenizer by tiktoken, for any rank file: byte-level BPE ranks, then 256 special tokens.
+
+A rank file has one token a line, `base64-of-its-bytes rank`, as Meta publishes it (`original/tokenizer.model`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.data.tokenizer import HINT, Tokenizer
+
+# How Llama 3 splits text before any merge: contractions, words, up to three digits, punctuation, white space.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NUM_SPECIAL_TOKENS = 256
+_NAMES = (
+    *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1", "finetune_right_pad_id"),
+    *("reserved_special_token_2", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag"),
+    *(f"reserved_special_token_{i}" for i in range(3, NUM_SPECIAL_TOKENS - 8)),
+)
+# Llama 3.1's names in the order of their ids: 128,000 ranks give <|begin_of_text|> = 128000, vocab_size = 128256.
+SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES)
+
+# The longest run of white space, or of anything else, that is passed to tiktoken (characters, as Llama 3 has it). Its
+# regex overflows its stack on a million blanks, and its merges are slow on very long words.
+MAX_RUN = 25_000
+_BLANKS = (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
+_IS_BLANK = np.zeros(0x3002, dtype=bool)  # by code point; the last entry stands for all that are higher
+_IS_BLANK[list(_BLANKS)] = True
+
+
+class TiktokenTokenizer(Tokenizer):
+    """Text <-> token ids with the ranks of one file; 256 special tokens follow, the first two begin and end a text.
+
+    given: the path as the user gave it, for messages.
+
+    Raises:
+        ConfigError: the file is no rank file.
+    """
+
+    def __init__(self, file: str, given: str) -> None:
+        import tiktoken
+
+        ranks = read_ranks(file, given)
+        special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
+        self._encoding = tiktoken.Encoding(
+            "llama3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
+        self.vocab_size = len(ranks) + NUM_SPECIAL_TOKENS
+        self.bos_id, self.eos_id = special["<|begin_of_text|>"], special["<|end_of_text|>"]
+
+    def ids_of(self, text: str) -> Sequence[np.ndarray]:
+        return [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in split_long_runs(text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode(list(ids))
+
+
+def split_long_runs(text: str) -> Iterator[str]:
+    """Yield pieces of `text`, cut only inside runs of more than MAX_RUN characters.
+
+    A run is a maximal stretch of white space, or of anything else. Ordinary text is one piece.
+    """
+    if len(text) <= MAX_RUN:
+        yield text
+        return
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    blank = _IS_BLANK[np.minimum(codes, len(_IS_BLANK) - 1)]
+    edges = np.concatenate(([0], np.flatnonzero(blank[1:] != blank[:-1]) + 1, [len(text)]))
+    start = 0
+    for run in np.flatnonzero(np.diff(edges) > MAX_RUN):
+        for cut in range(int(edges[run]) + MAX_RUN, int(edges[run + 1]), MAX_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
+@lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later
+def read_ranks(file: str, given: str) -> dict[bytes, int]:
+    """Return the bytes of each token -> rank; the ranks are 0, 1, 2, ... in any order.
+
+    Raises:
+        ConfigError: the file is no rank file.
+    """
+    lines = Path(file).read_bytes().splitlines()
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ConfigError(
+                f"model.tokenizer_path = {given!r} is no tokenizer of tiktoken's format (line {number} must be"
+                f" `base64 rank`){HINT}"
+            ) from None
+    if len(set(ranks.values())) != len(ranks) or set(ranks.values()) != set(range(len(ranks))):
+        raise ConfigError(f"model.tokenizer_path = {given!r} must number its tokens 0, 1, 2, ... without a gap{HINT}")
+    missing = sum(bytes([value]) not in ranks for value in range(256))
+    if missing:
+        raise ConfigError(f"model.tokenizer_path = {given!r} lacks {missing} of the 256 single-byte tokens{HINT}")
+    return ranks
+
+
+def vocab_size(file: str, given: str) -> int:
+    """Return `TiktokenTokenizer(file, given).vocab_size`, without tiktoken."""
+    return len(read_ranks(file, given)) + NUM_SPECIAL_TOKENS
