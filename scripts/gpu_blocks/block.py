@@ -4,6 +4,7 @@ import json
 import math
 import time
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 _RESERVE = 0.15  # of the limit: what is still to be done when a loop finds that its time is over
@@ -24,6 +25,7 @@ class Check:
         self.facts: dict[str, Any] = {}
         self.problems: list[str] = []
         self._headline, self._verdict, self._path = "", "failed", path
+        self._lock = Lock()  # runs side by side are followed by threads
         self._end = time.monotonic() + limit * (1 - _RESERVE)
 
     @property
@@ -37,8 +39,9 @@ class Check:
 
     def note(self, **facts: Any) -> None:
         """Keep facts for the file, numbers, text, lists or dictionaries."""
-        self.facts |= facts
-        self._write()
+        with self._lock:
+            self.facts |= facts
+            self._write()
 
     def headline(self, text: str) -> None:
         """Set what the screen shows of the block."""
@@ -48,8 +51,9 @@ class Check:
     def expect(self, holds: bool, problem: str) -> None:
         """Note a problem, which fails the block, unless it holds."""
         if not holds:
-            self.problems.append(problem)
-            self._write()
+            with self._lock:
+                self.problems.append(problem)
+                self._write()
 
     def end(self, skipped: str | None = None) -> None:
         """Set the verdict. skipped: why the block could not run."""

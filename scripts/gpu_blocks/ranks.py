@@ -72,14 +72,14 @@ def _parity(check: Check, gpus: int) -> None:
     from tests.distributed.pool import WorkerPool
     from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
-    degree = min(gpus, 4)
+    degree = 4 if gpus >= 4 else 2  # of which all_to_all can divide the heads
     with WorkerPool("cuda") as pool:
         for method in METHODS:
             options = ContextParallelOptions(method)
             cases = [
                 Case(seq_len, (8, 4), 64, dtype, options, **mask)
                 for mask in MASKS
-                for seq_len, dtype in ((37, torch.float64), (509, torch.float32), (509, torch.bfloat16))
+                for seq_len, dtype in ((37, torch.float64), (253, torch.float32), (253, torch.bfloat16))
             ]
             try:
                 assert_exact(pool, degree, cases)

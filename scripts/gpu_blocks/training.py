@@ -93,13 +93,14 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 
 # ---- the program
 
-_SIDE_BY_SIDE = 4  # runs of the program on one GPU: they mostly start, read and compile
+# Runs of the program on one device: they mostly start, read and compile.
+_SIDE_BY_SIDE = min(max((os.cpu_count() or 1) // 2, 1), 8)
 _NEAR = 0.02  # relative difference of a loss in bfloat16 from the loss in float32, or of two runs in bfloat16
 FEATURES = {
     "compile": ["--compile.enable"],
+    "memory_budget": ["--activation_checkpoint.mode=memory_budget", "--compile.enable"],
     "selective": ["--activation_checkpoint.mode=selective"],
     "full": ["--activation_checkpoint.mode=full"],
-    "memory_budget": ["--activation_checkpoint.mode=memory_budget", "--compile.enable"],
     "documents": ["--training.attention_mask=document"],
 }
 _FLOAT32 = ["--job.device=cpu", "--training.mixed_precision_param=float32"]
@@ -109,14 +110,18 @@ def program(check: Check) -> None:
     """The real program on real text: bfloat16 near float32, features near no features, a resumed run, a trace."""
     half = 3 if check.is_dry else 10
     runs, resumed = program_runs(half, {} if check.is_dry else FEATURES)
-    with ThreadPoolExecutor(1 if check.is_dry else _SIDE_BY_SIDE) as pool:
-        losses = dict(zip(runs, pool.map(lambda name: _losses(check, name, runs[name]), runs), strict=True))
-    check.note(losses=losses)
-    losses["resumed"] = _losses(check, "resumed", resumed, folder="bfloat16")
+    losses: dict[str, list[float]] = {}
+
+    def run(name: str) -> None:
+        losses[name] = _losses(check, name, runs[name])
+        if name == "bfloat16":
+            losses["resumed"] = _losses(check, "resumed", resumed, folder="bfloat16")
+
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+        list(pool.map(run, runs))
     # A run that starts anew would keep the metrics of the earlier run in another file.
     files = list(Path(tempfile.gettempdir(), "bfloat16").glob("metrics*.jsonl"))
     check.expect(len(files) == 1, "the second run started anew and did not resume")
-    check.note(losses=losses)
     worst = {}
     for name in losses:
         other = "float32" if name == "bfloat16" else "bfloat16"
@@ -131,7 +136,8 @@ def program(check: Check) -> None:
     check.note(largest_relative_difference=worst)
     if check.is_dry:
         check.note(left_out="compile and activation checkpointing: their tests run on CPUs")
-    check.headline(f"{len(losses)} runs; largest differences { ({k: f'{v:.1e}' for k, v in worst.items()}) }")
+    shown = ", ".join(f"{name} {difference:.1e}" for name, difference in worst.items())
+    check.headline(f"{len(losses)} runs; largest relative differences of losses: {shown}")
 
 
 def program_runs(half: int, features: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], list[str]]:
@@ -139,9 +145,13 @@ def program_runs(half: int, features: Mapping[str, list[str]]) -> tuple[dict[str
     base = ["--training.mixed_precision_param=bfloat16", f"--training.steps={2 * half}"]
     trace = ["--profiling.enable_profiling", f"--profiling.profile_freq={half}", "--profiling.profiler_warmup=1"]
     saving = ["--checkpoint.enable", f"--checkpoint.interval={half}"]
-    runs = {"float32": [*base, *_FLOAT32], "bfloat16": [*base, *saving]}
-    runs |= {name: [*base, *options] for name, options in features.items()}
-    return runs, [*base, *saving, *trace, f"--checkpoint.load_step={half}"]
+    runs = {"bfloat16": saving, **features, "float32": _FLOAT32}
+    return {name: [*base, *options] for name, options in runs.items()}, [
+        *base,
+        *saving,
+        *trace,
+        f"--checkpoint.load_step={half}",
+    ]
 
 
 def _losses(check: Check, name: str, options: list[str], folder: str | None = None) -> list[float]:
@@ -152,7 +162,9 @@ def _losses(check: Check, name: str, options: list[str], folder: str | None = No
     if isinstance(found, str):
         check.expect(False, f"{name}: {found}")
         return []
-    return [step["loss"] for step in found]
+    losses = [step["loss"] for step in found]
+    check.note(**{f"losses of {name}": losses})
+    return losses
 
 
 def train(check: Check, folder: str, options: list[str], ngpu: int = 1) -> Steps | str:

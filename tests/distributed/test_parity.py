@@ -2,11 +2,14 @@
 
 from functools import lru_cache
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.distributed.harness import Record, assert_parity, run_layout
+from tests.distributed.harness import BASE, Record, assert_parity, resolved, run_layout
 from tests.distributed.pool import WorkerPool
+from trainer.config.loader import parse_command_line
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 
@@ -73,6 +76,13 @@ ONLY_HERE = {
     "cp4+tp2",
 }
 QUICK_FLOAT64: set[str] = set()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_runs_on_gpus_compute_in_the_type_of_their_tolerance(dtype: str) -> None:
+    config = parse_command_line([*BASE, "--model.flavor=debugmodel", f"--training.dtype={dtype}"]).config
+    job = resolved(config, SimpleNamespace(world_size=1, device=torch.device("cuda")))
+    assert job.compute_dtype == dtype
 
 
 @lru_cache
