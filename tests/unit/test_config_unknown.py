@@ -42,7 +42,7 @@ TYPOS = {
     "job.dumpfolder": "job.dump_folder",
     # of another table
     "training.lr": "optimizer.lr",
-    "model.seq_len": "training.seq_len",
+    "model.seq_len": "training.seq_len validation.seq_len",
     "training.warmup_step": "lr_scheduler.warmup_steps",
     "optimiser.lr": "optimizer.lr",
     "traning.steps": "training.steps",
@@ -106,8 +106,8 @@ def refused(*argv: str) -> str:
 @pytest.mark.parametrize("typo", TYPOS)
 def test_a_typo_is_told_with_the_key_that_was_meant(typo: str):
     given = [f"--{typo}", "3"]
-    message = refused(*given)
-    assert message == f"{' '.join(given)} (on the command line) is not a known key; did you mean {TYPOS[typo]!r}?"
+    message, meant = refused(*given), " or ".join(map(repr, TYPOS[typo].split()))
+    assert message == f"{' '.join(given)} (on the command line) is not a known key; did you mean {meant}?"
 
 
 @pytest.mark.parametrize(("table", "word"), [(table, word) for table in UNRELATED for word in UNRELATED[table].split()])

@@ -13,7 +13,9 @@ ROOMS = (
     (
         *("trainer.models.args", "trainer.models.common.shapes", "trainer.models.llama3.args"),
         *("trainer.models.unet.args", "trainer.models.nat.args"),
-        *("trainer.models.registry", "trainer.data.tokenizer", "trainer.data.datasets", "trainer.data.field_file"),
+        *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
+        *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),
+        "trainer.data.sentencepiece_format",
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.pipeline_stages", f"{_CP}.planning"),
     ),

@@ -1,6 +1,7 @@
 """Laws of the tokenizer: nothing is lost, specials stay apart, endless runs are harmless, bad files are refused."""
 
 import base64
+import re
 import subprocess
 import sys
 import time
@@ -237,3 +238,42 @@ def test_the_download_says_what_is_wrong_in_one_sentence(error, message):
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+HUB = """
+import sys
+import huggingface_hub
+from huggingface_hub import errors
+from trainer.commands import download_tokenizer
+there = {there}
+def fetch(*, repo_id, filename, local_dir, token):
+    print("asked for", filename)
+    if filename in there:
+        return local_dir + "/" + filename
+    raise errors.RemoteEntryNotFoundError.__new__(errors.RemoteEntryNotFoundError)
+huggingface_hub.hf_hub_download = fetch
+sys.exit(download_tokenizer.main(["--repo-id", "some/model", "--folder", "it"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "path"),
+    [
+        (["original/tokenizer.model"], ["original/tokenizer.model"], "it/original/tokenizer.model"),
+        (
+            ["tokenizer.json", "tokenizer_config.json"],
+            ["original/tokenizer.model", "tokenizer.json", "tokenizer_config.json", "generation_config.json"],
+            "it/tokenizer.json",
+        ),
+        ([], ["original/tokenizer.model", "tokenizer.json"], None),
+    ],
+)
+def test_the_download_takes_the_format_that_there_is(there, asked, path):
+    result = subprocess.run([sys.executable, "-c", HUB.format(there=there)], capture_output=True, text=True, timeout=60)
+    assert re.findall(r"asked for (\S+)", result.stdout) == asked
+    if path is None:
+        assert result.returncode == 2
+        assert "some/model has neither original/tokenizer.model nor tokenizer.json" in result.stderr
+    else:
+        assert result.returncode == 0, result.stderr
+        assert f"use it with --model.tokenizer_path {path}" in result.stdout

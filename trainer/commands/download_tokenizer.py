@@ -1,6 +1,7 @@
-"""Download a Llama 3 tokenizer (`original/tokenizer.model`) from the Hugging Face hub.
+"""Download a tokenizer from the Hugging Face hub: `original/tokenizer.model` of Llama 3, or `tokenizer.json`.
 
     lct download-tokenizer --repo-id meta-llama/Llama-3.1-8B --token hf_...
+    lct download-tokenizer --repo-id Qwen/Qwen3-8B --folder assets/qwen3
 
 Meta's repositories ask for an account and the acceptance of the licence; a token also comes from `hf auth login`.
 """
@@ -11,26 +12,44 @@ from pathlib import Path
 
 from trainer.config.errors import ConfigError
 
-FILENAME = "original/tokenizer.model"
+FILENAME, OTHER = "original/tokenizer.model", "tokenizer.json"
+BESIDE = ("tokenizer_config.json", "generation_config.json")  # which say what begins and ends a text
 
 
 def download(repo_id: str, folder: str, token: str | None) -> str:
-    """Return the path of the downloaded file, `<folder>/original/tokenizer.model`.
+    """Return the path of the downloaded file, `<folder>/original/tokenizer.model` or `<folder>/tokenizer.json`.
 
     Raises:
-        ConfigError: the hub refuses access, lacks the file, or cannot be reached.
+        ConfigError: the hub refuses access, lacks both files, or cannot be reached.
     """
     from huggingface_hub import errors as hub
     from huggingface_hub import hf_hub_download
 
+    def fetch(name: str) -> str | None:
+        """Return the path of a file; None: the repository lacks it."""
+        try:
+            return hf_hub_download(repo_id=repo_id, filename=name, local_dir=folder, token=token)
+        except hub.EntryNotFoundError as error:
+            if isinstance(error, hub.LocalEntryNotFoundError):  # no connection, and nothing cached
+                raise
+            return None
+
     try:
-        return hf_hub_download(repo_id=repo_id, filename=FILENAME, local_dir=folder, token=token)
+        if (path := fetch(FILENAME)) is not None:
+            return path
+        if (path := fetch(OTHER)) is not None:
+            for name in BESIDE:
+                fetch(name)
+            return path
     except Exception as error:
         # The hub's client has changed its HTTP library: connection errors of both are known by their module.
         library = type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests")
         if not (isinstance(error, hub.HfHubHTTPError | hub.HFValidationError | OSError) or library):
             raise
         raise ConfigError(_reason(error, repo_id)) from None
+    raise ConfigError(
+        f"{repo_id} has neither {FILENAME} nor {OTHER}; choose another repository, for example meta-llama/Llama-3.1-8B"
+    )
 
 
 def _reason(error: Exception, repo_id: str) -> str:
@@ -46,9 +65,6 @@ def _reason(error: Exception, repo_id: str) -> str:
             f"{repo_id} {what} for this account; accept its licence at https://huggingface.co/{repo_id} and pass "
             "--token (from https://huggingface.co/settings/tokens)"
         )
-    # The local kind of a missing entry means: no connection, and nothing cached.
-    if isinstance(error, hub.EntryNotFoundError) and not isinstance(error, hub.LocalEntryNotFoundError):
-        return f"{repo_id} has no {FILENAME}; choose a repository of Meta, for example meta-llama/Llama-3.1-8B"
     if status in (401, 403):
         return f"the hub refused access to {repo_id} (HTTP {status}); pass a valid --token with read permission"
     return _unreachable(error)
