@@ -1,6 +1,9 @@
-"""Continue a text with a model, token by token. Each token runs the whole text again: there is no cache."""
+"""Continue texts with a model, token by token. Keys and values of earlier tokens are kept."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -8,39 +11,181 @@ from torch import nn
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
+from trainer.models.common.attention import InnerAttention
+from trainer.models.common.short_convolution import ShortConvolution
+
+_CHUNK = 256  # queries whose scores exist at once, when a prompt is read
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn.
+
+    temperature: 0 takes the likeliest token, 1 draws by the model's probabilities; top_k: of the k likeliest tokens,
+    0 for all; top_p: of the fewest likeliest tokens that together have this probability (arXiv 1904.09751).
+    """
+
+    temperature: float = 0.7
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def draw(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+        """Return a token by its logits (V,)."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        chances, tokens = torch.softmax(logits.double() / self.temperature, 0).cpu().sort(descending=True, stable=True)
+        if self.top_k:
+            chances[self.top_k :] = 0
+        chances[chances.cumsum(0) - chances >= self.top_p * chances.sum()] = 0
+        return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
 @torch.no_grad()
-def continued(
+def generate(
     model: nn.Module,
     job: ResolvedJob,
     dims: ParallelDims,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
-    temperature: float,
-    generator: torch.Generator,
-) -> Iterator[int]:
-    """Yield the next tokens after `prompt`, without end.
+    tokens: int,
+    sampling: Sampling,
+    seed: int,
+    ends: Collection[int] = (),
+) -> list[list[int]]:
+    """Return for each prompt, of one token at least, what the model writes after it: at most `tokens` tokens.
 
-    The model sees the last `training.seq_len` tokens. temperature: 0 takes the likeliest token, 1 draws by the model's
-    probabilities.
+    A text ends before a token of `ends`. What is drawn for a prompt depends on `seed` and on its number, not on the
+    other prompts. The model sees at most `training.seq_len` tokens: the older half of a longer text is dropped.
     """
-    ids, device = list(prompt), torch.device(job.device_type)
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    texts, open_texts = [list(prompt) for prompt in prompts], list(range(len(prompts)))
+    steps = _cached if not any(isinstance(m, ShortConvolution) for m in model.modules()) else _again
+    written: list[list[int]] = [[] for _ in prompts]
+    reading = steps(model, job, dims, texts)
+    for _ in range(tokens):
+        logits = next(reading)
+        for i in tuple(open_texts):
+            token = sampling.draw(logits[i], generators[i])
+            if token in ends:
+                open_texts.remove(i)
+            else:
+                written[i].append(token)
+        if not open_texts:
+            break
+        for i, text in enumerate(texts):  # an ended text goes on with any token, which nobody reads
+            text.append(written[i][-1] if i in open_texts else text[-1])
+    return written
+
+
+def _cached(model: nn.Module, job: ResolvedJob, dims: ParallelDims, texts: list[list[int]]) -> Iterator[torch.Tensor]:
+    """Yield the logits (B, V) of the token after each of the texts, which grow by a token in between."""
+    longest, device = job.config.training.seq_len, torch.device(job.device_type)
     while True:
-        tokens = torch.tensor([ids[-job.config.training.seq_len :]], device=device)
-        logits = _logits(model, job, dims, tokens)
-        if temperature == 0:
-            ids.append(int(logits.argmax()))
-        else:
-            chances = torch.softmax(logits.double() / temperature, 0).cpu()
-            ids.append(int(torch.multinomial(chances, 1, generator=generator)))
-        yield ids[-1]
+        read = [text[-longest:] if len(text) <= longest else text[-max(longest // 2, 1) :] for text in texts]
+        length = max(map(len, read))
+        padding = torch.tensor([length - len(text) for text in read], device=device)
+        rows = [[0] * (length - len(text)) + text for text in read]
+        cache = KeyValueCache(padding, longest)
+        with cache.used_by(model):
+            hidden = cache.run(model, torch.tensor(rows, device=device))
+            while True:
+                yield model.output(hidden[:, -1:])[:, -1]
+                if cache.length == longest:
+                    break  # read the younger half of the texts anew
+                hidden = cache.run(model, torch.tensor([text[-1:] for text in texts], device=device))
 
 
-def _logits(model: nn.Module, job: ResolvedJob, dims: ParallelDims, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits (V,) of the token after `tokens` (1, S)."""
-    if job.attention is None:
-        return model.output(model(tokens)[:, -1:])[0, -1]
-    # Windows and sinks exist in planned attention only; on one rank the plan has one stage.
-    with context_parallel(dims["cp"], buffers=[tokens], buffer_seq_dims=[1], options=job.attention, sequences=1) as cp:
-        return model.output(model(tokens, attention_plan=cp.attention_plan)[:, -1:])[0, -1]
+def _again(model: nn.Module, job: ResolvedJob, dims: ParallelDims, texts: list[list[int]]) -> Iterator[torch.Tensor]:
+    """Do what `_cached` does and keep nothing: short convolutions read the tokens before."""
+    longest, device = job.config.training.seq_len, torch.device(job.device_type)
+    while True:
+        rows = []
+        for text in texts:
+            tokens = torch.tensor([text[-longest:]], device=device)
+            if job.attention is None:
+                hidden = model(tokens)
+            else:  # windows and sinks exist in planned attention only; on one rank the plan has one stage
+                settings = {"buffers": [tokens], "buffer_seq_dims": [1], "options": job.attention, "sequences": 1}
+                with context_parallel(dims["cp"], **settings) as cp:
+                    hidden = model(tokens, attention_plan=cp.attention_plan)
+            rows.append(model.output(hidden[:, -1:])[0, -1])
+        yield torch.stack(rows)
+
+
+class KeyValueCache:
+    """Keys and values of the tokens so far, of all attention modules of a model on one rank.
+
+    padding: (B,) number of tokens before the first one of each text; capacity: the most tokens.
+    """
+
+    def __init__(self, padding: torch.Tensor, capacity: int) -> None:
+        self.length, self._padding, self._capacity = 0, padding, capacity
+        self._kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @contextmanager
+    def used_by(self, model: nn.Module) -> Iterator[None]:
+        """Let the attention of the model use the cache inside."""
+        modules = [module for module in model.modules() if isinstance(module, InnerAttention)]
+        before = [vars(module).get("forward") for module in modules]
+        try:
+            for module in modules:
+                module.forward = partial(self._attend, module)
+            yield
+        finally:
+            for module, forward in zip(modules, before, strict=True):
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+    def run(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of new tokens (B, S), chunk by chunk, the last chunk's: (B, at most S, dim)."""
+        for chunk in tokens.split(_CHUNK, dim=1):
+            places = torch.arange(self.length, self.length + chunk.shape[1], device=tokens.device)
+            hidden = model(chunk, positions=(places - self._padding[:, None]).clamp(min=0))
+            self.length += chunk.shape[1]
+        return hidden
+
+    def _attend(
+        self,
+        module: InnerAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Do what the module does, with the keys and values of all tokens so far; shapes as there."""
+        keys, values = self._with_new(module, k, v)
+        b, _, new, d = q.shape
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q = q.unflatten(1, (k.shape[1], -1)).to(dtype)  # (B, K, G, S, D)
+        scores = q @ keys.to(dtype)[:, :, None].transpose(-1, -2) * (d**-0.5 if scale is None else scale)
+        scores = scores.masked_fill(~self._visible(new, module.sliding_window)[:, None, None], -torch.inf)
+        if sinks is not None:
+            logits = sinks.to(dtype).view(1, k.shape[1], -1, 1, 1).expand(b, -1, -1, new, 1)
+            scores = torch.cat((scores, logits), dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[2]]
+        return (weights @ values.to(dtype)[:, :, None]).flatten(1, 2).to(v.dtype)
+
+    def _with_new(self, module: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep new keys and values, (B, K, S, D), and return all of them."""
+        b, kv_heads, new, d = k.shape
+        if module not in self._kept:
+            self._kept[module] = (
+                k.new_empty(b, kv_heads, self._capacity, d),
+                v.new_empty(b, kv_heads, self._capacity, d),
+            )
+        end = self.length + new
+        for kept, x in zip(self._kept[module], (k, v), strict=True):
+            kept[:, :, self.length : end] = x
+        return tuple(kept[:, :, :end] for kept in self._kept[module])
+
+    def _visible(self, new: int, window: int | None) -> torch.Tensor:
+        """Return which keys each new token sees: (B, S, T). A token before a text sees itself, so that it is finite."""
+        end = self.length + new
+        keys = torch.arange(end, device=self._padding.device)
+        queries = keys[self.length :, None]
+        seen = (keys <= queries) & (keys > queries - (window or end))
+        return (seen & (keys >= self._padding[:, None, None])) | (keys == queries)
