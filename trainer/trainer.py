@@ -3,7 +3,8 @@
 import math
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +98,7 @@ class Trainer:
             loader=self.data,
         )
         self.validation = self.build_validation() if config.validation.enable else None
+        self._validation_compiles = job.compilation.any
         self.start_step, tokens_before = self.checkpoint.load()
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
 
@@ -185,7 +187,8 @@ class Trainer:
                         self._set_timeout(self.config.comm.train_timeout_seconds)
                     reason = self.stop_reason
                     last = bool(reason) or step == training.steps
-                    best = self._validate(step, last=last, compilations=compilations)
+                    # A run that is stopped has little time left to save.
+                    best = None if reason else self._validate(step, last=last, compilations=compilations)
                     saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last, best=best)
                     if reason:
                         logger.info(f"{reason} after step {step}; {'checkpoint saved' if saved else 'nothing saved'}")
@@ -198,7 +201,7 @@ class Trainer:
         """Validate if it is due; return the loss if its checkpoint is kept as the best so far."""
         if self.validation is None or not self.validation.due(step, last=last):
             return None
-        with self.metrics.paused(), region("validation"):
+        with self.metrics.paused(), region("validation"), self._time_to_compile():
             say_waiting(f"validating after step {step}")
             started = time.monotonic()
             result = self.validation.run(self.model_parts, self.pipeline)
@@ -211,6 +214,16 @@ class Trainer:
         )
         is_best = self.config.validation.keep_best and self.checkpoint.is_best(result.loss)
         return result.loss if is_best else None
+
+    @contextmanager
+    def _time_to_compile(self) -> Iterator[None]:
+        """Have the time-out of the first step inside, the first time: compiled stages compile one after another."""
+        compiles, self._validation_compiles = self._validation_compiles, False
+        if compiles:
+            self._set_timeout(self.config.comm.init_timeout_seconds)
+        yield
+        if compiles:
+            self._set_timeout(self.config.comm.train_timeout_seconds)
 
     def _say_start(self) -> None:
         first, last = self.start_step + 1, self.config.training.steps

@@ -1,6 +1,8 @@
 """Law: the validation loss is that of one process on every layout, and training goes on as if there were none."""
 
 import json
+import math
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -19,6 +21,7 @@ from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks.validation import ValidationResult
 from trainer.trainer import Trainer
+from trainer.transforms.float8 import precompute_scales
 
 DOCUMENTS = ["--training.attention_mask=document"]
 SHORTER = ["--validation.seq_len=12"]
@@ -175,6 +178,78 @@ def test_the_best_checkpoint_is_saved_and_kept(pool: WorkerPool, data: Path, tmp
     ((names, best),) = pool.run(1, kept_case, str(data), folder, [9.0] * 4 + [2.1, 1.9], 4)
     assert names == ["step-6"]
     assert best == {"step": 6, "validation_loss": 1.9}
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    ((names, best),) = pool.run(1, kept_case, str(data), str(tmp_path), [math.nan, 2.0, math.nan])
+    assert names == ["step-2", "step-3"]
+    assert best == {"step": 2, "validation_loss": 2.0}
+
+
+def stopped_case(data: str, folder: str) -> tuple[list[str], int]:
+    """Folders after a run that SIGTERM stops in its second step, and how often it validated."""
+    saves = ["--checkpoint.enable", "--checkpoint.interval=100", "--validation.freq=1", "--training.steps=4"]
+    with trainer_on(data, [*SETTINGS, *saves, "--lr_scheduler.warmup_steps=0"], folder) as trainer:
+        run, validated = trainer.validation.run, []
+
+        def then_stopped(*arguments: object) -> ValidationResult:
+            validated.append(run(*arguments))
+            trainer.stop.signal = signal.SIGTERM
+            return validated[-1]
+
+        trainer.validation.run = then_stopped
+        trainer.train()
+    return [path.name for path in (Path(folder) / "checkpoint").glob("step-*")], len(validated)
+
+
+def test_a_run_that_is_stopped_saves_and_does_not_validate(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """A validation can take longer than `checkpoint.stop_timeout_seconds`, after which nothing is saved."""
+    ((names, validated),) = pool.run(1, stopped_case, str(data), str(tmp_path))
+    assert names == ["step-2"]
+    assert validated == 1
+
+
+def time_outs_case(data: str, folder: str, arguments: list[str]) -> list[float]:
+    """The time-outs that a run of three steps sets, and NaN for each validation."""
+    steps = ["--training.steps=3", "--validation.freq=1", "--lr_scheduler.warmup_steps=0", *arguments]
+    with trainer_on(data, [*SETTINGS, *steps], folder) as trainer:
+        seen: list[float] = []
+        run = trainer.validation.run
+        trainer._set_timeout = seen.append
+        trainer.validation.run = lambda *given: (seen.append(math.nan), run(*given))[1]
+        trainer.train()
+    return seen
+
+
+def test_the_first_validation_may_compile_as_long_as_the_first_step(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    """Stages of a pipeline compile one after another, each while the next ones wait."""
+    folders, compiles = (str(tmp_path / "a"), str(tmp_path / "b")), ["--compile.enable", "--compile.backend=eager"]
+    (plain,) = pool.run(1, time_outs_case, str(data), folders[0], [])
+    (compiled,) = pool.run(1, time_outs_case, str(data), folders[1], compiles)
+    assert plain == pytest.approx([100] + [math.nan] * 3, nan_ok=True)
+    assert compiled == pytest.approx([100, 300, math.nan, 100] + [math.nan] * 2, nan_ok=True)
+
+
+def scales_case(data: str, folder: str, arguments: list[str]) -> tuple[float, float]:
+    """Losses of a validation after a large step, and of one with the scales found anew for its weights."""
+    steps = ["--training.steps=1", "--lr_scheduler.warmup_steps=0", "--optimizer.lr=0.1", "--validation.freq=9"]
+    with trainer_on(data, ["--validation.enable", "--validation.sequences=7", *steps, *arguments], folder) as trainer:
+        trainer.train_step(1)
+        losses = []
+        for _ in range(2):
+            losses.append(trainer.validation.run(trainer.model_parts, trainer.pipeline).loss)
+            precompute_scales(trainer.model_parts[0], trainer.config.float8)
+        return losses[0], losses[1]
+
+
+def test_weights_are_scaled_anew_for_float8(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """Scales are found once a step, before it changes the weights."""
+    settings = [f"--float8.{name}" for name in ("enable", "emulate", "enable_fsdp_float8_all_gather")]
+    settings.append("--float8.precompute_float8_dynamic_scale_for_fsdp")
+    for found, wanted in pool.run(2, scales_case, str(data), str(tmp_path), [*settings, *LAYOUTS["fsdp2"][1]]):
+        assert found == wanted
 
 
 def test_lines_of_validation(pool: WorkerPool, data: Path, tmp_path: Path) -> None:

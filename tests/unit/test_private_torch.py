@@ -171,11 +171,6 @@ PRIVATE = {
     "InvalidCxxCompiler": Private(
         _COMPILE, "the sentence on a missing compiler", imports("torch._inductor.exc", "InvalidCxxCompiler")
     ),
-    "_dynamo": Private(
-        _COMPILE,
-        "compiled attention that keeps what was exchanged",
-        lambda: hasattr(torch._dynamo.config, "capture_dynamic_output_shape_ops"),
-    ),
     "_functorch": Private(
         _COMPILE,
         "pipelines that split the backward, and memory_budget, under compile",

@@ -4,6 +4,7 @@ Entries are named by parameter, never by rank: `model.<name>`, `optimizer.<name>
 a checkpoint of one layout loads on every other. `folder.py` has the files and their names.
 """
 
+import math
 import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -134,7 +135,7 @@ class Checkpointer:
         self._lr_scheduler, self._loader = lr_scheduler, loader
         self._last_step = 0
         self._pending: Future | None = None
-        self._best: float | None = None
+        self._best = math.inf
         """Validation loss of the best checkpoint, if it is kept."""
         # A group of its own keeps the collectives of a background save apart from those of a step.
         self.group = None
@@ -168,7 +169,7 @@ class Checkpointer:
         raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
         restart_lr_scheduler(self._lr_scheduler, step)
         best = best_saved(self.folder)
-        self._best = best[1] if best is not None and best[0] <= step else None  # a later one is of another history
+        self._best = best[1] if best is not None and best[0] <= step else math.inf  # a later one is of another history
         self._last_step = step
         logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s)")
         return step, state.tokens_seen
@@ -204,7 +205,7 @@ class Checkpointer:
 
     def is_best(self, loss: float) -> bool:
         """Return whether no checkpoint of this run's history has such a low validation loss."""
-        return self._best is None or loss < self._best
+        return loss < self._best
 
     def save(self, step: int, *, tokens_seen: int, last: bool = False, best: float | None = None) -> bool:
         """Save every `checkpoint.interval` steps and after the `last` one; return whether `step` has a checkpoint now.

@@ -25,6 +25,7 @@ from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.record import ResolvedJob
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import Batch
+from trainer.transforms.float8 import precompute_scales
 
 _ARRAYS = ("tokens", "labels", "positions", "document_ids")
 
@@ -54,6 +55,7 @@ class Validation:
         self.dims, self.task, self._to_device = dims, task, to_device
         settings, training = job.config.validation, job.config.training
         self.settings, self.seq_len = settings, settings.seq_len or training.seq_len
+        self._float8 = job.config.float8
         self._other_length = self.seq_len != training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
         self._source = open_source(*settings.source(training))
@@ -105,6 +107,8 @@ class Validation:
     @torch.no_grad()
     def run(self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None) -> ValidationResult:
         """Return the loss of the whole validation set. A collective over all ranks."""
+        for part in model_parts:
+            precompute_scales(part, self._float8)  # those of the step are of the weights before its update
         losses = counts = torch.zeros((), dtype=torch.float64, device=self.dims["world"].device_type)
         for batch in map(self._to_device, self.batches()):
             counts = counts + self.task.counts(batch).sum()

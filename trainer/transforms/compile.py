@@ -69,9 +69,6 @@ def compiler_settings(options: CompileOptions) -> Iterator[None]:
     Inductor's settings are options of each function instead, because it may compile a backward on another thread, which
     does not see a context.
     """
-    if not options.any:
-        yield
-        return
     settings = {}
     if options.splits_backward:
         settings["donated_buffer"] = False  # else the first run overwrites inputs of the second
@@ -80,9 +77,7 @@ def compiler_settings(options: CompileOptions) -> Iterator[None]:
         # Process groups are arguments of graphs with tensor parallelism; they hold no tensors.
         if hasattr(torch._functorch.config, unsized := "unsafe_treat_script_objects_as_zero_size"):
             settings[unsized] = True
-    # What an exchange of heads keeps has a size that depends on the layout of the batch.
-    dynamic_outputs = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-    with torch._functorch.config.patch(settings) if settings else nullcontext(), dynamic_outputs:
+    with torch._functorch.config.patch(settings) if options.any and settings else nullcontext():
         yield
 
 
