@@ -13,6 +13,8 @@ ROOMS = (
     (
         *("trainer.models.args", "trainer.models.common.shapes", "trainer.models.llama3.args"),
         *("trainer.models.unet.args", "trainer.models.nat.args"),
+        *("trainer.models.hf_config", "trainer.models.llama3.hf_config"),
+        *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial"),
         *("trainer.models.registry", "trainer.data.tokenizer", "trainer.data.datasets", "trainer.data.field_file"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.pipeline_stages", f"{_CP}.planning"),

@@ -52,14 +52,27 @@ class Decoder(Model, Protocol):
         """
 
 
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 @dataclass(frozen=True)
 class Counterpart:
     """The tensor of a Hugging Face model that has the values of one of ours: its name, and the change of layout."""
 
     name: str
-    to_hf: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    to_hf: Callable[[torch.Tensor], torch.Tensor] = _unchanged
     """Whole tensor -> whole tensor, also on meta."""
-    from_hf: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    from_hf: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    moves_rows: bool = False
+    """Whether both change nothing but the order of the rows (dim 0), also of a 1-D tensor, and move no row far: a rank
+    then reads what is near its own rows, in place of the whole tensor."""
+
+    def row_order(self, rows: int) -> torch.Tensor | None:
+        """Return for each of our rows its number there: (rows,) int64; None: more than the rows' order changes."""
+        if self.moves_rows or self.from_hf is _unchanged:
+            return self.from_hf(torch.arange(rows))
+        return None
 
 
 @dataclass(frozen=True)

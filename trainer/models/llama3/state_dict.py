@@ -42,7 +42,8 @@ def counterpart(args: TransformerArgs, name: str) -> Counterpart:
     _, layer, part = module.split(".", 2)
     there, pairs = f"model.layers.{layer}.{_MODULES_OF_LAYER[part]}.weight", args.head_dim // 2
     if part in ("attention.wq", "attention.wk"):
-        return Counterpart(there, partial(_swap, sizes=(-1, pairs, 2)), partial(_swap, sizes=(-1, 2, pairs)))
+        there_and_back = partial(_swap, sizes=(-1, pairs, 2)), partial(_swap, sizes=(-1, 2, pairs))
+        return Counterpart(there, *there_and_back, moves_rows=True)
     return Counterpart(there)
 
 
