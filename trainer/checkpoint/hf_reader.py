@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a checkpoint of weights: DCP asks for parts of our tensors, and only their bytes are read."""
+"""A Hugging Face folder as a checkpoint of weights: DCP asks for parts of our tensors, and only these are read."""
 
 import math
 import os
@@ -43,9 +43,9 @@ class HFReader(StorageReader):
     def read(
         self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Return a part of our tensor, by default all of it, in the data type of the file: of shape `lengths`, on the CPU.
+        """Return a part of our tensor, by default all of it: of shape `lengths`, on the CPU, in the file's data type.
 
-        At most twice the part is in memory, and at most the whole tensor twice where more than the order of rows changes.
+        The part is in memory at most twice; the whole tensor, if more than the order of its rows changes.
 
         Raises:
             OSError: the file cannot be read, or is shorter than before.

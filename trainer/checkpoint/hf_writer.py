@@ -1,4 +1,4 @@
-"""Weights as a Hugging Face folder, written tensor by tensor: safetensors files, `config.json`, the tokenizer's files."""
+"""Weights as a Hugging Face folder, written tensor by tensor: safetensors, `config.json`, the tokenizer's files."""
 
 import json
 import os

@@ -4,7 +4,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from trainer.checkpoint.folder import STATE_FILE, check_same_model, read_state
+from trainer.checkpoint.folder import STATE_FILE, check_same_model, read_state, step_to_load
 from trainer.checkpoint.safetensors import read_folder
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
@@ -22,9 +22,9 @@ def saved_step(path: Path) -> int | None:
 
 
 def hf_folder(config: JobConfig) -> Path | None:
-    """Return the Hugging Face folder from which a run started, whose tokenizer files belong to its weights; else None."""
-    candidates = [Path(config.checkpoint.initial_load_path or ""), Path(config.model.flavor)]
-    return next((path for path in candidates if (path / CONFIG_FILE).is_file()), None)
+    """Return the Hugging Face folder of which a run has its weights or sizes, and so its tokenizer; None: no such."""
+    named = [config.checkpoint.initial_load_path, config.model.flavor if is_folder(config.model.flavor) else None]
+    return next((Path(path) for path in named if path and (Path(path) / CONFIG_FILE).is_file()), None)
 
 
 def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
@@ -35,8 +35,8 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         MissingFile: nothing is there.
     """
     given = config.checkpoint.initial_load_path
-    if given is None:
-        return
+    if given is None or (config.checkpoint.enable and step_to_load(config) is not None):
+        return  # a run with checkpoints resumes from them
     path = Path(given)
     if not path.is_dir():
         raise MissingFile(f"checkpoint.initial_load_path = {given!r} is no folder here; name a folder with weights")
@@ -67,5 +67,5 @@ def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
         name = "the folder" if is_folder(config.model.flavor) else f"model.flavor = {config.model.flavor!r}"
         raise ConfigError(
             f"{name} is not the model in checkpoint.initial_load_path = {str(path)!r}: {', '.join(different)}; set "
-            f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(Path(path).absolute())!r}"
+            f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(path.absolute())!r}"
         )

@@ -65,7 +65,7 @@ def read_file(file: Path) -> dict[str, Stored]:
     """Return every tensor of a file, by name.
 
     Raises:
-        ConfigError: the file is missing, cut short or no safetensors file, or a tensor has a data type that is not read.
+        ConfigError: the file is missing, cut short or no safetensors file, or a tensor has another data type.
     """
     try:
         size = file.stat().st_size

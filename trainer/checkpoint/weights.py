@@ -1,6 +1,7 @@
 """The weights of a model as a part of checkpoints: their names, and loading them alone."""
 
 import pickle
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from trainer.transforms.float8 import without_float8_cast
 
 
 def names_of(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
-    """Return every tensor of the model parts that is saved, with its name; a shared parameter has the first of its names."""
+    """Return every tensor that is saved, with its name; a shared parameter has the first of its names."""
     named: dict[torch.Tensor, str] = {}
     for part in model_parts:
         for name, tensor in part.state_dict(keep_vars=True).items():
@@ -100,7 +101,9 @@ def load_tensors(tensors: dict[str, torch.Tensor], reader: StorageReader) -> Non
     Raises:
         CheckpointException: something is missing, damaged or of another shape.
     """
-    dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said of `no_dist`
+        dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
 
 
 def cause_of(error: CheckpointException) -> BaseException:

@@ -43,7 +43,8 @@ def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelA
     if tokens is not None and tokens > flavor.vocab_size:
         raise ConfigError(
             f"the tokenizer {config.model.tokenizer_file} has {tokens:,} tokens, and model.flavor = "
-            f"{config.model.flavor!r} has embeddings for {flavor.vocab_size:,}; set model.tokenizer_path to the model's own"
+            f"{config.model.flavor!r} has embeddings for {flavor.vocab_size:,}; set model.tokenizer_path "
+            f"to the model's own"
         )
     return replace(args, vocab_size=flavor.vocab_size)
 

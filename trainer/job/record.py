@@ -157,7 +157,7 @@ def resolve(
 
 
 def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing: list[str] | None) -> None:
-    """Check data, packages and initial weights; missing: takes the messages about those that are not on this machine."""
+    """Check data, packages and initial weights; missing: takes the messages about what is not on this machine."""
     training = config.training
     text = partial(check_source, training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
     data = partial(check_samples, config, degrees) if config.trains_fields else text

@@ -1,6 +1,6 @@
 """`config.json` of Hugging Face's `LlamaForCausalLM`. Torch-free.
 
-`rope_parameters` is the name of the rotary table since transformers 5. Before, `rope_theta` stood beside `rope_scaling`.
+Since transformers 5 the rotary table is `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`.
 """
 
 from typing import Any
