@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
+from trainer.checkpoint.export import export
 from trainer.checkpoint.files import TensorsOnly, Writer
 from trainer.checkpoint.folder import (
     RunState,
@@ -81,7 +82,7 @@ class Checkpointer:
         loader: BatchLoader,
     ) -> None:
         config = job.config
-        self._config, self._dims, self._model = config, dims, job.model
+        self._job, self._config, self._dims, self._model = job, config, dims, job.model
         self.settings, self.folder = config.checkpoint, checkpoint_folder(config)
         self._model_parts, self._optimizer = model_parts, optimizer
         self._lr_scheduler, self._loader = lr_scheduler, loader
@@ -187,6 +188,8 @@ class Checkpointer:
         except CheckpointException as error:
             raise self._not_written(step, error) from None
         logger.info(f"checkpoint of step {step} saved ({time.monotonic() - started:.1f} s)")
+        if last and self.settings.last_save_in_hf and self._job.model.task == "tokens":
+            logger.info(f"weights saved for Hugging Face in {export(self._job, self._dims, self._model_parts, step)}")
         return True
 
     def wait(self) -> None:

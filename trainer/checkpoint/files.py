@@ -47,6 +47,33 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class _Section(io.RawIOBase):
+    """A part of an open file, as a file; PyTorch's own cannot be read up to its end."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._place = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
+        if place < 0:
+            raise OSError(f"{place} is before the start")
+        self._place = place
+        return place
+
+    def readinto(self, into: memoryview) -> int:
+        self._file.seek(self._start + self._place)
+        part = memoryview(into)[: max(self._length - self._place, 0)]
+        count = self._file.readinto(part)
+        self._place += count
+        return count
+
+
 class Reader(FileSystemReader):
     """Reads the tensors of one checkpoint folder; `files` are the names that its metadata may refer to."""
 
@@ -71,8 +98,11 @@ class Reader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """Read the archive of one tensor and compare its check sum, which `torch.load` does not do."""
-        content = io.BytesIO(super()._slice_file(file, sinfo).read())
+        """Return the archive of one tensor, whose check sum is compared: `torch.load` does not do it.
+
+        The archive is not kept in memory, where it would be a third copy of the tensor.
+        """
+        content = io.BufferedReader(_Section(file, sinfo.offset, sinfo.length))
         with zipfile.ZipFile(content) as archive:
             if archive.testzip() is not None:
                 raise ValueError(f"{sinfo.relative_path} is damaged: a check sum is wrong")

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -111,7 +110,7 @@ class HFWriter:
             self._file.close()
             self._file = None
 
-    def _content(self, carried_from: Path | None) -> Mapping[str, Any]:
+    def _content(self, carried_from: Path | None) -> dict[str, Any]:
         """Return the entries of `config.json`."""
         content = hf_config(self._config.model.name).write(self._args)
         dtype = str(self._dtype).removeprefix("torch.")
@@ -120,7 +119,7 @@ class HFWriter:
             tokenizer = Tokenizer(self._config.model.tokenizer_file)
             return content | {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         there = read_config(carried_from)
-        longest = max(there.whole("max_position_embeddings", 1), self._args.max_seq_len)
+        longest = max(there.whole("max_position_embeddings", 1), content["max_position_embeddings"])
         tokens = {key: there.content[key] for key in _TOKENS if key in there.content}
         return content | tokens | {"max_position_embeddings": longest}
 

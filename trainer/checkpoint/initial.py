@@ -56,7 +56,9 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
 
 def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
     """Check that the model is that of `config.json`, but for what table [model] changes."""
-    args = hf_config(config.model.name).read(read_config(path))
+    family = hf_config(config.model.name)
+    family.write(model)  # refuses what transformers does not have
+    args = family.read(read_config(path))
     theirs = args.configured(config.model, vocab_size=args.vocab_size, max_seq_len=config.training.seq_len)
     different = [
         f"{field.name} = {getattr(model, field.name)} (there {getattr(theirs, field.name)})"

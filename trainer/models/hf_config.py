@@ -81,7 +81,7 @@ class HFConfig:
     """Entries -> model arguments, `max_seq_len` being the longest sequence that the file is for. It raises a
     ConfigError, by key and value, for what the family does not have."""
     write: Callable[[Any], dict[str, Any]]
-    """Model arguments -> entries."""
+    """Model arguments -> entries. It raises a ConfigError for what transformers does not have."""
 
 
 def read_config(folder: Path) -> Entries:

@@ -55,7 +55,23 @@ def _rotary(config: Entries) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(*factors, table.whole("original_max_position_embeddings"))
 
 
+def check_features(args: TransformerArgs) -> None:
+    """Check that `LlamaForCausalLM` can compute what the model computes.
+
+    Raises:
+        ConfigError: a feature that it does not have.
+    """
+    others = args.sliding_window is not None, args.attention_sinks, args.short_conv_kernel
+    if args.norm_type != "rmsnorm" or any(others):
+        raise ConfigError(
+            "Hugging Face's Llama has RMSNorm, and neither sliding windows, attention sinks nor short convolutions; "
+            "leave out model.norm_type, model.sliding_window, model.attention_sinks and model.short_conv_kernel"
+        )
+
+
 def _write(args: TransformerArgs) -> dict[str, Any]:
+    check_features(args)
+    longest = args.max_seq_len
     rope: dict[str, Any] = {"rope_type": "default"}
     if (scaling := args.rope_scaling) is not None:
         rope = {
@@ -65,6 +81,7 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_seq_len,
         }
+        longest = max(longest, round(scaling.factor * scaling.original_max_seq_len))
     return {
         "architectures": [_ARCHITECTURE],
         "model_type": "llama",
@@ -75,7 +92,7 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
         "num_key_value_heads": args.n_kv_heads,
         "head_dim": args.head_dim,
         "vocab_size": args.vocab_size,
-        "max_position_embeddings": args.max_seq_len,
+        "max_position_embeddings": longest,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
