@@ -31,7 +31,7 @@ from trainer.checkpoint.folder import (
     unfinished_folder,
     unreadable,
 )
-from trainer.checkpoint.weights import cause_of, load_initial_weights, model_tensors, names_of, open_step
+from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
 from trainer.config.errors import ConfigError, SharedConfigError
@@ -112,7 +112,8 @@ class Checkpointer:
         if step == 0:
             if initial is not None:
                 say_waiting(f"reading the weights in {initial}")
-                raise_on_all_ranks(lambda: load_initial_weights(self._config, self._model, self._model_parts), world)
+                reader = raise_on_all_ranks(lambda: open_initial(self._config, self._model), world)
+                raise_on_all_ranks(lambda: load_weights(reader, self._model_parts), world)
                 logger.info(f"the weights are those of {initial}; optimizer, data and steps start anew")
             return 0, 0
         if initial is not None:

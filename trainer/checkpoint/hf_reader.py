@@ -33,7 +33,7 @@ class HFReader(StorageReader):
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, args: Any) -> None:
-        self.pairs, self._stored = pairs(spec, args), read_folder(folder)
+        self.path, self.pairs, self._stored = folder, pairs(spec, args), read_folder(folder)
         wanted = {pair.hf.name: pair.hf_shape for pair in self.pairs.values()}
         try:
             check_shapes({name: stored.shape for name, stored in self._stored.items()}, wanted)

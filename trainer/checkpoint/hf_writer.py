@@ -86,9 +86,8 @@ class HFWriter:
         self._close()
         if self._index:
             (self._unfinished / INDEX).write_text(self._index, encoding="utf-8")
-        for pattern in _CARRIED if carried_from is not None else ():
-            for file in carried_from.glob(pattern):
-                shutil.copy(file, self._unfinished)
+        if carried_from is not None:
+            carry(carried_from, self._unfinished)
         content = self._content(carried_from)
         (self._unfinished / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sync_folder(self._unfinished)
@@ -122,6 +121,13 @@ class HFWriter:
         longest = max(there.whole("max_position_embeddings", 1), content["max_position_embeddings"])
         tokens = {key: there.content[key] for key in _TOKENS if key in there.content}
         return content | tokens | {"max_position_embeddings": longest}
+
+
+def carry(source: Path, target: Path, *more: str) -> None:
+    """Copy the files of tokenizer and generation of a Hugging Face folder, and those of the names `more`."""
+    for file in (file for pattern in (*_CARRIED, *more) for file in source.glob(pattern)):
+        if file.is_file():
+            shutil.copy(file, target)
 
 
 def unfinished_output(output: Path) -> Path:

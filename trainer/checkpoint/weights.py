@@ -2,19 +2,30 @@
 
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint import DefaultSavePlanner, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trainer.checkpoint.files import Reader, TensorsOnly
-from trainer.checkpoint.folder import RunState, check_fits, checkpoint_folder, read_state, step_folder, unreadable
+from trainer.checkpoint.files import Reader, TensorsOnly, Writer
+from trainer.checkpoint.folder import (
+    RunState,
+    check_fits,
+    checkpoint_folder,
+    model_description,
+    read_state,
+    step_folder,
+    step_to_load,
+    unfinished_folder,
+    unreadable,
+)
 from trainer.checkpoint.hf_reader import HFReader
-from trainer.checkpoint.initial import saved_step
+from trainer.checkpoint.initial import check_initial_weights, saved_step
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.models.args import ModelArgs
@@ -62,48 +73,84 @@ def reader_of(folder: Path, state: RunState) -> Reader:
     return reader
 
 
-def load_weights(config: JobConfig, args: ModelArgs, model: nn.Module, step: int) -> None:
-    """Load the weights of a saved step into a model, in place.
+def open_initial(config: JobConfig, args: ModelArgs) -> StorageReader:
+    """Return a reader of the weights in `checkpoint.initial_load_path`.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or of another model.
+        ConfigError: they are damaged, or of another model.
     """
-    _, reader = open_step(config, args, step)
-    try:
-        load_tensors(model_tensors(names_of([model])), reader)
-    except CheckpointException as error:
-        raise unreadable(checkpoint_folder(config), step, cause_of(error)) from None
-
-
-def load_initial_weights(config: JobConfig, args: ModelArgs, model_parts: Sequence[nn.Module]) -> None:
-    """Load the weights in `checkpoint.initial_load_path` into the model parts of this rank, in place; no collective.
-
-    A rank reads what it holds. Weights take the data type of the run.
-
-    Raises:
-        ConfigError: files are damaged or missing, or of another model.
-    """
+    check_initial_weights(config, args)
     path = Path(config.checkpoint.initial_load_path)
     step = saved_step(path)
     if step is None:
-        reader: StorageReader = HFReader(path, model_spec(config.model.name), args)
-    else:
-        reader = reader_of(path.absolute().parent, read_state(path.absolute().parent, step))
-    try:
-        load_tensors(model_tensors(names_of(model_parts)), reader)
-    except CheckpointException as error:
-        raise ConfigError(f"checkpoint.initial_load_path = {str(path)!r} cannot be read ({cause_of(error)})") from None
+        return HFReader(path, model_spec(config.model.name), args)
+    return reader_of(path.absolute().parent, read_state(path.absolute().parent, step))
+
+
+def open_weights(config: JobConfig, args: ModelArgs) -> StorageReader:
+    """Return a reader of the weights of a run: of its checkpoint, or of what it starts from if it has saved none.
+
+    Raises:
+        ConfigError: they are damaged, or of another model.
+    """
+    step = step_to_load(config)
+    return open_initial(config, args) if step is None else open_step(config, args, step)[1]
+
+
+def load_weights(reader: StorageReader, model_parts: Sequence[nn.Module]) -> None:
+    """Load the weights of the model parts of this rank, in place; no collective. A rank reads what it holds.
+
+    Raises:
+        ConfigError: files are damaged.
+    """
+    load_tensors(model_tensors(names_of(model_parts)), reader)
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], reader: StorageReader) -> None:
-    """Load this rank's tensors in place; each rank reads by itself.
+    """Load tensors in place, in their own data types.
 
     Raises:
-        CheckpointException: something is missing, damaged or of another shape.
+        ConfigError: something is missing, damaged or of another shape.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said of `no_dist`
-        dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said of `no_dist`
+            dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+    except CheckpointException as error:
+        reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
+        raise ConfigError(f"the weights in {reader.path} cannot be read ({reason}); take another copy") from None
+
+
+def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
+    """Write the checkpoint `step-0`, of weights alone, of a run that starts from those of `reader`; tensor by tensor.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    dtype, folder = getattr(torch, config.training.dtype), checkpoint_folder(config)
+    tensors = {name: torch.empty_like(pair.ours, dtype=dtype) for name, pair in reader.pairs.items()}
+    state = RunState(0, 0, model_description(config, args), streams={}, files={})
+    writer = Writer(unfinished_folder(folder, 0), state, keep_latest_k=0)
+    planner = _Streamed(lambda name: reader.read(name.removeprefix("model.")).to(dtype))
+    folder.mkdir(parents=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+            dcp.save(named, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise cause_of(error) from None
+
+
+class _Streamed(DefaultSavePlanner):
+    """Saves tensors on meta, each of which is read when it is written."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._read(index.fqn)
 
 
 def cause_of(error: CheckpointException) -> BaseException:

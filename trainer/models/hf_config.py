@@ -77,6 +77,8 @@ class Entries:
 class HFConfig:
     """How a family reads `config.json` and writes it."""
 
+    model_type: str
+    """What `model_type` says of it."""
     read: Callable[[Entries], Any]
     """Entries -> model arguments, `max_seq_len` being the longest sequence that the file is for. It raises a
     ConfigError, by key and value, for what the family does not have."""

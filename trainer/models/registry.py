@@ -6,7 +6,7 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import Model
 from trainer.models.args import DecoderArgs, ModelArgs
-from trainer.models.hf_config import HFConfig, read_config
+from trainer.models.hf_config import Entries, HFConfig, read_config
 from trainer.models.llama3 import args as llama3
 from trainer.models.llama3 import hf_config as hf_llama
 from trainer.models.nat import args as nat
@@ -40,6 +40,19 @@ def hf_config(name: str) -> HFConfig:
             f"{', '.join(HF_CONFIGS)}"
         )
     return HF_CONFIGS[name]
+
+
+def hf_family(entries: Entries) -> str:
+    """Return the name of the family that a `config.json` is of.
+
+    Raises:
+        ConfigError: it is of none.
+    """
+    names = {known.model_type: name for name, known in HF_CONFIGS.items()}
+    found = entries.content.get("model_type")
+    if found not in names:
+        raise ConfigError(f"{entries.file}: model_type = {found!r} is not supported; it must be {' or '.join(names)}")
+    return names[found]
 
 
 def flavor_args(model: Model) -> ModelArgs:

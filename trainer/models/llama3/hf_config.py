@@ -104,4 +104,4 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
-HF_CONFIG = HFConfig(_read, _write)
+HF_CONFIG = HFConfig("llama", _read, _write)
