@@ -295,10 +295,10 @@ class Checkpoint:
     """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
     last_save_in_hf: bool = key(False, when=(_SAVING, _TOKENS))
     """Also save the weights of the last step as a Hugging Face folder, step-N-hf beside the checkpoint."""
-    export_dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = key(
-        "auto", when=(_SAVING, needs("checkpoint.last_save_in_hf"), _TOKENS)
+    export_dtype: Literal["float32", "float64", "bfloat16", "float16"] = key(
+        "float32", when=(_SAVING, needs("checkpoint.last_save_in_hf"), _TOKENS)
     )
-    """Data type of the weights in this folder; auto: training.dtype."""
+    """Data type of the weights in the Hugging Face folder."""
     stop_timeout_seconds: int = key(120, SECONDS, "seconds")
     """Seconds after SIGTERM or SIGINT in which the run finishes its step and saves; then it ends at once."""
 
