@@ -31,11 +31,12 @@ def export(job: ResolvedJob, dims: ParallelDims, model_parts: Sequence[nn.Module
     """
     config, writes = job.config, dims.rank("world") == 0
     output = checkpoint_folder(config) / f"step-{step}-hf"
+    dtype = getattr(torch, config.checkpoint.export_dtype)
     gathered, error, writer = _Gathered(job, dims, model_parts), None, None
 
     def make() -> HFWriter | None:
         try:
-            return HFWriter(output, config, job.model, getattr(torch, config.checkpoint.export_dtype)) if writes else None
+            return HFWriter(output, config, job.model, dtype) if writes else None
         except OSError as failure:
             raise _not_written(output, failure) from None
 

@@ -53,16 +53,15 @@ class HFReader(StorageReader):
         pair = self.pairs[name]
         stored, shape = self._stored[pair.hf.name], pair.ours.shape
         offsets, lengths = offsets or [0] * len(shape), shape if lengths is None else lengths
-        order = pair.hf.row_order(shape[0]) if shape else torch.arange(1)
-        if order is None:
+        if pair.hf.same_layout or 0 in lengths:
+            return _read_part(stored, offsets, lengths)
+        if not pair.hf.moves_rows:
             whole = pair.hf.from_hf(_read_part(stored, [0] * len(stored.shape), stored.shape))
             return whole[tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))]
-        if not shape or 0 in lengths:
-            return _read_part(stored, offsets, lengths)
-        rows = order[offsets[0] : offsets[0] + lengths[0]]
+        rows = pair.hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
         first = rows.min().item()
         part = _read_part(stored, [first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
-        return part if torch.equal(rows, torch.arange(first, first + len(part))) else part[rows - first]
+        return part[rows - first]
 
     # ---- the protocol of DCP
 

@@ -68,11 +68,9 @@ class Counterpart:
     """Whether both change nothing but the order of the rows (dim 0), also of a 1-D tensor, and move no row far: a rank
     then reads what is near its own rows, in place of the whole tensor."""
 
-    def row_order(self, rows: int) -> torch.Tensor | None:
-        """Return for each of our rows its number there: (rows,) int64; None: more than the rows' order changes."""
-        if self.moves_rows or self.from_hf is _unchanged:
-            return self.from_hf(torch.arange(rows))
-        return None
+    @property
+    def same_layout(self) -> bool:
+        return self.from_hf is _unchanged
 
 
 @dataclass(frozen=True)
