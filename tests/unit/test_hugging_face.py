@@ -326,15 +326,16 @@ def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys)
             assert convert.main(["from-hf", str(hf), str(here / "run")]) == 0
         with PeakOfData() as out:
             assert convert.main(["to-hf", str(here / "run"), str(here / "back"), "--max-shard-size", "20KB"]) == 0
-        assert largest <= into.peak <= 2 * largest + 2000, shape
-        assert largest <= out.peak <= 2 * largest + 2000, shape
+        assert largest <= into.peak <= 2 * largest, shape
+        assert largest <= out.peak <= 2 * largest, shape
         there, back = tensors(hf), tensors(here / "back")
         assert there.keys() == back.keys()
         assert [name for name, x in there.items() if not torch.equal(x, back[name])] == []
         assert (here / "back" / "tokenizer_config.json").is_file()
         assert (here / "back" / "generation_config.json").is_file()
         loaded = LlamaForCausalLM.from_pretrained(here / "back")
-        assert loaded.config.to_dict() == LlamaForCausalLM.from_pretrained(hf).config.to_dict()
+        ours, theirs = (x.config.to_dict() for x in (loaded, LlamaForCausalLM.from_pretrained(hf)))
+        assert ours | {"_name_or_path": ""} == theirs | {"_name_or_path": ""}
         assert all(torch.equal(x, there[name]) for name, x in loaded.state_dict().items() if name in there)
     assert "transformers loads it" in capsys.readouterr().out
 
@@ -385,9 +386,9 @@ def test_what_the_command_refuses(tmp_path: Path, capsys) -> None:
     with mock.patch("trainer.checkpoint.files.publish", side_effect=full):
         says("could not be written (the disk is full", "from-hf", hf, out)
     assert not list(tmp_path.glob("out*"))
-    (data,) = (run / "checkpoint" / "step-0").glob("*.distcp")
+    data = max((run / "checkpoint" / "step-0").glob("*.distcp"), key=lambda file: file.stat().st_size)
     content = bytearray(data.read_bytes())
-    content[len(content) // 4] ^= 1  # within the embeddings
+    content[len(content) // 2] ^= 1
     data.write_bytes(content)
     says("cannot be read (", "to-hf", run, out)
     changed(hf, model_type="bert")

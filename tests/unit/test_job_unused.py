@@ -34,12 +34,8 @@ ALWAYS = {
     *(key for key in keys_of(JobConfig) if key.startswith("training.") and key not in CONDITIONAL),
     *(key for key in keys_of(JobConfig) if key.startswith("parallelism.") and key.endswith("_parallel_degree")),
     *("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"),
-    *(
-        "checkpoint.enable",
-        "checkpoint.initial_load_path",
-        "checkpoint.stop_timeout_seconds",
-        "activation_checkpoint.mode",
-    ),
+    *("checkpoint.enable", "checkpoint.initial_load_path", "checkpoint.stop_timeout_seconds"),
+    "activation_checkpoint.mode",
     *("compile.enable", "float8.enable"),
 }
 

@@ -123,8 +123,9 @@ class Writer(FileSystemWriter):
     Publishing is the last step of DCP's protocol, on one rank, so an error there reaches every rank.
     """
 
-    def __init__(self, unfinished: Path, state: RunState, *, keep_latest_k: int) -> None:
-        super().__init__(unfinished, sync_files=True)
+    def __init__(self, unfinished: Path, state: RunState, *, keep_latest_k: int, file_per_tensor: bool = False) -> None:
+        """file_per_tensor: PyTorch keeps the tensors of a file in memory until the file is complete."""
+        super().__init__(unfinished, single_file_per_rank=not file_per_tensor, sync_files=True)
         self._state, self._keep_latest_k = state, keep_latest_k
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

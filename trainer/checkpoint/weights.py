@@ -130,7 +130,7 @@ def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
     dtype, folder = getattr(torch, config.training.dtype), checkpoint_folder(config)
     tensors = {name: torch.empty_like(pair.ours, dtype=dtype) for name, pair in reader.pairs.items()}
     state = RunState(0, 0, model_description(config, args), streams={}, files={})
-    writer = Writer(unfinished_folder(folder, 0), state, keep_latest_k=0)
+    writer = Writer(unfinished_folder(folder, 0), state, keep_latest_k=0, file_per_tensor=True)
     planner = _Streamed(lambda name: reader.read(name.removeprefix("model.")).to(dtype))
     folder.mkdir(parents=True)
     try:

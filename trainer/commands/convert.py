@@ -16,7 +16,7 @@ from trainer.config.loader import to_toml
 from trainer.config.schema import Checkpoint, Job, JobConfig, Model, Training
 from trainer.job.model import resolve_model
 from trainer.models.hf_config import read_config
-from trainer.models.registry import hf_family
+from trainer.models.registry import hf_config, hf_family
 from trainer.runtime.full_disk import full_disk
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -69,13 +69,14 @@ def from_hf(folder: Path, output: Path, *, dtype: str, tokenizer: str | None) ->
     from trainer.checkpoint.weights import save_initial
     from trainer.models.model_spec import model_spec
 
-    name = hf_family(read_config(folder))
+    name = hf_family(entries := read_config(folder))
+    longest = hf_config(name).read(entries).max_seq_len
     check_output(output)
     copied = output.absolute() / "hf"
     config = JobConfig(
         job=Job(dump_folder=str(output.absolute())),
         model=Model(name=name, flavor=str(folder.absolute()), tokenizer_path=tokenizer),
-        training=Training(dtype=dtype),
+        training=Training(dtype=dtype, seq_len=min(longest, Training.seq_len)),
         checkpoint=Checkpoint(initial_load_path=str(output.absolute() / "checkpoint" / "step-0")),
     )
     reader = HFReader(folder, model_spec(name), args := resolve_model(config))
