@@ -47,11 +47,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Section(io.RawIOBase):
-    """A part of an open file, as a file; PyTorch's own cannot be read up to its end."""
+class _Seekable(io.RawIOBase):
+    """PyTorch's view of a part of a file, whose places may also be given from its end."""
 
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._place = file, start, length, 0
+    def __init__(self, view: IO[bytes], length: int) -> None:
+        self._view, self._length = view, length
 
     def readable(self) -> bool:
         return True
@@ -60,18 +60,14 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
-        if place < 0:
-            raise OSError(f"{place} is before the start")
-        self._place = place
-        return place
+        self._view.seek(offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._length}[whence])
+        return self.tell()
+
+    def tell(self) -> int:
+        return self._view.tell()
 
     def readinto(self, into: memoryview) -> int:
-        self._file.seek(self._start + self._place)
-        part = memoryview(into)[: max(self._length - self._place, 0)]
-        count = self._file.readinto(part)
-        self._place += count
-        return count
+        return self._view.readinto(into) if self.tell() < self._length else 0
 
 
 class Reader(FileSystemReader):
@@ -102,7 +98,7 @@ class Reader(FileSystemReader):
 
         The archive is not kept in memory, where it would be a third copy of the tensor.
         """
-        content = io.BufferedReader(_Section(file, sinfo.offset, sinfo.length))
+        content = _Seekable(super()._slice_file(file, sinfo), sinfo.length)
         with zipfile.ZipFile(content) as archive:
             if archive.testzip() is not None:
                 raise ValueError(f"{sinfo.relative_path} is damaged: a check sum is wrong")

@@ -2,7 +2,8 @@
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -113,8 +114,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], reader: StorageReader) -> Non
         ConfigError: something is missing, damaged or of another shape.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said of `no_dist`
+        with _by_itself():
             dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
     except CheckpointException as error:
         reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
@@ -134,12 +134,19 @@ def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
     planner = _Streamed(lambda name: reader.read(name.removeprefix("model.")).to(dtype))
     folder.mkdir(parents=True)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with _by_itself():
             named = {f"model.{name}": tensor for name, tensor in tensors.items()}
             dcp.save(named, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise cause_of(error) from None
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Enter a context in which PyTorch does not warn that ranks act alone (`no_dist`), which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class _Streamed(DefaultSavePlanner):
