@@ -153,8 +153,8 @@ CHECKPOINTS = (
     Mutant(
         "initial weights are read in place of the run's own checkpoint",
         "trainer/checkpoint/checkpointer.py",
-        "            step = self._same_on_all_ranks(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)\n",
-        "            step = 0 if initial else self._same_on_all_ranks(step_to_load(self._config) or 0)\n",
+        "(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)",
+        "(0 if initial else raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)",
         "tests/distributed/test_hugging_face.py",
     ),
     Mutant(
