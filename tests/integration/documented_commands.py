@@ -181,6 +181,13 @@ RULES = [
     Rule(
         r"lct convert from-hf .*", r"rm -rf outputs/llama && \g<0>", why=OWN, first=LLAMA, says="a training run loads"
     ),
+    Rule(
+        r"lct train --checkpoint\.enable --checkpoint\.last_save_in_hf",
+        rf"\g<0> {SHORT}",
+        why=LONG,
+        first="rm -rf outputs/debug_model",
+        says="weights saved for Hugging Face(?s:.*)training done",
+    ),
     Rule(r"lct convert to-hf .*", r"rm -rf exported && \g<0>", why=OWN, first=SAVED, says="transformers loads it"),
     # ---- training
     Rule(
