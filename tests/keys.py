@@ -362,6 +362,11 @@ EFFECTS: dict[str, str | Seen] = {
         _more("out", "step 1 is copied for its checkpoint"),
         f"{_SAVE} --checkpoint.interval=1",
     ),
+    "checkpoint.initial_load_path": "tests/distributed/test_hugging_face.py::test_a_model_trains_here_as_there",
+    "checkpoint.last_save_in_hf": Seen(
+        f"{_SAVE} --checkpoint.last_save_in_hf", _more("files", "checkpoint/step-3-hf/model.safetensors"), _SAVE
+    ),
+    "checkpoint.export_dtype": "tests/distributed/test_hugging_face.py::test_a_model_trains_here_as_there",
     "checkpoint.stop_timeout_seconds": "tests/unit/test_stop.py::test_the_timeout_and_a_second_signal_end_at_once",
     # ---- validation
     "validation.enable": f"{_VALIDATION}::test_lines_of_validation",

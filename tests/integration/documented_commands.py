@@ -91,6 +91,9 @@ SHOW = r"(?:\$ )?lct plan "
 DATA = """mkdir -p data books && for i in $(seq 64); do
 echo '{"text": "Once upon a time"}' >> data/a.jsonl; echo "a tale of $i and other things" > books/$i.txt; done"""
 SAVED = f"lct train --checkpoint.enable {SHORT}"
+# A stand-in of the debug model's size.
+LLAMA = f"""test -d Llama-3.2-1B || ({SAVED} && lct convert to-hf outputs/debug_model Llama-3.2-1B
+mkdir Llama-3.2-1B/original && cp trainer/assets/python_4k.tiktoken Llama-3.2-1B/original/tokenizer.model)"""
 
 RULES = [
     # ---- fields
@@ -168,6 +171,25 @@ RULES = [
     ),
     Rule(r"scancel .*", ":", why="it needs Slurm", slow=False),
     Rule(r"export .*", slow=False),
+    # ---- weights of Hugging Face
+    Rule(
+        r"lct train --model\.flavor \./Llama\S+ .*",
+        rf"\g<0> {SHORT}",
+        why=f"{LONG}; a small model stands in",
+        first=LLAMA,
+        says="the weights are those of ./Llama(?s:.*)training done",
+    ),
+    Rule(
+        r"lct convert from-hf .*", r"rm -rf outputs/llama && \g<0>", why=OWN, first=LLAMA, says="a training run loads"
+    ),
+    Rule(
+        r"lct train --checkpoint\.enable --checkpoint\.last_save_in_hf",
+        rf"\g<0> {SHORT}",
+        why=LONG,
+        first="rm -rf outputs/debug_model",
+        says="weights saved for Hugging Face(?s:.*)training done",
+    ),
+    Rule(r"lct convert to-hf .*", r"rm -rf exported && \g<0>", why=OWN, first=SAVED, says="transformers loads it"),
     # ---- training
     Rule(
         r"(lct train --training\.dataset text .*)",

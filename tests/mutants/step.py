@@ -260,8 +260,8 @@ FAMILIES = (
     Mutant(
         "a tensor that is missing is not told",
         "trainer/models/state_dict.py",
-        "if wanted:",
-        "if not wanted:",
+        "if missing := list(missing):",
+        "if not (missing := list(missing)):",
         "tests/unit/test_state_dict.py",
     ),
 )

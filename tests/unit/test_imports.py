@@ -16,6 +16,8 @@ ROOMS = (
         *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
         *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),
         "trainer.data.sentencepiece_format",
+        *("trainer.models.hf_config", "trainer.models.llama3.hf_config"),
+        *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.pipeline_stages", f"{_CP}.planning"),
     ),

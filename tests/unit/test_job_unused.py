@@ -34,7 +34,8 @@ ALWAYS = {
     *(key for key in keys_of(JobConfig) if key.startswith("training.") and key not in CONDITIONAL),
     *(key for key in keys_of(JobConfig) if key.startswith("parallelism.") and key.endswith("_parallel_degree")),
     *("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"),
-    *("checkpoint.enable", "checkpoint.stop_timeout_seconds", "activation_checkpoint.mode"),
+    *("checkpoint.enable", "checkpoint.initial_load_path", "checkpoint.stop_timeout_seconds"),
+    "activation_checkpoint.mode",
     *("compile.enable", "float8.enable"),
 }
 
@@ -115,6 +116,14 @@ TOLD = [
     ("validation.dataset", ["jsonl"], 1, None, "without validation.enable"),
     ("validation.dataset_path", ["x.jsonl"], 1, None, "without validation.enable"),
     ("validation.keep_best", ["true"], 1, [*VALIDATING, "--checkpoint.enable"], "without validation.enable"),
+    ("checkpoint.last_save_in_hf", [], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    (
+        "checkpoint.export_dtype",
+        ["bfloat16"],
+        1,
+        ["--checkpoint.enable", "--checkpoint.last_save_in_hf"],
+        "without checkpoint.enable",
+    ),
     ("activation_checkpoint.selective_ac_option", ["2"], 1, [f"{AC}mode=selective"], "mode = 'none'"),
     (
         "activation_checkpoint.memory_budget",

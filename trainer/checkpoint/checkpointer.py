@@ -5,7 +5,6 @@ a checkpoint of one layout loads on every other. `folder.py` has the files and t
 """
 
 import math
-import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,14 +19,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.checkpoint.files import Reader, TensorsOnly, Writer
+from trainer.checkpoint.export import export
+from trainer.checkpoint.files import TensorsOnly, Writer
 from trainer.checkpoint.folder import (
     RunState,
     best_saved,
-    check_fits,
     checkpoint_folder,
     model_description,
-    read_state,
     remove_unfinished,
     saved_steps,
     step_folder,
@@ -35,20 +33,18 @@ from trainer.checkpoint.folder import (
     unfinished_folder,
     unreadable,
 )
+from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
 from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.config.schema import JobConfig
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.job.record import ResolvedJob
-from trainer.models.args import ModelArgs
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.full_disk import full_disk
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout
-from trainer.transforms.float8 import without_float8_cast
 
 
 class CheckpointError(RuntimeError):
@@ -61,8 +57,8 @@ def tensors_of(model_parts: Iterable[nn.Module], optimizer: torch.optim.Optimize
     A shared parameter has the first of its names. Optimizer states are created if there are none yet.
     """
     ensure_state(optimizer)
-    named = _names(model_parts)
-    tensors = _model_tensors(named)
+    named = names_of(model_parts)
+    tensors = model_tensors(named)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for entry, value in optimizer.state[parameter].items():
@@ -70,52 +66,11 @@ def tensors_of(model_parts: Iterable[nn.Module], optimizer: torch.optim.Optimize
     return tensors
 
 
-def _names(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
-    named: dict[torch.Tensor, str] = {}
-    for part in model_parts:
-        for name, tensor in part.state_dict(keep_vars=True).items():
-            named.setdefault(tensor, name)
-    return named
-
-
-def _model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-    return {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
-
-
-def open_step(config: JobConfig, model: ModelArgs, step: int) -> tuple[RunState, Reader]:
-    """Return the state of a saved step, and a reader of its tensors.
-
-    Raises:
-        ConfigError: the checkpoint is damaged, or of another model or other data.
-    """
-    folder = checkpoint_folder(config)
-    state = read_state(folder, step)
-    check_fits(state, config, model)
-    reader = Reader(step_folder(folder, step), files=state.files)
-    try:
-        reader.read_metadata()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
-        raise unreadable(folder, step, error) from None
-    return state, reader
-
-
-def load_weights(config: JobConfig, args: ModelArgs, model: nn.Module, step: int) -> None:
-    """Load the weights of a saved step into a model, in place.
-
-    Raises:
-        ConfigError: the checkpoint is damaged, or of another model.
-    """
-    _, reader = open_step(config, args, step)
-    try:
-        dcp.load(_model_tensors(_names([model])), storage_reader=reader, planner=TensorsOnly())
-    except CheckpointException as error:
-        raise unreadable(checkpoint_folder(config), step, _cause(error)) from None
-
-
 class Checkpointer:
     """Saves and loads the state of one run. Every rank calls the same methods at the same steps.
 
-    It does nothing with `checkpoint.enable` off. As a context manager it waits at the exit for a save in progress.
+    With `checkpoint.enable` off it loads initial weights only. As a context manager it waits at the exit for a save in
+    progress.
     """
 
     def __init__(
@@ -129,7 +84,7 @@ class Checkpointer:
         loader: BatchLoader,
     ) -> None:
         config = job.config
-        self._config, self._dims, self._model = config, dims, job.model
+        self._job, self._config, self._dims, self._model = job, config, dims, job.model
         self.settings, self.folder = config.checkpoint, checkpoint_folder(config)
         self._model_parts, self._optimizer = model_parts, optimizer
         self._lr_scheduler, self._loader = lr_scheduler, loader
@@ -149,23 +104,31 @@ class Checkpointer:
     def load(self) -> tuple[int, int]:
         """Resume from the checkpoint that the configuration names, and return (steps done, tokens seen).
 
+        A run without a checkpoint of its own takes the weights in `checkpoint.initial_load_path`.
+
         Raises:
             SharedConfigError: on every rank, if it is not there, unreadable, or of another model or other data.
         """
-        if not self.settings.enable:
-            return 0, 0
-        world = self._dims["world"]
-        step = self._same_on_all_ranks(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)
-        raise_on_all_ranks(self._prepare_folder, world)
+        world, step, initial = self._dims["world"], 0, self.settings.initial_load_path
+        if self.settings.enable:
+            step = self._same_on_all_ranks(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)
+            raise_on_all_ranks(self._prepare_folder, world)
         if step == 0:
+            if initial is not None:
+                say_waiting(f"reading the weights in {initial}")
+                reader = raise_on_all_ranks(lambda: open_initial(self._config, self._model), world)
+                raise_on_all_ranks(lambda: load_weights(reader, self._model_parts), world)
+                logger.info(f"the weights are those of {initial}; optimizer, data and steps start anew")
             return 0, 0
+        if initial is not None:
+            logger.info(f"checkpoint.initial_load_path = {initial!r} is not read: this run has checkpoints of its own")
         started = time.monotonic()
         state, reader = raise_on_all_ranks(lambda: open_step(self._config, self._model, step), world)
         try:
             tensors = tensors_of(self._model_parts, self._optimizer)
             dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), process_group=self.group)
         except CheckpointException as error:
-            raise SharedConfigError(str(unreadable(self.folder, step, _cause(error)))) from None
+            raise SharedConfigError(str(unreadable(self.folder, step, cause_of(error)))) from None
         raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
         restart_lr_scheduler(self._lr_scheduler, step)
         best = best_saved(self.folder)
@@ -240,6 +203,8 @@ class Checkpointer:
         except CheckpointException as error:
             raise self._not_written(step, error) from None
         logger.info(f"checkpoint of step {step} saved ({time.monotonic() - started:.1f} s)")
+        if last and self.settings.last_save_in_hf and self._job.model.task == "tokens":
+            logger.info(f"weights saved for Hugging Face in {export(self._job, self._dims, self._model_parts, step)}")
         return True
 
     def wait(self) -> None:
@@ -257,7 +222,7 @@ class Checkpointer:
             raise self._not_written(self._last_step, error) from None
 
     def _not_written(self, step: int, error: CheckpointException) -> CheckpointError:
-        cause, rank = _cause(error), min(error.failures)
+        cause, rank = cause_of(error), min(error.failures)
         full = full_disk(cause, self.folder, needed=self._size())
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).strip().split("\n")[0]
         kept = [earlier for earlier in saved_steps(self.folder) if earlier < step]
@@ -294,8 +259,3 @@ class Checkpointer:
             if kind is None:
                 raise
             logger.error(str(also))  # the run ends with the error that is being raised
-
-
-def _cause(error: CheckpointException) -> BaseException:
-    """Return the error of the lowest rank that failed."""
-    return error.failures[min(error.failures)][0]

@@ -47,6 +47,29 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class _Seekable(io.RawIOBase):
+    """PyTorch's view of a part of a file, whose places may also be given from its end."""
+
+    def __init__(self, view: IO[bytes], length: int) -> None:
+        self._view, self._length = view, length
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._view.seek(offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._length}[whence])
+        return self.tell()
+
+    def tell(self) -> int:
+        return self._view.tell()
+
+    def readinto(self, into: memoryview) -> int:
+        return self._view.readinto(into) if self.tell() < self._length else 0
+
+
 class Reader(FileSystemReader):
     """Reads the tensors of one checkpoint folder; `files` are the names that its metadata may refer to."""
 
@@ -71,8 +94,11 @@ class Reader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """Read the archive of one tensor and compare its check sum, which `torch.load` does not do."""
-        content = io.BytesIO(super()._slice_file(file, sinfo).read())
+        """Return the archive of one tensor, whose check sum is compared: `torch.load` does not do it.
+
+        The archive is not kept in memory, where it would be a third copy of the tensor.
+        """
+        content = _Seekable(super()._slice_file(file, sinfo), sinfo.length)
         with zipfile.ZipFile(content) as archive:
             if archive.testzip() is not None:
                 raise ValueError(f"{sinfo.relative_path} is damaged: a check sum is wrong")
@@ -95,8 +121,17 @@ class Writer(FileSystemWriter):
     Publishing is the last step of DCP's protocol, on one rank, so an error there reaches every rank.
     """
 
-    def __init__(self, unfinished: Path, state: RunState, *, keep_latest_k: int, best: float | None = None) -> None:
-        super().__init__(unfinished, sync_files=True)
+    def __init__(
+        self,
+        unfinished: Path,
+        state: RunState,
+        *,
+        keep_latest_k: int,
+        best: float | None = None,
+        file_per_tensor: bool = False,
+    ) -> None:
+        """file_per_tensor: PyTorch keeps the tensors of a file in memory until the file is complete."""
+        super().__init__(unfinished, single_file_per_rank=not file_per_tensor, sync_files=True)
         self._state, self._keep_latest_k, self._best = state, keep_latest_k, best
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -148,6 +148,22 @@ def unreadable(folder: Path, step: int, error: BaseException | str) -> ConfigErr
     return ConfigError(f"the checkpoint {step_folder(folder, step)} cannot be read ({reason}); {works}")
 
 
+def check_same_model(
+    state: RunState, config: JobConfig, model: ModelArgs, path: Path, *, remedy: str, dtype: bool = True
+) -> None:
+    """Check that the tensors of `state`, which is in `path`, are those of this model; dtype: of its data type too.
+
+    Raises:
+        ConfigError: another model or data type.
+    """
+    defaults = {field.name: field.default for field in fields(model)}
+    for key, now in model_description(config, model).items():
+        saved = state.model.get(key, defaults.get(key))  # an older checkpoint has the default of a newer field
+        if saved != now and (dtype or key != "dtype"):
+            what = "training.dtype" if key == "dtype" else f"model.flavor = {config.model.flavor!r}, whose {key}"
+            raise ConfigError(f"{what} = {now!r} is not the {saved!r} of the checkpoint {path}; {remedy}")
+
+
 def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     """Check that this run can resume from `state`.
 
@@ -156,14 +172,7 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     """
     path = step_folder(checkpoint_folder(config), state.step)
     elsewhere = "or start anew in another checkpoint.folder"
-    defaults = {field.name: field.default for field in fields(model)}
-    for key, now in model_description(config, model).items():
-        saved = state.model.get(key, defaults.get(key))  # an older checkpoint has the default of a newer field
-        if saved != now:
-            what = "training.dtype" if key == "dtype" else f"model.flavor = {config.model.flavor!r}, whose {key}"
-            raise ConfigError(
-                f"{what} = {now!r} is not the {saved!r} of the checkpoint {path}; resume with that, {elsewhere}"
-            )
+    check_same_model(state, config, model, path, remedy=f"resume with that, {elsewhere}")
     first = next(iter(state.streams.values()), {})
     for key, now in (("seed", config.training.seed), ("data_streams", config.training.data_streams)):
         saved = first.get(key)
@@ -183,11 +192,11 @@ def publish(unfinished: Path, state: RunState) -> None:
         json.dump({"format": FORMAT, **asdict(state)}, file)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(unfinished)
+    sync_folder(unfinished)
     final = step_folder(unfinished.parent, state.step)
     _make_way(final)
     unfinished.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def _make_way(path: Path) -> None:
@@ -257,7 +266,7 @@ def keep_latest(folder: Path, k: int, written: int) -> None:
             logger.warning(f"the old checkpoint {path} could not be removed ({error.strerror})")
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -39,9 +39,14 @@ def configuration(folder: Path, step: int, *, command: str) -> JobConfig:
         training=replace(config.training, local_batch_size=1, global_batch_size=-1, attention_mask="causal"),
         activation_checkpoint=ActivationCheckpoint(),
         compile=Compile(),
-        checkpoint=Checkpoint(enable=True, folder=config.checkpoint.folder, load_step=step),
+        checkpoint=Checkpoint(
+            enable=True,
+            folder=config.checkpoint.folder,
+            load_step=step,
+            initial_load_path=config.checkpoint.initial_load_path,
+        ),
     )
-    if step_to_load(config) is None:
+    if step_to_load(config) is None and config.checkpoint.initial_load_path is None:
         raise ConfigError(
             f"{checkpoint_folder(config)} holds no checkpoint; train with --checkpoint.enable to save the last step"
         )
@@ -57,7 +62,7 @@ def opened_model(job: ResolvedJob) -> "Iterator[tuple[nn.Module, ParallelDims, R
     """
     import torch
 
-    from trainer.checkpoint.checkpointer import load_weights
+    from trainer.checkpoint.weights import load_weights, open_weights
     from trainer.distributed.parallel_dims import ParallelDims
     from trainer.models.initialization import initialize
     from trainer.models.model_spec import model_spec
@@ -71,5 +76,5 @@ def opened_model(job: ResolvedJob) -> "Iterator[tuple[nn.Module, ParallelDims, R
             model = spec.build(job.model).to(getattr(torch, job.config.training.dtype))
         spec.parallelize(model, dims, job)
         initialize(model, seed=0, device=process.device)
-        load_weights(job.config, job.model, model, step_to_load(job.config))
+        load_weights(open_weights(job.config, job.model), [model])
         yield model, dims, job

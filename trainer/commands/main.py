@@ -10,6 +10,11 @@ COMMANDS = {
     "train": ("train", "train on the GPUs of this machine, or on two CPU ranks", "lct train my.toml --ngpu 8"),
     "check": ("check", "check a configuration and print every decision", "lct check my.toml --world-size 8"),
     "generate": ("generate", "continue a text with the weights of a run", "lct generate outputs/debug_model"),
+    "convert": (
+        "convert",
+        "convert weights to Hugging Face's files and back",
+        "lct convert to-hf outputs exported",
+    ),
     "plan": ("plan", "show who computes and sends what in context parallelism", "lct plan --seq-len 65536 --degree 4"),
     "compare": ("compare", "compare the losses of two configurations", "lct compare a.toml b.toml --ngpu 1 8"),
     "train-tokenizer": (

@@ -20,7 +20,7 @@ _LOAD = "set checkpoint.enable: the same command resumes from its latest checkpo
 _RECOMPUTE = "use activation_checkpoint.mode"
 _DATA = "set training.dataset = 'text' or 'jsonl', and training.dataset_path"
 _TOKENIZER = "use model.tokenizer_path"
-_FLAVOR = "use model.flavor for the size; all sizes start from new weights"
+_FLAVOR = "use model.flavor, a size or a Hugging Face folder, and checkpoint.initial_load_path for its weights"
 _WARMUP_SHARE = "set lr_scheduler.warmup_steps, a number of steps"
 _SEQUENCE_PARALLEL = "set parallelism.tensor_parallel_degree, which has it built in"
 _ULYSSES = "use parallelism.context_parallel_degree, and parallelism.context_parallel_method = 'all_to_all'"

@@ -132,7 +132,7 @@ class Model:
     name: str = "llama3"
     """Model family: llama3, or for fields unet or nat."""
     flavor: str = "debugmodel"
-    """Size within the family; llama3 has debugmodel, 1B, 3B, 8B, 70B, 405B; unet and nat debugmodel, base."""
+    """Size: debugmodel, 1B, 3B, 8B, 70B, 405B (llama3), base (unet, nat), or ./folder of a Hugging Face config.json."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=_TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=_TOKENS)
@@ -292,6 +292,14 @@ class Checkpoint:
     """Saved step to resume from; -1: the latest."""
     async_mode: Literal["disabled", "async"] = key("disabled", when=_SAVING)
     """async: write a copy in the background while training goes on."""
+    initial_load_path: str | None = None
+    """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
+    last_save_in_hf: bool = key(False, when=(_SAVING, _TOKENS))
+    """Also save the weights of the last step as a Hugging Face folder, step-N-hf beside the checkpoint."""
+    export_dtype: Literal["float32", "float64", "bfloat16", "float16"] = key(
+        "float32", when=(_SAVING, needs("checkpoint.last_save_in_hf"), _TOKENS)
+    )
+    """Data type of the weights in the Hugging Face folder."""
     stop_timeout_seconds: int = key(120, SECONDS, "seconds")
     """Seconds after SIGTERM or SIGINT in which the run finishes its step and saves; then it ends at once."""
 

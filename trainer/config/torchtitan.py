@@ -167,6 +167,7 @@ OLDER_VALUES: dict[str, dict[str, str | None]] = {
     "model.norm_type": {"fused_rmsnorm": "rmsnorm", "compiled_rmsnorm": "rmsnorm"},
     "checkpoint.async_mode": {"async_with_pinned_mem": "async"},
     "parallelism.pipeline_parallel_schedule_csv": {"": None},
+    "checkpoint.initial_load_path": {"": None},
 }
 
 
@@ -182,9 +183,8 @@ _IGNORED = {
         job.use_for_integration_test job.print_args job.print_config
         parallelism.pipeline_parallel_expert_parallel_overlap
         debug.moe_force_load_balance activation_checkpoint.early_stop activation_checkpoint.preserve_rng_state
-        float8.force_recompute_fp8_weight_in_bwd checkpoint.initial_load_model_only
-        checkpoint.initial_load_model_weights_only checkpoint.initial_load_in_hf
-        checkpoint.initial_load_in_hf_quantized checkpoint.enable_ft_dataloader_checkpoints
+        float8.force_recompute_fp8_weight_in_bwd checkpoint.initial_load_in_hf
+        checkpoint.enable_ft_dataloader_checkpoints
         fault_tolerance.should_quantize memory_estimation.disable_fake_mode validation.dataloader.persistent_workers
         validation.dataloader.pin_memory""",
     int: """
@@ -206,9 +206,6 @@ _CHECKPOINT = {
     "model_weights_only": _WHOLE_STATE,
     "last_save_model_weights_only": _WHOLE_STATE,
     "last_save_model_only": _WHOLE_STATE,
-    "last_save_in_hf": _WHOLE_STATE,
-    "export_dtype": ("float32", "checkpoints keep training.dtype; leave it out"),
-    "initial_load_path": ("", "a run starts from its own checkpoints, in checkpoint.folder; leave it out"),
     "load_only": (False, "a checkpoint run saves; use a copy of its folder"),
     "enable_first_step_checkpoint": (False, "try saving with checkpoint.interval = 1 and training.steps = 1"),
     "exclude_from_loading": ((), "the whole state is loaded; leave it out"),
@@ -220,6 +217,9 @@ _REDUCED = "rank 0 writes what is reduced over all ranks; leave it out"
 _NO_EXPERTS = "the models here have no experts; leave it out"
 _SCALES = "scales are found from the tensor itself, 'dynamic'; leave it out"
 _CLIPPED = "gradients are clipped by their global norm; leave it out"
+_INITIAL = "checkpoint.initial_load_model_only checkpoint.initial_load_model_weights_only"
+_WEIGHTS_ALONE = "optimizer and data start anew beside initial weights; leave it out"
+_HIGH_PRECISION = "initial weights are read in float32, float64, bfloat16 or float16; leave it out"
 _SAME_WEIGHTS = "initial weights are the same on every layout; leave it out"
 _KEPT_PRODUCTS = "every second matrix product is kept, whatever its shape; leave it out"
 _SCALING = "float8.scaling_type_input float8.scaling_type_weight float8.scaling_type_grad_output"
@@ -248,6 +248,8 @@ ABSENT: dict[str, Absent] = {
         for name, (off, instead) in _CHECKPOINT.items()
         for key, absent in _refused(f"checkpoint.{name}", off, instead=instead, needs="checkpoint.enable").items()
     },
+    **_refused(_INITIAL, True, instead=_WEIGHTS_ALONE, needs="checkpoint.initial_load_path"),
+    **_refused("checkpoint.initial_load_in_hf_quantized", False, instead=_HIGH_PRECISION),
     **_refused("checkpoint.create_seed_checkpoint", False, instead=_SAME_WEIGHTS),
     **_refused(_PRODUCTS, (), ("moe.router.gate",), instead=_KEPT_PRODUCTS),
     **_refused(_SCALING, "dynamic", instead=_SCALES, needs="float8.enable"),

@@ -19,6 +19,8 @@ from trainer.config.errors import ConfigError
 from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.distributed.sharding.exchange import Transfer, send_receive
 
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has the first and the last stage
+
 LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -29,7 +31,7 @@ class Pipeline:
     dtype: of the hidden states; tp: ranks that shard them along the sequence.
 
     Raises:
-        ConfigError: the schedule of the plan's CSV file cannot run.
+        ConfigError: the schedule of the plan's CSV file cannot run, or this PyTorch cannot run the schedule.
     """
 
     def __init__(
@@ -142,6 +144,11 @@ class Pipeline:
         self._schedule, self._shape = self._build(self._stages), shape
 
     def _build(self, stages: list[PipelineStage]) -> object:
+        if self.plan.schedule in _V_SHAPED and torch.__version__ < (2, 12):
+            raise ConfigError(
+                f"parallelism.pipeline_parallel_schedule = {self.plan.schedule!r} needs PyTorch 2.12 or newer, and this "
+                f"is {torch.__version__}, which waits for ever for its first message; use 'Interleaved1F1B'"
+            )
         settings = {"loss_fn": self._micro_batch_loss, "scale_grads": False}
         if self.plan.csv is not None:
             schedule = torch_schedules._PipelineScheduleRuntime(stages, self.plan.micro_batches, **settings)

@@ -7,6 +7,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_writable, nearest_existing, writable_folder
 from trainer.models.args import ModelArgs
+from trainer.models.registry import hf_config
 
 
 def check_dump_folder(folder: str) -> None:
@@ -40,6 +41,8 @@ def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
         raise ConfigError(f"checkpoint.load_step = {settings.load_step} must be a saved step, or -1 for the latest")
     if not settings.enable:
         return
+    if settings.last_save_in_hf and not config.trains_fields:
+        hf_config(config.model.name).write(model)  # refuses what transformers does not have
     if not settings.folder:
         raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")
     step = step_to_load(config)

@@ -9,12 +9,13 @@ from trainer.data.tokenizer import vocab_size_of
 from trainer.job.degrees import Degrees
 from trainer.job.fields import check_task, shape_of_fields
 from trainer.models.args import ModelArgs
-from trainer.models.registry import flavor_args, model_args
+from trainer.models.registry import flavor_args, is_folder, model_args
 
 
 def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelArgs:
     """Return the arguments of the model that the configuration names, with its tokenizer's vocabulary.
 
+    A Hugging Face folder brings its own vocabulary, which must have room for the tokenizer's.
     missing: takes the message about a tokenizer, or fields, that are not on this machine; the model then has the
     vocabulary of its family's default arguments, or fields of an assumed shape.
 
@@ -22,7 +23,7 @@ def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelA
         ConfigError: no such model, flavor, tokenizer or fields, or a model of another kind of data.
     """
     # The model's name is checked before the tokenizer.
-    args = flavor_args(config.model)
+    flavor = args = flavor_args(config.model)
     check_task(config, args)
     if args.task == "fields":
         return args.of_fields(*shape_of_fields(config, missing))
@@ -30,12 +31,22 @@ def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelA
     if config.model.tokenizer_path == "":
         raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
     try:
-        return replace(args, vocab_size=vocab_size_of(config.model.tokenizer_file))
+        tokens = vocab_size_of(config.model.tokenizer_file)
     except MissingFile as error:
         if missing is None:
             raise
         missing.append(str(error))
-        return replace(args, vocab_size=type(args)().vocab_size)
+        tokens = None
+    if not is_folder(config.model.flavor):
+        return replace(args, vocab_size=type(args)().vocab_size if tokens is None else tokens)
+    # Embeddings may have more rows than the tokenizer has tokens.
+    if tokens is not None and tokens > flavor.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {config.model.tokenizer_file} has {tokens:,} tokens, and model.flavor = "
+            f"{config.model.flavor!r} has embeddings for {flavor.vocab_size:,}; set model.tokenizer_path "
+            f"to the model's own"
+        )
+    return replace(args, vocab_size=flavor.vocab_size)
 
 
 def check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees) -> None:

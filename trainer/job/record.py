@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.datasets import check_source
@@ -151,18 +152,19 @@ def resolve(
         check_float8(config, model, degrees)
     compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
-    _check_files(config, degrees, missing)
+    _check_files(config, degrees, model, missing)
     check_checkpoint(config, model)
     degrees = with_head_degree(degrees, attention)
     return ResolvedJob(config, degrees, device_type, model, attention, reason, layouts, pipeline, compilation, notes)
 
 
-def _check_files(config: JobConfig, degrees: Degrees, missing: list[str] | None) -> None:
-    """Check data and packages; missing: takes the messages about those that are not on this machine."""
+def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing: list[str] | None) -> None:
+    """Check data, packages and initial weights; missing: takes the messages about what is not on this machine."""
     training = config.training
     text = partial(check_source, training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
     data = partial(check_samples, config, degrees) if config.trains_fields else text
-    for check in (data, partial(check_validation_data, config), partial(check_trackers, config)):
+    weights = partial(check_initial_weights, config, model)
+    for check in (data, partial(check_validation_data, config), partial(check_trackers, config), weights):
         try:
             check()
         except MissingFile as error:

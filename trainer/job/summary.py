@@ -7,6 +7,7 @@ from trainer.job.memory import rank_memory, size_words
 from trainer.job.mesh_picture import mesh_picture
 from trainer.job.record import ResolvedJob
 from trainer.models.args import has_windows
+from trainer.models.registry import is_folder
 
 WIDTH = 100
 _TOPIC = 13
@@ -78,9 +79,10 @@ def _data(job: ResolvedJob) -> str:
             f"streams; predicted {fields.lead} frame{'s' * (fields.lead > 1)} ahead; {fields.held_out} trajectories "
             "held out"
         )
+    vocabulary = "; embeddings for" if is_folder(job.config.model.flavor) else " with"
     return (
-        f"{source}, in {training.data_streams} streams; tokenizer {Path(job.config.model.tokenizer_file).name} with "
-        f"{job.model.vocab_size:,} tokens"
+        f"{source}, in {training.data_streams} streams; tokenizer {Path(job.config.model.tokenizer_file).name}"
+        f"{vocabulary} {job.model.vocab_size:,} tokens"
     )
 
 
@@ -203,10 +205,12 @@ def _compiled(job: ResolvedJob) -> str:
 
 def _checkpoints(job: ResolvedJob) -> str:
     settings = job.config.checkpoint
+    start = "" if settings.initial_load_path is None else f"a new run has the weights of {settings.initial_load_path}; "
     if not settings.enable:
-        return "none are saved (checkpoint.enable = false)"
+        return f"{start}none are saved (checkpoint.enable = false)"
     folder = Path(job.config.job.dump_folder) / settings.folder
-    return f"every {settings.interval:,} steps and after the last one, in {folder}"
+    hf = ", which is also a Hugging Face folder" if settings.last_save_in_hf else ""
+    return f"{start}every {settings.interval:,} steps and after the last one{hf}, in {folder}"
 
 
 def _memory(job: ResolvedJob) -> str:

@@ -52,14 +52,25 @@ class Decoder(Model, Protocol):
         """
 
 
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 @dataclass(frozen=True)
 class Counterpart:
     """The tensor of a Hugging Face model that has the values of one of ours: its name, and the change of layout."""
 
     name: str
-    to_hf: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    to_hf: Callable[[torch.Tensor], torch.Tensor] = _unchanged
     """Whole tensor -> whole tensor, also on meta."""
-    from_hf: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    from_hf: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    moves_rows: bool = False
+    """Whether both change nothing but the order of the rows (dim 0), also of a 1-D tensor, and move no row far: a rank
+    then reads what is near its own rows, in place of the whole tensor."""
+
+    @property
+    def same_layout(self) -> bool:
+        return self.from_hf is _unchanged
 
 
 @dataclass(frozen=True)

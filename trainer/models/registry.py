@@ -1,11 +1,14 @@
 """Names of models and flavors -> model arguments. Torch-free."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import Model
 from trainer.models.args import DecoderArgs, ModelArgs
+from trainer.models.hf_config import Entries, HFConfig, read_config
 from trainer.models.llama3 import args as llama3
+from trainer.models.llama3 import hf_config as hf_llama
 from trainer.models.nat import args as nat
 from trainer.models.unet import args as unet
 
@@ -16,15 +19,52 @@ MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {
     "nat": (nat.FLAVORS, "trainer.models.nat.spec"),
 }
 
+# Families that transformers has too.
+HF_CONFIGS: dict[str, HFConfig] = {"llama3": hf_llama.HF_CONFIG}
+
+
+def is_folder(flavor: str) -> bool:
+    """Return whether a flavor is the path of a Hugging Face folder, which has a slash in it."""
+    return "/" in flavor
+
+
+def hf_config(name: str) -> HFConfig:
+    """Return how a family reads and writes `config.json`.
+
+    Raises:
+        ConfigError: transformers does not have the family.
+    """
+    if name not in HF_CONFIGS:
+        raise ConfigError(
+            f"model.name = {name!r} has no counterpart in Hugging Face's transformers; families that have one: "
+            f"{', '.join(HF_CONFIGS)}"
+        )
+    return HF_CONFIGS[name]
+
+
+def hf_family(entries: Entries) -> str:
+    """Return the name of the family that a `config.json` is of.
+
+    Raises:
+        ConfigError: it is of none.
+    """
+    names = {known.model_type: name for name, known in HF_CONFIGS.items()}
+    found = entries.content.get("model_type")
+    if found not in names:
+        raise ConfigError(f"{entries.file}: model_type = {found!r} is not supported; it must be {' or '.join(names)}")
+    return names[found]
+
 
 def flavor_args(model: Model) -> ModelArgs:
     """Return the arguments of the configured flavor, without what the data and table `[model]` add.
 
     Raises:
-        ConfigError: no model or flavor of that name.
+        ConfigError: no model, flavor or Hugging Face folder of that name.
     """
     if model.name not in MODELS:
         raise ConfigError(f"model.name = {model.name!r} is not a known model{did_you_mean(model.name, MODELS)}")
+    if is_folder(model.flavor):
+        return hf_config(model.name).read(read_config(Path(model.flavor)))
     flavors = MODELS[model.name][0]
     if model.flavor not in flavors:
         raise ConfigError(

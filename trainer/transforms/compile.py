@@ -155,10 +155,15 @@ def check_compiler(options: CompileOptions, device: torch.device) -> None:
     """Check that this machine can compile, before anything is built.
 
     Raises:
-        ConfigError: there is no C++ compiler; for asynchronous tensor parallelism, GPUs cannot share memory.
+        ConfigError: there is no C++ compiler; this PyTorch cannot compile models of fields; for asynchronous tensor parallelism, GPUs cannot share memory.
     """
     if options.overlaps_tensor_parallel:
         _check_symmetric_memory(device)
+    if options.fixed_shapes and options.model and torch.__version__ < (2, 13):
+        raise ConfigError(
+            f"compile.enable of a model of fields needs PyTorch 2.13 or newer, and this is {torch.__version__}, whose "
+            "compiler cannot follow its operators; leave it out"
+        )
     if not options.any or options.backend != "inductor":
         return
     from torch._inductor.cpp_builder import get_cpp_compiler

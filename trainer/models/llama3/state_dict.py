@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
-from trainer.config.errors import ConfigError
 from trainer.models.llama3.args import TransformerArgs
+from trainer.models.llama3.hf_config import check_features
 from trainer.models.model_spec import Counterpart
 
 _MODULES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -30,19 +30,15 @@ def counterpart(args: TransformerArgs, name: str) -> Counterpart:
     Raises:
         ConfigError: a feature that `LlamaForCausalLM` does not have.
     """
-    others = args.sliding_window is not None, args.attention_sinks, args.short_conv_kernel
-    if args.norm_type != "rmsnorm" or any(others):
-        raise ConfigError(
-            "Hugging Face's Llama has RMSNorm, and neither sliding windows, attention sinks nor short convolutions; "
-            "leave out model.norm_type, model.sliding_window, model.attention_sinks and model.short_conv_kernel"
-        )
+    check_features(args)
     module = name.removesuffix(".weight")
     if module in _MODULES:
         return Counterpart(f"{_MODULES[module]}.weight")
     _, layer, part = module.split(".", 2)
     there, pairs = f"model.layers.{layer}.{_MODULES_OF_LAYER[part]}.weight", args.head_dim // 2
     if part in ("attention.wq", "attention.wk"):
-        return Counterpart(there, partial(_swap, sizes=(-1, pairs, 2)), partial(_swap, sizes=(-1, 2, pairs)))
+        there_and_back = partial(_swap, sizes=(-1, pairs, 2)), partial(_swap, sizes=(-1, 2, pairs))
+        return Counterpart(there, *there_and_back, moves_rows=True)
     return Counterpart(there)
 
 

@@ -1,0 +1,131 @@
+"""A Hugging Face folder as a checkpoint of weights: DCP asks for parts of our tensors, and only these are read."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from trainer.checkpoint.safetensors import BYTES, Stored, read_folder
+from trainer.config.errors import ConfigError
+from trainer.models.model_spec import ModelSpec
+from trainer.models.state_dict import check_shapes, pairs
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class HFReader(StorageReader):
+    """Reads the tensors `model.<name>` of a model from the safetensors files of a folder, in the model's own layout.
+
+    Raises:
+        ConfigError: a file is missing or broken; a tensor is missing, unknown or of another shape.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec, args: Any) -> None:
+        self.path, self.pairs, self._stored = folder, pairs(spec, args), read_folder(folder)
+        wanted = {pair.hf.name: pair.hf_shape for pair in self.pairs.values()}
+        try:
+            check_shapes({name: stored.shape for name, stored in self._stored.items()}, wanted)
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}; the folder must hold the weights of this very model") from None
+
+    def read(
+        self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Return a part of our tensor, by default all of it: of shape `lengths`, on the CPU, in the file's data type.
+
+        The part is in memory at most twice; the whole tensor, if more than the order of its rows changes.
+
+        Raises:
+            OSError: the file cannot be read, or is shorter than before.
+        """
+        pair = self.pairs[name]
+        stored, shape = self._stored[pair.hf.name], pair.ours.shape
+        offsets, lengths = offsets or [0] * len(shape), shape if lengths is None else lengths
+        if pair.hf.same_layout or 0 in lengths:
+            return _read_part(stored, offsets, lengths)
+        if not pair.hf.moves_rows:
+            whole = pair.hf.from_hf(_read_part(stored, [0] * len(stored.shape), stored.shape))
+            return whole[tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))]
+        rows = pair.hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
+        first = rows.min().item()
+        part = _read_part(stored, [first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
+        return part[rows - first]
+
+    # ---- the protocol of DCP
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        entries = {}
+        for name, pair in self.pairs.items():
+            dtype, shape = DTYPES[self._stored[pair.hf.name].dtype], pair.ours.shape
+            whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+            entries[f"model.{name}"] = TensorStorageMetadata(TensorProperties(dtype), shape, [whole])
+        return Metadata(entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item)
+            target.copy_(self.read(item.storage_index.fqn.removeprefix("model."), item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return False
+
+
+def _read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Return a part of a tensor of a file, of shape `lengths`; no other bytes are read."""
+    part = torch.empty(tuple(lengths), dtype=DTYPES[stored.dtype])
+    into, done = memoryview(part.view(-1).view(torch.uint8).numpy()), 0
+    with stored.file.open("rb", buffering=0) as file:
+        for start, size in _runs(stored, offsets, lengths):
+            _read_exactly(file, start, into[done : done + size])
+            done += size
+    return part
+
+
+def _runs(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first byte, bytes) of the contiguous runs of a part, in its order."""
+    shape, itemsize = stored.shape, BYTES[stored.dtype]
+    # The last dimension of which a part is wanted: in it a run is contiguous, with all that is within.
+    cut = max((dim for dim in range(len(shape)) if lengths[dim] != shape[dim]), default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    size = math.prod(lengths[cut:]) * itemsize
+    for place in product(*(range(offset, offset + n) for offset, n in zip(offsets[:cut], lengths[:cut], strict=True))):
+        element = sum(i * stride for i, stride in zip((*place, *offsets[cut:]), strides, strict=True))
+        yield stored.start + element * itemsize, size
+
+
+def _read_exactly(file: BinaryIO, start: int, into: memoryview) -> None:
+    file.seek(start)
+    while into:
+        count = file.readinto(into)  # a call reads 2 GiB at most
+        if not count:
+            raise OSError(f"{file.name} has become shorter")
+        into = into[count:]

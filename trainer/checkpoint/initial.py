@@ -1,0 +1,73 @@
+"""Where a new run may take its weights from, and whether they fit its model. Torch-free."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from trainer.checkpoint.folder import STATE_FILE, check_same_model, read_state, step_to_load
+from trainer.checkpoint.safetensors import read_folder
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.schema import JobConfig
+from trainer.models.args import ModelArgs
+from trainer.models.hf_config import CONFIG_FILE, read_config
+from trainer.models.registry import hf_config, is_folder
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def saved_step(path: Path) -> int | None:
+    """Return the step of a checkpoint folder `step-N` of this program; None: it is something else."""
+    match = _STEP.fullmatch(path.absolute().name)
+    return int(match[1]) if match and (path / STATE_FILE).is_file() else None
+
+
+def hf_folder(config: JobConfig) -> Path | None:
+    """Return the Hugging Face folder of which a run has its weights or sizes, and so its tokenizer; None: no such."""
+    named = [config.checkpoint.initial_load_path, config.model.flavor if is_folder(config.model.flavor) else None]
+    return next((Path(path) for path in named if path and (Path(path) / CONFIG_FILE).is_file()), None)
+
+
+def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
+    """Check that the weights in `checkpoint.initial_load_path` are there and of this model.
+
+    Raises:
+        ConfigError: they are damaged, of another model, or neither a Hugging Face folder nor a checkpoint.
+        MissingFile: nothing is there.
+    """
+    given = config.checkpoint.initial_load_path
+    if given is None or (config.checkpoint.enable and step_to_load(config) is not None):
+        return  # a run with checkpoints resumes from them
+    path = Path(given)
+    if not path.is_dir():
+        raise MissingFile(f"checkpoint.initial_load_path = {given!r} is no folder here; name a folder with weights")
+    step = saved_step(path)
+    if step is not None:
+        state = read_state(path.absolute().parent, step)
+        check_same_model(state, config, model, path, remedy="take that model", dtype=False)
+    elif (path / CONFIG_FILE).is_file():
+        _check_hf(config, model, path)
+        read_folder(path)
+    else:
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {given!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a "
+            f"{STATE_FILE} of a checkpoint; name a Hugging Face folder, or a folder step-N of a run's checkpoints"
+        )
+
+
+def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
+    """Check that the model is that of `config.json`, but for what table [model] changes."""
+    family = hf_config(config.model.name)
+    family.write(model)  # refuses what transformers does not have
+    args = family.read(read_config(path))
+    theirs = args.configured(config.model, vocab_size=args.vocab_size, max_seq_len=config.training.seq_len)
+    different = [
+        f"{field.name} = {getattr(model, field.name)} (there {getattr(theirs, field.name)})"
+        for field in fields(model)
+        if getattr(model, field.name) != getattr(theirs, field.name)
+    ]
+    if different:
+        name = "the folder" if is_folder(config.model.flavor) else f"model.flavor = {config.model.flavor!r}"
+        raise ConfigError(
+            f"{name} is not the model in checkpoint.initial_load_path = {str(path)!r}: {', '.join(different)}; set "
+            f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(path.absolute())!r}"
+        )

@@ -1,0 +1,140 @@
+"""The safetensors format: files of tensors with a header in JSON, and the index of a folder of them. Torch-free.
+
+    8 bytes            length of the header, little-endian
+    header             {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [first, last + 1]}, ...}
+    bytes of tensors   row-major, little-endian; offsets count from here
+
+Files are read and written here tensor by tensor, and by part of a tensor, so that no file is ever whole in memory.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.errors import ConfigError
+
+Shape = tuple[int, ...]
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+"""Data types that are read and written, with the bytes of an element."""
+_LONGEST_HEADER = 100 * 1000 * 1000
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file; `start` is the place of its first byte."""
+
+    file: Path
+    dtype: str
+    shape: Shape
+    start: int
+
+
+def read_folder(folder: Path) -> dict[str, Stored]:
+    """Return every tensor of a Hugging Face folder, by name.
+
+    Raises:
+        ConfigError: a file is missing or broken, or a tensor is in another file than the index says.
+    """
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            raise ConfigError(
+                f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there; transformers' save_pretrained "
+                f"writes them"
+            )
+        return read_file(folder / SINGLE)
+    try:
+        files = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{folder / INDEX} is no index of tensors ({error}); copy it again") from None
+    found: dict[str, Stored] = {}
+    for name in sorted(set(map(str, files.values()))):
+        if Path(name).name != name:
+            raise ConfigError(f"{folder / INDEX} names {name!r}, which is no file beside it; copy it again")
+        found |= read_file(folder / name)
+    for name, file in files.items():
+        if name not in found or found[name].file.name != file:
+            raise ConfigError(f"{folder / INDEX} says that {name} is in {file}, and it is not; copy both again")
+    return found
+
+
+def read_file(file: Path) -> dict[str, Stored]:
+    """Return every tensor of a file, by name.
+
+    Raises:
+        ConfigError: the file is missing, cut short or no safetensors file, or a tensor has another data type.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+                raise ValueError(f"its header has {length} bytes, and the file {size}")
+            entries = json.loads(opened.read(length))
+        entries.pop("__metadata__", None)
+        return {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); copy it again") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file} is no safetensors file, or a part of one ({error}); copy it again") from None
+
+
+def _stored(file: Path, name: str, entry: dict, base: int, size: int) -> Stored:
+    dtype, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+    if dtype not in BYTES:
+        raise ConfigError(f"{file}: {name} has the data type {dtype}; those that can be read are {', '.join(BYTES)}")
+    start, stop = map(int, entry["data_offsets"])
+    if min((start, *shape)) < 0 or stop - start != math.prod(shape) * BYTES[dtype]:
+        raise ValueError(f"{name} of shape {shape} has {stop - start} bytes")
+    if base + stop > size:
+        raise ValueError(f"{name} ends at byte {base + stop} of {size}")
+    return Stored(file, dtype, shape, base + start)
+
+
+@dataclass(frozen=True)
+class NewFile:
+    """A file that is to be written: its name, its header with the length before it, and its tensors in their order."""
+
+    name: str
+    header: bytes
+    tensors: tuple[str, ...]
+
+
+def plan_files(shapes: Mapping[str, Shape], dtype: str, most_bytes: int) -> tuple[list[NewFile], str]:
+    """Return files of at most so many bytes of tensors, and the index; "" if there is one file, which needs none.
+
+    A tensor that is larger has a file of its own.
+    """
+    sizes = {name: math.prod(shape) * BYTES[dtype] for name, shape in shapes.items()}
+    groups: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if groups[-1] and sum(map(sizes.get, groups[-1])) + size > most_bytes:
+            groups.append([])
+        groups[-1].append(name)
+    count = len(groups)
+    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE]
+    files = [
+        NewFile(name, _header({tensor: shapes[tensor] for tensor in group}, dtype), tuple(group))
+        for name, group in zip(names, groups, strict=True)
+    ]
+    if count == 1:
+        return files, ""
+    weight_map = {tensor: file.name for file in files for tensor in file.tensors}
+    return files, json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
+
+
+def _header(shapes: Mapping[str, Shape], dtype: str) -> bytes:
+    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    start = 0
+    for name, shape in shapes.items():
+        stop = start + math.prod(shape) * BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,165 @@
+"""The weights of a model as a part of checkpoints: their names, and loading them alone."""
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, StorageReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from trainer.checkpoint.files import Reader, TensorsOnly, Writer
+from trainer.checkpoint.folder import (
+    RunState,
+    check_fits,
+    checkpoint_folder,
+    model_description,
+    read_state,
+    step_folder,
+    step_to_load,
+    unfinished_folder,
+    unreadable,
+)
+from trainer.checkpoint.hf_reader import HFReader
+from trainer.checkpoint.initial import check_initial_weights, saved_step
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.models.args import ModelArgs
+from trainer.models.model_spec import model_spec
+from trainer.transforms.float8 import without_float8_cast
+
+
+def names_of(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
+    """Return every tensor that is saved, with its name; a shared parameter has the first of its names."""
+    named: dict[torch.Tensor, str] = {}
+    for part in model_parts:
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            named.setdefault(tensor, name)
+    return named
+
+
+def model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+    """Return the tensors by their names in a checkpoint, not copied."""
+    return {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
+
+
+def open_step(config: JobConfig, model: ModelArgs, step: int) -> tuple[RunState, Reader]:
+    """Return the state of a saved step of this run, and a reader of its tensors.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or of another model or other data.
+    """
+    folder = checkpoint_folder(config)
+    state = read_state(folder, step)
+    check_fits(state, config, model)
+    return state, reader_of(folder, state)
+
+
+def reader_of(folder: Path, state: RunState) -> Reader:
+    """Return a reader of the tensors of a saved step in `folder`, which has its metadata.
+
+    Raises:
+        ConfigError: the checkpoint is damaged.
+    """
+    reader = Reader(step_folder(folder, state.step), files=state.files)
+    try:
+        reader.read_metadata()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        raise unreadable(folder, state.step, error) from None
+    return reader
+
+
+def open_initial(config: JobConfig, args: ModelArgs) -> StorageReader:
+    """Return a reader of the weights in `checkpoint.initial_load_path`.
+
+    Raises:
+        ConfigError: they are damaged, or of another model.
+    """
+    check_initial_weights(config, args)
+    path = Path(config.checkpoint.initial_load_path)
+    step = saved_step(path)
+    if step is None:
+        return HFReader(path, model_spec(config.model.name), args)
+    return reader_of(path.absolute().parent, read_state(path.absolute().parent, step))
+
+
+def open_weights(config: JobConfig, args: ModelArgs) -> StorageReader:
+    """Return a reader of the weights of a run: of its checkpoint, or of what it starts from if it has saved none.
+
+    Raises:
+        ConfigError: they are damaged, or of another model.
+    """
+    step = step_to_load(config)
+    return open_initial(config, args) if step is None else open_step(config, args, step)[1]
+
+
+def load_weights(reader: StorageReader, model_parts: Sequence[nn.Module]) -> None:
+    """Load the weights of the model parts of this rank, in place; no collective. A rank reads what it holds.
+
+    Raises:
+        ConfigError: files are damaged.
+    """
+    load_tensors(model_tensors(names_of(model_parts)), reader)
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], reader: StorageReader) -> None:
+    """Load tensors in place, in their own data types.
+
+    Raises:
+        ConfigError: something is missing, damaged or of another shape.
+    """
+    try:
+        with _by_itself():
+            dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+    except CheckpointException as error:
+        reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
+        raise ConfigError(f"the weights in {reader.path} cannot be read ({reason}); take another copy") from None
+
+
+def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
+    """Write the checkpoint `step-0`, of weights alone, of a run that starts from those of `reader`; tensor by tensor.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    dtype, folder = getattr(torch, config.training.dtype), checkpoint_folder(config)
+    tensors = {name: torch.empty_like(pair.ours, dtype=dtype) for name, pair in reader.pairs.items()}
+    state = RunState(0, 0, model_description(config, args), streams={}, files={})
+    writer = Writer(unfinished_folder(folder, 0), state, keep_latest_k=0, file_per_tensor=True)
+    planner = _Streamed(lambda name: reader.read(name.removeprefix("model.")).to(dtype))
+    folder.mkdir(parents=True)
+    try:
+        with _by_itself():
+            named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+            dcp.save(named, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise cause_of(error) from None
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Enter a context in which PyTorch does not warn that ranks act alone (`no_dist`), which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+class _Streamed(DefaultSavePlanner):
+    """Saves tensors on meta, each of which is read when it is written."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._read(index.fqn)
+
+
+def cause_of(error: CheckpointException) -> BaseException:
+    """Return the error of the lowest rank that failed."""
+    return error.failures[min(error.failures)][0]

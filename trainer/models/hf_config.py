@@ -1,0 +1,108 @@
+"""`config.json` of a Hugging Face folder: its entries, checked. Torch-free. A family says what they mean to it."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of one file, or of a table in it."""
+
+    file: Path
+    content: Mapping[str, Any]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number above 0.
+
+        Raises:
+            ConfigError: it is something else, or missing without a default.
+        """
+        value = self.content.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{self.file}: {key} = {value!r} must be a number above 0")
+        return value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """Return a whole number above 0; otherwise as `number`."""
+        value = self.number(key, default)
+        if not isinstance(value, int):
+            raise ConfigError(f"{self.file}: {key} = {value!r} must be a whole number")
+        return value
+
+    def switch(self, key: str) -> bool:
+        """Return whether a switch is on; missing or null: off.
+
+        Raises:
+            ConfigError: it is no switch.
+        """
+        value = self.content.get(key)
+        if value not in (None, False, True):
+            raise ConfigError(f"{self.file}: {key} = {value!r} must be true or false")
+        return bool(value)
+
+    def table(self, key: str) -> "Entries":
+        """Return a table within; missing or null: an empty one.
+
+        Raises:
+            ConfigError: it is no table.
+        """
+        value = self.content.get(key) or {}
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.file}: {key} = {value!r} must be a table")
+        return Entries(self.file, value)
+
+    def only(self, key: str, *supported: Any) -> Any:
+        """Return the value of a key with which the family computes, or the first of these if it is missing or null.
+
+        Raises:
+            ConfigError: another value.
+        """
+        value = self.content.get(key)
+        if value is None:
+            return supported[0]
+        if value not in supported:
+            raise ConfigError(f"{self.file}: {key} = {value!r} is not supported; it must be {_words(supported)}")
+        return value
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """How a family reads `config.json` and writes it."""
+
+    model_type: str
+    """What `model_type` says of it."""
+    read: Callable[[Entries], Any]
+    """Entries -> model arguments, `max_seq_len` being the longest sequence that the file is for. It raises a
+    ConfigError, by key and value, for what the family does not have."""
+    write: Callable[[Any], dict[str, Any]]
+    """Model arguments -> entries. It raises a ConfigError for what transformers does not have."""
+
+
+def read_config(folder: Path) -> Entries:
+    """Return the entries of a folder's `config.json`.
+
+    Raises:
+        ConfigError: it is missing, or no table of JSON.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); name a folder of a Hugging Face model") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is no JSON ({error}); copy it from the model again") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no table; copy it from the model again")
+    return Entries(file, content)
+
+
+def _words(values: tuple[Any, ...]) -> str:
+    return " or ".join("null" if value is None else repr(value) for value in values)
