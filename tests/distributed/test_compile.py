@@ -114,6 +114,7 @@ def test_plans_that_change_every_step_are_not_compiled_again(
         assert not counts.get("graph_break")
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="PyTorch 2.11 raises an error of its own instead")
 def test_without_the_wait_the_gradient_of_the_embedding_is_lost(pool: WorkerPool) -> None:
     """The negative control: TP + FSDP + compile train on, and the embedding learns nothing."""
     world_size, arguments = LAYOUTS["fsdp2+tp2"]
@@ -200,10 +201,13 @@ def cached_case(folder: str, arguments: list[str]) -> tuple[Record, int]:
     return record, counters["aot_autograd"]["autograd_cache_hit"]
 
 
+CACHED = pytest.mark.skipif(torch.__version__ < (2, 13), reason="PyTorch 2.11 and 2.12 find no code of an earlier run")
+
+
 @pytest.mark.parametrize(
     "runs",
     [
-        pytest.param([("tp2", 0), ("tp2", 1)], id="another rank"),
+        pytest.param([("tp2", 0), ("tp2", 1)], id="another rank", marks=CACHED),
         pytest.param([("tp2", 0), ("fsdp2+tp2", 0)], id="another job", marks=pytest.mark.slow),
     ],
 )

@@ -116,7 +116,7 @@ RULES = [
         why=f"{LONG}; packages are installed",
         says=r"(?s)training done: 2 steps .*next +\S*lct generate .*def __init__",
     ),
-    Rule(r"make (test|test-all|mutants)", r"make -n \1", why="this test is part of it", slow=False),
+    Rule(r"make (test|test-all|test-versions|mutants)", r"make -n \1", why="this test is part of it", slow=False),
     Rule(r"make test-gpu", r"ls $(make -n \g<0> | grep -o 'tests/[^ ]*')", why=BIG, slow=False),
     Rule(r"make (lint|docs)"),
     Rule(

@@ -125,8 +125,8 @@ CHECKPOINTS = (
     Mutant(
         "the latest checkpoints are removed, not the oldest",
         "trainer/checkpoint/folder.py",
-        "if step <= written][: -k or None]",
-        "if step <= written][k:]",
+        "of_this_run[: -k or None]",
+        "of_this_run[k:]",
         "tests/unit/test_checkpoint_folder.py",
     ),
     Mutant(

@@ -19,7 +19,7 @@ from trainer.config.errors import ConfigError
 from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.distributed.sharding.exchange import Transfer, send_receive
 
-_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has the first and the last stage
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has the first and the last stage
 
 LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -144,10 +144,10 @@ class Pipeline:
         self._schedule, self._shape = self._build(self._stages), shape
 
     def _build(self, stages: list[PipelineStage]) -> object:
-        if self.plan.schedule in _V_SHAPED and torch.__version__ < (2, 12):
+        if self.plan.schedule in V_SHAPED and torch.__version__ < (2, 12) and dist.get_backend(self._group) == "gloo":
             raise ConfigError(
-                f"parallelism.pipeline_parallel_schedule = {self.plan.schedule!r} needs PyTorch 2.12 or newer, and this "
-                f"is {torch.__version__}, which waits for ever for its first message; use 'Interleaved1F1B'"
+                f"parallelism.pipeline_parallel_schedule = {self.plan.schedule!r} needs PyTorch 2.12 or newer on CPUs; "
+                f"this is {torch.__version__}, whose ranks send themselves a message; use 'Interleaved1F1B'"
             )
         settings = {"loss_fn": self._micro_batch_loss, "scale_grads": False}
         if self.plan.csv is not None:

@@ -155,7 +155,8 @@ def check_compiler(options: CompileOptions, device: torch.device) -> None:
     """Check that this machine can compile, before anything is built.
 
     Raises:
-        ConfigError: there is no C++ compiler; this PyTorch cannot compile models of fields; for asynchronous tensor parallelism, GPUs cannot share memory.
+        ConfigError: there is no C++ compiler; this PyTorch cannot compile models of fields; for asynchronous tensor
+            parallelism, GPUs cannot share memory.
     """
     if options.overlaps_tensor_parallel:
         _check_symmetric_memory(device)
