@@ -70,6 +70,7 @@ CASES = [
     ("cp2", [], True),
     ("cp2", DOCUMENTS, True),
     ("cp2", SHORTER, True),
+    ("cp2", [*DOCUMENTS, *SHORTER, "--parallelism.context_parallel_method=auto"], True),
     ("pp2", [], True),
     ("fsdp2+tp2", SHORTER, True),
     ("fsdp4", DOCUMENTS, False),

@@ -193,6 +193,28 @@ def test_a_json_without_an_end_of_text_is_one_sentence(tmp_path: Path) -> None:
     assert "is no JSON" in broken(folder, "tokenizer_config.json", "{")
 
 
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"bos_token_id": 99999, "eos_token_id": 601}, "bos_token_id = 99999 beside tokenizer.json is no id of its"),
+        ({"eos_token_id": [-1, 601]}, "eos_token_id = -1 beside"),
+        ({"eos_token_id": "601"}, "eos_token_id = '601' beside"),
+        ({"eos_token_id": True}, "eos_token_id = True beside"),
+    ],
+)
+def test_an_end_that_is_no_id_is_one_sentence(tmp_path: Path, others: dict, message: str) -> None:
+    """No embedding has a row for it."""
+    folder = write_json(tmp_path, config=None)
+    assert message in broken(folder, "generation_config.json", json.dumps(others))
+
+
+@pytest.mark.parametrize("token", [5, ["<|end|>"], {"content": 5}])
+def test_a_name_that_is_no_text_names_nothing(tmp_path: Path, token: object) -> None:
+    folder = write_json(tmp_path, config=CONFIG)
+    message = broken(folder, "tokenizer_config.json", json.dumps({"eos_token": token}))
+    assert "names a token that ends a text" in message
+
+
 def test_a_damaged_model_of_sentencepiece_is_one_sentence(tmp_path: Path, piece_folder: Path) -> None:
     whole = (piece_folder / "tokenizer.model").read_bytes()
     assert "is no model of sentencepiece" in broken(tmp_path, "tokenizer.model", whole[: len(whole) // 2])

@@ -19,7 +19,7 @@ class JsonTokenizer(Tokenizer):
     `config.json`. With `add_bos_token = false` nothing begins a text.
 
     Raises:
-        ConfigError: the file is damaged, or the files beside it name no token that ends a text.
+        ConfigError: the file is damaged, or the files beside it name no token that ends a text, or an id that is none.
     """
 
     def __init__(self, file: str, given: str) -> None:
@@ -50,8 +50,14 @@ class JsonTokenizer(Tokenizer):
             for i, which in enumerate(("bos", "eos")):
                 if ends[i] is None and f"{which}_token" not in settings:
                     ends[i] = _first(others.get(f"{which}_token_id"))
+        for which, end in zip(("bos", "eos"), ends, strict=True):
+            if end is not None and (type(end) is not int or not 0 <= end < self.vocab_size):
+                raise ConfigError(
+                    f"model.tokenizer_path = {given!r}: {which}_token_id = {end!r} beside tokenizer.json is no id of "
+                    f"its {self.vocab_size}; copy all files from one model"
+                )
         bos, eos = ends
-        if eos is None or not 0 <= eos < self.vocab_size:
+        if eos is None:
             raise ConfigError(
                 f"model.tokenizer_path = {given!r}: no file beside tokenizer.json names a token that ends a text; copy "
                 "tokenizer_config.json there too, with its eos_token"
@@ -61,11 +67,11 @@ class JsonTokenizer(Tokenizer):
     def _named(self, token: str | Mapping[str, Any] | None) -> int | None:
         """Return the id of a token, which older files write as an object."""
         name = token.get("content") if isinstance(token, Mapping) else token
-        return None if name is None else self._tokenizer.token_to_id(name)
+        return self._tokenizer.token_to_id(name) if isinstance(name, str) else None
 
 
-def _first(ids: int | Sequence[int] | None) -> int | None:
-    return ids[0] if isinstance(ids, Sequence) and ids else ids if isinstance(ids, int) else None
+def _first(ids: int | list[int] | None) -> int | None:
+    return ids if not isinstance(ids, list) else ids[0] if ids else None
 
 
 def _settings(file: Path) -> Mapping[str, Any]:

@@ -51,7 +51,8 @@ def resolve_attention(
     if method == "auto":
         documents = config.training.attention_mask == "document"
         local = _local_shape(config, model, device_type)
-        options, reason = choose(options, _layer_masks(config, model), degree, local, hybrids=not documents)
+        masks = _layer_masks(model, config.training.seq_len)
+        options, reason = choose(options, masks, degree, local, hybrids=not documents)
     try:
         check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
     except ValueError as error:
@@ -88,9 +89,9 @@ def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: Co
 def _tiles_of_a_stage(config: JobConfig, model: ModelArgs, options: ContextParallelOptions) -> int:
     """Return the most tiles of a stage of the first rank, without packed documents."""
     degree = config.parallelism.context_parallel_degree
-    layout, method = options.layout(config.training.seq_len, degree), options.method
-    head_degree = options.head_degree(degree)
-    plans = [make_plan(layout, mask, method, 0, head_degree=head_degree) for mask in _layer_masks(config, model)]
+    seq_len, heads = config.training.seq_len, options.head_degree(degree)
+    layout, method = options.layout(seq_len, degree), options.method
+    plans = [make_plan(layout, mask, method, 0, head_degree=heads) for mask in _layer_masks(model, seq_len)]
     return max(len(stage.tiles) for plan in plans for stage in plan.forward)
 
 
@@ -111,13 +112,17 @@ def batch_chooser(
     documents = config.training.attention_mask == "document"
     if config.parallelism.context_parallel_method != "auto" or degree == 1 or not documents:
         return None
-    masks, local = _layer_masks(config, model), _local_shape(config, model, device_type)
-    return lambda batch: choose(options, masks, degree, local, batch=batch, hybrids=False)
+    local = _local_shape(config, model, device_type)
+
+    def method_of(batch: Mask) -> tuple[ContextParallelOptions, str]:
+        masks = _layer_masks(model, batch.q_len)  # sequences of a validation have their own length
+        return choose(options, masks, degree, local, batch=batch, hybrids=False)
+
+    return method_of
 
 
-def _layer_masks(config: JobConfig, model: ModelArgs) -> tuple[Mask, ...]:
+def _layer_masks(model: ModelArgs, seq_len: int) -> tuple[Mask, ...]:
     """Return the masks of the model's layers, each once."""
-    seq_len = config.training.seq_len
     windows = {model.window_of_layer(layer) for layer in range(model.n_layers)}
     return tuple(causal(seq_len) if w is None else sliding_window(seq_len, w) for w in sorted(windows, key=str))
 
