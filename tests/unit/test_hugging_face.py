@@ -363,6 +363,20 @@ def test_another_data_type_is_rounded_once(tmp_path: Path, dtype: str) -> None:
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch_dtype
 
 
+def test_what_a_full_disk_leaves_is_removed(tmp_path: Path) -> None:
+    """Small tensors wait in a buffer, so that the error may come when the file is closed, and again."""
+    config = parse_command_line([]).config
+    writer = hf_writer.HFWriter(tmp_path / "out", config, LLAMA, torch.float32)
+    writer.put("tok_embeddings.weight", torch.zeros(4354, 32))
+    writer._file.close()
+    writer._file = open("/dev/full", "wb")  # noqa: SIM115
+    writer.put("norm.weight", torch.zeros(32))
+    with pytest.raises(OSError, match="No space left"):
+        writer.finish(None)
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_the_command_refuses(tmp_path: Path, capsys) -> None:
     hf = saved(tmp_path / "hf", LLAMA)
     run, out = tmp_path / "run", tmp_path / "out"

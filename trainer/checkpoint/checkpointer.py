@@ -44,7 +44,7 @@ from trainer.job.record import ResolvedJob
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.full_disk import full_disk
-from trainer.runtime.process_group import is_peer_failure, set_group_timeout
+from trainer.runtime.process_group import is_peer_failure, set_group_timeout, set_timeout
 
 
 class CheckpointError(RuntimeError):
@@ -204,8 +204,17 @@ class Checkpointer:
             raise self._not_written(step, error) from None
         logger.info(f"checkpoint of step {step} saved ({time.monotonic() - started:.1f} s)")
         if last and self.settings.last_save_in_hf and self._job.model.task == "tokens":
-            logger.info(f"weights saved for Hugging Face in {export(self._job, self._dims, self._model_parts, step)}")
+            self._export(step)
         return True
+
+    def _export(self, step: int) -> None:
+        """Write the weights of the last step as a Hugging Face folder; the other ranks wait for the one that writes."""
+        set_timeout(self._config.comm.checkpoint_timeout_seconds, but_for=self.group)
+        try:
+            folder = export(self._job, self._dims, self._model_parts, step)
+        except SharedConfigError as error:
+            raise CheckpointError(str(error)) from None
+        logger.info(f"weights saved for Hugging Face in {folder}")
 
     def wait(self) -> None:
         """Wait for a save in the background.

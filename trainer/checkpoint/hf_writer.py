@@ -1,5 +1,6 @@
 """Weights as a Hugging Face folder, written tensor by tensor: safetensors, `config.json`, the tokenizer's files."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -98,14 +99,15 @@ class HFWriter:
 
     def discard(self) -> None:
         """Remove what was written."""
-        self._close(sync=False)
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what is left in its buffer cannot be written either
+                self._file.close()
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
-    def _close(self, *, sync: bool = True) -> None:
+    def _close(self) -> None:
         if self._file is not None:
-            if sync:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+            self._file.flush()
+            os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
 
