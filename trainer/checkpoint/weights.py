@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, StorageReader
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -32,6 +32,8 @@ from trainer.config.schema import JobConfig
 from trainer.models.args import ModelArgs
 from trainer.models.model_spec import model_spec
 from trainer.transforms.float8 import without_float8_cast
+
+WeightsReader = Reader | HFReader
 
 
 def names_of(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
@@ -74,7 +76,7 @@ def reader_of(folder: Path, state: RunState) -> Reader:
     return reader
 
 
-def open_initial(config: JobConfig, args: ModelArgs) -> StorageReader:
+def open_initial(config: JobConfig, args: ModelArgs) -> WeightsReader:
     """Return a reader of the weights in `checkpoint.initial_load_path`.
 
     Raises:
@@ -88,7 +90,7 @@ def open_initial(config: JobConfig, args: ModelArgs) -> StorageReader:
     return reader_of(path.absolute().parent, read_state(path.absolute().parent, step))
 
 
-def open_weights(config: JobConfig, args: ModelArgs) -> StorageReader:
+def open_weights(config: JobConfig, args: ModelArgs) -> WeightsReader:
     """Return a reader of the weights of a run: of its checkpoint, or of what it starts from if it has saved none.
 
     Raises:
@@ -98,7 +100,7 @@ def open_weights(config: JobConfig, args: ModelArgs) -> StorageReader:
     return open_initial(config, args) if step is None else open_step(config, args, step)[1]
 
 
-def load_weights(reader: StorageReader, model_parts: Sequence[nn.Module]) -> None:
+def load_weights(reader: WeightsReader, model_parts: Sequence[nn.Module]) -> None:
     """Load the weights of the model parts of this rank, in place; no collective. A rank reads what it holds.
 
     Raises:
@@ -107,7 +109,7 @@ def load_weights(reader: StorageReader, model_parts: Sequence[nn.Module]) -> Non
     load_tensors(model_tensors(names_of(model_parts)), reader)
 
 
-def load_tensors(tensors: dict[str, torch.Tensor], reader: StorageReader) -> None:
+def load_tensors(tensors: dict[str, torch.Tensor], reader: WeightsReader) -> None:
     """Load tensors in place, in their own data types.
 
     Raises:
