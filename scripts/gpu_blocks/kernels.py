@@ -14,7 +14,7 @@ from scripts.gpu_blocks.block import Check, Skipped
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel, hidden_pairs
 from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
 from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, pack, unpack
-from trainer.distributed.context_parallel.planning.lowering import Call, split
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch, split, together
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
 
@@ -121,7 +121,7 @@ def _all_tiles(
     done = refused = left_out = 0
     for name, dtype, shape, tile, is_strided in product(names, dtypes, heads, tiles, (False, True)):
         kernel = KERNELS[name]
-        if kernel.capabilities.lacks(check.device, dtype, shape[2], bands=tile[0].lower):
+        if kernel.capabilities.lacks(check.device, dtype, shape[2], bands=tile[0].lower, deterministic=False):
             refused += 1
             continue
         if not check.left():
@@ -163,13 +163,15 @@ def _shares(
     if is_strided:  # rows of one buffer, as keys and values travel
         k, v = unpack(pack(k, v, ((0, m),)))
     parts = split(Tile((0, n), (0, m), relation), kernel.capabilities)
-    calls = tuple(Call(part.q, part.kv, part.relation, fresh=False) for part in parts)
+    calls = [Call(part.q, part.kv, part.relation, fresh=False) for part in parts]
+    groups = together(calls) if kernel.capabilities.many else [(call,) for call in calls]
+    launches = tuple(map(Launch, groups))
     total = Merged(q)
-    attend(total, q, k, v, slice(0, q.shape[1]), calls, kernel, scale)
+    attend(total, q, k, v, slice(0, q.shape[1]), launches, kernel, scale)
     precise = torch.promote_types(dtype, torch.float32)
     grads = tuple(torch.zeros_like(x, dtype=precise) for x in (q, k, v))
     given = BackwardInputs(dout, q, k, v, exact[0].to(dtype), exact[1].to(precise))
-    add_gradients(grads, given, calls, kernel, scale)
+    add_gradients(grads, given, launches, kernel, scale)
     errors = [_error(a, b) for a, b in zip((*total.result, *grads), exact, strict=True)]
     bounds = [2 * _error(a, b) + _FLOOR for a, b in zip(plain, exact, strict=True)]
     bounds[1] = _LSE

@@ -12,8 +12,7 @@ from scripts.benchmarks import attention_kernels
 from scripts.benchmarks.context_parallel_tiles import tile_rows
 from scripts.gpu_blocks.block import Check
 from trainer.distributed.context_parallel.execution import stages, ulysses
-from trainer.distributed.context_parallel.planning.lowering import Call
-from trainer.distributed.context_parallel.planning.mask import Relation, causal
+from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.sharding.layout import head_tail
 
@@ -50,6 +49,7 @@ def _attention(check: Check) -> None:
     """Each kernel by a causal call, length by length; a kernel that fails has a note."""
     names = ["cpu_flash"] if check.is_dry else ["cuda_flash", "cudnn", "efficient", "varlen"]
     settings = {"device": check.device, "dtype": "bfloat16", "relations": ["causal"], "batch": 1, "math_gib": 1.0}
+    settings["merging"] = False
     settings |= {"heads": 32, "kv_heads": 8, "head_dim": 128, "repeats": 1 if check.is_dry else _REPEATS}
     found: list[dict[str, object]] = []
     for length in (64,) if check.is_dry else (8192, 32768):
@@ -71,26 +71,13 @@ def _attention(check: Check) -> None:
 # ---- parts
 
 
-def _merging(check: Check) -> dict[str, float | str]:
-    """Adding one more result to a running output of 32 heads: the project's way, written out, and that compiled."""
-    shape = (1, 4, 64, 32) if check.is_dry else (1, 32, 16384, 128)
-    q = torch.empty(shape, dtype=torch.bfloat16, device=check.device)
-    out, lse = torch.randn_like(q), torch.randn(shape[:3], device=check.device)
-    total, heads, call = stages.Merged(q), slice(0, shape[1]), Call((0, shape[2]), (0, 1), Relation.FULL, fresh=False)
-    found: dict[str, float | str] = {"Merged.add": _milliseconds(check, lambda: total.add(heads, call, out, lse))}
-    sums = torch.zeros(shape, device=check.device), torch.zeros(shape[:3], device=check.device)
-    found["eager"] = _milliseconds(check, lambda: _merged(*sums, out, lse))
-    if not check.is_dry:
-        compiled = torch.compile(_merged, dynamic=True)
-        found["compiled"] = _milliseconds(check, lambda: compiled(*sums, out, lse))
-    return found
-
-
-def _merged(total: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Merge a result into float32 sums, in place."""
-    new = torch.logaddexp(total_lse, lse)
-    total.mul_((total_lse - new).exp().unsqueeze(-1)).add_(out * (lse - new).exp().unsqueeze(-1))
-    total_lse.copy_(new)
+def _merging(check: Check) -> dict[str, object]:
+    """Merging one more result into a running output of 32 heads, in each way that the benchmark knows."""
+    heads, length, head_dim = (4, 64, 32) if check.is_dry else (32, 16384, 128)
+    args = argparse.Namespace(device=check.device, dtype="bfloat16", batch=1, heads=heads, head_dim=head_dim)
+    args.repeats = 1 if check.is_dry else _REPEATS
+    rows = {name: attention_kernels.measure_merging(name, length, args) for name in attention_kernels.MERGES}
+    return {name: row.get("forward_ms", row.get("note")) for name, row in rows.items()}
 
 
 def _tensors(check: Check) -> list[torch.Tensor]:
