@@ -292,7 +292,7 @@ RULES = [
         r"lct download-tokenizer .*",
         r"HF_HUB_OFFLINE=1 \g<0>",
         why="it needs the network and a token",
-        code=1,
+        code=2,
         says="the Hugging Face hub cannot be reached",
     ),
     Rule(

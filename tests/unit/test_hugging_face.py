@@ -410,3 +410,14 @@ def test_what_the_command_refuses(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         convert.main(["to-hf", str(run), str(out), "--max-shard-size", "5"])
     assert "'5' is no size; write it as 5GB" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_the_folder_is_used_unless_another_one_is_named(folder: Path) -> None:
+    def file_of(*arguments: str) -> str:
+        return parse_command_line([f"--model.flavor={folder}", *arguments]).config.model.tokenizer_file
+
+    shipped = file_of()
+    assert shipped.endswith("python_4k.tiktoken"), "the folder has none"
+    (folder / "tokenizer.model").write_bytes(Path(shipped).read_bytes())
+    assert file_of() == str(folder)
+    assert file_of("--model.tokenizer_path=elsewhere") == "elsewhere"

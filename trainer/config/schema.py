@@ -25,6 +25,8 @@ from trainer.config.keys import (
 )
 from trainer.config.parallelism import SHARDED, Comm, Parallelism
 
+TOKENIZER_FILES = ("original/tokenizer.model", "tokenizer.json", "tokenizer.model")
+"""Files of a tokenizer in a folder; the first one that it has is taken."""
 _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python_4k.tiktoken"
 
 # ---- when keys have an effect
@@ -156,8 +158,11 @@ class Model:
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer that is used: `tokenizer_path`, or the shipped file."""
-        return str(_SHIPPED_TOKENIZER) if self.tokenizer_path is None else self.tokenizer_path
+        """The tokenizer that is used: `tokenizer_path`, that of a folder which `flavor` names, or the shipped one."""
+        if self.tokenizer_path is not None:
+            return self.tokenizer_path
+        has_one = "/" in self.flavor and any(Path(self.flavor, name).is_file() for name in TOKENIZER_FILES)
+        return self.flavor if has_one else str(_SHIPPED_TOKENIZER)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.config.schema import Model
+from trainer.config.schema import TOKENIZER_FILES, Model
 
-_IN_A_FOLDER = ("original/tokenizer.model", "tokenizer.json", "tokenizer.model")
 HINT = (
     "; get Llama 3's with `lct download-tokenizer`, train one with `lct train-tokenizer`,"
     " or leave model.tokenizer_path out for the shipped one"
@@ -113,12 +112,12 @@ def _found(path: str) -> _Found:
     try:
         file = path
         if os.path.isdir(path):
-            files = (os.path.join(path, name) for name in _IN_A_FOLDER)
+            files = (os.path.join(path, name) for name in TOKENIZER_FILES)
             file = next((file for file in files if os.path.isfile(file)), "")
             if not file:
                 raise ConfigError(
-                    f"model.tokenizer_path = {path!r} is a folder without {', '.join(_IN_A_FOLDER[:-1])} and "
-                    f"{_IN_A_FOLDER[-1]}{HINT}"
+                    f"model.tokenizer_path = {path!r} is a folder without {', '.join(TOKENIZER_FILES[:-1])} and "
+                    f"{TOKENIZER_FILES[-1]}{HINT}"
                 )
         with open(file, "rb") as opened:
             start = opened.read(4096)
