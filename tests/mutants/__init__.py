@@ -24,5 +24,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *job.SETTINGS,
     *job.CACHES,
     *step.METRICS,
+    *step.VALIDATION,
     *job.PROCESSES,
 )

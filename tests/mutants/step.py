@@ -303,3 +303,28 @@ LAYOUTS = (
         "tests/distributed/test_pipeline.py " + _PAIRS,
     ),
 )
+
+_VALIDATION = "tests/distributed/test_validation.py"
+VALIDATION = (
+    Mutant(
+        "a validation takes the float8 scales of the weights before the update",
+        "trainer/tasks/validation.py",
+        "            precompute_scales(part, self._float8)",
+        "            pass",
+        f"{_VALIDATION}::test_weights_are_scaled_anew_for_float8",
+    ),
+    Mutant(
+        "a run that is stopped validates before it saves",
+        "trainer/trainer.py",
+        "best = None if reason else self._validate(",
+        "best = self._validate(",
+        f"{_VALIDATION}::test_a_run_that_is_stopped_saves_and_does_not_validate",
+    ),
+    Mutant(
+        "rows that fill up the last batch of a validation count",
+        "trainer/tasks/validation.py",
+        '            arrays["labels"][len(mine) :] = IGNORE_INDEX\n',
+        "",
+        f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
+    ),
+)

@@ -53,6 +53,7 @@ CASES = [
     ("model.converters", ["quantize.linear.float8"], "float8.enable", True),
     ("lr_scheduler.lr_min", 0.1, "lr_scheduler.min_lr_factor", 0.1),
     ("scheduler.lr_min", 0.1, "lr_scheduler.min_lr_factor", 0.1),
+    ("validation.enabled", True, "validation.enable", True),
     ("scheduler.warmup_steps", 7, "lr_scheduler.warmup_steps", 7),
     ("scheduler.decay_ratio", 0.5, "lr_scheduler.decay_ratio", 0.5),
     ("scheduler.decay_type", "cosine", "lr_scheduler.decay_type", "cosine"),
