@@ -132,7 +132,10 @@ class Checkpointer:
         raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
         restart_lr_scheduler(self._lr_scheduler, step)
         best = best_saved(self.folder)
-        self._best = best[1] if best is not None and best[0] <= step else math.inf  # a later one is of another history
+        loss = best[1] if best is not None and best[0] <= step else math.inf  # a later one is of another history
+        # One value for all: a rank that sees an older file would save when the others do not.
+        found = torch.tensor(loss, dtype=torch.float64, device=world.device_type)
+        self._best = all_reduce(found, world, "min").item()
         self._last_step = step
         logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s)")
         return step, state.tokens_seen
