@@ -97,7 +97,8 @@ class Trainer:
             lr_scheduler=self.lr_scheduler,
             loader=self.data,
         )
-        self.validation = self.build_validation() if config.validation.enable else None
+        validates = config.validation.enable and not config.trains_fields
+        self.validation = self.build_validation() if validates else None
         self._validation_compiles = job.compilation.any
         self.start_step, tokens_before = self.checkpoint.load()
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)

@@ -78,6 +78,13 @@ def test_the_comparison_sees_averaged_gradients(pool: WorkerPool, fields: str, r
         assert_parity(got[0], references["unet"], TOLERANCE)
 
 
+def test_validation_is_for_tokens_and_changes_nothing_here(
+    pool: WorkerPool, fields: str, references: dict[str, Record]
+) -> None:
+    (got,) = pool.run(1, run_layout, arguments("unet", fields, "--validation.enable"))
+    assert_parity(got, references["unet"], TOLERANCE)
+
+
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 OLD_COMPILER = pytest.mark.skipif(torch.__version__ < (2, 13), reason="PyTorch 2.11 and 2.12 refuse to compile fields")
 AOT = pytest.param("aot_eager", COMPILED, marks=OLD_COMPILER)
