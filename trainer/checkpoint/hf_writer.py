@@ -14,7 +14,7 @@ from trainer.checkpoint.hf_reader import DTYPES
 from trainer.checkpoint.safetensors import INDEX, plan_files
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import open_tokenizer
 from trainer.models.args import DecoderArgs
 from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.model_spec import model_spec
@@ -117,7 +117,7 @@ class HFWriter:
         dtype = str(self._dtype).removeprefix("torch.")
         content |= {"dtype": dtype, "torch_dtype": dtype}  # the second name is that of transformers 4
         if carried_from is None:
-            tokenizer = Tokenizer(self._config.model.tokenizer_file)
+            tokenizer = open_tokenizer(self._config.model.tokenizer_file)
             return content | {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         there = read_config(carried_from)
         longest = max(there.whole("max_position_embeddings", 1), content["max_position_embeddings"])
