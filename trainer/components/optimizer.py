@@ -22,12 +22,13 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
-    """Return AdamW or Adam over the parameters of all model parts; norms and embeddings (also tied) do not decay."""
+    """Return AdamW or Adam over all that is trained; norms and embeddings (also tied) do not decay."""
     whole = nn.ModuleList(model_parts)
     implementation = config.implementation_on(next(whole.parameters()).device.type)
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
-    decaying = [p for p in whole.parameters() if p.ndim > 1 and p not in embeddings]
-    others = [p for p in whole.parameters() if p.ndim <= 1 or p in embeddings]
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    decaying = [p for p in trained if p.ndim > 1 and p not in embeddings]
+    others = [p for p in trained if p.ndim <= 1 or p in embeddings]
     groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return getattr(torch.optim, config.name)(
         [group for group in groups if group["params"]],

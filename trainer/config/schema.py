@@ -57,6 +57,7 @@ _REDUCED = Condition(
 )
 _SAVING, _COMPILED, _FLOAT8 = needs("checkpoint.enable"), needs("compile.enable"), needs("float8.enable")
 _VALIDATING = needs("validation.enable")
+_ADAPTING = needs("lora.rank")
 _NO_OFFLOAD = Condition(
     lambda config, _: not config.training.enable_cpu_offload,
     "with training.enable_cpu_offload, which copies weights to the GPU without the scales found for them",
@@ -336,6 +337,23 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters: only these are trained and saved; the weights are those of checkpoint.initial_load_path."""
+
+    rank: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: train all weights)"), when=_TOKENS)
+    """Rank of the adapters; 0: none, all weights are trained."""
+    alpha: float = key(16.0, POSITIVE, when=_ADAPTING)
+    """What an adapter adds is multiplied by alpha / rank."""
+    modules: tuple[str, ...] = key(("wq", "wk", "wv", "wo", "w1", "w2", "w3"), when=_ADAPTING)
+    """Linear modules of each layer that have adapters: wq, wk, wv, wo of attention, w1, w2, w3 of the feed-forward."""
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's product is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class ActivationCheckpoint:
     """Activations that the backward recomputes."""
 
@@ -401,6 +419,7 @@ class JobConfig:
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
+    lora: LoRA = field(default_factory=LoRA)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)

@@ -20,6 +20,7 @@ from trainer.job.fields import check_samples, resolve_fields
 from trainer.job.files import check_checkpoint, check_dump_folder
 from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
+from trainer.job.lora import check_lora
 from trainer.job.loss import loss_chunk
 from trainer.job.model import check_tensor_parallel_sizes, resolve_model
 from trainer.job.pipeline import resolve_pipeline
@@ -150,6 +151,7 @@ def resolve(
         pipeline = resolve_pipeline(config, model)
         attention, reason = resolve_attention(config, model, device_type)
         check_float8(config, model, degrees)
+        check_lora(config, model, pipeline)
     compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
     _check_files(config, degrees, model, missing)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from textwrap import TextWrapper
 
+from trainer.job.lora import adapter_sizes
 from trainer.job.memory import rank_memory, size_words
 from trainer.job.mesh_picture import mesh_picture
 from trainer.job.record import ResolvedJob
@@ -66,7 +67,11 @@ def closing(job: ResolvedJob, *, checkpoint: Path | None, program: str) -> str:
 
 def _model(job: ResolvedJob) -> str:
     settings, model = job.config.model, job.model
-    return f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.words()}"
+    text = f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.words()}"
+    if adapters := sum(adapter_sizes(job.config, model).values()):
+        lora = job.config.lora
+        text += f"; trained are {adapters:,} of adapters of rank {lora.rank} on {', '.join(lora.modules)} (LoRA)"
+    return text
 
 
 def _data(job: ResolvedJob) -> str:

@@ -1,5 +1,6 @@
 """The only function that replaces a module's forward from outside, in a fixed order of features.
 
+    adapters                 a linear module also multiplies by low-rank adapters
     context parallelism      attention of a module becomes attention over ranks
     loss in chunks           the projection to logits also returns losses
     activation checkpointing the block's forward is recomputed in the backward
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-ORDER = ("context parallelism", "loss in chunks", "activation checkpointing", "compile")
+ORDER = ("adapters", "context parallelism", "loss in chunks", "activation checkpointing", "compile")
 
 
 def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]) -> None:
