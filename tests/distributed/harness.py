@@ -138,10 +138,14 @@ class RecordingTrainer(Trainer):
         self.record.limits.append(min(float(norm), self.config.training.max_norm))
 
     def of_all_stages(
-        self, value: Callable[[torch.Tensor], torch.Tensor], named: Callable = nn.Module.named_parameters
+        self, value: Callable[[torch.Tensor], torch.Tensor | None], named: Callable = nn.Module.named_parameters
     ) -> dict[str, torch.Tensor]:
-        """A tensor for every parameter, or whatever is `named`, of the model, by name; a collective."""
-        mine = {name: whole(value(x)) for part in self.model_parts for name, x in named(part)}
+        """A tensor for every parameter, or whatever is `named`, of the model, by name; a collective.
+
+        None, such as the gradient of a frozen parameter, is left out.
+        """
+        mine = {name: value(x) for part in self.model_parts for name, x in named(part)}
+        mine = {name: whole(x) for name, x in mine.items() if x is not None}
         of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(self.dims.size("pp"))]
         torch.distributed.all_gather_object(of_ranks, mine, group=self.dims["pp"].get_group())
         return {name: x for stages in of_ranks for name, x in stages.items()}
@@ -162,10 +166,10 @@ def make_row(i: int, seq_len: int, *, no_labels: bool = False) -> dict[str, torc
     }
 
 
-def settled_gradient(parameter: nn.Parameter) -> torch.Tensor:
+def settled_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The gradient, which must lie as its parameter does: a partial sum would be whole in `full_tensor` alone."""
     gradient = parameter.grad
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor) and parameter.requires_grad:
         assert gradient.placements == parameter.placements, (gradient.placements, parameter.placements)
     return gradient
 

@@ -77,9 +77,7 @@ def to_peft(run: Path, output: Path, *, step: int) -> None:
     if not config.lora.rank:
         raise ConfigError(f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights")
     if (saved := step_to_load(config)) is None:
-        raise ConfigError(
-            f"{run} holds no adapters; train with --checkpoint.enable to save the last step"
-        )
+        raise ConfigError(f"{run} holds no adapters; train with --checkpoint.enable to save the last step")
     args = resolve_model(config)
     check_output(output)
     write_peft(output, config, args, _reading(config, open_step(config, args, saved)[1]))
