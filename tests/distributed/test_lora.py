@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from tests.distributed import harness
 from tests.distributed.harness import Record, RecordingTrainer, resolved
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import load_step_save, merged
+from tests.distributed.test_checkpoint import load_step_save, merged, trainer_in
 from tests.distributed.test_hugging_face import LLAMA, SETTINGS, STEPS, error, initial, logits_of, precise, rows
 from tests.distributed.test_parity import LAYOUTS
 from trainer.checkpoint.export import export
@@ -217,6 +217,23 @@ def test_a_checkpoint_has_adapters_only_and_resumes_on_another_layout(
     after, before = merged(saved, "after"), merged(resumed, "before")
     assert after.keys() == before.keys()
     assert [name for name, x in after.items() if isinstance(x, torch.Tensor) and not torch.equal(x, before[name])] == []
+
+
+def sum_of_weights(folder: str, start: str, arguments: list[str], steps: int) -> float:
+    """Of the frozen ones, on one rank, at the start."""
+    with trainer_in(folder, ["--model.flavor=tiny", *arguments, *start_of(start)]) as trainer:
+        total = sum(p.double().abs().sum().item() for p in trainer.model_parts[0].parameters() if not p.requires_grad)
+        for step in range(trainer.start_step + 1, trainer.start_step + steps + 1):
+            trainer.train_step(step)
+        trainer.checkpoint.save(trainer.start_step + steps, tokens_seen=7, last=True)
+        return total
+
+
+def test_frozen_weights_are_there_after_a_resume(pool: WorkerPool, base: str, tmp_path: Path) -> None:
+    first, resumed = (pool.run(1, sum_of_weights, str(tmp_path), base, LORA, steps)[0] for steps in (1, 0))
+    fresh = pool.run(1, sum_of_weights, str(tmp_path / "fresh"), "", [], 0)[0]
+    assert first == resumed
+    assert first != fresh
 
 
 @pytest.mark.parametrize(

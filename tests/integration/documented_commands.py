@@ -189,6 +189,7 @@ RULES = [
         first="rm -rf outputs/debug_model",
         says="weights saved for Hugging Face(?s:.*)training done",
     ),
+    Rule(r"lct convert to-peft .*", why="needs a run with adapters: tests/distributed/test_lora.py converts one"),
     Rule(r"lct convert to-hf .*", r"rm -rf exported && \g<0>", why=OWN, first=SAVED, says="transformers loads it"),
     # ---- training
     Rule(

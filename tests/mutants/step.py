@@ -328,3 +328,28 @@ VALIDATION = (
         f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
     ),
 )
+
+_LORA = "tests/distributed/test_lora.py"
+ADAPTERS = (
+    Mutant(
+        "the gradient of a whole B is one rank's part of it",
+        "trainer/transforms/lora.py",
+        "module.lora_b.to_local(grad_placements=[Partial()])",
+        "module.lora_b.to_local()",
+        f"{_LORA}::test_layouts_train_the_same_adapters",
+    ),
+    Mutant(
+        "adapters are merged without their factor",
+        "trainer/transforms/lora.py",
+        "settings.scale * (b.to(wide) @ a.to(wide))",
+        "(b.to(wide) @ a.to(wide))",
+        f"{_LORA}::test_adapters_train_here_as_in_peft",
+    ),
+    Mutant(
+        "a run that resumes leaves the frozen weights at their initial values",
+        "trainer/checkpoint/checkpointer.py",
+        "if initial is not None and (step == 0 or adapts):",
+        "if initial is not None and step == 0:",
+        f"{_LORA}::test_frozen_weights_are_there_after_a_resume",
+    ),
+)

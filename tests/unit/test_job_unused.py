@@ -116,6 +116,8 @@ TOLD = [
     ("validation.dataset", ["jsonl"], 1, None, "without validation.enable"),
     ("validation.dataset_path", ["x.jsonl"], 1, None, "without validation.enable"),
     ("validation.keep_best", ["true"], 1, [*VALIDATING, "--checkpoint.enable"], "without validation.enable"),
+    ("lora.alpha", ["8"], 1, None, "without lora.rank"),
+    ("lora.modules", ["wq"], 1, None, "without lora.rank"),
     ("checkpoint.last_save_in_hf", [], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     (
         "checkpoint.export_dtype",

@@ -35,8 +35,9 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         MissingFile: nothing is there.
     """
     given = config.checkpoint.initial_load_path
-    resumes = config.checkpoint.enable and step_to_load(config) is not None
-    if given is None or (resumes and not config.lora.rank):
+    if given is None:
+        return
+    if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
         return  # a run with checkpoints resumes from them; those of adapters hold nothing else
     path = Path(given)
     if not path.is_dir():

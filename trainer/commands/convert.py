@@ -54,8 +54,7 @@ def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: 
     writer = HFWriter(output, config, args, getattr(torch, dtype or config.training.dtype), most_bytes)
     try:
         for name in writer.names:
-            weight = read(name, shapes[name].ours.shape)
-            writer.put(name, merged_tensor(config, args, name, weight, read))
+            writer.put(name, merged_tensor(config, args, name, read(name, shapes[name].ours.shape), read))
         writer.finish(hf_folder(config))
     except BaseException:
         writer.discard()
