@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from scripts.benchmarks.teams import PeakBytes
-from tests.hf_llama import hf_llama
+from tests.hf_decoders import hf_model
 from tests.toy_family import spec as toy
 from tests.toy_family.args import FLAVORS
 from trainer.checkpoint import hf_reader, hf_writer
@@ -45,15 +45,38 @@ SHAPES = {
     ),
 }
 
+QWEN3, QWEN2 = replace(LLAMA, qk_norm=True, head_size=128), replace(LLAMA, attention_bias=True, tie_embeddings=True)
+YARN = RopeScaling(4.0, kind="yarn", original_max_seq_len=16)
+CONFIGS = {("llama3", shape): args for shape, args in SHAPES.items()} | {
+    ("llama3", "heads of their own size, biases"): replace(LLAMA, head_size=6, attention_bias=True, output_bias=True),
+    ("llama3", "linear"): replace(LLAMA, rope_scaling=RopeScaling(4.0, kind="linear")),
+    ("qwen3", "plain"): QWEN3,
+    ("qwen3", "biases, yarn"): replace(QWEN3, attention_bias=True, output_bias=True, rope_scaling=YARN),
+    ("qwen3", "windows"): replace(QWEN3, head_size=16, sliding_window=5, sliding_window_every=2),
+    ("qwen2", "plain"): QWEN2,
+    ("qwen2", "a window, yarn"): replace(
+        QWEN2, sliding_window=5, rope_scaling=replace(YARN, beta_fast=16.0, attention_factor=1.5)
+    ),
+    ("mistral", "a window"): replace(LLAMA, sliding_window=5),
+    ("mistral", "none"): replace(LLAMA, head_size=16),
+}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return saved(tmp_path / "hf", LLAMA)
 
 
-def saved(folder: Path, args: TransformerArgs, dtype: torch.dtype = torch.float32, shard: str = "20KB") -> Path:
+def saved(
+    folder: Path,
+    args: TransformerArgs,
+    dtype: torch.dtype = torch.float32,
+    *,
+    shard: str = "20KB",
+    family: str = "llama3",
+) -> Path:
     """A random model of transformers, saved by itself, in several files."""
-    hf_llama(args).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    hf_model(family, args).to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
 
 
@@ -66,15 +89,16 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 # ---- config.json
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_model_of_transformers_says_its_own_arguments(tmp_path: Path, shape: str) -> None:
-    assert hf_config("llama3").read(read_config(saved(tmp_path, SHAPES[shape]))) == SHAPES[shape]
+@pytest.mark.parametrize(("family", "shape"), CONFIGS)
+def test_a_model_of_transformers_says_its_own_arguments(tmp_path: Path, family: str, shape: str) -> None:
+    args = CONFIGS[family, shape]
+    assert hf_config(family).read(read_config(saved(tmp_path, args, family=family))) == args
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_we_write_is_what_transformers_writes(tmp_path: Path, shape: str) -> None:
-    saved(tmp_path, SHAPES[shape])
-    theirs, ours = read_config(tmp_path).content, hf_config("llama3").write(SHAPES[shape])
+@pytest.mark.parametrize(("family", "shape"), CONFIGS)
+def test_what_we_write_is_what_transformers_writes(tmp_path: Path, family: str, shape: str) -> None:
+    saved(tmp_path, CONFIGS[family, shape], family=family)
+    theirs, ours = read_config(tmp_path).content, hf_config(family).write(CONFIGS[family, shape])
     same = ours.keys() - {"rope_theta", "rope_scaling"}  # the names of before transformers 5
     assert {key: theirs[key] for key in same} == {key: ours[key] for key in same}
 
@@ -107,7 +131,8 @@ def changed(folder: Path, **entries: object) -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it must be 'silu'"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
         ({"head_dim": 7}, "head_dim = 7 must be even"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported; it must be 'default' or"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor = None must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported; it must be 'def"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor = None must be a number above 0"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "type = 'dynamic' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported; it must be null"),

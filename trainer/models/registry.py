@@ -8,18 +8,29 @@ from trainer.config.schema import Model
 from trainer.models.args import DecoderArgs, ModelArgs
 from trainer.models.hf_config import Entries, HFConfig, read_config
 from trainer.models.llama3 import args as llama3
+from trainer.models.mistral import args as mistral
 from trainer.models.nat import args as nat
+from trainer.models.qwen2 import args as qwen2
+from trainer.models.qwen3 import args as qwen3
 from trainer.models.unet import args as unet
 
 # name -> (flavors, module that holds `SPEC`)
 MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {
     "llama3": (llama3.FLAVORS, "trainer.models.llama3.spec"),
+    "qwen3": (qwen3.FLAVORS, "trainer.models.qwen3.spec"),
+    "qwen2": (qwen2.FLAVORS, "trainer.models.qwen2.spec"),
+    "mistral": (mistral.FLAVORS, "trainer.models.mistral.spec"),
     "unet": (unet.FLAVORS, "trainer.models.unet.spec"),
     "nat": (nat.FLAVORS, "trainer.models.nat.spec"),
 }
 
 # Families that transformers has too.
-HF_CONFIGS: dict[str, HFConfig] = {"llama3": llama3.HF.config()}
+HF_CONFIGS: dict[str, HFConfig] = {
+    "llama3": llama3.HF.config(),
+    "qwen3": qwen3.HF.config(),
+    "qwen2": qwen2.HF.config(),
+    "mistral": mistral.HF.config(),
+}
 
 
 def is_folder(flavor: str) -> bool:
