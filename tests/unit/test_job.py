@@ -17,7 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # Those of language models; test_field_jobs.py has the others.
 CONFIGS = sorted(path for path in (ROOT / "train_configs").glob("*.toml") if not path.name.startswith("domain_"))
 # The shipped tokenizer has 4,352 tokens, the debug model 8 heads, 4 key/value heads and 768 feed-forward channels.
-RANKS = {"llama3_70b.toml": 256, "llama3_405b.toml": 512, "llama3_8b_long.toml": 16, "llama3_8b_1m.toml": 128}
+RANKS = {
+    "llama3_70b.toml": 256,
+    "llama3_405b.toml": 512,
+    "llama3_8b_long.toml": 16,
+    "llama3_8b_extend.toml": 16,
+    "llama3_8b_1m.toml": 128,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +76,7 @@ def test_every_training_configuration_works_for_its_number_of_ranks(path: Path, 
     given = ["--job.config_file", str(path)]
     if path.name != "debug_model.toml":  # the published tokenizer and the data are the user's to bring
         given += ["--model.tokenizer_path", "None", "--training.dataset_path", str(tmp_path / "data.jsonl")]
+        given += ["--checkpoint.initial_load_path", "None"]
     ranks = RANKS.get(path.name, 8) // more
     assert check(*given, world_size=ranks).world_size == ranks
 
@@ -78,7 +85,9 @@ def test_training_configurations_need_the_published_tokenizer():
     for path in CONFIGS:
         if path.name != "debug_model.toml":
             message = refused("--job.config_file", str(path), world_size=RANKS.get(path.name, 8))
-            assert "model.tokenizer_path = 'assets/tokenizer/original/tokenizer.model' does not exist" in message
+            given = parse_command_line(["--job.config_file", str(path)]).config.model.tokenizer_path
+            assert f"model.tokenizer_path = {given!r} does not exist" in message
+            assert given in ("assets/tokenizer/original/tokenizer.model", "./Meta-Llama-3-8B")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
