@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from scripts.benchmarks.teams import PeakBytes
 from tests.hf_decoders import hf_model
@@ -372,6 +372,8 @@ def refused(*arguments: str) -> str:
 def test_a_folder_is_a_flavor(folder: Path) -> None:
     job = resolve(parse_command_line([f"--model.flavor={folder}", "--training.seq_len=32"]).config, 1, "cpu")
     assert job.model == replace(LLAMA, max_seq_len=32)
+    saved(folder, QWEN3, family="qwen3")
+    assert refused(f"--model.flavor={folder}").endswith("is of another family than model.name = 'llama3'; use 'qwen3'")
     assert "model_type = 'bert'" in (changed(folder, model_type="bert") or refused(f"--model.flavor={folder}"))
 
 
@@ -412,9 +414,9 @@ class PeakOfData(PeakBytes):
 
 def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys) -> None:
     """Peak: at most twice the largest tensor, both ways."""
-    for number, (shape, args) in enumerate(SHAPES.items()):
+    for number, ((family, shape), args) in enumerate(CONFIGS.items()):
         here = tmp_path / str(number)
-        hf = saved(here / "hf", args)
+        hf = saved(here / "hf", args, family=family)
         (hf / "tokenizer_config.json").write_text("{}")
         largest = max(x.nbytes for x in tensors(hf).values())
         with PeakOfData() as into:
@@ -428,8 +430,8 @@ def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys)
         assert [name for name, x in there.items() if not torch.equal(x, back[name])] == []
         assert (here / "back" / "tokenizer_config.json").is_file()
         assert (here / "back" / "generation_config.json").is_file()
-        loaded = LlamaForCausalLM.from_pretrained(here / "back")
-        ours, theirs = (x.config.to_dict() for x in (loaded, LlamaForCausalLM.from_pretrained(hf)))
+        loaded = AutoModelForCausalLM.from_pretrained(here / "back")
+        ours, theirs = (x.config.to_dict() for x in (loaded, AutoModelForCausalLM.from_pretrained(hf)))
         assert ours | {"_name_or_path": ""} == theirs | {"_name_or_path": ""}
         assert all(torch.equal(x, there[name]) for name, x in loaded.state_dict().items() if name in there)
     assert "transformers loads it" in capsys.readouterr().out
@@ -455,7 +457,7 @@ def test_another_data_type_is_rounded_once(tmp_path: Path, dtype: str) -> None:
     assert hf_reader.DTYPES[stored] == torch_dtype
     there = tensors(hf)
     assert all(torch.equal(x, there[name].to(torch_dtype)) for name, x in tensors(tmp_path / "out").items())
-    assert LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch_dtype
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch_dtype
 
 
 def test_what_a_full_disk_leaves_is_removed(tmp_path: Path) -> None:
