@@ -45,6 +45,14 @@ TEST_FLAVORS = {
     "tiny_tied": replace(TINY, tie_embeddings=True),
     "tiny4": replace(TINY, n_layers=4),
 }
+# The same of other families.
+FAMILY_FLAVORS = {
+    "qwen3": {
+        "tiny": replace(TINY, qk_norm=True, head_size=8),
+        "tiny_biased": replace(TINY, qk_norm=True, head_size=8, attention_bias=True, output_bias=True),
+    },
+    "mistral": {"tiny": replace(TINY, sliding_window=5)},
+}
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.
 BASE = [

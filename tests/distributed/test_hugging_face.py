@@ -46,7 +46,7 @@ MODELS: dict[str, TransformerArgs] = {
     "qwen3": replace(
         LLAMA, qk_norm=True, head_size=16, rope_scaling=RopeScaling(4.0, original_max_seq_len=8, kind="yarn")
     ),
-    "qwen2": replace(LLAMA, attention_bias=True, tie_embeddings=True),
+    "qwen2": replace(LLAMA, attention_bias=True),
     "mistral": replace(LLAMA, sliding_window=5),
     "tied, scaled": replace(LLAMA, n_kv_heads=2, tie_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8)),
 }

@@ -74,7 +74,12 @@ def flavor_args(model: Model) -> ModelArgs:
     if model.name not in MODELS:
         raise ConfigError(f"model.name = {model.name!r} is not a known model{did_you_mean(model.name, MODELS)}")
     if is_folder(model.flavor):
-        return hf_config(model.name).read(read_config(Path(model.flavor)))
+        there, entries = hf_config(model.name), read_config(Path(model.flavor))
+        if (family := hf_family(entries)) != model.name:
+            raise ConfigError(
+                f"model.flavor = {model.flavor!r} is of another family than model.name = {model.name!r}; use {family!r}"
+            )
+        return there.read(entries)
     flavors = MODELS[model.name][0]
     if model.flavor not in flavors:
         raise ConfigError(
