@@ -14,6 +14,7 @@ ROOMS = (
         *("trainer.models.args", "trainer.models.common.shapes", "trainer.models.llama3.args"),
         *("trainer.models.unet.args", "trainer.models.nat.args"),
         *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
+        *("trainer.data.chat", "trainer.data.chat_template", "trainer.data.packing"),
         *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),
         "trainer.data.sentencepiece_format",
         *("trainer.models.hf_config", "trainer.models.llama3.hf_config"),

@@ -143,7 +143,7 @@ def _attention(job: ResolvedJob) -> str:
         return ""
     if options is None:
         return "causal, by PyTorch itself: one rank has the whole sequence"
-    mask = {"causal": "causal mask", "document": "causal mask within packed documents"}[config.training.attention_mask]
+    mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
     if has_windows(job.model):
         every = config.model.sliding_window_every
         where = "" if every == 1 else f" in every {every}th layer" if every > 3 else f" in one of {every} layers"
