@@ -36,7 +36,7 @@ INSTRUCT = (
     "{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
 TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "marked": MARKED, "instruct": INSTRUCT}
-SPECIALS = ("<|begin|>", "<|eos|>", "<|head|>", "<|/head|>", "<|end|>")
+SPECIALS = ("<|begin|>", "<|eos|>", "<|head|>", "<|/head|>", "<|end|>", "<|pad|>")
 WORDS = [
     "the",
     "quick",
@@ -56,14 +56,14 @@ WORDS = [
 
 
 def chat_folder(folder: Path, template: str | None, *, file: bool = False) -> Path:
-    """Write a byte-level BPE of 405 tokens, with its template in the configuration or in a file of its own."""
+    """Write a byte-level BPE of 314 tokens, with its template in the configuration or in a file of its own."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
     fast.post_processor = processors.ByteLevel(trim_offsets=True)
     settings = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
     fast.train_from_iterator(
-        [" the quick fox " + " ".join(WORDS) + "\n\n"] * 9, trainers.BpeTrainer(vocab_size=400, **settings)
+        [" the quick fox " + " ".join(WORDS) + "\n\n"] * 9, trainers.BpeTrainer(vocab_size=308, **settings)
     )
     fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
 from trainer.data.best_fit import WINDOW, ConversationStream
-from trainer.data.chat import Sample
+from trainer.data.chat import ConversationEncoder, Sample
 from trainer.data.loader import BatchLoader, DocumentStream
 from trainer.data.packing import IGNORE_INDEX
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 
 
-class Numbers:
+class Numbers(ConversationEncoder):
     """An encoder of `number length`: tokens are number * 1000 + 1, 2, ...; the second half has labels."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
 
     def sample(self, text: str) -> Sample:
         number, length = map(int, text.split())
@@ -197,8 +200,8 @@ def test_a_long_conversation_loses_its_end_and_is_counted(caplog):
     numbers = Counter(int(token) // 1000 for sequence in sequences for token in sequence.tokens if token)
     assert numbers == {0: 20, 1: 8, 2: 20, 3: 5}  # the labels of 4 begin after 45 tokens
     (first,) = {record.getMessage() for record in caplog.records}
-    assert "1 conversation is longer than 20 tokens so far" in first
-    assert stream._too_long == 3
+    assert first.startswith("1 conversation was longer than 20 tokens so far (this one has ")
+    assert stream._encoder._too_long == 3
 
 
 def test_a_stream_without_an_answer_is_refused_instead_of_turning_for_ever():

@@ -12,7 +12,6 @@ which ones wait, so that a resumed run packs on exactly.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right, insort
 from collections.abc import Mapping
 
@@ -26,8 +25,6 @@ from trainer.data.streams import ItemStream, StreamState
 
 WINDOW = 1024
 TOKENS = 8
-
-logger = logging.getLogger("trainer")
 
 
 class ConversationStream(ItemStream):
@@ -50,7 +47,6 @@ class ConversationStream(ItemStream):
         seed: int,
     ) -> None:
         self._source, self._encoder, self._seq_len = source, encoder, seq_len
-        self._too_long = 0
         super().__init__(documents, stream=stream, seed=seed)
 
     @property
@@ -115,11 +111,7 @@ class ConversationStream(ItemStream):
 
     def _read(self, place: int) -> None:
         """Make the sample of a place in the epoch's order wait, unless it has no label."""
-        sample = self._encoder.sample(self._source[self._item_at(place)])
-        whole = len(sample.tokens)
-        if whole > self._seq_len:
-            self._tell_too_long(whole)
-            sample = Sample(sample.tokens[: self._seq_len], sample.labels[: self._seq_len])
+        sample = self._encoder.sample_within(self._seq_len, self._source[self._item_at(place)])
         if (sample.labels == IGNORE_INDEX).all():
             self._waiting.pop(place, None)
             return
@@ -135,15 +127,6 @@ class ConversationStream(ItemStream):
 
     def _next_epoch(self) -> None:
         self._epoch, self._place, self._order = self._epoch + 1, 0, None
-
-    def _tell_too_long(self, tokens: int) -> None:
-        self._too_long += 1
-        count = self._too_long
-        if count == 10 ** (len(str(count)) - 1):  # the 1st, 10th, 100th ...
-            logger.warning(
-                f"data stream {self._stream}: {count:,} conversation{'s are' if count > 1 else ' is'} longer than "
-                f"{self._seq_len:,} tokens so far (this one has {tokens:,}); the end is left out"
-            )
 
 
 def together(samples: list[Sample], seq_len: int) -> PackedSequence:

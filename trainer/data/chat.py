@@ -10,6 +10,7 @@ labels     of the tokens that lie in an answer; all others are IGNORE_INDEX
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,8 @@ from trainer.data.tokenizer import Tokenizer, replace_surrogates
 
 if TYPE_CHECKING:
     from trainer.data.chat_template import ChatTemplate
+
+logger = logging.getLogger("trainer")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWER_KEYS = ("answer", "completion", "response")
@@ -108,6 +111,21 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
+        self._too_long = 0
+
+    def sample_within(self, seq_len: int, text: str) -> Sample:
+        """Return `sample(text)` without what is behind `seq_len` tokens; the log tells how often that happened."""
+        sample = self.sample(text)
+        if (length := len(sample.tokens)) <= seq_len:
+            return sample
+        self._too_long += 1
+        number = self._too_long
+        if number == 10 ** (len(str(number)) - 1):  # the 1st, 10th, 100th ...
+            logger.warning(
+                f"{number:,} conversation{'s were' if number > 1 else ' was'} longer than {seq_len:,} tokens so far "
+                f"(this one has {length:,}): the end is left out; a larger sequence length keeps it"
+            )
+        return Sample(sample.tokens[:seq_len], sample.labels[:seq_len])
 
     def sample(self, text: str) -> Sample:
         """Return the sample of a conversation, given as `as_text` writes it.
