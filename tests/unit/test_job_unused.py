@@ -18,7 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PRESETS = {path.name: 1 for path in (ROOT / "train_configs").glob("*.toml") if not path.name.startswith("domain_")}
 PRESETS |= {
     f"llama3_{size}.toml": ranks
-    for size, ranks in (("1b", 8), ("3b", 8), ("8b", 8), ("8b_long", 8), ("8b_1m", 64), ("70b", 256), ("405b", 512))
+    for size, ranks in (
+        ("1b", 8),
+        ("3b", 8),
+        ("8b", 8),
+        ("8b_long", 8),
+        ("8b_1m", 64),
+        ("8b_sft", 8),
+        ("70b", 256),
+        ("405b", 512),
+    )
 }
 PRESETS["debug_model.toml"] = 2
 
@@ -285,10 +294,12 @@ def test_the_defaults_are_in_no_line():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_no_notes(name, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n' * 64)
+    (tmp_path / "data.jsonl").write_text('{"text": "a", "prompt": "a", "answer": "b"}\n' * 64)
     argv = ["--job.config_file", f"{ROOT}/train_configs/{name}", "--model.tokenizer_path", "None"]
     if name != "debug_model.toml":
         argv += ["--training.dataset_path", "data.jsonl"]
+    if name == "llama3_8b_sft.toml":
+        argv += ["--checkpoint.initial_load_path", "None"]
     assert parse_command_line(argv).notes == ()
     assert notes(argv, PRESETS[name]) == ()
 

@@ -52,8 +52,8 @@ class Source:
 DATASETS = {
     "python_stdlib": Source(lambda _: list(_python_stdlib()), lambda _: _python_stdlib()),
     "text": Source(lambda files: TextFiles(tuple(_not_empty(files))), lambda files: _checked_texts(files), ".txt"),
-    "chat": Source(lambda files: _open_lines(files, _chats), lambda files: _checked(files, _Line.chat), ".jsonl"),
     "jsonl": Source(lambda files: _open_lines(files, _texts), lambda files: _checked(files, _Line.text), ".jsonl"),
+    "chat": Source(lambda files: _open_lines(files, _chats), lambda files: _checked(files, _Line.chat), ".jsonl"),
 }
 
 
@@ -165,7 +165,7 @@ def _files(name: str, path: str, ending: str) -> list[str]:
     _check_folders_can_be_read(path, expanded)
     what = f"a folder without *{ending} files" if is_folder else "neither a file nor a folder"
     what = "a glob that matches no file" if glob.has_magic(path) and not is_folder else what
-    others = {source.ending: other for other, source in DATASETS.items() if source.ending and is_folder}
+    others = {source.ending: other for other, source in reversed(DATASETS.items()) if source.ending and is_folder}
     there = next((other for end, other in others.items() if any(Path(expanded).rglob(f"*{end}"))), None)
     advice = f"for training.dataset = {name!r} give a {ending} file, a folder of them, or a glob"
     if there is not None:
