@@ -172,6 +172,7 @@ EFFECTS: dict[str, str | Seen] = {
     "model.tokenizer_path": Seen(
         "--model.tokenizer_path={data}/tokenizer.model", lambda off, on: _elements(on) < _elements(off)
     ),
+    "model.chat_template": "tests/unit/test_chat_jobs.py::test_a_template_of_your_own",
     "model.rope_theta": Seen("--model.rope_theta=100", _other("losses")),
     "model.rope_scaling": Seen("--model.rope_scaling=8", _other("final")),
     "model.rope_scaling_type": Seen(

@@ -138,7 +138,7 @@ class RecordingTrainer(Trainer):
         super().__init__(*args)
 
     def build_task(self) -> Task:
-        return MadeRows(self.job, self.dims, self.fault) if self.job.model.task == "tokens" else super().build_task()
+        return MadeRows(self.job, self.dims, self.fault) if makes_rows(self.job) else super().build_task()
 
     def update(self, norm: float | torch.Tensor) -> None:
         super().update(norm)
@@ -174,6 +174,11 @@ def make_row(i: int, seq_len: int, *, no_labels: bool = False) -> dict[str, torc
     }
 
 
+def makes_rows(job: ResolvedJob) -> bool:
+    """Whether a job trains on made-up rows; fields and conversations are those of its data set."""
+    return job.model.task == "tokens" and job.config.training.dataset != "chat"
+
+
 def settled_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The gradient, which must lie as its parameter does: a partial sum would be whole in `full_tensor` alone."""
     gradient = parameter.grad
@@ -197,7 +202,7 @@ def resolved(config: JobConfig, process: Process) -> ResolvedJob:
     if (training.dtype, training.mixed_precision_param) == ("float32", "auto"):
         config = replace(config, training=replace(training, mixed_precision_param="float32"))
     job = resolve(config, process.world_size, process.device.type)
-    return replace(job, model=replace(job.model, vocab_size=VOCAB)) if job.model.task == "tokens" else job
+    return replace(job, model=replace(job.model, vocab_size=VOCAB)) if makes_rows(job) else job
 
 
 @contextmanager

@@ -94,6 +94,12 @@ SAVED = f"lct train --checkpoint.enable {SHORT}"
 # A stand-in of the debug model's size.
 LLAMA = f"""test -d Llama-3.2-1B || ({SAVED} && lct convert to-hf outputs/debug_model Llama-3.2-1B
 mkdir Llama-3.2-1B/original && cp trainer/assets/python_4k.tiktoken Llama-3.2-1B/original/tokenizer.model)"""
+CHAT = """cp -r Llama-3.2-1B Llama-3.2-1B-Instruct
+echo '{% for m in messages %}{{ m.role + m.content }}<|eot_id|>{% endfor %}
+{%- if add_generation_prompt %}assistant{% endif %}' > Llama-3.2-1B-Instruct/chat_template.jinja
+for i in $(seq 20); do
+echo '{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}'
+echo '{"prompt": "Who wrote Faust?", "answer": "Goethe"}'; done > chat.jsonl"""
 
 RULES = [
     # ---- fields
@@ -172,6 +178,13 @@ RULES = [
     Rule(r"scancel .*", ":", why="it needs Slurm", slow=False),
     Rule(r"export .*", slow=False),
     # ---- weights of Hugging Face
+    Rule(
+        r"(lct train --model\.flavor \./Llama.*) (--training\.dataset chat .*)",
+        rf"trap 'rm -rf chat.jsonl Llama-3.2-1B-Instruct' EXIT; {CHAT}; \g<0> {SHORT}",
+        why=f"{LONG}; a small model stands in",
+        first=f"rm -rf outputs/chat; {LLAMA}",
+        says=r"weights saved for Hugging Face(?s:.*)training done",
+    ),
     Rule(
         r"lct train --model\.flavor \./Llama\S+ .*",
         rf"\g<0> {SHORT}",

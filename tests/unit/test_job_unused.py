@@ -25,6 +25,7 @@ PRESETS |= {
         ("8b_long", 8),
         ("8b_extend", 8),
         ("8b_1m", 64),
+        ("8b_sft", 8),
         ("70b", 256),
         ("405b", 512),
     )
@@ -65,6 +66,7 @@ TOLD = [
     ("profiling.profile_freq", ["50"], 1, [SNAPSHOTS], "or profiling.enable_memory_snapshot"),
     ("profiling.save_memory_snapshot_folder", ["s"], 1, [SNAPSHOTS], "without profiling.enable_memory_snapshot"),
     ("metrics.save_tb_folder", ["x"], 1, ["--metrics.enable_tensorboard"], "without metrics.enable_tensorboard"),
+    ("model.chat_template", ["none"], 1, None, "without training.dataset = 'chat'"),
     ("model.sliding_window", ["2048"], 1, ["--training.seq_len=2049"], "training.seq_len = 2048 tokens"),
     ("lr_scheduler.decay_type", ["cosine"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
     ("lr_scheduler.min_lr_factor", ["0.1"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
@@ -302,7 +304,7 @@ def test_the_defaults_are_in_no_line():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_no_notes(name, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n' * 64)
+    (tmp_path / "data.jsonl").write_text('{"text": "a", "prompt": "a", "answer": "b"}\n' * 64)
     argv = ["--job.config_file", f"{ROOT}/train_configs/{name}", "--model.tokenizer_path", "None"]
     if name != "debug_model.toml":
         argv += ["--training.dataset_path", "data.jsonl", "--checkpoint.initial_load_path", "None"]

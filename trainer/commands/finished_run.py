@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import ActivationCheckpoint, Checkpoint, Compile, JobConfig, Parallelism
+from trainer.config.schema import ActivationCheckpoint, Checkpoint, Compile, JobConfig, Parallelism, Validation
 from trainer.job import ResolvedJob
 
 if TYPE_CHECKING:
@@ -32,11 +32,14 @@ def configuration(folder: Path, step: int, *, command: str) -> JobConfig:
         other = "forecast" if config.trains_fields else "generate"
         what = "fields" if config.trains_fields else "text"
         raise ConfigError(f"the run in {folder} is about {what}, which `lct {command}` is not for; use `lct {other}`")
+    # No data are read; training on conversations would also plan their attention.
+    data = {} if config.trains_fields else {"dataset": "python_stdlib", "dataset_path": None, "data_streams": 1}
     config = replace(
         config,
         job=replace(config.job, dump_folder=str(folder)),
         parallelism=Parallelism(),
-        training=replace(config.training, local_batch_size=1, global_batch_size=-1, attention_mask="causal"),
+        training=replace(config.training, local_batch_size=1, global_batch_size=-1, attention_mask="causal", **data),
+        validation=Validation(),
         activation_checkpoint=ActivationCheckpoint(),
         compile=Compile(),
         checkpoint=Checkpoint(

@@ -36,6 +36,12 @@ _TOKENS = Condition(
     lambda config, _: not config.trains_fields,
     "with training.dataset = 'fields', which has no tokens",
 )
+_CHAT = Condition(
+    lambda config, _: (
+        config.training.dataset == "chat" or (config.validation.enable and config.validation.dataset == "chat")
+    ),
+    "without training.dataset = 'chat'",
+)
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
 _SCALED = Condition(
@@ -146,6 +152,8 @@ class Model:
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=_TOKENS)
     """tokenizer.json, or tokenizer.model of tiktoken or sentencepiece, or its folder; None: the small shipped one."""
+    chat_template: str | None = key(None, when=_CHAT)
+    """Jinja file of the chat template; None: the one beside the tokenizer; "none": prompt and answer as plain text."""
     rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=_TOKENS)
     """Base of the rotary frequencies; None: the flavor's."""
     sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=(_TOKENS, _SHORT_WINDOW))
@@ -236,9 +244,9 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: str = "python_stdlib"
-    """python_stdlib (the interpreter's own sources), text (a document a file), jsonl (one a line), or fields (zarr)."""
+    """python_stdlib (Python's own sources), text (a document a file), jsonl (one a line), chat, or fields (zarr)."""
     dataset_path: str | None = None
-    """File, folder or glob of text and jsonl; folder that `lct make-fields` made; python_stdlib takes none."""
+    """File, folder or glob of text, jsonl and chat; folder that `lct make-fields` made; python_stdlib takes none."""
     local_batch_size: int = key(8, AT_LEAST_ONE, "sequences")
     """Sequences of a micro-batch on each data-parallel rank."""
     global_batch_size: int = key(-1, unit="sequences")
@@ -246,7 +254,7 @@ class Training:
     seq_len: int = key(2048, AT_LEAST_ONE, "tokens", when=_TOKENS)
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
     attention_mask: Literal["causal", "document"] = key("causal", when=_TOKENS)
-    """A token sees all tokens before it in its sequence, or in its document, from whose start positions then count."""
+    """A token sees those before it in its sequence, or in its document, with positions from 0; chat: document."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
     loss_chunk_tokens: int | None = key(
@@ -443,7 +451,12 @@ class JobConfig:
         return self.training.dataset == "fields"
 
     @property
+    def masks_documents(self) -> bool:
+        """Whether a token sees its own document only."""
+        return self.training.attention_mask == "document" or self.training.dataset == "chat"
+
+    @property
     def plans_attention(self) -> bool:
         """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
-        masked = self.training.attention_mask != "causal" or self.model.sliding_window is not None
+        masked = self.masks_documents or self.model.sliding_window is not None
         return self.parallelism.context_parallel_degree > 1 or masked or self.model.attention_sinks

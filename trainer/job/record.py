@@ -14,6 +14,7 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.job.attention import batch_chooser, kernel_of, resolve_attention, with_head_degree
+from trainer.job.chat import check_chat
 from trainer.job.compilation import CompileOptions, resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
 from trainer.job.fields import check_samples, resolve_fields
@@ -167,7 +168,8 @@ def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing:
     text = partial(check_source, training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
     data = partial(check_samples, config, degrees) if config.trains_fields else text
     weights = partial(check_initial_weights, config, model)
-    for check in (data, partial(check_validation_data, config), partial(check_trackers, config), weights):
+    chat = partial(check_chat, config)
+    for check in (data, partial(check_validation_data, config), chat, partial(check_trackers, config), weights):
         try:
             check()
         except MissingFile as error:

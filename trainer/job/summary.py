@@ -148,7 +148,7 @@ def _attention(job: ResolvedJob) -> str:
         return ""
     if options is None:
         return "causal, by PyTorch itself: one rank has the whole sequence"
-    mask = {"causal": "causal mask", "document": "causal mask within packed documents"}[config.training.attention_mask]
+    mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
     if has_windows(job.model):
         layers = [layer for layer in range(job.model.n_layers) if job.model.window_of_layer(layer) is not None]
         every = layers[1] if len(layers) > 1 else job.model.n_layers

@@ -15,10 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import open_source
-from trainer.data.loader import DocumentStream
+from trainer.data.loader import open_text
 from trainer.data.packing import IGNORE_INDEX, PackedSequence
-from trainer.data.tokenizer import open_tokenizer
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.sharding.exchange import all_reduce
@@ -58,8 +56,7 @@ class Validation:
         self._float8 = job.config.float8
         self._other_length = self.seq_len != training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
-        self._source = open_source(*settings.source(training))
-        self._tokenizer = open_tokenizer(job.config.model.tokenizer_file)
+        self._data = open_text(job.config.model, *settings.source(training))
         if next(self.sequences(), None) is None:
             raise ConfigError(
                 f"the validation data hold less than one sequence of {self.seq_len} tokens; give more data or a lower "
@@ -72,13 +69,12 @@ class Validation:
 
     def sequences(self) -> Iterator[PackedSequence]:
         """Yield whole packed sequences of one pass over the documents, at most `validation.sequences` of them."""
-        number = len(self._source)
-        documents = np.arange(number, dtype=np.int64)
-        stream = DocumentStream(self._source, self._tokenizer, documents, stream=0, seq_len=self.seq_len, seed=0)
+        source, encoder, kind = self._data
+        stream = kind(source, encoder, np.arange(len(source), dtype=np.int64), stream=0, seq_len=self.seq_len, seed=0)
         wanted = self.settings.sequences
         while not wanted or stream.samples < wanted:
             sequence = stream.next_sequence()
-            if stream.passes > 1 or (stream.passes == 1 and stream.state["token"]):
+            if stream.passes > 1 or (stream.passes == 1 and stream.state.get("token")):
                 return  # it begins at the end of the last document and goes on with the first
             yield sequence
 
