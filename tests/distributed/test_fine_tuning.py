@@ -13,10 +13,9 @@ from tests.chat_files import MARKED, chat_folder, conversations, write_lines
 from tests.distributed.harness import TINY
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
-from tests.hf_llama import hf_llama, in_float64
+from tests.hf_decoders import hf_model, in_float64
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
-from trainer.models.common.rotary import rope_frequencies
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 
@@ -28,7 +27,7 @@ MODEL = replace(TINY, vocab_size=314, max_seq_len=SEQ_LEN, norm_eps=1e-6)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model with a tokenizer and a template, and conversations that fill a sequence in part."""
     folder = chat_folder(tmp_path_factory.mktemp("tuning") / "model", MARKED, file=True)
-    theirs = hf_llama(MODEL)
+    theirs = hf_model("llama3", MODEL)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.mul_(0.2)
@@ -58,9 +57,7 @@ def their_loss(folder: Path, lines: list[dict]) -> float:
     for line in lines:
         out = tokenizer.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = torch.tensor(out["input_ids"]), torch.tensor(out["assistant_masks"])
-        frequencies = rope_frequencies(MODEL.head_dim, MODEL.rope_theta, None)
-        angles = torch.outer(torch.arange(len(ids), dtype=torch.float64), frequencies)
-        with in_float64(torch.cat((angles, angles), -1)), torch.no_grad():
+        with in_float64("llama3", MODEL, len(ids)), torch.no_grad():
             logits = model.to(torch.float64)(ids[None], use_cache=False).logits[0]
         losses = F.cross_entropy(logits[:-1], ids[1:], reduction="none")[mask[1:].bool()]
         total, number = total + losses.sum().item(), number + len(losses)

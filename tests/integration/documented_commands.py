@@ -101,6 +101,10 @@ for i in $(seq 20); do
 echo '{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}'
 echo '{"prompt": "Who wrote Faust?", "answer": "Goethe"}'; done > chat.jsonl"""
 
+ADAPT = f"""{CHAT}; lct train --model.flavor ./Llama-3.2-1B-Instruct --lora.rank 2 --checkpoint.enable {SHORT} \\
+--checkpoint.initial_load_path ./Llama-3.2-1B-Instruct --training.dataset chat --training.dataset_path chat.jsonl \\
+--training.data_streams 1"""
+
 RULES = [
     # ---- fields
     Rule(
@@ -202,7 +206,13 @@ RULES = [
         first="rm -rf outputs/debug_model",
         says="weights saved for Hugging Face(?s:.*)training done",
     ),
-    Rule(r"lct convert to-peft .*", why="needs a run with adapters: tests/distributed/test_lora.py converts one"),
+    Rule(
+        r"lct convert to-peft (\S+) (\S+)",
+        rf"trap 'rm -rf \1 \2 chat.jsonl Llama-3.2-1B-Instruct' EXIT; {ADAPT} --job.dump_folder \1 && \g<0>",
+        why=f"{LONG}; a small model stands in",
+        first=LLAMA,
+        says="peft loads them",
+    ),
     Rule(r"lct convert to-hf .*", r"rm -rf exported && \g<0>", why=OWN, first=SAVED, says="transformers loads it"),
     # ---- training
     Rule(

@@ -9,7 +9,7 @@ import pytest
 from trainer.config.errors import ConfigError
 from trainer.config.keys import keys_of
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import JobConfig
+from trainer.config.schema import JobConfig, Model
 from trainer.job import resolve
 from trainer.job.degrees import Degrees
 
