@@ -101,9 +101,11 @@ for i in $(seq 20); do
 echo '{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}'
 echo '{"prompt": "Who wrote Faust?", "answer": "Goethe"}'; done > chat.jsonl"""
 
-ADAPT = f"""{CHAT}; lct train --model.flavor ./Llama-3.2-1B-Instruct --lora.rank 2 --checkpoint.enable {SHORT} \\
---checkpoint.initial_load_path ./Llama-3.2-1B-Instruct --training.dataset chat --training.dataset_path chat.jsonl \\
---training.data_streams 1"""
+ADAPT = (
+    f"{CHAT}; lct train --model.flavor ./Llama-3.2-1B-Instruct --checkpoint.initial_load_path ./Llama-3.2-1B-Instruct "
+    "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 1 --lora.rank 2 "
+    f"--checkpoint.enable {SHORT}"
+)
 
 RULES = [
     # ---- fields
@@ -154,7 +156,7 @@ RULES = [
     Rule(r"lct train \S+ --print-config", says=r'flavor = "70B"', slow=False),
     # ---- big models
     Rule(
-        r"lct train (train_configs/)?llama3_8b\S* --ngpu 8.*|NGPU=8 CONFIG_FILE=\S+8b.toml \./run_llama_train\.sh",
+        r"lct train (train_configs/)?llama3_8b\S* --ngpu [18].*|NGPU=8 CONFIG_FILE=\S+8b.toml \./run_llama_train\.sh",
         r"\g<0> --check-config --world-size 8",
         why=BIG,
         says="the settings are valid",
