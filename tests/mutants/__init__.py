@@ -3,7 +3,7 @@
 A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
 """
 
-from tests.mutants import attention, domain, job, step
+from tests.mutants import attention, chat, domain, job, step
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -20,6 +20,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.FAMILIES,
     *step.LAYOUTS,
     *job.DATA,
+    *chat.CHAT,
     *job.CHECKPOINTS,
     *job.SETTINGS,
     *job.CACHES,

@@ -32,8 +32,8 @@ def configuration(folder: Path, step: int, *, command: str) -> JobConfig:
         other = "forecast" if config.trains_fields else "generate"
         what = "fields" if config.trains_fields else "text"
         raise ConfigError(f"the run in {folder} is about {what}, which `lct {command}` is not for; use `lct {other}`")
-    # No data are read; training on conversations would also plan their attention.
-    data = {} if config.trains_fields else {"dataset": "python_stdlib", "dataset_path": None, "data_streams": 1}
+    # No data are read, and only training on conversations needs their mask.
+    data = {"dataset": "python_stdlib", "dataset_path": None} if config.training.dataset == "chat" else {}
     config = replace(
         config,
         job=replace(config.job, dump_folder=str(folder)),
