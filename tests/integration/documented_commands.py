@@ -103,7 +103,7 @@ echo '{"prompt": "Who wrote Faust?", "answer": "Goethe"}'; done > chat.jsonl"""
 
 ADAPT = (
     f"{CHAT}; lct train --model.flavor ./Llama-3.2-1B-Instruct --checkpoint.initial_load_path ./Llama-3.2-1B-Instruct "
-    "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 1 --lora.rank 2 "
+    "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 8 --lora.rank 2 "
     f"--checkpoint.enable {SHORT}"
 )
 
