@@ -181,6 +181,11 @@ def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
         ("qwen3", {"layer_types": [SLIDING, FULL]}, f"layer_types = ['{SLIDING}', "),
         ("qwen3", {"layer_types": [FULL]}, f"layer_types = ['{FULL}'] is not supported"),
         ("qwen3", {"layer_types": ["chunked_attention", FULL]}, "layer_types = ['chunked_attention', "),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": None, "max_window_layers": None},
+            "max_window_layers = None",
+        ),
         ("mistral", {"layer_types": [FULL, SLIDING]}, "layer_types = ['full_attention', "),
         ("mistral", {"sliding_window": -1}, "sliding_window = -1 must be a number above 0"),
     ],

@@ -175,7 +175,7 @@ class Model:
     rope_original_seq_len: int | None = key(
         None, AT_LEAST_ONE, "tokens", example=32768, when=(_TOKENS, _SCALED, _BY_LENGTH)
     )
-    """Sequences before they were extended; None: the flavor's, and with llama3 8192 if it was not extended."""
+    """Longest sequences before the extension; None: the flavor's, but 8192 with llama3 if it has no scaling."""
 
     @property
     def tokenizer_file(self) -> str:
