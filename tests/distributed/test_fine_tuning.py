@@ -14,6 +14,7 @@ from tests.distributed.harness import TINY
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model, in_float64
+from trainer.commands.finished_run import configuration
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
@@ -64,7 +65,7 @@ def their_loss(folder: Path, lines: list[dict]) -> float:
     return total / number
 
 
-@pytest.mark.parametrize("layout", ["one", "fsdp2+cp2"])
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "fsdp2+cp2"])
 def test_a_small_model_is_fine_tuned_and_exported(pool: WorkerPool, model: Path, tmp_path: Path, layout: str) -> None:
     """Four sequences have a whole number of epochs: the first loss is that of transformers on all lines."""
     ranks, arguments = LAYOUTS.get(layout, (1, []))
@@ -76,3 +77,5 @@ def test_a_small_model_is_fine_tuned_and_exported(pool: WorkerPool, model: Path,
     exported = tmp_path / "checkpoint" / "step-3-hf"
     assert their_loss(exported, lines) < metrics[2]["loss"]
     assert AutoTokenizer.from_pretrained(exported).chat_template == MARKED
+    config = configuration(tmp_path, -1, command="generate")
+    assert resolve(config, 1).attention is None, "the cache of generation needs plain attention"

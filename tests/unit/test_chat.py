@@ -5,14 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.chat_files import CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations
+from tests.chat_files import CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations, write_lines
 from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.schema import Model
 from trainer.data.chat import ConversationEncoder, as_text, conversation
 from trainer.data.chat_template import ChatTemplate, find_template
+from trainer.data.loader import open_text
 from trainer.data.packing import IGNORE_INDEX
 from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer
 
@@ -260,20 +263,14 @@ def test_a_bad_line_is_told_in_one_sentence(line, part):
     assert part in message
 
 
-def test_a_tokenizer_that_cannot_tell_special_tokens_is_refused():
-    class Other(Tokenizer):
-        bos_id = eos_id = None
-        vocab_size = 3
-
-        def ids_of(self, text):
-            return []
-
-        def decode(self, ids):
-            return ""
-
-    assert "use the model's tokenizer.json" in refusal(
-        ConversationEncoder(Other(), None).sample, as_text(read({"prompt": "a", "answer": "b"}))
-    )
+def test_a_tokenizer_that_cannot_tell_special_tokens_is_refused_at_once(tmp_path):
+    (tmp_path / "words.txt").write_text("the quick fox adds two and three\n" * 20)
+    prefix = str(tmp_path / "tokenizer")
+    settings = {"input": f"{tmp_path}/words.txt", "model_prefix": prefix, "vocab_size": 40, "hard_vocab_limit": False}
+    sentencepiece.SentencePieceTrainer.train(**settings, minloglevel=9)
+    lines = write_lines(tmp_path / "chat.jsonl", [{"prompt": "a", "answer": "b"}])
+    model = Model(tokenizer_path=f"{prefix}.model")
+    assert "use the model's tokenizer.json" in refusal(open_text, model, "chat", str(lines))
 
 
 def test_messages_without_a_template_say_what_to_do(folders):

@@ -146,11 +146,12 @@ def open_text(model: Model, dataset: str, path: str | None) -> TextData:
     """Return the data set `dataset` at `path`, for the tokenizer and the chat template of table [model].
 
     Raises:
-        ConfigError: see `open_source`, `open_tokenizer` and `find_template`.
+        ConfigError: see `open_source`, `open_tokenizer`, `find_template`; conversations for a model of sentencepiece.
     """
     source, tokenizer = open_source(dataset, path), open_tokenizer(model.tokenizer_file)
     if dataset != "chat":
         return TextData(source, tokenizer, DocumentStream)
+    tokenizer.encode_with_places("", special=True)  # refuses a format that cannot
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
     template = find_template(model.tokenizer_file, model.chat_template, ends)
