@@ -309,8 +309,8 @@ VALIDATION = (
     Mutant(
         "a validation takes the float8 scales of the weights before the update",
         "trainer/tasks/validation.py",
-        "            precompute_scales(part, self._float8)",
-        "            pass",
+        "        precompute_scales(part, task.config.float8)",
+        "        pass",
         f"{_VALIDATION}::test_weights_are_scaled_anew_for_float8",
     ),
     Mutant(
@@ -323,7 +323,7 @@ VALIDATION = (
     Mutant(
         "rows that fill up the last batch of a validation count",
         "trainer/tasks/validation.py",
-        '            arrays["labels"][len(mine) :] = IGNORE_INDEX\n',
+        '        arrays["labels"][len(mine) :] = IGNORE_INDEX\n',
         "",
         f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
     ),

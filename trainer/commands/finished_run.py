@@ -63,13 +63,14 @@ def configuration(folder: Path, step: int, *, command: str) -> JobConfig:
 
 
 def text_configuration(
-    folder: Path, step: int, *, command: str, ranks: int, tokenizer: str | None = None, settings: Sequence[str] = ()
-) -> JobConfig:
+    folder: Path, step: int, *, command: str, tokenizer: str | None = None, settings: Sequence[str] = ()
+) -> tuple[JobConfig, tuple[str, str | None]]:
     """Return a configuration with the language model of a run, or of a Hugging Face folder, and its weights.
 
-    Of a run, its model, precision and parallelism are kept; its data need not be there. Weights of a Hugging Face
-    folder keep their data type. step: saved step of a run, -1 for the latest; tokenizer: in place of the folder's;
-    settings: of the command line, over those of the folder.
+    Of a run, its model, precision and parallelism are kept. Its data need not be there: their kind and path, those of
+    the validation if it had one, are returned too. Weights of a Hugging Face folder keep their data type.
+    step: saved step of a run, -1 for the latest; tokenizer: in place of the folder's; settings: of the command line,
+    over those of the folder.
 
     Raises:
         ConfigError: the folder holds neither, or no weights, or no tokenizer; or there is no such step.
@@ -86,7 +87,8 @@ def text_configuration(
         own = replace(given.checkpoint, load_step=step)
         weights = _saved_weights(replace(given, job=replace(given.job, dump_folder=str(folder)), checkpoint=own))
     training = given.training
-    return JobConfig(
+    data = given.validation.source(training) if given.validation.enable else (training.dataset, training.dataset_path)
+    config = JobConfig(
         job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),  # nothing is written beside the weights
         model=given.model,
         training=Training(
@@ -96,13 +98,13 @@ def text_configuration(
             dtype=training.dtype,
             mixed_precision_param=training.mixed_precision_param,
             enable_cpu_offload=training.enable_cpu_offload,
-            data_streams=ranks,
         ),
         parallelism=given.parallelism,
         checkpoint=Checkpoint(initial_load_path=weights),
         float8=given.float8,
         comm=given.comm,
     )
+    return config, data
 
 
 def _saved(folder: Path, *, command: str, settings: Sequence[str] = ()) -> JobConfig:

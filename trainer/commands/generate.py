@@ -130,7 +130,7 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
         if not holds:
             raise ConfigError(f"--{name} {getattr(args, name.replace('-', '_'))} must be {rule}")
     ranks = all_ranks(args.ngpu)
-    config = text_configuration(args.folder, args.step, command="generate", ranks=ranks, tokenizer=args.tokenizer)
+    config, _ = text_configuration(args.folder, args.step, command="generate", tokenizer=args.tokenizer)
     length = max(config.training.seq_len // ranks, 1) * ranks
     training = replace(config.training, seq_len=length)
     config = replace(config, training=training, parallelism=Parallelism(tensor_parallel_degree=ranks))
