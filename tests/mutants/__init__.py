@@ -25,5 +25,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *job.CACHES,
     *step.METRICS,
     *step.VALIDATION,
+    *step.EVALUATION,
     *job.PROCESSES,
 )

@@ -1,4 +1,4 @@
-"""Measure a run, or a Hugging Face folder, on long sequences: loss by position, and a needle in a haystack.
+"""Measure a run, or a Hugging Face folder, on long sequences: loss by position, needles in a haystack.
 
 evaluate outputs/debug_model --seq-len 2048 --ngpu 2 --parallelism.context_parallel_degree 2
 

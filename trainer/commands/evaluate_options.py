@@ -16,9 +16,7 @@ from trainer.job import ResolvedJob, resolve
 from trainer.job.training import check_batch
 from trainer.runtime.devices import this_machine
 
-_DESCRIPTION = (
-    "Measure a run, or a Hugging Face folder, on long sequences: loss by position, and a needle in a haystack."
-)
+_DESCRIPTION = "Measure a run, or a Hugging Face folder, on long sequences: loss by position, needles in a haystack."
 TASKS = ("positions", "needle")
 _TABLES = ("model", "parallelism", "comm")
 _KEYS = ("job.device", *(f"training.{key}" for key in ("dtype", "mixed_precision_param", "loss_chunk_tokens")))
@@ -142,7 +140,7 @@ def checked(argv: list[str]) -> tuple[Wanted, ResolvedJob]:
     except ConfigError as error:
         text = str(error)
         for key, name in (
-            ("training.seq_len", "a sequence length"),
+            ("training.seq_len = ", "length "),
             ("training.dataset_path", "--dataset-path"),
             ("training.dataset", "--dataset"),
         ):

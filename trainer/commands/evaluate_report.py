@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +38,8 @@ class Findings:
 
 def rows_of(findings: Findings) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each task's table, by the name of its file."""
-    positions = [asdict(bucket) | {"perplexity": bucket.perplexity} for bucket in findings.positions]
+    finite = [bucket.perplexity if math.isfinite(bucket.perplexity) else None for bucket in findings.positions]
+    positions = [asdict(bucket) | {"perplexity": p} for bucket, p in zip(findings.positions, finite, strict=True)]
     tables = {"positions": positions, "needle": [asdict(cell) for cell in findings.needle]}
     return {name: rows for name, rows in tables.items() if rows}
 
@@ -72,7 +74,8 @@ def write(findings: Findings, folder: Path) -> list[str]:
         _write_files(findings, folder)
         _draw(findings, folder)
     except ModuleNotFoundError as error:
-        return [str(folder), f"note: there is no picture: it needs {error.name} (pip install {error.name})"]
+        package = (error.name or "matplotlib").partition(".")[0]
+        return [str(folder), f"note: there is no picture: it needs {package} (pip install {package})"]
     except OSError as error:
         reason = full_disk(error, nearest_existing(folder)) or error.strerror or str(error)
         raise ConfigError(f"--output {folder} cannot be written ({reason}); make room, or name another") from None

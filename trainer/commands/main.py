@@ -12,7 +12,7 @@ COMMANDS = {
     "generate": ("generate", "continue a text with the weights of a run", "lct generate outputs/debug_model"),
     "evaluate": (
         "evaluate",
-        "measure a run on long sequences: loss by position, a needle in a haystack",
+        "measure a run on long sequences: loss by position, needles in a haystack",
         "lct evaluate outputs/debug_model --seq-len 2048",
     ),
     "convert": (
