@@ -288,6 +288,28 @@ RULES = [
     Rule(r"\$ python train\.py .*", code=2, says=r"^error: "),
     # ---- after a run
     Rule(
+        r"lct generate (\./Llama-3\.2-1B .*)",
+        r"lct generate \1 --tokens 4",
+        why=OWN,
+        first=LLAMA,
+        says=r"^def main\(",
+    ),
+    Rule(
+        r"lct evaluate \./Llama-3\.2-1B .*",
+        "lct evaluate ./Llama-3.2-1B --seq-len 128 --ngpu 2 --parallelism.context_parallel_degree 2 "
+        "--sequences 2 --samples 1",
+        why=f"{BIG}; {OWN}",
+        first=LLAMA,
+        says="64 to 127 .*(?s:.*)needle",
+    ),
+    Rule(
+        r"lct evaluate outputs/\w+( --tasks (?:positions|needle))?.*",
+        r"lct evaluate outputs/saved\1 --seq-len 128 --sequences 2 --lengths 128 --samples 1",
+        why="the folder of a short run, and short sequences",
+        first=f"test -d outputs/saved || {SAVED} --job.dump_folder=outputs/saved",
+        says="positions|needle",
+    ),
+    Rule(
         r"lct generate outputs/\w+( .*)?",
         r"lct generate outputs/saved\1 --tokens 4",
         why="the folder of a short run",

@@ -27,5 +27,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.METRICS,
     *step.VALIDATION,
     *step.ADAPTERS,
+    *step.EVALUATION,
     *job.PROCESSES,
 )
