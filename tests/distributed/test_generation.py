@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
