@@ -7,7 +7,7 @@ waiting   5 2 7 3 4 | ...     seq_len = 10; the order in which they were read
 sequence  5 4 + 1 padding  |  2 7 + 1  |  3 ...
 
 Those that wait are of one epoch, at most WINDOW places of its order, and about TOKENS sequences long. The state says
-which ones wait, so that a resumed run packs on exactly.
+which ones wait, so that a resumed run goes on with the same sequences.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ConversationStream(ItemStream):
 
     @property
     def state(self) -> StreamState:
-        """The position: epoch, place in its order, samples given so far, and who waits.
+        """The position: epoch, place in its order, samples given so far, and which conversations wait.
 
         Bit i of `waiting`: the conversation i + 1 places back waits.
         """

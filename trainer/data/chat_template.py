@@ -113,8 +113,8 @@ class ChatTemplate:
                     "give one line for each answer"
                 )
             answer, content = whole[len(prompt) :], message["content"].strip()
-            has_header = bool(i) and prompt != write(self._plain, messages[:i])
-            if not has_header and not (content and answer.lstrip().startswith(content)):
+            begins = bool(content) and answer.lstrip().startswith(content)
+            if not begins and (i == 0 or prompt == write(self._plain, messages[:i])):  # no header goes before it
                 raise ConfigError(
                     f"{where}: the chat template {self._name} has no generation prompt before message {i + 1}, so that "
                     f"the start of the answer is not known; {_MARK_ANSWERS}"
@@ -157,8 +157,9 @@ def find_template(
             return ChatTemplate(file.read_text(encoding="utf-8"), str(file), special)
         source = found.get("chat_template")
         if isinstance(source, list):  # several, by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if source:
+            named = (entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default")
+            source = next(named, {}).get("template")
+        if isinstance(source, str):
             return ChatTemplate(source, str(folder / "tokenizer_config.json"), special)
     return None
 
@@ -194,7 +195,7 @@ def _environment(marks: tuple[str, str]) -> jinja2.Environment:
     class Generation(Extension):
         """The block `generation`, around what an assistant has written."""
 
-        tags = {"generation"}  # noqa: RUF012  (jinja2 reads it so)
+        tags = frozenset({"generation"})
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
