@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -29,6 +30,7 @@ from trainer.config.schema import JobConfig, Model, Parallelism, Training
 from trainer.data.tokenizer import default_tokenizer_path
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
+from trainer.models.common.shapes import RopeScaling
 from trainer.models.initialization import initialize
 from trainer.models.llama3.args import TransformerArgs
 from trainer.models.model_spec import model_spec
@@ -185,11 +187,17 @@ LLAMA = TransformerArgs(
     dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_hidden_dim=96, vocab_size=4354, max_seq_len=64, norm_eps=1e-6
 )
 
+TIED = replace(LLAMA, n_kv_heads=2, tie_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8))
+
 
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
+    return made_folder(tmp_path, LLAMA)
+
+
+def made_folder(tmp_path: Path, args: TransformerArgs) -> Path:
     """A folder as transformers saves it, in float64, with our tokenizer."""
-    model = hf_llama(LLAMA)
+    model = hf_llama(args)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -208,7 +216,9 @@ def of_a_folder_case(folder: str, prompts: list[list[int]], tokens: int, samplin
         return generate(model, job, dims, prompts, tokens=tokens, sampling=sampling, seed=1)
 
 
-def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, hf_folder: Path) -> None:
+@pytest.mark.parametrize("args", [LLAMA, TIED], ids=["plain", "tied, scaled"])
+def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, tmp_path: Path, args: TransformerArgs) -> None:
+    hf_folder = made_folder(tmp_path, args)
     theirs = transformers.LlamaForCausalLM.from_pretrained(hf_folder, dtype="float64")
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     wanted = [theirs.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS]
