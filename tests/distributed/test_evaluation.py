@@ -43,24 +43,25 @@ LENGTH = 48
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder in float64, and seven documents that are long enough beside it."""
+    """Hugging Face folders in float64, and beside them documents, seven of which are long enough."""
     path = tmp_path_factory.mktemp("evaluated")
-    model = hf_model("llama3", LLAMA)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(path / "hf")
-    shutil.copy(default_tokenizer_path(), path / "hf" / "tokenizer.model")
+    for name, args in (("hf", LLAMA), ("tied", replace(LLAMA, tie_embeddings=True))):
+        model = hf_model("llama3", args)
+        with torch.no_grad():
+            for tensor, parameter in model.named_parameters():
+                if "norm" not in tensor:
+                    parameter.normal_(std=0.1)
+        model.save_pretrained(path / name)
+        shutil.copy(default_tokenizer_path(), path / name / "tokenizer.model")
     texts = [f"def f{i}(x):\n" + f"    y = x + {i}\n    print(y)\n" * (2 if i % 3 == 2 else 20 + i) for i in range(10)]
     (path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
 
-def options(folder: Path, *more: str) -> list[str]:
+def options(folder: Path, *more: str, model: str = "hf") -> list[str]:
     data = ["--dataset", "jsonl", "--dataset-path", str(folder / "data.jsonl")]
     lengths = ["--seq-len", str(LENGTH), "--lengths", "100", "128", "--depths", "0", "60", "--samples", "1"]
-    return [str(folder / "hf"), *data, *lengths, *more]
+    return [str(folder / model), *data, *lengths, *more]
 
 
 def found_case(argv: list[str], folder: str, fault: str = "") -> dict[str, list[dict]]:
@@ -77,23 +78,25 @@ def found_case(argv: list[str], folder: str, fault: str = "") -> dict[str, list[
 
 
 CASES = [
-    ("cp2", []),
-    ("fsdp2", ["--batch-size", "2"]),
-    ("tp2", ["--training.loss_chunk_tokens", "16"]),
-    ("cp2+tp2", ["--batch-size", "3"]),
+    ("cp2", "hf", []),
+    ("fsdp2", "hf", ["--batch-size", "2"]),
+    ("tp2", "tied", ["--training.loss_chunk_tokens", "16"]),
+    ("fsdp2+cp2", "tied", ["--model.rope_theta", "5e4"]),
+    ("cp2+tp2", "hf", ["--batch-size", "3"]),
 ]
 
 
-@pytest.mark.parametrize(("layout", "settings"), CASES)
+@pytest.mark.parametrize(("layout", "model", "settings"), CASES)
 def test_every_layout_finds_the_same(
-    pool: WorkerPool, folder: Path, tmp_path: Path, layout: str, settings: list[str]
+    pool: WorkerPool, folder: Path, tmp_path: Path, layout: str, model: str, settings: list[str]
 ) -> None:
     world_size, degrees = LAYOUTS[layout]
-    (wanted,) = pool.run(1, found_case, options(folder), str(tmp_path))
+    own = settings if settings[:1] == ["--model.rope_theta"] else []  # the model's, on one process too
+    (wanted,) = pool.run(1, found_case, options(folder, *own, model=model), str(tmp_path))
     assert [bucket["tokens"] for bucket in wanted["positions"]] == [7 * n for n in (6, 6, 12, 24)]
     assert len({round(bucket["loss"], 2) for bucket in wanted["positions"]}) > 2
     assert [(cell["length"], cell["depth"]) for cell in wanted["needle"]] == [(100, 0), (100, 60), (128, 0), (128, 60)]
-    for got in pool.run(world_size, found_case, options(folder, *settings, *degrees), str(tmp_path)):
+    for got in pool.run(world_size, found_case, options(folder, *settings, *degrees, model=model), str(tmp_path)):
         for ours, theirs in zip(got["positions"], wanted["positions"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
         for ours, theirs in zip(got["needle"], wanted["needle"], strict=True):

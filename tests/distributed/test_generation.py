@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +29,7 @@ from trainer.config.schema import JobConfig, Model, Parallelism, Training
 from trainer.data.tokenizer import default_tokenizer_path
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
+from trainer.models.common.shapes import RopeScaling
 from trainer.models.initialization import initialize
 from trainer.models.llama3.args import TransformerArgs
 from trainer.models.model_spec import model_spec
@@ -47,6 +49,7 @@ MODELS = [
     Model(name="qwen3", rope_scaling=4.0, rope_scaling_type="yarn", rope_original_seq_len=16),
     Model(name="qwen2"),
 ]
+IDS = ["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2"]
 
 
 @contextmanager
@@ -98,9 +101,7 @@ def likeliest_case(model: Model, prompts: list[list[int]], tokens: int) -> list[
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "model", MODELS, ids=["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2"]
-)
+@pytest.mark.parametrize("model", MODELS, ids=IDS)
 def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, model: Model) -> None:
     """Prompts of different lengths together, and each alone."""
     ((together),) = pool.run(1, written_case, model, PROMPTS, 12, GREEDY, 0)
@@ -112,7 +113,7 @@ def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, 
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, top_p=0.9)], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("model", MODELS, ids=["plain", "windows and sinks", "every second window", "convolution"])
+@pytest.mark.parametrize("model", MODELS, ids=IDS)
 def test_tensor_parallel_ranks_write_the_same(pool: WorkerPool, model: Model, sampling: Sampling) -> None:
     """Chunks of odd lengths, and a text that outgrows the longest sequence."""
     (alone,) = pool.run(1, written_case, model, PROMPTS, 30, sampling, 3)
@@ -178,11 +179,17 @@ LLAMA = TransformerArgs(
     dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_hidden_dim=96, vocab_size=4354, max_seq_len=64, norm_eps=1e-6
 )
 
+TIED = replace(LLAMA, n_kv_heads=2, tie_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8))
+
 
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
+    return made_folder(tmp_path, LLAMA)
+
+
+def made_folder(tmp_path: Path, args: TransformerArgs) -> Path:
     """A folder as transformers saves it, in float64, with our tokenizer."""
-    model = hf_model("llama3", LLAMA)
+    model = hf_model("llama3", args)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -201,7 +208,9 @@ def of_a_folder_case(folder: str, prompts: list[list[int]], tokens: int, samplin
         return generate(model, job, dims, prompts, tokens=tokens, sampling=sampling, seed=1)
 
 
-def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, hf_folder: Path) -> None:
+@pytest.mark.parametrize("args", [LLAMA, TIED], ids=["plain", "tied, scaled"])
+def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, tmp_path: Path, args: TransformerArgs) -> None:
+    hf_folder = made_folder(tmp_path, args)
     theirs = transformers.LlamaForCausalLM.from_pretrained(hf_folder, dtype="float64")
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     wanted = [theirs.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS]

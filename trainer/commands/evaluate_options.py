@@ -180,7 +180,8 @@ def _resolved(wanted: Wanted, config: JobConfig) -> ResolvedJob:
     """
     ranks = all_ranks(wanted.ranks_here)
     shape = {"seq_len": max(wanted.all_lengths), "local_batch_size": wanted.rows, "data_streams": ranks}
-    config = replace(config, training=replace(config.training, **shape))
+    own = replace(config.job, dump_folder=str(wanted.output))
+    config = replace(config, job=own, training=replace(config.training, **shape))
     job = resolve(config, ranks, this_machine().device_type(config.job.device))
     for length in wanted.all_lengths:
         check_batch(replace(config, training=replace(config.training, seq_len=length)), job.degrees)

@@ -96,7 +96,7 @@ def text_configuration(
     training = given.training
     data = given.validation.source(training) if given.validation.enable else (training.dataset, training.dataset_path)
     config = JobConfig(
-        job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),  # nothing is written beside the weights
+        job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),  # not beside the weights
         model=given.model,
         training=Training(
             local_batch_size=1,

@@ -132,7 +132,12 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     config, _ = text_configuration(args.folder, args.step, command="generate", tokenizer=args.tokenizer)
     length = max(config.training.seq_len // ranks, 1) * ranks
     training = replace(config.training, seq_len=length)
-    config = replace(config, training=training, parallelism=Parallelism(tensor_parallel_degree=ranks))
+    config = replace(
+        config,
+        training=training,
+        parallelism=Parallelism(tensor_parallel_degree=ranks),
+        comm=replace(config.comm, trace_buf_size=0),  # nothing is written
+    )
     try:
         return args, resolve(config, ranks, this_machine().device_type(config.job.device))
     except ConfigError as error:
