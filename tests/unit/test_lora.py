@@ -121,6 +121,17 @@ def test_a_start_changes_nothing_and_the_optimizer_has_adapters_alone() -> None:
         torch.testing.assert_close(module(x), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_preset_adapts_on_one_gpu_or_more(ranks: int) -> None:
+    config = parse_command_line(["--job.config_file=llama3_8b_lora"]).config
+    job = resolve(config, ranks, "cuda", missing=(missing := []))
+    assert len(missing) == 3  # weights, tokenizer, conversations
+    assert job.notes == ()
+    memory = rank_memory(job)
+    assert memory.total < 0.8 * 80e9
+    assert memory.optimizer < 0.02 * memory.weights
+
+
 def test_alpha_over_rank_is_the_factor() -> None:
     assert LoRA(rank=4, alpha=8.0).scale == 2.0
 
