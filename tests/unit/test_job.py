@@ -73,7 +73,7 @@ def test_nothing_is_written_by_a_check(tmp_path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 @pytest.mark.parametrize("more", [1, 2])
 def test_every_training_configuration_works_for_its_number_of_ranks(path: Path, more: int, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n' * 64)
+    (tmp_path / "data.jsonl").write_text('{"text": "a", "prompt": "a", "answer": "b"}\n' * 64)
     given = ["--job.config_file", str(path)]
     if path.name != "debug_model.toml":  # the published tokenizer and the data are the user's to bring
         given += ["--model.tokenizer_path", "None", "--training.dataset_path", str(tmp_path / "data.jsonl")]
