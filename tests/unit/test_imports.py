@@ -11,7 +11,7 @@ ROOMS = (
     ("trainer.config",),
     # What the job reads of other rooms, torch-free: shapes, plans, lists of data, names of checkpoints.
     (
-        *("trainer.models.args", "trainer.models.common.shapes", "trainer.models.llama3.args"),
+        *("trainer.models.args", "trainer.models.common.shapes", "trainer.models.common.expert_args", "trainer.models.llama3.args"),
         *("trainer.models.unet.args", "trainer.models.nat.args"),
         *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
         *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),

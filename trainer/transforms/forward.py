@@ -1,6 +1,7 @@
 """The only function that replaces a module's forward from outside, in a fixed order of features.
 
     context parallelism      attention of a module becomes attention over ranks
+    expert parallelism       tokens travel to the ranks of their experts
     loss in chunks           the projection to logits also returns losses
     activation checkpointing the block's forward is recomputed in the backward
     compile                  the block's forward of that moment becomes one graph
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-ORDER = ("context parallelism", "loss in chunks", "activation checkpointing", "compile")
+ORDER = ("context parallelism", "expert parallelism", "loss in chunks", "activation checkpointing", "compile")
 
 
 def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]) -> None:
