@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from trainer.models.llama3.args import TransformerArgs
+from trainer.models.common.decoder_args import TransformerArgs
 
 
 def hf_llama(args: TransformerArgs) -> LlamaForCausalLM:

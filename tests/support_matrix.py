@@ -17,7 +17,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
 from trainer.job.degrees import Degrees
-from trainer.models.llama3.args import TransformerArgs
+from trainer.models.common.decoder_args import TransformerArgs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECORD = DOCS / "measurements" / "support_matrix.json"

@@ -27,9 +27,9 @@ from trainer.distributed.context_parallel.attention import ContextParallelAttent
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
+from trainer.models.common.decoder import Transformer
+from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.llama3 import spec as llama3
-from trainer.models.llama3.args import TransformerArgs
-from trainer.models.llama3.model import Transformer
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks import Task
 from trainer.tasks.language import LanguageTask

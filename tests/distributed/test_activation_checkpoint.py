@@ -15,8 +15,8 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
 from trainer.config.schema import ActivationCheckpoint
 from trainer.distributed.sharding import exchange
+from trainer.models.common.decoder import Transformer
 from trainer.models.initialization import initialize
-from trainer.models.llama3.model import Transformer
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 
 MODES = {

@@ -22,7 +22,7 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout
 from trainer.distributed.sharding.placement import rows_on
 from trainer.models.common.attention import InnerAttention
-from trainer.models.llama3.model import Transformer
+from trainer.models.common.decoder import Transformer
 from trainer.runtime.process_group import Process, process_group
 
 

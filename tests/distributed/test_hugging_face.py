@@ -29,10 +29,10 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
 from trainer.job import resolve
+from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.rotary import rope_frequencies
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.llama3 import spec as llama3
-from trainer.models.llama3.args import TransformerArgs
 from trainer.models.state_dict import to_hf
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer

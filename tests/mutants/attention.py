@@ -327,7 +327,7 @@ CONVOLUTIONS = (
     ),
     Mutant(
         "layers are not told where documents begin",
-        "trainer/models/llama3/model.py",
+        "trainer/models/common/decoder.py",
         "x = layer(x, freqs_cis, attention_plan, positions)",
         "x = layer(x, freqs_cis, attention_plan)",
         "tests/unit/test_short_convolution.py",

@@ -252,9 +252,9 @@ FAMILIES = (
     ),
     Mutant(
         "rotary rows of keys keep their order",
-        "trainer/models/llama3/state_dict.py",
-        'if part in ("attention.wq", "attention.wk"):',
-        'if part == "attention.wq":',
+        "trainer/models/common/decoder_state_dict.py",
+        '_ROTATED = ("attention.wq", "attention.wk",',
+        '_ROTATED = ("attention.wq",',
         "tests/unit/test_state_dict.py",
     ),
     Mutant(

@@ -25,6 +25,7 @@ class ToyBlock(nn.Module):
             n_kv_heads=args.n_kv_heads,
             head_dim=args.head_dim,
             bias=True,
+            output_bias=True,
             rotate=apply_rope_to_halves,
         )
         self.ffn_norm = nn.LayerNorm(args.dim)

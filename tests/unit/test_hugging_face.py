@@ -28,10 +28,10 @@ from trainer.commands import convert
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
+from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.hf_config import read_config
 from trainer.models.llama3 import spec as llama3
-from trainer.models.llama3.args import TransformerArgs
 from trainer.models.registry import hf_config
 from trainer.models.state_dict import from_hf
 
@@ -105,9 +105,8 @@ def changed(folder: Path, **entries: object) -> None:
         ({"model_type": "qwen3"}, "model_type = 'qwen3' is not supported; it must be 'llama'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = ['LlamaForSequenceClassification']"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it must be 'silu'"),
-        ({"attention_bias": True}, "attention_bias = True is not supported; it must be False"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
-        ({"head_dim": 16}, "head_dim = 16 is not supported; it must be 8"),
+        ({"head_dim": 7}, "head_dim = 7 must be even"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported; it must be 'default' or"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor = None must be a number above 0"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "type = 'dynamic' is not supported"),
@@ -287,8 +286,8 @@ def test_what_cannot_start_a_run_is_refused_before_it(folder: Path, tmp_path: Pa
     assert "dim = 256 (there 32), n_layers = 4 (there 2)" in message
     here = [f"--model.flavor={folder}", start]
     resolve(parse_command_line([*here, "--model.rope_theta=1e7"]).config, 1, "cpu")  # said by the user, so meant
-    assert "neither sliding windows" in refused(*here, "--model.sliding_window=8")
-    assert "neither sliding windows" in refused("--checkpoint.enable", "--checkpoint.last_save_in_hf", SINKS)
+    assert "leave out model.sliding_window" in refused(*here, "--model.sliding_window=8")
+    assert "leave out model.attention_sinks" in refused("--checkpoint.enable", "--checkpoint.last_save_in_hf", SINKS)
     assert "is no folder here" in refused(f"--checkpoint.initial_load_path={tmp_path / 'no'}")
     assert "holds neither a config.json" in refused(f"--checkpoint.initial_load_path={tmp_path}")
     changed(folder, vocab_size=4300)

@@ -11,12 +11,14 @@ ROOMS = (
     ("trainer.config",),
     # What the job reads of other rooms, torch-free: shapes, plans, lists of data, names of checkpoints.
     (
-        *("trainer.models.args", "trainer.models.common.shapes", "trainer.models.common.expert_args", "trainer.models.llama3.args"),
+        *("trainer.models.args", "trainer.models.common.expert_args", "trainer.models.common.shapes"),
+        *("trainer.models.common.decoder_args", "trainer.models.common.decoder_hf_config"),
+        "trainer.models.llama3.args",
         *("trainer.models.unet.args", "trainer.models.nat.args"),
         *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
         *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),
         "trainer.data.sentencepiece_format",
-        *("trainer.models.hf_config", "trainer.models.llama3.hf_config"),
+        "trainer.models.hf_config",
         *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.pipeline_stages", f"{_CP}.planning"),

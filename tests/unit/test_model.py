@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from trainer.models.common.decoder import Transformer
+from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis, rope_frequencies
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.initialization import initialize, parameter_seed
-from trainer.models.llama3.args import FLAVORS, TransformerArgs
-from trainer.models.llama3.model import Transformer
+from trainer.models.llama3.args import FLAVORS
 
 ARGS = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 

@@ -9,7 +9,8 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.pipeline_stages import SCHEDULES, PipelinePlan, pipeline_plan
 from trainer.job import resolve
-from trainer.models.llama3.args import FLAVORS, TransformerArgs
+from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.llama3.args import FLAVORS
 
 PP = "--parallelism.pipeline_parallel_"
 MODULES = FLAVORS["debugmodel"].module_names()  # 4 layers

@@ -17,8 +17,8 @@ from trainer.job import Degrees, ResolvedJob, resolve
 from trainer.job.memory import check_memory, rank_memory, size_words
 from trainer.job.mesh_picture import mesh_picture
 from trainer.job.summary import WIDTH, closing, summary
-from trainer.models.llama3.args import TransformerArgs
-from trainer.models.llama3.model import Transformer
+from trainer.models.common.decoder import Transformer
+from trainer.models.common.decoder_args import TransformerArgs
 from trainer.runtime.devices import Machine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,6 @@ from trainer.config.schema import Model
 from trainer.models.args import DecoderArgs, ModelArgs
 from trainer.models.hf_config import Entries, HFConfig, read_config
 from trainer.models.llama3 import args as llama3
-from trainer.models.llama3 import hf_config as hf_llama
 from trainer.models.nat import args as nat
 from trainer.models.unet import args as unet
 
@@ -20,7 +19,7 @@ MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {
 }
 
 # Families that transformers has too.
-HF_CONFIGS: dict[str, HFConfig] = {"llama3": hf_llama.HF_CONFIG}
+HF_CONFIGS: dict[str, HFConfig] = {"llama3": llama3.HF.config()}
 
 
 def is_folder(flavor: str) -> bool:

@@ -80,8 +80,9 @@ class AttentionSinks(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    short_conv_kernel: tokens of a `ShortConvolution`, 0 for none; rotate: `apply_rope`, or a function with the same
-    arguments.
+    short_conv_kernel: tokens of a `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm_eps: of an
+    RMSNorm over each head's query and key (arXiv 2302.05442), whose weights the heads share, None for no norm; rotate:
+    `apply_rope`, or a function with the same arguments.
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class Attention(nn.Module):
         sinks: bool = False,
         short_conv_kernel: int = 0,
         bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
         rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = apply_rope,
     ) -> None:
         super().__init__()
@@ -102,7 +105,10 @@ class Attention(nn.Module):
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=bias)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=output_bias)
+        self.q_norm, self.k_norm = (
+            None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps) for _ in range(2)
+        )
         self.sinks = AttentionSinks(n_heads) if sinks else None
         sizes = n_heads * head_dim, n_kv_heads * head_dim
         self.short_conv = ShortConvolution(*sizes, short_conv_kernel) if short_conv_kernel else None
@@ -122,6 +128,8 @@ class Attention(nn.Module):
             projections = self.short_conv(*projections, positions=positions, plan=attention_plan)
         # -1: with tensor parallelism each rank has some of the heads.
         q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in projections)  # (B, S, H, D)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
         q, k = self.rotate(q, freqs_cis), self.rotate(k, freqs_cis)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D) twice

@@ -78,6 +78,10 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
         local = [] if block.attention.sinks is None else ["attention.sinks"]
         local += [] if block.attention.short_conv is None else [f"attention.short_conv.{part}" for part in "qkv"]
         of_block = _block_styles() | {part: LocalParameter() for part in local}
+        if block.attention.q_norm is not None:  # of (B, S, H, D); each rank has the gradient of its own heads
+            of_block |= {
+                f"attention.{part}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for part in "qk"
+            }
         styles |= {f"layers.{name}.{part}": style for part, style in of_block.items()}
     apply_tensor_parallel(model, dims["tp"], styles)
 

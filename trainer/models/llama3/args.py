@@ -1,125 +1,14 @@
-"""Model arguments of the Llama 3 family. Torch-free, so that the configuration is checked at once.
+"""Sizes of the Llama 3 family, and what transformers calls it. Torch-free.
 
 Sources: "The Llama 3 Herd of Models" (arXiv 2407.21783) and the model cards of Llama 3, 3.1 and 3.2.
 """
 
-import math
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any
 
-from trainer.config.schema import Model
-from trainer.models.common.shapes import RopeScaling, decoder_linear_shapes, decoder_modules
-
-
-@dataclass(frozen=True)
-class TransformerArgs:
-    """Arguments of one decoder. `vocab_size` and `max_seq_len` come from the tokenizer and `training.seq_len`."""
-
-    task: ClassVar[str] = "tokens"
-    # The same weights serve other lengths and other positions.
-    free_to_change: ClassVar[frozenset[str]] = frozenset(
-        ["max_seq_len", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_every"]
-    )
-
-    dim: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    n_kv_heads: int = 8
-    ffn_hidden_dim: int = 14336
-    vocab_size: int = 128256
-    max_seq_len: int = 8192
-    norm_type: str = "rmsnorm"
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
-    tie_embeddings: bool = False
-    sliding_window: int | None = None
-    sliding_window_every: int = 1
-    attention_sinks: bool = False
-    short_conv_kernel: int = 0
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
-
-    @property
-    def norms_have_parameters(self) -> bool:
-        return self.norm_type != "np_layernorm"
-
-    def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "TransformerArgs":
-        scaling = None if settings.rope_scaling in (None, 1.0) else RopeScaling(settings.rope_scaling)
-        return replace(
-            self,
-            vocab_size=vocab_size,
-            max_seq_len=max_seq_len,
-            norm_type=settings.norm_type,
-            sliding_window=settings.sliding_window,
-            sliding_window_every=settings.sliding_window_every,
-            attention_sinks=settings.attention_sinks,
-            short_conv_kernel=settings.short_conv_kernel,
-            rope_theta=self.rope_theta if settings.rope_theta is None else settings.rope_theta,
-            rope_scaling=self.rope_scaling if settings.rope_scaling is None else scaling,
-        )
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        return {
-            "attention heads": self.n_heads,
-            "key/value heads": self.n_kv_heads,
-            "feed-forward channels": self.ffn_hidden_dim,
-            "tokens in the vocabulary": self.vocab_size,
-        }
-
-    def module_names(self) -> tuple[str, ...]:
-        return decoder_modules(self.n_layers)
-
-    def window_of_layer(self, layer: int) -> int | None:
-        return self.sliding_window if layer % self.sliding_window_every == 0 else None
-
-    def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
-        return decoder_linear_shapes(
-            dim=self.dim,
-            query_dim=self.n_heads * self.head_dim // tp,
-            kv_dim=self.n_kv_heads * self.head_dim // tp,
-            hidden_dim=self.ffn_hidden_dim // tp,
-            n_layers=self.n_layers,
-            vocab_size=self.vocab_size // tp,
-        )
-
-    def n_params(self) -> int:
-        norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
-        return (
-            sum(map(math.prod, self.linear_shapes().values()))
-            + self.n_layers * (2 * norm + self.n_heads * self.attention_sinks)
-            + self._convolution_weights()
-            + norm
-            + (0 if self.tie_embeddings else self.vocab_size * self.dim)
-        )
-
-    def flops_per_token(self, seq_len: int) -> tuple[float, float]:
-        """Return model FLOPs per token of a training step (forward + backward) as (full attention, causal attention).
-
-        The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix product
-        plus 12 * layers * dim * seq_len, as if every query saw every key. The second counts visible keys only:
-        (seq_len + 1) / 2 per query under a causal mask, fewer with a window. The embedding look-up is no product. A
-        weight of a short convolution meets each token once, as one of a matrix does.
-        """
-        matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + self._convolution_weights())
-        attention = 12.0 * self.n_heads * self.head_dim
-        keys = sum(self._keys_per_query(layer, seq_len) for layer in range(self.n_layers))
-        return matrices + attention * self.n_layers * seq_len, matrices + attention * keys
-
-    def words(self) -> str:
-        heads = f"{self.n_heads} query and {self.n_kv_heads} key/value heads of {self.head_dim}"
-        return f"{self.n_layers} layers of width {self.dim}, {heads}"
-
-    def _convolution_weights(self) -> int:
-        return self.n_layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.short_conv_kernel
-
-    def _keys_per_query(self, layer: int, seq_len: int) -> float:
-        """Return the mean number of keys that a query of this layer sees."""
-        window = min(self.window_of_layer(layer) or seq_len, seq_len)
-        return window - window * (window - 1) / 2 / seq_len
-
+from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.common.decoder_hf_config import HFDecoder
+from trainer.models.common.shapes import RopeScaling
+from trainer.models.hf_config import Entries
 
 # The published 8B and 70B are Llama 3 here (no scaling); `model.rope_scaling = 8.0` makes them Llama 3.1.
 FLAVORS: dict[str, TransformerArgs] = {
@@ -134,3 +23,18 @@ FLAVORS: dict[str, TransformerArgs] = {
     "70B": TransformerArgs(dim=8192, n_layers=80, n_heads=64, ffn_hidden_dim=28672),
     "405B": TransformerArgs(dim=16384, n_layers=126, n_heads=128, ffn_hidden_dim=53248, rope_scaling=RopeScaling(8.0)),
 }
+
+
+def _read(config: Entries) -> dict[str, Any]:
+    """One switch is for all biases of attention."""
+    config.only("mlp_bias", False)
+    config.only("sliding_window", None)
+    biases = config.switch("attention_bias")
+    return {"attention_bias": biases, "output_bias": biases}
+
+
+def _write(args: TransformerArgs) -> dict[str, Any]:
+    return {"attention_bias": args.attention_bias, "mlp_bias": False}
+
+
+HF = HFDecoder("llama", "LlamaForCausalLM", _read, _write)

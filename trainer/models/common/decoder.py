@@ -1,4 +1,7 @@
-"""The Llama 3 decoder as single-device code: "The Llama 3 Herd of Models" (arXiv 2407.21783)."""
+"""The decoder of all families of language models, as single-device code. Its arguments say what a family has.
+
+Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06825.
+"""
 
 import math
 
@@ -6,10 +9,15 @@ import torch
 from torch import nn
 
 from trainer.models.common.attention import Attention
+from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.feed_forward import FeedForward
 from trainer.models.common.norms import build_norm
 from trainer.models.common.rotary import precompute_freqs_cis
-from trainer.models.llama3.args import TransformerArgs
+
+
+def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
+    """Return the feed-forward network of a layer."""
+    return FeedForward(args.dim, args.ffn_hidden_dim)
 
 
 class TransformerBlock(nn.Module):
@@ -26,9 +34,12 @@ class TransformerBlock(nn.Module):
             sliding_window=args.window_of_layer(layer),
             sinks=args.attention_sinks,
             short_conv_kernel=args.short_conv_kernel,
+            bias=args.attention_bias,
+            output_bias=args.output_bias,
+            qk_norm_eps=args.norm_eps if args.qk_norm else None,
         )
         self.ffn_norm = build_norm(args.norm_type, args.dim, args.norm_eps)
-        self.feed_forward = FeedForward(args.dim, args.ffn_hidden_dim)
+        self.feed_forward = build_feed_forward(args, layer)
 
     def forward(
         self,
@@ -85,10 +96,11 @@ class Transformer(nn.Module):
         self.freqs_cis = table.to(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Set norms to one and sinks to zero; draw embeddings of unit scale, small logits, matrices that keep the scale
-        of activations, smaller with depth at the end of residual branches, and convolutions of nn.Conv1d's variance."""
+        """Set norms to one, biases and sinks to zero; draw embeddings of unit scale, small logits, matrices that keep
+        the scale of activations, smaller with depth at the end of residual branches, and convolutions of nn.Conv1d's
+        variance."""
         if parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith("sinks.weight") else 1.0)
+            parameter.fill_(0.0 if name.endswith((".bias", "sinks.weight")) else 1.0)
         else:
             parameter.normal_(0.0, self._init_std(name, fan_in=parameter[0].numel()), generator=generator)
 
