@@ -29,6 +29,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
 from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.llama3 import spec as llama3
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks import Task
@@ -44,6 +45,17 @@ TEST_FLAVORS = {
     "tiny": TINY,
     "tiny_tied": replace(TINY, tie_embeddings=True),
     "tiny4": replace(TINY, n_layers=4),
+}
+TINY_EXPERTS = replace(TINY, experts=ExpertArgs(4, 2, 48), router_aux_loss_coef=0.5, qk_norm=True)
+EXPERT_FLAVORS = {
+    "tiny": TINY_EXPERTS,
+    "tiny_biased": replace(
+        TINY_EXPERTS,
+        experts=ExpertArgs(4, 2, 48, biases=True, clamped=True),
+        attention_bias=True,
+        output_bias=True,
+        qk_norm=False,
+    ),
 }
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.

@@ -11,7 +11,7 @@ Only routing knows how many rows travel. Each forward gathers a small table of c
 it: one reading a layer and forward (again where the layer is recomputed). The backward uses the same counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -25,6 +25,8 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from trainer.distributed.context_parallel.planning.heads import aligned
+from trainer.distributed.data_parallel import InnerUnits
+from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_gather, all_to_all
 from trainer.transforms.forward import replace_forward
 
@@ -48,15 +50,30 @@ class ExpertParallel(ParallelStyle):
 
         group = device_mesh.get_group()
 
-        def forward(
-            self: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-        ) -> torch.Tensor:
+        def forward(self: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             parameters = {name: w.to_local() for name, w in self.named_parameters(recurse=False)}
             experts = len(next(iter(parameters.values())))
             return dispatched_sums(x, chosen, weights, partial(self.sums, parameters), experts, group)
 
         replace_forward(module, "expert parallelism", MethodType(forward, module))
         return distribute_module(module, device_mesh, partition)
+
+
+def expert_units(experts: Mapping[nn.Module, nn.Module], dims: ParallelDims) -> InnerUnits | None:
+    """Return how FSDP shards experts, over all ranks that have tokens for them; None if there are none.
+
+    experts: block -> its experts. The experts of a rank are divided among its `efsdp` ranks, or each one's rows are,
+    where their number cannot be divided.
+    """
+    if dims.degrees.ep is None:
+        return None
+    ranks, ep = dims.degrees.efsdp, dims.degrees.ep
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        whole_experts = parameter.shape[0] // ep % ranks == 0
+        return Shard(0 if whole_experts or parameter.shape[1] % ranks else 1)
+
+    return InnerUnits(dims.expert_mesh, experts, placement)
 
 
 def dispatched_sums(

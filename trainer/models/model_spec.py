@@ -95,6 +95,9 @@ class ModelSpec:
     A forward sees the tokens of this rank only (reduce over `dp_cp`, with sequence parallelism also over `tp`). It runs
     twice in a recomputed block, so use shares of what it counted, not numbers.
     """
+    step_record: Callable[[Sequence[Model], ParallelDims], dict[str, Any]] = lambda model_parts, dims: {}
+    """(model parts of this rank, meshes): what the metrics of a logged step also say, by name: numbers, or lists for
+    `metrics.jsonl` alone. A collective over all ranks, which may read values of the device."""
 
 
 def model_spec(name: str) -> ModelSpec:

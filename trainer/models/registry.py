@@ -9,17 +9,20 @@ from trainer.models.args import DecoderArgs, ModelArgs
 from trainer.models.hf_config import Entries, HFConfig, read_config
 from trainer.models.llama3 import args as llama3
 from trainer.models.nat import args as nat
+from trainer.models.qwen3_moe import args as qwen3_moe
 from trainer.models.unet import args as unet
 
 # name -> (flavors, module that holds `SPEC`)
 MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {
     "llama3": (llama3.FLAVORS, "trainer.models.llama3.spec"),
+    "qwen3_moe": (qwen3_moe.FLAVORS, "trainer.models.qwen3_moe.spec"),
     "unet": (unet.FLAVORS, "trainer.models.unet.spec"),
     "nat": (nat.FLAVORS, "trainer.models.nat.spec"),
 }
 
 # Families that transformers has too.
-HF_CONFIGS: dict[str, HFConfig] = {"llama3": llama3.HF.config()}
+_AT_HUGGING_FACE = {"llama3": llama3, "qwen3_moe": qwen3_moe}
+HF_CONFIGS: dict[str, HFConfig] = {name: family.HF.config() for name, family in _AT_HUGGING_FACE.items()}
 
 
 def is_folder(flavor: str) -> bool:

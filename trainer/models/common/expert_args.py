@@ -19,10 +19,6 @@ class ExpertArgs:
     clamped: bool = False
     """The gated unit of gpt-oss in the place of SwiGLU."""
 
-    def expert_weights(self, dim: int) -> int:
+    def weights(self, dim: int) -> int:
         """Return the parameters of one expert."""
         return 3 * dim * self.hidden_dim + (2 * self.hidden_dim + dim) * self.biases
-
-    def router_weights(self, dim: int) -> int:
-        """Return the parameters of the router."""
-        return self.number * (dim + self.biases)

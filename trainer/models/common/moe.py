@@ -56,10 +56,7 @@ class Router(nn.Module):
         logits = self.gate(x)
         scores = logits.detach() + self.selection_bias if self.bias_update_rate else logits.detach()
         chosen = scores.topk(self.per_token, dim=-1).indices
-        if self.normalise:
-            weights = logits.gather(1, chosen).softmax(-1)
-        else:
-            weights = logits.softmax(-1).gather(1, chosen)
+        weights = logits.gather(1, chosen).softmax(-1) if self.normalise else logits.softmax(-1).gather(1, chosen)
         if torch.is_grad_enabled():
             self.count.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
             if self.aux_loss_coef:
@@ -106,6 +103,27 @@ def update_balance(model_parts: Sequence[nn.Module], dims: ParallelDims) -> None
         router.count.zero_()
         if router.bias_update_rate:
             router.selection_bias += router.bias_update_rate * torch.sign(1 / router.number - router.load)
+
+
+def balance_record(model_parts: Sequence[nn.Module], dims: ParallelDims) -> dict[str, float | list[list[float]]]:
+    """Return the load of every expert over the mean, by layer, and the largest of all; a collective over pipelines.
+
+    A layer of a later stage follows those of the stages before it.
+    """
+    routers = {
+        int(name.split(".")[1]): module
+        for part in model_parts
+        for name, module in part.named_modules()
+        if isinstance(module, Router)
+    }
+    args = model_parts[0].args
+    if args.experts is None:
+        return {}
+    loads = torch.zeros(args.n_layers, args.experts.number, device=dims["world"].device_type)
+    for layer, router in routers.items():
+        loads[layer] = router.load * router.number
+    loads = [[round(load, 3) for load in layer] for layer in all_reduce(loads, dims["pp"]).tolist()]
+    return {"expert_imbalance": max(map(max, loads)), "expert_load": loads}
 
 
 def routers_of(model_parts: Sequence[nn.Module]) -> list[Router]:

@@ -1,0 +1,58 @@
+"""Check experts against the ranks and the rest of the configuration. Torch-free."""
+
+import math
+from dataclasses import replace
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.job.degrees import Degrees
+from trainer.models.args import ModelArgs, experts_of
+
+
+def with_experts(degrees: Degrees, config: JobConfig, args: ModelArgs) -> Degrees:
+    """Return the degrees with that of expert parallelism.
+
+    Raises:
+        ConfigError: a degree that does not fit, a key that needs experts without them, or a feature that cannot work
+            with experts.
+    """
+    ep, experts = config.parallelism.expert_parallel_degree, experts_of(args)
+    if experts is None:
+        keys = {
+            "parallelism.expert_parallel_degree": None if ep == 1 else ep,
+            "model.router_aux_loss_coef": config.model.router_aux_loss_coef,
+            "model.router_bias_update_rate": config.model.router_bias_update_rate,
+        }
+        for key, value in keys.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{key} = {value} is for a model with experts, and model.name = {config.model.name!r} has none; "
+                    "leave it out, or use model.name = 'qwen3_moe', say"
+                )
+        return degrees
+    ranks = degrees.dp_shard * degrees.cp * degrees.tp
+    common = math.gcd(experts.number, ranks)
+    if common % ep:
+        fitting = ", ".join(str(degree) for degree in range(1, common + 1) if common % degree == 0)
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {ep} must divide the {experts.number} experts of model.flavor = "
+            f"{config.model.flavor!r} and the {ranks} ranks of the FSDP, CP and TP degrees together; degrees that fit: "
+            f"{fitting}"
+        )
+    _check_features(config)
+    return replace(degrees, ep=ep)
+
+
+def _check_features(config: JobConfig) -> None:
+    unsupported = {
+        "compile.enable": config.compile.enable and "model" in config.compile.components,
+        "float8.enable": config.float8.enable,
+        "parallelism.enable_async_tensor_parallel": config.parallelism.overlaps_tensor_parallel,
+    }
+    for key, is_set in unsupported.items():
+        if is_set:
+            more = ", or compile the loss alone with compile.components = ['loss']" if key == "compile.enable" else ""
+            raise ConfigError(
+                f"{key} = true does not work with the experts of model.name = {config.model.name!r}, whose numbers of "
+                f"rows change with every batch; leave it out{more}"
+            )
