@@ -129,11 +129,6 @@ def plan_dispatch(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup) 
     )
 
 
-def row_bytes(dim: int, itemsize: int, per_token: int, weight_itemsize: int) -> int:
-    """Return the bytes of a token on its way to experts: the row, weights, and numbers of experts in int32."""
-    return aligned(dim * itemsize) + aligned(per_token * weight_itemsize) + aligned(per_token * 4)
-
-
 class _Dispatch(torch.autograd.Function):
     """Tokens -> rows at the experts of this rank. One node, so that a rank without tokens or rows joins too."""
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.distributed.context_parallel.planning.heads import aligned
 from trainer.job.degrees import Degrees
 from trainer.models.args import ModelArgs, experts_of
+from trainer.models.common.expert_args import ExpertArgs
 
 
 def with_experts(degrees: Degrees, config: JobConfig, args: ModelArgs) -> Degrees:
@@ -41,6 +43,30 @@ def with_experts(degrees: Degrees, config: JobConfig, args: ModelArgs) -> Degree
         )
     _check_features(config)
     return replace(degrees, ep=ep)
+
+
+def dispatch_bytes(
+    out: float, back: float, *, dim: int, itemsize: int, per_token: int, weight_itemsize: int
+) -> dict[str, float]:
+    """Return the bytes that a rank sends to others in one layer, forward and backward, by kind of exchange.
+
+    out: rows that it sends to experts of other ranks; back: rows that its experts have got from other ranks. A row goes
+    with the weights and the numbers (int32) of its experts, of which the rank keeps those that are its own.
+    """
+    row, weights, numbers = aligned(dim * itemsize), aligned(per_token * weight_itemsize), aligned(per_token * 4)
+    return {
+        "expert_dispatch": out * (row + weights + numbers),
+        "expert_combine": back * row,
+        "expert_combine_backward": out * row,
+        "expert_dispatch_backward": back * (row + weights),
+    }
+
+
+def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
+    """Return how many other ranks a token travels to on average, if it chooses among all experts alike."""
+    elsewhere = experts.number - experts.number // ep
+    none_there = math.comb(elsewhere, experts.per_token) / math.comb(experts.number, experts.per_token)
+    return (ep - 1) * (1 - none_there)
 
 
 def _check_features(config: JobConfig) -> None:

@@ -38,7 +38,7 @@ class Gate(nn.Linear):
 class Router(nn.Module):
     """Chooses experts for each token.
 
-    Buffers, (E,): `load`, the shares of the last step; `selection_bias`; `count`, the choices of this step on this rank.
+    Buffers, (E,): `load`, the shares of the last step; `selection_bias`; `count`, this rank's choices in this step.
     """
 
     def __init__(self, dim: int, args: ExpertArgs, *, aux_loss_coef: float, bias_update_rate: float) -> None:
