@@ -97,8 +97,7 @@ class Parallelism:
     domain_parallel_rows: tuple[str, ...] = key((), when=_WITH_DOMAIN)
     """Rows of each rank along each of these axes, such as "19,13"; 0 is allowed; none: as even as possible."""
     expert_parallel_degree: int = key(1, AT_LEAST_ONE, "ranks")
-    """Ranks that divide the experts of a layer (EP), among those that share or shard a copy of the model: the degree
-    divides the number of experts and the product of the FSDP, CP and TP degrees."""
+    """Ranks, among those of FSDP x CP x TP, that divide a layer's experts (EP); it divides the number of both."""
     pipeline_parallel_degree: int = key(1, unit="ranks")
     """Ranks that divide the layers (PP), each with one or more stages of the model; 1: off."""
     pipeline_parallel_schedule: Literal[

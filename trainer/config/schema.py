@@ -155,10 +155,10 @@ class Model:
         None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0, when=_TOKENS
     )
     """Factor of Llama 3.1's frequency scaling; None: the flavor's."""
-    router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001, when=_TOKENS)
-    """Weight of the loss that balances the experts of each layer; None: the flavor's; 0: off."""
-    router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001, when=_TOKENS)
-    """Step by which the biases that balance experts without a loss move after each step; None: the flavor's; 0: off."""
+    router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001)
+    """Weight of the loss that balances a layer's experts, for models with experts; None: the flavor's; 0: off."""
+    router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001)
+    """How far biases that balance experts without a loss move after each step; None: the flavor's; 0: off."""
 
     @property
     def tokenizer_file(self) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from trainer.config.errors import ConfigError
+from trainer.models.args import experts_of
 
 if TYPE_CHECKING:
     from trainer.job.record import ResolvedJob
@@ -109,20 +110,22 @@ def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
         modules = tuple(name for stage in job.pipeline.stages_of(pp_rank) for name in job.pipeline.stages[stage])
     sizes = _parameters(job)
     own = [sizes.get(name, 0) for name in modules]
-    local = math.ceil(sum(own) / (degrees.dp_shard * degrees.cp))
-    gathered = max(own)
+    shards = degrees.dp_shard * degrees.cp
+    layers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
+    # Weights of a rank's experts in one layer, which its `efsdp` ranks divide.
+    of_experts = len(layers) and _experts(job)
+    local = math.ceil(sum(own) / shards) + len(layers) * math.ceil(of_experts / degrees.efsdp)
+    gathered = max(own) * (shards > 1) + of_experts * (degrees.efsdp > 1)
+    all_gathered = sum(own) * (shards > 1) + len(layers) * of_experts * (degrees.efsdp > 1)
     kept_whole = job.config.parallelism.fsdp_reshard_after_forward == "never" or degrees.pp > 1
     tokens, in_flight = job.tokens_of_a_pass, _passes_in_flight(job)
-    layers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
     logits = _logits(job, tokens, compute) if "output" in modules else 0
     table = training.seq_len * model.head_dim * max(stored, 4)
     return RankMemory(
         weights=local * stored,
         gradients=local * stored,
         optimizer=2 * local * stored,
-        gathered=0
-        if degrees.dp_shard * degrees.cp == 1
-        else (sum(own) if kept_whole else 2 * gathered) * compute + gathered * max(compute, 4),
+        gathered=(all_gathered if kept_whole else 2 * gathered) * compute + gathered * max(compute, 4),
         activations=in_flight * tokens * compute * _kept(job, layers) // degrees.tp,
         logits=logits,
         tables=table + 4 * 8 * training.local_batch_size * training.seq_len,
@@ -139,6 +142,12 @@ def _parameters(job: "ResolvedJob") -> dict[str, int]:
     if not model.tie_embeddings:
         sizes["tok_embeddings"] = model.vocab_size * model.dim // tp
     return sizes
+
+
+def _experts(job: "ResolvedJob") -> int:
+    """Return the weights of a rank's experts in one layer."""
+    experts = experts_of(job.model)
+    return 0 if experts is None else experts.number // job.degrees.ep * experts.weights(job.model.dim)
 
 
 def _logits(job: "ResolvedJob", tokens: int, compute: int) -> int:
@@ -179,6 +188,10 @@ def _kept(job: "ResolvedJob", layers: list[int]) -> int:
     outputs = sum(out for name, (out, _) in model.linear_shapes().items() if name.startswith(f"layers.{layers[0]}."))
     everything = 2 * outputs + (2 if job.compute_dtype in ("float32", "float64") else 6) * model.dim
     by_operator = model.dim + model.n_heads * model.head_dim + outputs // 2
+    if (experts := experts_of(model)) is not None:
+        # Of each pair of token and expert: input, parts of the gated unit, output; their number is that of a mean rank.
+        everything += experts.per_token * (2 * model.dim + 4 * experts.hidden_dim)
+        by_operator += experts.per_token * 2 * experts.hidden_dim
     kept = _exchanged(job)
     everything, by_operator = everything + kept, by_operator + kept
     if job.compilation.model:  # the compiler recomputes what is cheap
