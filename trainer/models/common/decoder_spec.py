@@ -13,7 +13,7 @@ from trainer.models.model_spec import Counterpart, ModelSpec
 def decoder_spec(name: str, there: HFDecoder) -> ModelSpec:
     """Return the spec of a family, which is `there` at Hugging Face."""
 
-    def checked_counterpart(args: TransformerArgs, parameter: str) -> Counterpart:
+    def checked_counterpart(args: TransformerArgs, parameter: str) -> Counterpart | None:
         there.check_features(args)
         return counterpart(args, parameter)
 

@@ -51,16 +51,19 @@ FLAVORS: dict[str, TransformerArgs] = {
 
 
 def _read(config: Entries) -> dict[str, Any]:
+    """Since transformers 5 the number of experts is `num_local_experts`."""
     config.only("decoder_sparse_step", 1)
     config.only("mlp_only_layers", [])
     config.only("use_sliding_window", False)
     config.only("attention_bias", False)
-    number, per_token = config.whole("num_experts"), config.whole("num_experts_per_tok")
+    number = config.whole("num_local_experts" if "num_local_experts" in config.content else "num_experts")
+    per_token = config.whole("num_experts_per_tok")
     if per_token > number:
         raise ConfigError(f"{config.file}: num_experts_per_tok = {per_token} must be at most num_experts = {number}")
     normalise = config.switch("norm_topk_prob")
     experts = ExpertArgs(number, per_token, config.whole("moe_intermediate_size"), normalise=normalise)
-    return {"qk_norm": True, "experts": experts}
+    coefficient = float(config.content.get("router_aux_loss_coef") or 0.0)
+    return {"qk_norm": True, "experts": experts, "router_aux_loss_coef": coefficient}
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
