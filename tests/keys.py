@@ -179,6 +179,12 @@ EFFECTS: dict[str, str | Seen] = {
         "tests/distributed/test_experts.py::test_the_losses_and_the_biases_change_what_is_learnt"
     ),
     "model.rope_scaling": Seen("--model.rope_scaling=8", _other("final")),
+    "model.rope_scaling_type": Seen(
+        "--model.rope_scaling=8 --model.rope_scaling_type=linear", _other("losses"), "--model.rope_scaling=8"
+    ),
+    "model.rope_original_seq_len": Seen(
+        "--model.rope_scaling=8 --model.rope_original_seq_len=16", _other("losses"), "--model.rope_scaling=8"
+    ),
     "model.sliding_window": Seen("--model.sliding_window=3", _other("losses")),
     "model.sliding_window_every": Seen(
         "--model.sliding_window=3 --model.sliding_window_every=2", _other("losses"), "--model.sliding_window=3"

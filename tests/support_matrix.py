@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.provenance import commit, versions
-from tests.distributed.harness import BASE, STEPS, TEST_FLAVORS, TINY, VOCAB
+from tests.distributed.harness import BASE, FAMILY_FLAVORS, STEPS, TEST_FLAVORS, TINY, VOCAB
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
@@ -140,7 +140,12 @@ FEATURES: dict[str, Feature] = {
     "tied embeddings": Feature(("--model.flavor=tiny_tied",), of_model=True),
     "layernorm": Feature(("--model.norm_type=layernorm",), of_model=True),
     "layernorm without parameters": Feature(("--model.norm_type=np_layernorm",), of_model=True),
+    "QK norm, heads of their own size": Feature(("--model.name=qwen3",), of_model=True),
+    "biases of attention": Feature(("--model.name=qwen3", "--model.flavor=tiny_biased"), of_model=True),
     "scaled RoPE": Feature(("--model.rope_scaling=8", "--model.rope_theta=10000"), of_model=True),
+    "YaRN": Feature(
+        ("--model.rope_scaling=8", "--model.rope_scaling_type=yarn", "--model.rope_original_seq_len=8"), of_model=True
+    ),
     "fused AdamW": Feature(("--optimizer.implementation=fused",)),
     "Adam, parameter by parameter": Feature(
         ("--optimizer.name=Adam", "--optimizer.implementation=for-loop"), of_model=True
@@ -193,7 +198,11 @@ class Cell:
     def digest(self) -> str:
         """Changes with the arguments, the tolerance, and the settings and model of the harness."""
         tolerance = FEATURES[self.feature].tolerance
-        run = [*BASE, STEPS, VOCAB, {name: _set_fields(shape) for name, shape in TEST_FLAVORS.items()}]
+        flavors = {name: _set_fields(shape) for name, shape in TEST_FLAVORS.items()}
+        for family, shapes in FAMILY_FLAVORS.items():
+            if f"--model.name={family}" in self.arguments:
+                flavors |= {f"{family} {name}": _set_fields(shape) for name, shape in shapes.items()}
+        run = [*BASE, STEPS, VOCAB, flavors]
         text = json.dumps([self.arguments, self.reference_arguments, tolerance, run])
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 

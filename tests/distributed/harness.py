@@ -47,15 +47,23 @@ TEST_FLAVORS = {
     "tiny4": replace(TINY, n_layers=4),
 }
 TINY_EXPERTS = replace(TINY, experts=ExpertArgs(4, 2, 48), router_aux_loss_coef=0.5, qk_norm=True)
-EXPERT_FLAVORS = {
-    "tiny": TINY_EXPERTS,
-    "tiny_biased": replace(
-        TINY_EXPERTS,
-        experts=ExpertArgs(4, 2, 48, biases=True, clamped=True),
-        attention_bias=True,
-        output_bias=True,
-        qk_norm=False,
-    ),
+# The same of other families.
+FAMILY_FLAVORS = {
+    "qwen3": {
+        "tiny": replace(TINY, qk_norm=True, head_size=8),
+        "tiny_biased": replace(TINY, qk_norm=True, head_size=8, attention_bias=True, output_bias=True),
+    },
+    "mistral": {"tiny": replace(TINY, sliding_window=5)},
+    "qwen3_moe": {
+        "tiny": TINY_EXPERTS,
+        "tiny_biased": replace(
+            TINY_EXPERTS,
+            experts=ExpertArgs(4, 2, 48, biases=True, clamped=True),
+            attention_bias=True,
+            output_bias=True,
+            qk_norm=False,
+        ),
+    },
 }
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.

@@ -154,15 +154,15 @@ def _serve(connection: Connection, device: str) -> None:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(tempfile.gettempdir())
-    from tests.distributed.harness import EXPERT_FLAVORS, TEST_FLAVORS
+    from tests.distributed.harness import FAMILY_FLAVORS, TEST_FLAVORS
     from tests.toy_family.args import FLAVORS as TOY_FLAVORS
     from trainer.models.llama3.args import FLAVORS
-    from trainer.models.qwen3_moe import args as qwen3_moe
     from trainer.models.registry import MODELS
     from trainer.runtime.process_group import is_peer_failure
 
     FLAVORS.update(TEST_FLAVORS)
-    qwen3_moe.FLAVORS.update(EXPERT_FLAVORS)
+    for family, flavors in FAMILY_FLAVORS.items():
+        MODELS[family][0].update(flavors)
     MODELS["toy"] = (TOY_FLAVORS, "tests.toy_family.spec")
     torch.set_num_threads(1)
     while True:

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from tests.distributed.pool import WorkerPool
+from tests.hf_decoders import hf_model
 from trainer.components import generation
 from trainer.components.generation import Sampling, generate
 from trainer.config.schema import JobConfig, Model, Training
@@ -28,6 +28,8 @@ MODELS = [
     Model(sliding_window=4, attention_sinks=True),
     Model(sliding_window=3, sliding_window_every=2),
     Model(short_conv_kernel=4),
+    Model(name="qwen3", rope_scaling=4.0, rope_scaling_type="yarn", rope_original_seq_len=16),
+    Model(name="qwen2"),
 ]
 
 
@@ -65,7 +67,9 @@ def likeliest_case(model: Model, prompts: list[list[int]], tokens: int) -> list[
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["plain", "windows and sinks", "every second window", "convolution"])
+@pytest.mark.parametrize(
+    "model", MODELS, ids=["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2"]
+)
 def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, model: Model) -> None:
     """Prompts of different lengths together, and each alone."""
     ((together),) = pool.run(1, written_case, model, PROMPTS, 12, GREEDY, 0)
@@ -87,25 +91,14 @@ def chunks_case(prompts: list[list[int]], chunk: int) -> list[list[int]]:
     return written_case(Model(sliding_window=50, sliding_window_every=2), prompts, 5, GREEDY, 0, seq_len=700)
 
 
-def hugging_face_case(prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+def hugging_face_case(family: str, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], list[list[int]]]:
     """What we write, and what transformers writes with the same weights."""
-    with opened(Model(flavor="debugmodel")) as (part, job, dims):
+    with opened(Model(name=family)) as (part, job, dims):
         ours = generate(part, job, dims, prompts, tokens=tokens, sampling=GREEDY, seed=0)
         args = job.model
-        config = transformers.LlamaConfig(
-            hidden_size=args.dim,
-            num_hidden_layers=args.n_layers,
-            num_attention_heads=args.n_heads,
-            num_key_value_heads=args.n_kv_heads,
-            head_dim=args.head_dim,
-            intermediate_size=part.layers["0"].feed_forward.w1.weight.shape[0],
-            vocab_size=args.vocab_size,
-            rms_norm_eps=args.norm_eps,
-            rope_theta=args.rope_theta,
-            eos_token_id=None,
-        )
-        theirs = transformers.LlamaForCausalLM(config).double().eval()
-        weights = dict(to_hf(model_spec("llama3"), args, part.state_dict().items()))
+        theirs = hf_model(family, args).eval()
+        theirs.generation_config.eos_token_id = None
+        weights = dict(to_hf(model_spec(family), args, part.named_parameters()))
         theirs.load_state_dict(weights, strict=not args.tie_embeddings)
         found = []
         for prompt in prompts:
@@ -114,8 +107,9 @@ def hugging_face_case(prompts: list[list[int]], tokens: int) -> tuple[list[list[
         return ours, found
 
 
-def test_greedy_tokens_are_those_of_transformers(pool: WorkerPool) -> None:
-    ((ours, theirs),) = pool.run(1, hugging_face_case, PROMPTS, 16)
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "mistral"])
+def test_greedy_tokens_are_those_of_transformers(pool: WorkerPool, family: str) -> None:
+    ((ours, theirs),) = pool.run(1, hugging_face_case, family, PROMPTS, 16)
     assert ours == theirs
 
 

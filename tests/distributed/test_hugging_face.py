@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.distributed import harness
 from tests.distributed.harness import BASE, Record, RecordingTrainer, make_row, resolved
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged
 from tests.distributed.test_parity import LAYOUTS
-from tests.hf_llama import hf_llama, in_float64
+from tests.hf_decoders import hf_model, in_float64
 from trainer.checkpoint import hf_reader, hf_writer
 from trainer.checkpoint.export import export
 from trainer.config.errors import ConfigError
@@ -30,9 +30,9 @@ from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
 from trainer.job import resolve
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.rotary import rope_frequencies
 from trainer.models.common.shapes import RopeScaling
-from trainer.models.llama3 import spec as llama3
+from trainer.models.model_spec import model_spec
+from trainer.models.registry import HF_CONFIGS
 from trainer.models.state_dict import to_hf
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
@@ -41,10 +41,16 @@ STEPS, ROWS, SEQ_LEN = 3, 8, 16
 LLAMA = TransformerArgs(
     dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_hidden_dim=96, vocab_size=4354, max_seq_len=SEQ_LEN, norm_eps=1e-6
 )
-MODELS = {
+MODELS: dict[str, TransformerArgs] = {
     "plain": LLAMA,
+    "qwen3": replace(
+        LLAMA, qk_norm=True, head_size=16, rope_scaling=RopeScaling(4.0, original_max_seq_len=8, kind="yarn")
+    ),
+    "qwen2": replace(LLAMA, attention_bias=True),
+    "mistral": replace(LLAMA, sliding_window=5),
     "tied, scaled": replace(LLAMA, n_kv_heads=2, tie_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8)),
 }
+FAMILIES = {name: name if name in HF_CONFIGS else "llama3" for name in MODELS}
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 SETTINGS = [*BASE, f"--training.steps={STEPS}", f"--training.seq_len={SEQ_LEN}", f"--training.global_batch_size={ROWS}"]
 
@@ -88,17 +94,15 @@ def rows(step: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def precise(args: TransformerArgs, dtype: str) -> Iterator[None]:
+def precise(model: str, dtype: str) -> Iterator[None]:
     """Inside, transformers computes wholly in this data type, with the frequencies of float64 in float64."""
-    frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
-    angles = torch.outer(torch.arange(SEQ_LEN, dtype=torch.float64), frequencies)
-    with in_float64(torch.cat((angles, angles), -1)) if dtype == "float64" else nullcontext():
+    with in_float64(FAMILIES[model], MODELS[model], SEQ_LEN) if dtype == "float64" else nullcontext():
         yield
 
 
 @cache
-def initial(model: str) -> LlamaForCausalLM:
-    theirs = hf_llama(MODELS[model])
+def initial(model: str) -> PreTrainedModel:
+    theirs = hf_model(FAMILIES[model], MODELS[model])
     for parameter in theirs.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, 0.0, 0.1)
@@ -107,9 +111,9 @@ def initial(model: str) -> LlamaForCausalLM:
     return theirs
 
 
-def their_own(model: str, dtype: str, lrs: list[float]) -> tuple[list[float], LlamaForCausalLM, torch.Tensor]:
+def their_own(model: str, dtype: str, lrs: list[float]) -> tuple[list[float], PreTrainedModel, torch.Tensor]:
     """Losses and final weights of a plain loop over the model of transformers; logits before the first step."""
-    theirs = hf_llama(MODELS[model])
+    theirs = hf_model(FAMILIES[model], MODELS[model])
     theirs.load_state_dict(initial(model).state_dict())
     theirs.to(getattr(torch, dtype)).train()
     embeddings = theirs.get_input_embeddings().weight
@@ -118,7 +122,7 @@ def their_own(model: str, dtype: str, lrs: list[float]) -> tuple[list[float], Ll
     groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     losses = []
-    with precise(MODELS[model], dtype):
+    with precise(model, dtype):
         before = logits_of(theirs)
         for step, lr in enumerate(lrs):
             batch = rows(step)
@@ -138,7 +142,7 @@ def their_own(model: str, dtype: str, lrs: list[float]) -> tuple[list[float], Ll
     return losses, theirs, before
 
 
-def logits_of(theirs: LlamaForCausalLM) -> torch.Tensor:
+def logits_of(theirs: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
         return theirs(rows(0)["tokens"], use_cache=False).logits
 
@@ -152,6 +156,7 @@ def check(pool: WorkerPool, folder: Path, model: str, dtype: str, layout: str) -
     hf = folder / "hf"
     initial(model).save_pretrained(hf, max_shard_size="300KB")
     world_size, arguments = LAYOUTS.get(layout, (1, []))
+    arguments = [*arguments, f"--model.name={FAMILIES[model]}"]
     got = pool.run(world_size, train, str(folder / "run"), str(hf), dtype, arguments)[0]
     losses, theirs, before = their_own(model, dtype, [line["lr"] for line in got["metrics"]])
     for mine, wanted in zip(got["metrics"], losses, strict=True):
@@ -160,12 +165,12 @@ def check(pool: WorkerPool, folder: Path, model: str, dtype: str, layout: str) -
         assert error(got["logits"], before) < TOLERANCE[dtype]
     # The export: bit for bit the weights of the run.
     exported = safetensors.torch.load_file(got["output"] / "model.safetensors")
-    wanted = dict(to_hf(llama3.SPEC, MODELS[model], got["weights"].items()))
+    wanted = dict(to_hf(model_spec(FAMILIES[model]), MODELS[model], got["weights"].items()))
     assert exported.keys() == wanted.keys()
     assert [name for name, x in wanted.items() if not torch.equal(x, exported[name])] == []
-    loaded = LlamaForCausalLM.from_pretrained(got["output"], dtype=getattr(torch, dtype))
+    loaded = AutoModelForCausalLM.from_pretrained(got["output"], dtype=getattr(torch, dtype))
     assert loaded.config.tie_word_embeddings == MODELS[model].tie_embeddings
-    with precise(MODELS[model], dtype):
+    with precise(model, dtype):
         assert error(logits_of(loaded), logits_of(theirs)) < TOLERANCE[dtype]
     return exported
 
@@ -176,6 +181,10 @@ CASES = [
     ("tied, scaled", "float64", "fsdp2+tp2"),
     ("plain", "float64", "cp2+tp2"),
     ("plain", "float64", "pp2"),
+    ("qwen3", "float64", "fsdp2+tp2"),
+    ("qwen3", "float64", "cp2+pp2"),
+    ("qwen2", "float64", "tp2+pp2"),
+    ("mistral", "float64", "cp2+tp2"),
     ("plain", "float32", "tp2+pp2"),
     *(
         pytest.param("plain", "float64", layout, marks=pytest.mark.slow)

@@ -48,6 +48,35 @@ def test_a_layout_equals_one_process(pool: WorkerPool, layout: str) -> None:
     assert got.buffers["layers.1.bias"].any()
 
 
+DECODERS = {
+    "qwen3": ["--model.name=qwen3"],
+    "qwen3_biased": ["--model.name=qwen3", "--model.flavor=tiny_biased"],
+    "mistral": ["--model.name=mistral"],
+}
+QUICK_DECODERS = {
+    ("qwen3", "cp2+tp2, documents"),
+    ("qwen3_biased", "fsdp2+tp2"),
+    ("qwen3_biased", "cp2+pp2, recomputed"),
+    ("mistral", "cp2+tp2, documents"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=[] if (family, layout) in QUICK_DECODERS else pytest.mark.slow)
+        for family in DECODERS
+        for layout in LAYOUTS
+        if "backward split" not in layout
+    ],
+)
+def test_families_of_the_decoder_equal_one_process(pool: WorkerPool, family: str, layout: str) -> None:
+    (world_size, arguments, shared), model = LAYOUTS[layout], [*DECODERS[family], "--training.dtype=float64"]
+    got = pool.run(world_size, run_layout, [*model, *shared, *arguments])[0]
+    assert_parity(got, reference(pool, *model, *shared), 1e-10)
+    assert all(gradient.any() for gradient in got.gradients[1].values())
+
+
 def explicit_loss_case() -> dict[str, float]:
     """How far each gradient is from that of one loss, in which the penalties are added up by hand."""
     penalties: list[torch.Tensor] = []

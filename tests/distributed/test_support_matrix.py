@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.harness import BASE, TEST_FLAVORS, assert_parity, run_layout
+from tests.distributed.harness import BASE, FAMILY_FLAVORS, TEST_FLAVORS, assert_parity, run_layout
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import reference
 from tests.support_matrix import FEATURES, PAGE, Cell, Record, cells, page, refusal
 from trainer.models.llama3.args import FLAVORS
+from trainer.models.registry import MODELS
 
 # What every commit runs: what test_pairs.py does not combine. Cells that are refused cost nothing, and run too.
 QUICK = {("cp4", "CP hybrid"), ("cp2", "CP consistency checks")}
@@ -37,6 +38,9 @@ def record(request: pytest.FixtureRequest) -> Iterator[Record]:
 def test_flavors(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, shape in TEST_FLAVORS.items():
         monkeypatch.setitem(FLAVORS, name, shape)
+    for family, flavors in FAMILY_FLAVORS.items():
+        for name, shape in flavors.items():
+            monkeypatch.setitem(MODELS[family][0], name, shape)
 
 
 def outcome(pool: WorkerPool, cell: Cell) -> str:

@@ -258,6 +258,27 @@ FAMILIES = (
         "tests/unit/test_state_dict.py",
     ),
     Mutant(
+        "rotary rows of the norm of keys keep their order",
+        "trainer/models/common/decoder_state_dict.py",
+        ', "attention.q_norm", "attention.k_norm")',
+        ', "attention.q_norm")',
+        "tests/unit/test_state_dict.py",
+    ),
+    Mutant(
+        "the norm of keys is no part of tensor parallelism: ranks add up the gradients of their own heads alone",
+        "trainer/models/common/parallelize.py",
+        'use_local_output=True) for part in "qk"',
+        'use_local_output=True) for part in "q"',
+        f"{_FAMILY}::test_families_of_the_decoder_equal_one_process[qwen3_biased-fsdp2+tp2]",
+    ),
+    Mutant(
+        "YaRN does not scale attention",
+        "trainer/models/common/rotary.py",
+        "(magnitude * torch.stack(",
+        "(torch.stack(",
+        "tests/unit/test_state_dict.py",
+    ),
+    Mutant(
         "a tensor that is missing is not told",
         "trainer/models/state_dict.py",
         "if missing := list(missing):",

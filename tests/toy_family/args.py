@@ -26,6 +26,7 @@ class ToyArgs:
     max_seq_len: int = 0
     tie_embeddings: bool = False
     norms_have_parameters: bool = True
+    qk_norm: bool = False
 
     def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "ToyArgs":
         if settings.sliding_window is not None:

@@ -12,7 +12,7 @@ from trainer.job.compilation import resolve_compilation
 from trainer.models.common.chunked_loss import Chunks, apply_chunked_loss, chunked_token_losses
 
 VOCAB, DIM = 37, 8
-EAGER = resolve_compilation(parse_command_line([]).config, splits_backward=False)
+EAGER = resolve_compilation(parse_command_line([]).config, splits_backward=False, planned_attention=False)
 
 
 def problem(rows: int, length: int, dtype: torch.dtype, *, missing: float = 0.3) -> tuple[torch.Tensor, ...]:

@@ -139,6 +139,8 @@ WITHOUT_TOKENS = {
     "model.attention_sinks": "",
     "model.short_conv_kernel": "4",
     "model.rope_scaling": "8",
+    "model.rope_scaling_type": "yarn",
+    "model.rope_original_seq_len": "64",
     "training.seq_len": "64",
     "training.attention_mask": "document",
     "training.loss_chunk_tokens": "64",

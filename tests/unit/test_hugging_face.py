@@ -3,6 +3,7 @@ wrong in a folder is one sentence that names it."""
 
 import errno
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +16,10 @@ import pytest
 import safetensors.torch
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from scripts.benchmarks.teams import PeakBytes
-from tests.hf_llama import hf_llama
+from tests.hf_decoders import hf_model
 from tests.toy_family import spec as toy
 from tests.toy_family.args import FLAVORS
 from trainer.checkpoint import hf_reader, hf_writer
@@ -36,6 +37,7 @@ from trainer.models.registry import hf_config
 from trainer.models.state_dict import from_hf
 
 # The shipped tokenizer has 4,352 tokens, which the program asks the model to have room for.
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=4354, max_seq_len=64)
 SHAPES = {
     "grouped heads": LLAMA,
@@ -45,15 +47,38 @@ SHAPES = {
     ),
 }
 
+QWEN3, QWEN2 = replace(LLAMA, qk_norm=True, head_size=128), replace(LLAMA, attention_bias=True, tie_embeddings=True)
+YARN = RopeScaling(4.0, kind="yarn", original_max_seq_len=16)
+CONFIGS = {("llama3", shape): args for shape, args in SHAPES.items()} | {
+    ("llama3", "heads of their own size, biases"): replace(LLAMA, head_size=6, attention_bias=True, output_bias=True),
+    ("llama3", "linear"): replace(LLAMA, rope_scaling=RopeScaling(4.0, kind="linear")),
+    ("qwen3", "plain"): QWEN3,
+    ("qwen3", "biases, yarn"): replace(QWEN3, attention_bias=True, output_bias=True, rope_scaling=YARN),
+    ("qwen3", "windows"): replace(QWEN3, head_size=16, sliding_window=5, sliding_window_every=2),
+    ("qwen2", "plain"): QWEN2,
+    ("qwen2", "a window, yarn"): replace(
+        QWEN2, sliding_window=5, rope_scaling=replace(YARN, beta_fast=16.0, attention_factor=1.5)
+    ),
+    ("mistral", "a window"): replace(LLAMA, sliding_window=5),
+    ("mistral", "none"): replace(LLAMA, head_size=16),
+}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return saved(tmp_path / "hf", LLAMA)
 
 
-def saved(folder: Path, args: TransformerArgs, dtype: torch.dtype = torch.float32, shard: str = "20KB") -> Path:
+def saved(
+    folder: Path,
+    args: TransformerArgs,
+    dtype: torch.dtype = torch.float32,
+    *,
+    shard: str = "20KB",
+    family: str = "llama3",
+) -> Path:
     """A random model of transformers, saved by itself, in several files."""
-    hf_llama(args).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    hf_model(family, args).to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
 
 
@@ -66,15 +91,16 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 # ---- config.json
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_model_of_transformers_says_its_own_arguments(tmp_path: Path, shape: str) -> None:
-    assert hf_config("llama3").read(read_config(saved(tmp_path, SHAPES[shape]))) == SHAPES[shape]
+@pytest.mark.parametrize(("family", "shape"), CONFIGS)
+def test_a_model_of_transformers_says_its_own_arguments(tmp_path: Path, family: str, shape: str) -> None:
+    args = CONFIGS[family, shape]
+    assert hf_config(family).read(read_config(saved(tmp_path, args, family=family))) == args
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_we_write_is_what_transformers_writes(tmp_path: Path, shape: str) -> None:
-    saved(tmp_path, SHAPES[shape])
-    theirs, ours = read_config(tmp_path).content, hf_config("llama3").write(SHAPES[shape])
+@pytest.mark.parametrize(("family", "shape"), CONFIGS)
+def test_what_we_write_is_what_transformers_writes(tmp_path: Path, family: str, shape: str) -> None:
+    saved(tmp_path, CONFIGS[family, shape], family=family)
+    theirs, ours = read_config(tmp_path).content, hf_config(family).write(CONFIGS[family, shape])
     same = ours.keys() - {"rope_theta", "rope_scaling"}  # the names of before transformers 5
     assert {key: theirs[key] for key in same} == {key: ours[key] for key in same}
 
@@ -107,7 +133,8 @@ def changed(folder: Path, **entries: object) -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it must be 'silu'"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
         ({"head_dim": 7}, "head_dim = 7 must be even"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported; it must be 'default' or"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor = None must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported; it must be 'def"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor = None must be a number above 0"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "type = 'dynamic' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported; it must be null"),
@@ -122,6 +149,58 @@ def test_what_is_not_supported_is_named(folder: Path, entries: dict, message: st
     with pytest.raises(ConfigError) as error:
         hf_config("llama3").read(read_config(folder))
     assert f"{folder / 'config.json'}: {message}" in str(error.value)
+
+
+def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
+    """Before `layer_types`, and with what the published files say beside a switch that is off."""
+    saved(tmp_path, QWEN2, family="qwen2")
+    for entries, window in (
+        ({"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}, None),
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, 7),
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, None),
+    ):
+        changed(tmp_path, layer_types=None, **entries)
+        args = hf_config("qwen2").read(read_config(tmp_path))
+        assert (args.sliding_window, args.sliding_window_every) == (window, 1)
+    changed(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5})
+    scaling = hf_config("qwen2").read(read_config(tmp_path)).rope_scaling
+    theirs = hf_model("qwen2", replace(QWEN2, rope_scaling=scaling)).model.rotary_emb
+    assert scaling.original_max_seq_len == LLAMA.max_seq_len  # of transformers
+    assert theirs.attention_scaling == scaling.magnitude == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "message"),
+    [
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
+            "max_window_layers = 1",
+        ),
+        ("qwen3", {"use_sliding_window": True, "layer_types": [FULL, SLIDING]}, f"layer_types = ['{FULL}', "),
+        ("qwen3", {"layer_types": [SLIDING, FULL]}, f"layer_types = ['{SLIDING}', "),
+        ("qwen3", {"layer_types": [FULL]}, f"layer_types = ['{FULL}'] is not supported"),
+        ("qwen3", {"layer_types": ["chunked_attention", FULL]}, "layer_types = ['chunked_attention', "),
+        ("mistral", {"layer_types": [FULL, SLIDING]}, "layer_types = ['full_attention', "),
+        ("mistral", {"sliding_window": -1}, "sliding_window = -1 must be a number above 0"),
+    ],
+)
+def test_windows_that_are_not_supported_are_named(tmp_path: Path, family: str, entries: dict, message: str) -> None:
+    saved(tmp_path, QWEN3 if family == "qwen3" else LLAMA, family=family)
+    changed(tmp_path, sliding_window=7)
+    changed(tmp_path, **entries)
+    with pytest.raises(ConfigError) as error:
+        hf_config(family).read(read_config(tmp_path))
+    assert f"{tmp_path / 'config.json'}: {message}" in str(error.value)
+
+
+def test_every_mistral_without_the_entry_has_a_window(tmp_path: Path) -> None:
+    saved(tmp_path, LLAMA, family="mistral")
+    file = tmp_path / "config.json"
+    for entries, window in (({"sliding_window": None}, None), ({}, 4096)):  # as in transformers
+        content = {k: v for k, v in json.loads(file.read_text()).items() if k != "sliding_window"}
+        file.write_text(json.dumps(content | entries))
+        assert hf_config("mistral").read(read_config(tmp_path)).sliding_window == window
 
 
 # ---- tensors of files
@@ -208,6 +287,23 @@ def test_a_wrong_tensor_is_named(folder: Path, change: Callable, message: str) -
     assert "\n" not in str(error.value)
 
 
+def test_a_second_name_of_a_tied_tensor_may_be_there_with_the_same_values(tmp_path: Path) -> None:
+    """As in transformers, which would not tie tensors that differ."""
+    args = SHAPES["tied, scaled"]
+    saved(tmp_path, args)
+    found = tensors(tmp_path)
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(found, tmp_path / SINGLE)
+    reader = HFReader(tmp_path, llama3.SPEC, args)
+    assert "output.weight" not in reader.pairs
+    found["lm_head.weight"][-1, -1] += 1
+    safetensors.torch.save_file(found, tmp_path / SINGLE)
+    with pytest.raises(ConfigError, match=r"lm_head.weight and model.embed_tokens.weight differ, and"):
+        HFReader(tmp_path, llama3.SPEC, args)
+
+
 def damage(folder: Path, kind: str) -> None:
     first = sorted(folder.glob("*.safetensors"))[0]
     content = first.read_bytes()
@@ -276,6 +372,8 @@ def refused(*arguments: str) -> str:
 def test_a_folder_is_a_flavor(folder: Path) -> None:
     job = resolve(parse_command_line([f"--model.flavor={folder}", "--training.seq_len=32"]).config, 1, "cpu")
     assert job.model == replace(LLAMA, max_seq_len=32)
+    saved(folder, QWEN3, family="qwen3")
+    assert refused(f"--model.flavor={folder}").endswith("is of another family than model.name = 'llama3'; use 'qwen3'")
     assert "model_type = 'bert'" in (changed(folder, model_type="bert") or refused(f"--model.flavor={folder}"))
 
 
@@ -316,9 +414,9 @@ class PeakOfData(PeakBytes):
 
 def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys) -> None:
     """Peak: at most twice the largest tensor, both ways."""
-    for number, (shape, args) in enumerate(SHAPES.items()):
+    for number, ((family, shape), args) in enumerate(CONFIGS.items()):
         here = tmp_path / str(number)
-        hf = saved(here / "hf", args)
+        hf = saved(here / "hf", args, family=family)
         (hf / "tokenizer_config.json").write_text("{}")
         largest = max(x.nbytes for x in tensors(hf).values())
         with PeakOfData() as into:
@@ -332,8 +430,8 @@ def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys)
         assert [name for name, x in there.items() if not torch.equal(x, back[name])] == []
         assert (here / "back" / "tokenizer_config.json").is_file()
         assert (here / "back" / "generation_config.json").is_file()
-        loaded = LlamaForCausalLM.from_pretrained(here / "back")
-        ours, theirs = (x.config.to_dict() for x in (loaded, LlamaForCausalLM.from_pretrained(hf)))
+        loaded = AutoModelForCausalLM.from_pretrained(here / "back")
+        ours, theirs = (x.config.to_dict() for x in (loaded, AutoModelForCausalLM.from_pretrained(hf)))
         assert ours | {"_name_or_path": ""} == theirs | {"_name_or_path": ""}
         assert all(torch.equal(x, there[name]) for name, x in loaded.state_dict().items() if name in there)
     assert "transformers loads it" in capsys.readouterr().out
@@ -359,7 +457,7 @@ def test_another_data_type_is_rounded_once(tmp_path: Path, dtype: str) -> None:
     assert hf_reader.DTYPES[stored] == torch_dtype
     there = tensors(hf)
     assert all(torch.equal(x, there[name].to(torch_dtype)) for name, x in tensors(tmp_path / "out").items())
-    assert LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch_dtype
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch_dtype
 
 
 def test_what_a_full_disk_leaves_is_removed(tmp_path: Path) -> None:

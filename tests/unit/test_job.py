@@ -78,7 +78,8 @@ def test_training_configurations_need_the_published_tokenizer():
     for path in CONFIGS:
         if path.name != "debug_model.toml":
             message = refused("--job.config_file", str(path), world_size=RANKS.get(path.name, 8))
-            assert "model.tokenizer_path = 'assets/tokenizer/original/tokenizer.model' does not exist" in message
+            file = "qwen3/tokenizer.json" if path.name == "qwen3_8b.toml" else "tokenizer/original/tokenizer.model"
+            assert f"model.tokenizer_path = 'assets/{file}' does not exist" in message
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

@@ -20,7 +20,7 @@ PRESETS |= {
     f"llama3_{size}.toml": ranks
     for size, ranks in (("1b", 8), ("3b", 8), ("8b", 8), ("8b_long", 8), ("8b_1m", 64), ("70b", 256), ("405b", 512))
 }
-PRESETS["debug_model.toml"] = 2
+PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8}
 
 # Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.
 CONDITIONAL = {key for key, known in keys_of(JobConfig).items() if known.when}
@@ -155,6 +155,12 @@ BEFORE = {
 # Told for another reason: arguments, ranks, what the lines say.
 MORE = [
     (
+        ["--model.rope_scaling=4", "--model.rope_scaling_type=linear", "--model.rope_original_seq_len=64"],
+        1,
+        ["rope_original_seq_len = 64 has no effect with model.rope_scaling_type = 'linear', which"],
+    ),
+    (["--model.name=mistral", "--training.seq_len=256", f"{CP}kernel=math"], 1, []),  # its window needs a plan
+    (
         ["--model.sliding_window=4096", "--model.sliding_window_every=2"],
         1,
         ["sliding_window = 4096, model.sliding_window_e"],
@@ -210,6 +216,7 @@ MORE = [
     ),
 ]
 REFUSED = [
+    (["--model.rope_scaling_type=yarn"], 1, ["rope_scaling_type = 'yarn' has no effect without", "rope_scaling = 4.0"]),
     (["--model.sliding_window_every=2"], 1, ["sliding_window_every = 2 has no effect without", "such as 4096"]),
     (["--checkpoint.load_step=5"], 1, ["load_step = 5 has no effect without checkpoint.enable; switch it on"]),
     ([CP2, f"{CP}keep_exchanged"], 2, ["keep_exchanged = true has no effect", "'ring'", "use 'all_to_all' or"]),

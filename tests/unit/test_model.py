@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from trainer.config.schema import Model
 from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis, rope_frequencies
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.initialization import initialize, parameter_seed
 from trainer.models.llama3.args import FLAVORS
+from trainer.models.registry import MODELS
 
 ARGS = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 
@@ -243,3 +245,46 @@ def test_rotary_tables_stay_precise_beside_bfloat16():
     assert model.freqs_cis.dtype == torch.float32
     assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
     assert build(dtype=torch.float64).freqs_cis.dtype == torch.float64
+
+
+PUBLISHED = {
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
+    ("qwen2", "0.5B"): 494_032_768,
+    ("qwen2", "1.5B"): 1_543_714_304,
+    ("qwen2", "7B"): 7_615_616_512,
+    ("mistral", "7B"): 7_241_732_096,
+}
+
+
+@pytest.mark.parametrize(("family", "flavor"), PUBLISHED)
+def test_flavors_have_the_published_number_of_parameters(family: str, flavor: str) -> None:
+    args = MODELS[family][0][flavor]
+    with torch.device("meta"):
+        model = Transformer(replace(args, max_seq_len=8))
+    assert args.n_params() == sum(p.numel() for p in model.parameters()) == PUBLISHED[family, flavor]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral"])
+def test_norms_and_biases_of_heads_start_as_nothing(family: str) -> None:
+    model = build(replace(MODELS[family][0]["debugmodel"], vocab_size=50, max_seq_len=16))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all()
+
+
+def test_yarn_takes_its_original_length_from_key_flavor_or_scaling() -> None:
+    settings = Model(rope_scaling=4.0, rope_scaling_type="yarn")
+    given = lambda args, settings: args.configured(settings, vocab_size=1, max_seq_len=99).rope_scaling  # noqa: E731
+    args = replace(ARGS, max_seq_len=64)
+    assert given(args, settings) == RopeScaling(4.0, original_max_seq_len=64, kind="yarn")
+    assert given(args, replace(settings, rope_original_seq_len=32)).original_max_seq_len == 32
+    scaled = replace(args, rope_scaling=RopeScaling(2.0, original_max_seq_len=16))
+    assert given(scaled, settings) == RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
+    assert given(scaled, Model()) == scaled.rope_scaling
+    assert given(scaled, Model(rope_scaling=1.0)) is None
+    assert given(args, Model(rope_scaling=8.0)) == RopeScaling(8.0)

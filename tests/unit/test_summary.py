@@ -190,6 +190,8 @@ def kept_by_autograd(args: TransformerArgs, dtype: torch.dtype, tokens: torch.Te
         ("float32", {"ffn_hidden_dim": 512}),
         ("float32", {"n_kv_heads": 8}),
         ("bfloat16", {"dim": 256, "n_heads": 16}),
+        ("float32", {"qk_norm": True, "head_size": 32, "attention_bias": True, "output_bias": True}),
+        ("bfloat16", {"qk_norm": True, "head_size": 32}),
     ],
 )
 def test_the_estimate_of_activations_is_what_autograd_keeps(dtype: str, shape: dict) -> None:

@@ -20,9 +20,10 @@ from torch.futures import Future
 from trainer.checkpoint.safetensors import BYTES, Stored, read_folder
 from trainer.config.errors import ConfigError
 from trainer.models.model_spec import ModelSpec
-from trainer.models.state_dict import check_shapes, pairs
+from trainer.models.state_dict import check_shapes, pairs, ties
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_ROWS = 4096  # that are compared at once
 
 
 class HFReader(StorageReader):
@@ -35,8 +36,12 @@ class HFReader(StorageReader):
     def __init__(self, folder: Path, spec: ModelSpec, args: Any) -> None:
         self.path, self.pairs, self._stored = folder, pairs(spec, args), read_folder(folder)
         wanted = {name: shape for pair in self.pairs.values() for name, shape in pair.hf_shapes.items()}
+        found = {name: stored.shape for name, stored in self._stored.items()}
+        second_names = {name: first for name, first in ties(spec, args).items() if {name, first} <= found.keys()}
         try:
-            check_shapes({name: stored.shape for name, stored in self._stored.items()}, wanted)
+            check_shapes({name: shape for name, shape in found.items() if name not in second_names}, wanted)
+            for name, first in second_names.items():
+                self._check_equal(name, first)
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}; the folder must hold the weights of this very model") from None
 
@@ -84,6 +89,20 @@ class HFReader(StorageReader):
                     cut = [begin - start, *offsets[2:]], [end - begin, *lengths[2:]]
                     row[begin - first : end - first] = _read_part(self._stored[name], *cut)
         return part
+
+    def _check_equal(self, name: str, first: str) -> None:
+        """Check that two tensors of the files, which are one in the model, have the same values.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        a, b = self._stored[name], self._stored[first]
+        same = (a.shape, a.dtype) == (b.shape, b.dtype)
+        for start in range(0, a.shape[0], _ROWS) if same else ():
+            part = [start, *[0] * len(a.shape[1:])], [min(_ROWS, a.shape[0] - start), *a.shape[1:]]
+            same = same and torch.equal(_read_part(a, *part), _read_part(b, *part))
+        if not same:
+            raise ConfigError(f"{name} and {first} differ, and the model has one tensor for both (tie_word_embeddings)")
 
     # ---- the protocol of DCP
 

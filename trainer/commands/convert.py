@@ -131,7 +131,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             from_hf(args.folder, args.output, dtype=args.dtype, tokenizer=args.tokenizer)
             print(f"{args.output} holds the weights as a run; a training run loads them with")
-            print(f"  --model.flavor {args.output}/hf --checkpoint.initial_load_path {args.output}/checkpoint/step-0")
+            print(f"  --model.name {hf_family(read_config(args.folder))} --model.flavor {args.output}/hf")
+            print(f"  --checkpoint.initial_load_path {args.output}/checkpoint/step-0")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -38,6 +38,12 @@ _TOKENS = Condition(
 )
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
+_SCALED = Condition(
+    lambda config, _: config.model.rope_scaling not in (None, 1.0),
+    "without model.rope_scaling above 1",
+    "leave it out, or set the factor, such as model.rope_scaling = 4.0",
+)
+_BY_LENGTH = unless("model.rope_scaling_type", "linear", ", which stretches all frequencies alike")
 _SHORT_WINDOW = Condition(
     lambda config, _: config.model.sliding_window is None or config.model.sliding_window < config.training.seq_len,
     "with sequences of training.seq_len = {0.training.seq_len} tokens: the window covers the sequence",
@@ -132,9 +138,9 @@ class Model:
     """Architecture and tokenizer."""
 
     name: str = "llama3"
-    """Model family: llama3, or for fields unet or nat."""
+    """Model family: llama3, qwen3, qwen2 or mistral, or for fields unet or nat."""
     flavor: str = "debugmodel"
-    """Size: debugmodel, 1B, 3B, 8B, 70B, 405B (llama3), base (unet, nat), or ./folder of a Hugging Face config.json."""
+    """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=_TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=_TOKENS)
@@ -142,7 +148,7 @@ class Model:
     rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=_TOKENS)
     """Base of the rotary frequencies; None: the flavor's."""
     sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=(_TOKENS, _SHORT_WINDOW))
-    """Number of tokens that a token sees, itself included; None: all before it."""
+    """Number of tokens that a token sees, itself included; None: the flavor's, mostly all before it."""
     sliding_window_every: int = key(1, AT_LEAST_ONE, "layers", when=(_WINDOW, _SHORT_WINDOW))
     """Every n-th layer has the window, from the first on; the other layers see all tokens."""
     attention_sinks: bool = key(False, when=_TOKENS)
@@ -154,7 +160,13 @@ class Model:
     rope_scaling: float | None = key(
         None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0, when=_TOKENS
     )
-    """Factor of Llama 3.1's frequency scaling; None: the flavor's."""
+    """Factor by which rotary frequencies are stretched; None: the flavor's."""
+    rope_scaling_type: Literal["llama3", "linear", "yarn"] = key("llama3", when=(_TOKENS, _SCALED))
+    """Which frequencies are stretched: as in Llama 3.1, all, or as in YaRN, which also scales attention."""
+    rope_original_seq_len: int | None = key(
+        None, AT_LEAST_ONE, "tokens", example=32768, when=(_TOKENS, _SCALED, _BY_LENGTH)
+    )
+    """Sequences before they were extended; None: the flavor's, and with llama3 8192 if it was not extended."""
     router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001)
     """Weight of the loss that balances a layer's experts, for models with experts; None: the flavor's; 0: off."""
     router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001)

@@ -45,7 +45,7 @@ class CompileOptions:
         return self.memory_budget == 0
 
 
-def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileOptions:
+def resolve_compilation(config: JobConfig, *, splits_backward: bool, planned_attention: bool) -> CompileOptions:
     """Return the options of the compiler.
 
     Raises:
@@ -56,7 +56,7 @@ def resolve_compilation(config: JobConfig, *, splits_backward: bool) -> CompileO
         raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
     model = settings.enable and "model" in settings.components
     traced = model and settings.backend != "eager"
-    cannot_checkpoint_layers = traced and config.parallelism.tensor_parallel_degree > 1 and not config.plans_attention
+    cannot_checkpoint_layers = traced and config.parallelism.tensor_parallel_degree > 1 and not planned_attention
     budget = activations.memory_budget if activations.mode == "memory_budget" else None
     if cannot_checkpoint_layers and activations.mode == "full":
         budget = 0.0

@@ -193,6 +193,9 @@ def _kept(job: "ResolvedJob", layers: list[int]) -> int:
         everything += experts.per_token * (2 * model.dim + 4 * experts.hidden_dim)
         by_operator += experts.per_token * 2 * experts.hidden_dim
     kept = _exchanged(job)
+    if model.qk_norm:  # what is normalised and the result, both in at least float32
+        by_element = 2 if job.compute_dtype in ("float32", "float64") else 4
+        everything += by_element * (model.n_heads + model.n_kv_heads) * model.head_dim
     everything, by_operator = everything + kept, by_operator + kept
     if job.compilation.model:  # the compiler recomputes what is cheap
         everything = outputs + model.n_heads * model.head_dim + 2 * model.dim + kept

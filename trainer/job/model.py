@@ -17,7 +17,7 @@ def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelA
 
     A Hugging Face folder brings its own vocabulary, which must have room for the tokenizer's.
     missing: takes the message about a tokenizer, or fields, that are not on this machine; the model then has the
-    vocabulary of its family's default arguments, or fields of an assumed shape.
+    vocabulary of its flavor, or fields of an assumed shape.
 
     Raises:
         ConfigError: no such model, flavor, tokenizer or fields, or a model of another kind of data.
@@ -38,7 +38,7 @@ def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelA
         missing.append(str(error))
         tokens = None
     if not is_folder(config.model.flavor):
-        return replace(args, vocab_size=type(args)().vocab_size if tokens is None else tokens)
+        return replace(args, vocab_size=flavor.vocab_size if tokens is None else tokens)
     # Embeddings may have more rows than the tokenizer has tokens.
     if tokens is not None and tokens > flavor.vocab_size:
         raise ConfigError(
@@ -47,6 +47,20 @@ def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelA
             f"to the model's own"
         )
     return replace(args, vocab_size=flavor.vocab_size)
+
+
+def with_windows_of_flavor(config: JobConfig) -> JobConfig:
+    """Return the configuration with the flavor's window in words of keys, by which other keys may have an effect.
+
+    Raises:
+        ConfigError: no such model or flavor.
+    """
+    if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
+        return config
+    args = flavor_args(config.model)
+    windows = [] if args.task == "fields" else [args.window_of_layer(layer) for layer in range(args.n_layers)]
+    shorter = [window for window in windows if window is not None and window < config.training.seq_len]
+    return replace(config, model=replace(config.model, sliding_window=shorter[0])) if shorter else config
 
 
 def check_tensor_parallel_sizes(args: ModelArgs, flavor: str, degrees: Degrees) -> None:

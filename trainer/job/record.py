@@ -22,7 +22,7 @@ from trainer.job.files import check_checkpoint, check_dump_folder
 from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
 from trainer.job.loss import loss_chunk
-from trainer.job.model import check_tensor_parallel_sizes, resolve_model
+from trainer.job.model import check_tensor_parallel_sizes, resolve_model, with_windows_of_flavor
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.training import check_batch, check_profiling, check_schedule, check_trackers
@@ -138,7 +138,7 @@ def resolve(
         world_size=world_size,
         domain=parallelism.domain_parallel_degrees,
     )
-    notes = check_effects(config, degrees)
+    notes = check_effects(with_windows_of_flavor(config), degrees)
     check_batch(config, degrees)
     notes = (*notes, *check_validation(config, degrees))
     model = resolve_model(config, missing)
@@ -152,7 +152,8 @@ def resolve(
         pipeline = resolve_pipeline(config, model)
         attention, reason = resolve_attention(config, model, device_type)
         check_float8(config, model, degrees)
-    compilation = resolve_compilation(config, splits_backward=pipeline is not None and pipeline.splits_backward)
+    splits_backward = pipeline is not None and pipeline.splits_backward
+    compilation = resolve_compilation(config, splits_backward=splits_backward, planned_attention=attention is not None)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
     _check_files(config, degrees, model, missing)
     check_checkpoint(config, model)

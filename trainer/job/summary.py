@@ -171,9 +171,10 @@ def _attention(job: ResolvedJob) -> str:
         return "causal, by PyTorch itself: one rank has the whole sequence"
     mask = {"causal": "causal mask", "document": "causal mask within packed documents"}[config.training.attention_mask]
     if has_windows(job.model):
-        every = config.model.sliding_window_every
+        layers = [layer for layer in range(job.model.n_layers) if job.model.window_of_layer(layer) is not None]
+        every = layers[1] if len(layers) > 1 else job.model.n_layers
         where = "" if every == 1 else f" in every {every}th layer" if every > 3 else f" in one of {every} layers"
-        mask += f", a window of {config.model.sliding_window:,} tokens{where}"
+        mask += f", a window of {job.model.window_of_layer(0):,} tokens{where}"
     parts = [mask]
     if job.degrees.cp > 1:
         chosen = f" (auto: {job.attention_reason})" if job.attention_reason else ""

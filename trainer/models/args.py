@@ -46,6 +46,8 @@ class DecoderArgs(ModelArgs, Protocol):
     n_kv_heads: int
     """Key/value heads; it divides `n_heads`."""
     head_dim: int
+    qk_norm: bool
+    """Whether each head's query and key are normalised."""
     vocab_size: int
     tie_embeddings: bool
     """Whether one matrix is both embedding and output."""

@@ -8,21 +8,32 @@ from trainer.config.schema import Model
 from trainer.models.args import DecoderArgs, ModelArgs
 from trainer.models.hf_config import Entries, HFConfig, read_config
 from trainer.models.llama3 import args as llama3
+from trainer.models.mistral import args as mistral
 from trainer.models.nat import args as nat
+from trainer.models.qwen2 import args as qwen2
+from trainer.models.qwen3 import args as qwen3
 from trainer.models.qwen3_moe import args as qwen3_moe
 from trainer.models.unet import args as unet
 
 # name -> (flavors, module that holds `SPEC`)
 MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {
     "llama3": (llama3.FLAVORS, "trainer.models.llama3.spec"),
+    "qwen3": (qwen3.FLAVORS, "trainer.models.qwen3.spec"),
+    "qwen2": (qwen2.FLAVORS, "trainer.models.qwen2.spec"),
     "qwen3_moe": (qwen3_moe.FLAVORS, "trainer.models.qwen3_moe.spec"),
+    "mistral": (mistral.FLAVORS, "trainer.models.mistral.spec"),
     "unet": (unet.FLAVORS, "trainer.models.unet.spec"),
     "nat": (nat.FLAVORS, "trainer.models.nat.spec"),
 }
 
 # Families that transformers has too.
-_AT_HUGGING_FACE = {"llama3": llama3, "qwen3_moe": qwen3_moe}
-HF_CONFIGS: dict[str, HFConfig] = {name: family.HF.config() for name, family in _AT_HUGGING_FACE.items()}
+HF_CONFIGS: dict[str, HFConfig] = {
+    "llama3": llama3.HF.config(),
+    "qwen3": qwen3.HF.config(),
+    "qwen3_moe": qwen3_moe.HF.config(),
+    "qwen2": qwen2.HF.config(),
+    "mistral": mistral.HF.config(),
+}
 
 
 def is_folder(flavor: str) -> bool:
@@ -66,7 +77,12 @@ def flavor_args(model: Model) -> ModelArgs:
     if model.name not in MODELS:
         raise ConfigError(f"model.name = {model.name!r} is not a known model{did_you_mean(model.name, MODELS)}")
     if is_folder(model.flavor):
-        return hf_config(model.name).read(read_config(Path(model.flavor)))
+        there, entries = hf_config(model.name), read_config(Path(model.flavor))
+        if (family := hf_family(entries)) != model.name:
+            raise ConfigError(
+                f"model.flavor = {model.flavor!r} is of another family than model.name = {model.name!r}; use {family!r}"
+            )
+        return there.read(entries)
     flavors = MODELS[model.name][0]
     if model.flavor not in flavors:
         raise ConfigError(

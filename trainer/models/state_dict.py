@@ -43,6 +43,19 @@ def pairs(spec: ModelSpec, args: Any) -> dict[str, Pair]:
     }
 
 
+def ties(spec: ModelSpec, args: Any) -> dict[str, str]:
+    """Return the second names of shared parameters at Hugging Face, which files need not have -> the first names."""
+    with torch.device("meta"):
+        state = spec.build(args).state_dict(keep_vars=True)
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, x in state.items():
+        names.setdefault(x, []).append(name)
+    there = (
+        [spec.state_dict_adapter(args, name).name for name in shared] for shared in names.values() if len(shared) > 1
+    )
+    return {second: first for first, *others in there for second in others}
+
+
 def to_hf(spec: ModelSpec, args: Any, tensors: Named) -> Named:
     """Yield the whole tensors of a model with arguments `args` as Hugging Face has them, possibly as views.
 

@@ -60,23 +60,37 @@ class TransformerArgs:
         return self.norm_type != "np_layernorm"
 
     def configured(self, settings: Model, *, vocab_size: int, max_seq_len: int) -> "TransformerArgs":
-        scaling = None if settings.rope_scaling in (None, 1.0) else RopeScaling(settings.rope_scaling)
+        asked = {}
+        if settings.sliding_window is not None:
+            asked |= {"sliding_window": settings.sliding_window, "sliding_window_every": settings.sliding_window_every}
+        if settings.rope_scaling is not None:
+            asked["rope_scaling"] = self._scaled(settings)
+        if settings.rope_theta is not None:
+            asked["rope_theta"] = settings.rope_theta
+        balance = {key: getattr(settings, key) for key in ("router_aux_loss_coef", "router_bias_update_rate")}
+        asked |= {key: rate for key, rate in balance.items() if rate is not None}
         return replace(
             self,
             vocab_size=vocab_size,
             max_seq_len=max_seq_len,
             norm_type=settings.norm_type,
-            sliding_window=settings.sliding_window,
-            sliding_window_every=settings.sliding_window_every,
-            attention_sinks=settings.attention_sinks,
+            attention_sinks=self.attention_sinks or settings.attention_sinks,
             short_conv_kernel=settings.short_conv_kernel,
-            rope_theta=self.rope_theta if settings.rope_theta is None else settings.rope_theta,
-            rope_scaling=self.rope_scaling if settings.rope_scaling is None else scaling,
-            **{
-                name: getattr(self if getattr(settings, name) is None else settings, name)
-                for name in ("router_aux_loss_coef", "router_bias_update_rate")
-            },
+            **asked,
         )
+
+    def _scaled(self, settings: Model) -> RopeScaling | None:
+        """Return the scaling that the settings ask for; the original length is theirs, the flavor's, or the usual."""
+        factor, kind, original = settings.rope_scaling, settings.rope_scaling_type, settings.rope_original_seq_len
+        if factor == 1.0:
+            return None
+        if kind == "linear":
+            return RopeScaling(factor, kind=kind)
+        if original is None and self.rope_scaling is not None:
+            original = self.rope_scaling.original_max_seq_len
+        if original is None:
+            original = RopeScaling.original_max_seq_len if kind == "llama3" else self.max_seq_len
+        return RopeScaling(factor, original_max_seq_len=original, kind=kind)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return {

@@ -3,8 +3,9 @@
 Since transformers 5 the rotary table is `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ class HFDecoder:
         Raises:
             ConfigError: a feature that it does not have.
         """
-        there, ours = asdict(self._read(Entries(Path(), self._entries(args)))), asdict(args)
-        for name, value in there.items():
-            if name != "max_seq_len" and value != ours[name]:
+        there = self._read(Entries(Path(), self._entries(args)))
+        computed = _computed(args)
+        for name, value in _computed(there).items():
+            if value != computed[name]:
                 raise ConfigError(
-                    f"{self.architecture} of Hugging Face's transformers has {name} = {value!r}, and this model "
-                    f"{ours[name]!r}; leave out model.{name}"
+                    f"{self.architecture} of Hugging Face's transformers has {name} = {getattr(there, name)!r}, and "
+                    f"this model {getattr(args, name)!r}; leave out model.{name}"
                 )
 
     def _read(self, config: Entries) -> TransformerArgs:
@@ -84,16 +86,9 @@ class HFDecoder:
         return self._entries(args)
 
     def _entries(self, args: TransformerArgs) -> dict[str, Any]:
-        longest = args.max_seq_len
-        rope: dict[str, Any] = {"rope_type": "default"}
-        if (scaling := args.rope_scaling) is not None:
-            rope = {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-            }
+        longest, scaling = args.max_seq_len, args.rope_scaling
+        rope = {"rope_type": "default"} if scaling is None else _rope_entries(scaling)
+        if "original_max_position_embeddings" in rope:
             longest = max(longest, round(scaling.factor * scaling.original_max_seq_len))
         return {
             "architectures": [self.architecture],
@@ -121,7 +116,90 @@ def _rotary(config: Entries) -> tuple[float, RopeScaling | None]:
     table = config.table("rope_parameters" if config.content.get("rope_parameters") else "rope_scaling")
     theta = float((table if "rope_theta" in table.content else config).number("rope_theta", 10000.0))
     table.only("partial_rotary_factor", 1.0)
-    if table.only("rope_type" if "rope_type" in table.content else "type", "default", "llama3") == "default":
+    kinds = "default", "linear", "llama3", "yarn"
+    kind = table.only("rope_type" if "rope_type" in table.content else "type", *kinds)
+    if kind == "default":
         return theta, None
-    factors = (float(table.number(key)) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    return theta, RopeScaling(*factors, table.whole("original_max_position_embeddings"))
+    scaling = RopeScaling(float(table.number("factor")), kind=kind)
+    if kind == "linear":
+        return theta, scaling
+    longest = config.content.get("max_position_embeddings")
+    scaling = replace(scaling, original_max_seq_len=table.whole("original_max_position_embeddings", longest))
+    if kind == "llama3":
+        low, high = (float(table.number(key)) for key in ("low_freq_factor", "high_freq_factor"))
+        return theta, replace(scaling, low_freq_factor=low, high_freq_factor=high)
+    fast, slow = float(table.number("beta_fast", 32.0)), float(table.number("beta_slow", 1.0))
+    truncate = bool(table.only("truncate", True, False))
+    return theta, replace(
+        scaling, beta_fast=fast, beta_slow=slow, truncate=truncate, attention_factor=_attention_factor(table)
+    )
+
+
+def _attention_factor(table: Entries) -> float | None:
+    """Return YaRN's factor of attention where it is not that of the paper, said by itself or as DeepSeek's two."""
+    both = [table.content.get(key) for key in ("mscale", "mscale_all_dim")]
+    if table.content.get("attention_factor") is not None:
+        return float(table.number("attention_factor"))
+    if not all(both):
+        return None
+    log = math.log(table.number("factor"))
+    over, under = (0.1 * table.number(key) * log + 1.0 for key in ("mscale", "mscale_all_dim"))
+    return over / under
+
+
+def _rope_entries(scaling: RopeScaling) -> dict[str, Any]:
+    entries: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return entries
+    entries["original_max_position_embeddings"] = scaling.original_max_seq_len
+    if scaling.kind == "llama3":
+        return entries | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    entries |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    if scaling.attention_factor is not None:
+        entries["attention_factor"] = scaling.attention_factor
+    return entries if scaling.truncate else entries | {"truncate": False}
+
+
+def read_windows(config: Entries) -> dict[str, Any]:
+    """Return the fields of sliding windows from a switch, a window, and the layers that have it, as Qwen's are.
+
+    Raises:
+        ConfigError: other layers than every n-th one from the first have the window.
+    """
+    layers = range(config.whole("num_hidden_layers"))
+    window = config.whole("sliding_window") if config.switch("use_sliding_window") else None
+    key = "max_window_layers" if config.content.get("layer_types") is None else "layer_types"
+    value = config.content.get(key, len(layers))
+    if key == "layer_types":
+        windowed = [layer for layer, kind in enumerate(value) if kind != "full_attention"]
+        known = len(value) == len(layers) and {*value} <= {"full_attention", "sliding_attention"}
+        known = known and (window is not None or not windowed)
+    else:
+        windowed, known = list(layers[value:]) if window is not None else [], True
+    if not windowed and known:
+        return {}
+    every = windowed[1] if len(windowed) > 1 else len(layers)
+    if not known or windowed != list(layers[::every]):
+        raise ConfigError(
+            f"{config.file}: {key} = {value!r} is not supported; with use_sliding_window every n-th layer, from the "
+            "first on, may have the window, and without it none"
+        )
+    return {"sliding_window": window, "sliding_window_every": every}
+
+
+def write_windows(args: TransformerArgs) -> dict[str, Any]:
+    """Return the entries that `read_windows` reads."""
+    windows = [args.window_of_layer(layer) for layer in range(args.n_layers)]
+    return {
+        "use_sliding_window": args.sliding_window is not None,
+        "sliding_window": args.sliding_window,
+        "max_window_layers": args.n_layers if args.sliding_window is None else 0,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }
+
+
+def _computed(args: TransformerArgs) -> dict[str, Any]:
+    """Return what a model computes with, by the names of its fields: the windows of all layers as one."""
+    windows = [args.window_of_layer(layer) for layer in range(args.n_layers)]
+    fields = asdict(args) | {"sliding_window": windows}
+    return {name: value for name, value in fields.items() if name not in ("max_seq_len", "sliding_window_every")}

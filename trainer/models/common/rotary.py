@@ -13,23 +13,44 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     frequencies = theta**-exponents
     if scaling is None:
         return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
     # Many turns within the original context: the frequency stays. Few turns: it is stretched. Between: a linear ramp.
-    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
-    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    if scaling.kind == "llama3":
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+        ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    else:
+        first, last = _yarn_pairs(head_dim, theta, scaling)
+        ramp = (last - torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")) / (last - first)
     keep = ramp.clamp(0.0, 1.0)
     return frequencies * (keep + (1.0 - keep) / scaling.factor)
+
+
+def _yarn_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
+    """Return the last pair that YaRN keeps and the first that it stretches wholly (arXiv 2309.00071, section 3.2)."""
+
+    def pair(turns: float) -> float:
+        """Return the number, not whole, of the pair that makes so many turns within the original context."""
+        return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    return first, max(last, first + 1e-3)
 
 
 def precompute_freqs_cis(
     length: int, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return cosine and sine of every position's angles: (length, D / 2, 2).
+    """Return cosine and sine of every position's angles, times the magnitude of the scaling: (length, D / 2, 2).
 
     Angles are float64: in float32 they are off by 3e-2 at a million tokens.
     """
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
     angles = torch.outer(positions, rope_frequencies(head_dim, theta, scaling))
-    return torch.stack((angles.cos(), angles.sin()), dim=-1).to(dtype)
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return (magnitude * torch.stack((angles.cos(), angles.sin()), dim=-1)).to(dtype)
 
 
 def apply_rope(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:

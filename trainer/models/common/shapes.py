@@ -1,16 +1,37 @@
 """Parts of model arguments that families share. Torch-free."""
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency scaling: stretch long wavelengths by `factor`, keep short ones, with a ramp between."""
+    """How rotary frequencies are stretched by `factor`, for sequences that are so much longer.
+
+    kind: 'linear' stretches all (Position Interpolation, arXiv 2306.15595). The others stretch long wavelengths and
+    keep short ones, with a ramp between. That of 'llama3' (arXiv 2407.21783) is linear in the turns of a wave within
+    `original_max_seq_len`, from `low_freq_factor` to `high_freq_factor`. That of 'yarn' (arXiv 2309.00071) is linear in
+    the number of the pair, from the one that makes `beta_fast` turns to the one that makes `beta_slow`; `truncate`
+    widens it to whole pairs.
+    """
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+    kind: str = "llama3"
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Of YaRN, by which rotated queries and keys are multiplied; None: 0.1 ln(factor) + 1."""
+    truncate: bool = True
+
+    @property
+    def magnitude(self) -> float:
+        """Return the factor of rotated queries and keys."""
+        if self.kind != "yarn":
+            return 1.0
+        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
 
 
 def decoder_modules(n_layers: int) -> tuple[str, ...]:
