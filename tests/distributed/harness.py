@@ -30,6 +30,7 @@ from trainer.job import ResolvedJob, resolve
 from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.shapes import RopeScaling
 from trainer.models.llama3 import spec as llama3
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks import Task
@@ -54,14 +55,18 @@ FAMILY_FLAVORS = {
         "tiny_biased": replace(TINY, qk_norm=True, head_size=8, attention_bias=True, output_bias=True),
     },
     "mistral": {"tiny": replace(TINY, sliding_window=5)},
-    "qwen3_moe": {
-        "tiny": TINY_EXPERTS,
-        "tiny_biased": replace(
+    "qwen3_moe": {"tiny": TINY_EXPERTS},
+    "gpt_oss": {
+        "tiny": replace(
             TINY_EXPERTS,
             experts=ExpertArgs(4, 2, 48, biases=True, clamped=True),
             attention_bias=True,
             output_bias=True,
             qk_norm=False,
+            attention_sinks=True,
+            sliding_window=5,
+            sliding_window_every=2,
+            rope_scaling=RopeScaling(32.0, original_max_seq_len=4, kind="yarn", truncate=False),
         ),
     },
 }

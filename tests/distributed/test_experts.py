@@ -25,8 +25,8 @@ from trainer.models.initialization import initialize
 FAMILY = "--model.name=qwen3_moe"
 EXPERTS = [FAMILY, "--training.dtype=float64", "--model.router_bias_update_rate=0.01"]
 DOCUMENTS = "--training.attention_mask=document"
-WINDOWS = ["--model.sliding_window=5", "--model.sliding_window_every=2", "--model.attention_sinks"]
-BIASED = "--model.flavor=tiny_biased"
+# Biases, windows in every second layer, attention sinks, YaRN.
+GPT_OSS = "--model.name=gpt_oss"
 
 
 def ep(degree: int) -> str:
@@ -49,10 +49,11 @@ LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
     "cp3, uneven shards": (3, degrees(cp=3), []),
     "fsdp4+ep2": (4, [*degrees(dp_shard=4), ep(2)], []),
     "cp2+fsdp2+ep2": (4, [*degrees(dp_shard=2, cp=2), ep(2), ac("selective")], [DOCUMENTS]),
-    "cp2+tp2+ep4": (4, [*degrees(cp=2, tp=2), ep(4), ac("full")], [DOCUMENTS, *WINDOWS, BIASED]),
-    "fsdp2+tp2+ep2": (4, [*degrees(dp_shard=2, tp=2), ep(2), "--training.local_batch_size=1"], [BIASED]),
+    "cp2+tp2+ep4": (4, [*degrees(cp=2, tp=2), ep(4), ac("full")], [GPT_OSS, DOCUMENTS]),
+    "fsdp2+tp2+ep2": (4, [*degrees(dp_shard=2, tp=2), ep(2), "--training.local_batch_size=1"], [GPT_OSS]),
     "hsdp2x2+ep2": (4, [*degrees(dp_replicate=2, dp_shard=2), ep(2)], []),
     "ddp2+tp2+ep2": (4, [*degrees(dp_replicate=2, tp=2), ep(2), ac("full")], []),
+    "cp2+pp2+ep2": (4, [*degrees(cp=2, pp=2), ep(2)], [GPT_OSS, DOCUMENTS]),
     "fsdp2+pp2+ep2": (4, [*degrees(dp_shard=2, pp=2), ep(2)], []),
     "tp2+pp2+ep2, offloaded": (4, [*degrees(tp=2, pp=2), ep(2), "--training.enable_cpu_offload"], []),
 }

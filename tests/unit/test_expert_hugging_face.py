@@ -17,6 +17,7 @@ from trainer.config.loader import parse_command_line
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.common.rotary import rope_frequencies
+from trainer.models.common.shapes import RopeScaling
 from trainer.models.hf_config import read_config
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
@@ -36,8 +37,28 @@ QWEN = TransformerArgs(
     experts=ExpertArgs(6, 2, 24),
     router_aux_loss_coef=0.01,
 )
+GPT_OSS = TransformerArgs(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_size=16,
+    ffn_hidden_dim=24,
+    vocab_size=4354,
+    max_seq_len=64,
+    rope_theta=150000.0,
+    rope_scaling=RopeScaling(32.0, original_max_seq_len=2, kind="yarn", truncate=False),
+    sliding_window=6,
+    sliding_window_every=2,
+    attention_sinks=True,
+    attention_bias=True,
+    output_bias=True,
+    experts=ExpertArgs(6, 2, 24, biases=True, clamped=True),
+    router_aux_loss_coef=0.01,
+)
 MODELS = {
     "qwen3_moe": ("qwen3_moe", QWEN),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
     "qwen3_moe, shares of all experts": ("qwen3_moe", replace(QWEN, experts=ExpertArgs(6, 3, 24, normalise=False))),
 }
 
@@ -60,11 +81,13 @@ def test_a_model_of_transformers_says_its_own_arguments(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_computes_the_same_here_and_goes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+    """The attention of gpt-oss needs a plan: tests/distributed/test_expert_hugging_face.py."""
     family, args, theirs = saved(tmp_path / "theirs", name)
     ours = read_here(tmp_path / "theirs", family, args)
     tokens = torch.randint(args.vocab_size, (2, 16), generator=torch.Generator().manual_seed(2))
-    got = logits_here(ours, tokens)
-    assert relative(got, logits_there(theirs, args, tokens)) < 1e-10
+    wanted = logits_there(theirs, args, tokens)
+    if not args.attention_sinks:
+        assert relative(logits_here(ours, tokens), wanted) < 1e-10
     write_here(tmp_path / "ours", family, args, ours)
     files, back = (whole_folder(tmp_path / folder) for folder in ("theirs", "ours"))
     assert files.keys() == back.keys()
@@ -73,7 +96,7 @@ def test_the_model_computes_the_same_here_and_goes_back_bit_for_bit(tmp_path: Pa
         tmp_path / "ours", dtype=torch.float64, attn_implementation=theirs.config._attn_implementation
     )
     loaded.set_experts_implementation("eager")
-    assert relative(logits_there(loaded.eval(), args, tokens), got) < 1e-10
+    assert relative(logits_there(loaded.eval(), args, tokens), wanted) < 1e-10
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -99,7 +122,7 @@ def logits_here(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def logits_there(model: torch.nn.Module, args: TransformerArgs, tokens: torch.Tensor) -> torch.Tensor:
     frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
     angles = torch.outer(torch.arange(tokens.shape[1], dtype=torch.float64), frequencies)
-    with torch.no_grad(), in_float64(model, angles):
+    with torch.no_grad(), in_float64(model, angles, 1.0 if args.rope_scaling is None else args.rope_scaling.magnitude):
         return model(tokens).logits
 
 
@@ -161,6 +184,15 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             hf_config("qwen3_moe").read(read_config(tmp_path))
         assert message in str(error.value)
+
+
+def test_quantised_experts_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "gpt_oss")
+    file = tmp_path / "config.json"
+    entries = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match=r"stored as mxfp4, which cannot be read; load the model in transformers"):
+        hf_config("gpt_oss").read(read_config(tmp_path))
 
 
 def test_a_bias_that_chooses_has_no_counterpart() -> None:

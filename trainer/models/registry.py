@@ -6,6 +6,7 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import Model
 from trainer.models.args import DecoderArgs, ModelArgs
+from trainer.models.gpt_oss import args as gpt_oss
 from trainer.models.hf_config import Entries, HFConfig, read_config
 from trainer.models.llama3 import args as llama3
 from trainer.models.mistral import args as mistral
@@ -21,6 +22,7 @@ MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {
     "qwen3": (qwen3.FLAVORS, "trainer.models.qwen3.spec"),
     "qwen2": (qwen2.FLAVORS, "trainer.models.qwen2.spec"),
     "qwen3_moe": (qwen3_moe.FLAVORS, "trainer.models.qwen3_moe.spec"),
+    "gpt_oss": (gpt_oss.FLAVORS, "trainer.models.gpt_oss.spec"),
     "mistral": (mistral.FLAVORS, "trainer.models.mistral.spec"),
     "unet": (unet.FLAVORS, "trainer.models.unet.spec"),
     "nat": (nat.FLAVORS, "trainer.models.nat.spec"),
@@ -32,6 +34,7 @@ HF_CONFIGS: dict[str, HFConfig] = {
     "qwen3": qwen3.HF.config(),
     "qwen3_moe": qwen3_moe.HF.config(),
     "qwen2": qwen2.HF.config(),
+    "gpt_oss": gpt_oss.HF.config(),
     "mistral": mistral.HF.config(),
 }
 

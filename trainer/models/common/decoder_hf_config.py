@@ -52,7 +52,6 @@ class HFDecoder:
         config.only("architectures", [self.architecture])
         config.only("hidden_act", "silu")
         config.only("attention_dropout", 0.0)
-        config.only("quantization_config", None)
         dim, n_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
         n_kv_heads = config.whole("num_key_value_heads", n_heads)
         divided = {"num_attention_heads": n_kv_heads}
@@ -65,6 +64,8 @@ class HFDecoder:
         if head_dim % 2:
             raise ConfigError(f"{config.file}: head_dim = {head_dim} must be even, for rotary positions")
         theta, scaling = _rotary(config)
+        of_family = self.read(config)
+        config.only("quantization_config", None)
         return TransformerArgs(
             dim=dim,
             n_layers=config.whole("num_hidden_layers"),
@@ -78,7 +79,7 @@ class HFDecoder:
             rope_scaling=scaling,
             tie_embeddings=config.switch("tie_word_embeddings"),
             head_size=None if head_dim * n_heads == dim else head_dim,
-            **self.read(config),
+            **of_family,
         )
 
     def _write(self, args: TransformerArgs) -> dict[str, Any]:

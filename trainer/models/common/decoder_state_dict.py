@@ -36,6 +36,8 @@ def counterpart(args: TransformerArgs, name: str) -> Counterpart | None:
     if module in _MODULES:
         return Counterpart(f"{_MODULES[module]}.{kind}")
     _, layer, part = module.split(".", 2)
+    if part == "attention.sinks":
+        return Counterpart(f"model.layers.{layer}.self_attn.sinks")
     there, pairs = f"model.layers.{layer}.{_MODULES_OF_LAYER[part]}.{kind}", args.head_dim // 2
     if part in _ROTATED:
         there_and_back = partial(_swap, sizes=(-1, pairs, 2)), partial(_swap, sizes=(-1, 2, pairs))
