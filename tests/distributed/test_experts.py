@@ -21,6 +21,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.models.common import moe
 from trainer.models.common.moe import Router
 from trainer.models.initialization import initialize
+from trainer.transforms.compile import compiled_graphs
 
 FAMILY = "--model.name=qwen3_moe"
 EXPERTS = [FAMILY, "--training.dtype=float64", "--model.router_bias_update_rate=0.01"]
@@ -53,11 +54,12 @@ LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
     "fsdp2+tp2+ep2": (4, [*degrees(dp_shard=2, tp=2), ep(2), "--training.local_batch_size=1"], [GPT_OSS]),
     "hsdp2x2+ep2": (4, [*degrees(dp_replicate=2, dp_shard=2), ep(2)], []),
     "ddp2+tp2+ep2": (4, [*degrees(dp_replicate=2, tp=2), ep(2), ac("full")], []),
+    "tp2+ep2, compiled": (2, [*degrees(tp=2), ep(2), "--compile.enable", "--compile.backend=aot_eager"], []),
     "cp2+pp2+ep2": (4, [*degrees(cp=2, pp=2), ep(2)], [GPT_OSS, DOCUMENTS]),
     "fsdp2+pp2+ep2": (4, [*degrees(dp_shard=2, pp=2), ep(2)], []),
     "tp2+pp2+ep2, offloaded": (4, [*degrees(tp=2, pp=2), ep(2), "--training.enable_cpu_offload"], []),
 }
-QUICK = {"tp2+ep2", "cp2+ep2, unequal lengths", "cp2+tp2+ep4", "fsdp4+ep2", "fsdp2+pp2+ep2"}
+QUICK = {"tp2+ep2", "tp2+ep2, compiled", "cp2+ep2, unequal lengths", "cp2+tp2+ep4", "fsdp4+ep2", "fsdp2+pp2+ep2"}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,23 @@ def test_ranks_whose_experts_nobody_chooses_take_part(pool: WorkerPool, layout: 
     assert_parity(got, pool.run(1, forced_case, EXPERTS, [1, 0])[0], 1e-10)
     assert got.buffers["layers.0.feed_forward.router.load"].tolist() == [0.5, 0.5, 0.0, 0.0]
     assert not got.gradients[0]["layers.0.feed_forward.experts.w13"][2:].any()
+
+
+def graphs_case(arguments: list[str]) -> tuple[list[int], int]:
+    """Graphs compiled after each of three steps, and breaks."""
+    with trainer_of([*arguments, "--compile.enable", "--compile.backend=aot_eager"]) as trainer:
+        graphs = [trainer.train_step(step) or compiled_graphs() for step in (1, 2, 3)]
+    from torch._dynamo.utils import counters
+
+    return graphs, sum(counters["graph_break"].values())
+
+
+def test_a_compiled_block_is_two_graphs_around_its_experts(pool: WorkerPool) -> None:
+    """All blocks share them, and no later step compiles again, whatever the routing."""
+    (graphs, breaks), _ = pool.run(2, graphs_case, [*EXPERTS, *degrees(dp_shard=2), ep(2)])
+    assert breaks
+    assert graphs[0] > 0
+    assert graphs[1:] == [graphs[0]] * 2
 
 
 # ---- negative controls

@@ -70,15 +70,20 @@ def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
 
 
 def _check_features(config: JobConfig) -> None:
+    compiles, mode = config.compile.enable and "model" in config.compile.components, config.activation_checkpoint.mode
+    if compiles and mode != "none":
+        raise ConfigError(
+            f"activation_checkpoint.mode = {mode!r} with compile.enable is not handled for model.name = "
+            f"{config.model.name!r}: the compiler recomputes one graph, and a block with experts is two; leave one of "
+            "them out"
+        )
     unsupported = {
-        "compile.enable": config.compile.enable and "model" in config.compile.components,
         "float8.enable": config.float8.enable,
         "parallelism.enable_async_tensor_parallel": config.parallelism.overlaps_tensor_parallel,
     }
     for key, is_set in unsupported.items():
         if is_set:
-            more = ", or compile the loss alone with compile.components = ['loss']" if key == "compile.enable" else ""
             raise ConfigError(
                 f"{key} = true does not work with the experts of model.name = {config.model.name!r}, whose numbers of "
-                f"rows change with every batch; leave it out{more}"
+                "rows change with every batch; leave it out"
             )

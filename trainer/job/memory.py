@@ -189,8 +189,10 @@ def _kept(job: "ResolvedJob", layers: list[int]) -> int:
     everything = 2 * outputs + (2 if job.compute_dtype in ("float32", "float64") else 6) * model.dim
     by_operator = model.dim + model.n_heads * model.head_dim + outputs // 2
     if (experts := experts_of(model)) is not None:
-        # Of each pair of token and expert: input, parts of the gated unit, output; their number is that of a mean rank.
-        everything += experts.per_token * (2 * model.dim + 4 * experts.hidden_dim)
+        # Of each pair of token and expert: input, parts of the gated unit, output twice; and the router's input. In half
+        # precision one output and this input are float32. A mean rank has so many pairs.
+        wider = 1 if job.compute_dtype in ("float32", "float64") else 2
+        everything += experts.per_token * ((2 + wider) * model.dim + 4 * experts.hidden_dim) + wider * model.dim
         by_operator += experts.per_token * 2 * experts.hidden_dim
     kept = _exchanged(job)
     if model.qk_norm:  # what is normalised and the result, both in at least float32

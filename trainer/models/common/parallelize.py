@@ -58,7 +58,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
         apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation)
     if not job.compilation.recomputes_layers:
         apply_activation_checkpoint(model.layers, config.activation_checkpoint)
-    apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
+    eager = {block.feed_forward: "run_experts" for block in experts}
+    apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None, eager=eager)
     # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
