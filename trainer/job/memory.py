@@ -189,8 +189,8 @@ def _kept(job: "ResolvedJob", layers: list[int]) -> int:
     everything = 2 * outputs + (2 if job.compute_dtype in ("float32", "float64") else 6) * model.dim
     by_operator = model.dim + model.n_heads * model.head_dim + outputs // 2
     if (experts := experts_of(model)) is not None:
-        # Of each pair of token and expert: input, parts of the gated unit, output twice; and the router's input. In half
-        # precision one output and this input are float32. A mean rank has so many pairs.
+        # Of each pair of token and expert: input, parts of the gated unit, output twice; and what the router reads. In
+        # half precision one output and this are float32. A mean rank has so many pairs.
         wider = 1 if job.compute_dtype in ("float32", "float64") else 2
         everything += experts.per_token * ((2 + wider) * model.dim + 4 * experts.hidden_dim) + wider * model.dim
         by_operator += experts.per_token * 2 * experts.hidden_dim
