@@ -44,12 +44,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-class _Layer:
-    """What measures in a process: `prepare` makes it."""
+class Layer:
+    """What measures in a process: all experts and tokens, or in a process group this rank's."""
 
-    def __init__(self, settings: argparse.Namespace, rank: int | None, ranks: int) -> None:
+    def __init__(self, settings: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.s, self.ranks, self.rank = settings, ranks, rank
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (None, 1)
+        self.s, self.rank = settings, rank
         self.args = ExpertArgs(settings.experts, settings.per_token, settings.hidden)
         how = {"dtype": getattr(torch, settings.dtype), "device": settings.device}
         self.moe = MoE(settings.dim, self.args).to(**how)
@@ -103,14 +104,9 @@ class _Layer:
 
 
 def compared(team: Team, settings: argparse.Namespace) -> Row:
-    """Measure one degree; the team's process of the whole has all experts and all tokens."""
-    team.whole("prepare", settings, None, team.degree)
-    for rank, (_, pipe) in enumerate(team._members[1:]):
-        pipe.send(("prepare", (settings, rank, team.degree)))
-    for _, pipe in team._members[1:]:
-        ok, answer = pipe.recv()
-        if not ok:
-            raise RuntimeError(answer)
+    """Measure one degree."""
+    team.whole("prepare", settings)
+    team.ranks("prepare", settings)
     times: dict[str, list[float]] = {"dense": [], "experts": [], "ranks": []}
     for _ in range(settings.rounds + 1):
         for kind in ("dense", "experts"):
@@ -119,6 +115,7 @@ def compared(team: Team, settings: argparse.Namespace) -> Row:
     ms = {kind: round(1e3 * statistics.median(all_times[1:]), 2) for kind, all_times in times.items()}
     traffic = team.ranks("traffic")
     sent = sum(sum(counted.values()) for counted, _ in traffic)
+    away = ranks_of_a_token(ExpertArgs(settings.experts, settings.per_token, 1), team.degree)
     return {
         "degree": team.degree,
         "dense_ms": ms["dense"],
@@ -127,9 +124,7 @@ def compared(team: Team, settings: argparse.Namespace) -> Row:
         "ranks_ms": ms["ranks"],
         "bytes_sent": sent,
         "is_plan": all(counted == planned for counted, planned in traffic),
-        "ranks_of_a_token": round(
-            ranks_of_a_token(ExpertArgs(settings.experts, settings.per_token, 1), team.degree), 2
-        ),
+        "ranks_of_a_token": round(away, 2),
     }
 
 
@@ -138,7 +133,7 @@ def main() -> None:
     for degree in settings.degrees:
         if settings.experts % degree or settings.tokens % degree:
             raise SystemExit(f"--degrees {degree} must divide --experts {settings.experts} and --tokens")
-        with Team(degree, _Layer, _Layer, settings.device) as team:
+        with Team(degree, Layer, Layer, settings.device) as team:
             print(json.dumps(compared(team, settings)), flush=True)
 
 
