@@ -55,7 +55,7 @@ FAMILY_FLAVORS = {
         "tiny_biased": replace(TINY, qk_norm=True, head_size=8, attention_bias=True, output_bias=True),
     },
     "mistral": {"tiny": replace(TINY, sliding_window=5)},
-    "qwen3_moe": {"tiny": TINY_EXPERTS},
+    "qwen3_moe": {"tiny": TINY_EXPERTS, "tiny4": replace(TINY_EXPERTS, n_layers=4)},
     "gpt_oss": {
         "tiny": replace(
             TINY_EXPERTS,

@@ -138,7 +138,7 @@ class Model:
     """Architecture and tokenizer."""
 
     name: str = "llama3"
-    """Model family: llama3, qwen3, qwen2 or mistral, or for fields unet or nat."""
+    """Model family: llama3, qwen3, qwen3_moe, gpt_oss, qwen2, mistral, or for fields unet or nat."""
     flavor: str = "debugmodel"
     """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=_TOKENS)
