@@ -1,7 +1,10 @@
-"""Decoders of transformers: a random model of the same shape as one of ours, and its own arithmetic in float64."""
+"""Decoders of transformers: a random model of the same shape as one of ours, its folder, its arithmetic in float64."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -98,3 +101,50 @@ def in_float64(family: str, args: TransformerArgs, length: int) -> Iterator[None
         mock.patch.object(getattr(module, f"{name}RotaryEmbedding"), "forward", return_value=table),
     ):
         yield
+
+
+# ---- folders
+
+# The shipped tokenizer has 4,352 tokens, which the program asks the model to have room for.
+LLAMA = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=4354, max_seq_len=64)
+SHAPES = {
+    "grouped heads": LLAMA,
+    "as many key/value heads": replace(LLAMA, n_kv_heads=4, norm_eps=1e-6, rope_theta=10000.0),
+    "tied, scaled": replace(
+        LLAMA, n_kv_heads=1, tie_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8), max_seq_len=64
+    ),
+}
+
+QWEN3, QWEN2 = replace(LLAMA, qk_norm=True, head_size=128), replace(LLAMA, attention_bias=True, tie_embeddings=True)
+YARN = RopeScaling(4.0, kind="yarn", original_max_seq_len=16)
+CONFIGS = {("llama3", shape): args for shape, args in SHAPES.items()} | {
+    ("llama3", "heads of their own size, biases"): replace(LLAMA, head_size=6, attention_bias=True, output_bias=True),
+    ("llama3", "linear"): replace(LLAMA, rope_scaling=RopeScaling(4.0, kind="linear")),
+    ("qwen3", "plain"): QWEN3,
+    ("qwen3", "biases, yarn"): replace(QWEN3, attention_bias=True, output_bias=True, rope_scaling=YARN),
+    ("qwen3", "windows"): replace(QWEN3, head_size=16, sliding_window=5, sliding_window_every=2),
+    ("qwen2", "plain"): QWEN2,
+    ("qwen2", "a window, yarn"): replace(
+        QWEN2, sliding_window=5, rope_scaling=replace(YARN, beta_fast=16.0, attention_factor=1.5)
+    ),
+    ("mistral", "a window"): replace(LLAMA, sliding_window=5),
+    ("mistral", "none"): replace(LLAMA, head_size=16),
+}
+
+
+def saved(
+    folder: Path,
+    args: TransformerArgs,
+    dtype: torch.dtype = torch.float32,
+    *,
+    shard: str = "20KB",
+    family: str = "llama3",
+) -> Path:
+    """A random model of transformers, saved by itself, in several files."""
+    hf_model(family, args).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def changed(folder: Path, **entries: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))

@@ -30,6 +30,7 @@ MODELS = [
     Model(short_conv_kernel=4),
     Model(name="qwen3", rope_scaling=4.0, rope_scaling_type="yarn", rope_original_seq_len=16),
     Model(name="qwen2"),
+    Model(name="gpt_oss"),
 ]
 
 
@@ -68,7 +69,9 @@ def likeliest_case(model: Model, prompts: list[list[int]], tokens: int) -> list[
 
 
 @pytest.mark.parametrize(
-    "model", MODELS, ids=["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2"]
+    "model",
+    MODELS,
+    ids=["plain", "windows and sinks", "every second window", "convolved", "qwen3", "qwen2", "gpt_oss"],
 )
 def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, model: Model) -> None:
     """Prompts of different lengths together, and each alone."""

@@ -277,6 +277,13 @@ def test_norms_and_biases_of_heads_start_as_nothing(family: str) -> None:
             assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all()
 
 
+def test_a_window_of_the_flavor_holds_until_a_key_sets_another() -> None:
+    args = MODELS["mistral"][0]["debugmodel"]
+    for settings, windows in ((Model(), [128, 128]), (Model(sliding_window=9, sliding_window_every=2), [9, None])):
+        configured = args.configured(settings, vocab_size=1, max_seq_len=64)
+        assert [configured.window_of_layer(layer) for layer in range(2)] == windows
+
+
 def test_yarn_takes_its_original_length_from_key_flavor_or_scaling() -> None:
     settings = Model(rope_scaling=4.0, rope_scaling_type="yarn")
     given = lambda args, settings: args.configured(settings, vocab_size=1, max_seq_len=99).rope_scaling  # noqa: E731

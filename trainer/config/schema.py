@@ -166,7 +166,7 @@ class Model:
     rope_original_seq_len: int | None = key(
         None, AT_LEAST_ONE, "tokens", example=32768, when=(_TOKENS, _SCALED, _BY_LENGTH)
     )
-    """Sequences before they were extended; None: the flavor's, and with llama3 8192 if it was not extended."""
+    """Longest sequences before the extension; None: the flavor's, but 8192 with llama3 if it has no scaling."""
     router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001)
     """Weight of the loss that balances a layer's experts, for models with experts; None: the flavor's; 0: off."""
     router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001)

@@ -132,7 +132,7 @@ class TransformerArgs:
         """Return model FLOPs per token of a training step (forward + backward) as (full attention, causal attention).
 
         The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix product
-        plus 12 * layers * dim * seq_len, as if every query saw every key. The second counts visible keys only:
+        plus 12 * layers * heads * head size * seq_len, as if every query saw every key. The second counts visible keys:
         (seq_len + 1) / 2 per query under a causal mask, fewer with a window. The embedding look-up is no product. A
         weight of a short convolution meets each token once, as one of a matrix does. Of the experts those count that a
         token chooses.

@@ -14,6 +14,8 @@ from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.hf_config import Entries, HFConfig
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
 
 @dataclass(frozen=True)
 class HFDecoder:
@@ -64,23 +66,23 @@ class HFDecoder:
         if head_dim % 2:
             raise ConfigError(f"{config.file}: head_dim = {head_dim} must be even, for rotary positions")
         theta, scaling = _rotary(config)
+        fields = {
+            "dim": dim,
+            "n_layers": config.whole("num_hidden_layers"),
+            "n_heads": n_heads,
+            "n_kv_heads": n_kv_heads,
+            "ffn_hidden_dim": config.whole("intermediate_size"),
+            "vocab_size": config.whole("vocab_size"),
+            "max_seq_len": config.whole("max_position_embeddings", 2048),
+            "norm_eps": config.number("rms_norm_eps", 1e-6),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "tie_embeddings": config.switch("tie_word_embeddings"),
+            "head_size": None if head_dim * n_heads == dim else head_dim,
+        }
         of_family = self.read(config)
-        config.only("quantization_config", None)
-        return TransformerArgs(
-            dim=dim,
-            n_layers=config.whole("num_hidden_layers"),
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            ffn_hidden_dim=config.whole("intermediate_size"),
-            vocab_size=config.whole("vocab_size"),
-            max_seq_len=config.whole("max_position_embeddings", 2048),
-            norm_eps=config.number("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_embeddings=config.switch("tie_word_embeddings"),
-            head_size=None if head_dim * n_heads == dim else head_dim,
-            **of_family,
-        )
+        config.only("quantization_config", None)  # a family may have more to say of it
+        return TransformerArgs(**fields | of_family)
 
     def _write(self, args: TransformerArgs) -> dict[str, Any]:
         self.check_features(args)
@@ -167,25 +169,23 @@ def read_windows(config: Entries) -> dict[str, Any]:
     Raises:
         ConfigError: other layers than every n-th one from the first have the window.
     """
-    layers = range(config.whole("num_hidden_layers"))
+    n_layers, key = config.whole("num_hidden_layers"), "layer_types"
     window = config.whole("sliding_window") if config.switch("use_sliding_window") else None
-    key = "max_window_layers" if config.content.get("layer_types") is None else "layer_types"
-    value = config.content.get(key, len(layers))
-    if key == "layer_types":
-        windowed = [layer for layer, kind in enumerate(value) if kind != "full_attention"]
-        known = len(value) == len(layers) and {*value} <= {"full_attention", "sliding_attention"}
-        known = known and (window is not None or not windowed)
-    else:
-        windowed, known = list(layers[value:]) if window is not None else [], True
-    if not windowed and known:
+    kinds = value = config.content.get(key)
+    if value is None:
+        key = "max_window_layers"
+        value = config.content.get(key, 28)  # the default of transformers
+        first = n_layers if window is None else value
+        kinds = [_SLIDING if layer >= first else _FULL for layer in range(n_layers)] if isinstance(first, int) else None
+    if kinds == [_FULL] * n_layers:
         return {}
-    every = windowed[1] if len(windowed) > 1 else len(layers)
-    if not known or windowed != list(layers[::every]):
-        raise ConfigError(
-            f"{config.file}: {key} = {value!r} is not supported; with use_sliding_window every n-th layer, from the "
-            "first on, may have the window, and without it none"
-        )
-    return {"sliding_window": window, "sliding_window_every": every}
+    for every in range(1, n_layers + 1):
+        if window is not None and kinds == [_FULL if layer % every else _SLIDING for layer in range(n_layers)]:
+            return {"sliding_window": window, "sliding_window_every": every}
+    raise ConfigError(
+        f"{config.file}: {key} = {value!r} is not supported; with use_sliding_window every n-th layer, from the first "
+        "on, may have the window, and without it none"
+    )
 
 
 def write_windows(args: TransformerArgs) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def write_windows(args: TransformerArgs) -> dict[str, Any]:
         "use_sliding_window": args.sliding_window is not None,
         "sliding_window": args.sliding_window,
         "max_window_layers": args.n_layers if args.sliding_window is None else 0,
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
     }
 
 

@@ -1,0 +1,133 @@
+"""Law: `config.json` of transformers is read as meant, written as transformers does, or refused by key and value."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, saved
+from trainer.config.errors import ConfigError
+from trainer.models.common.shapes import RopeScaling
+from trainer.models.hf_config import read_config
+from trainer.models.registry import hf_config
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return saved(tmp_path / "hf", LLAMA)
+
+
+@pytest.mark.parametrize(("family", "shape"), CONFIGS)
+def test_a_model_of_transformers_says_its_own_arguments(tmp_path: Path, family: str, shape: str) -> None:
+    args = CONFIGS[family, shape]
+    assert hf_config(family).read(read_config(saved(tmp_path, args, family=family))) == args
+
+
+@pytest.mark.parametrize(("family", "shape"), CONFIGS)
+def test_what_we_write_is_what_transformers_writes(tmp_path: Path, family: str, shape: str) -> None:
+    saved(tmp_path, CONFIGS[family, shape], family=family)
+    theirs, ours = read_config(tmp_path).content, hf_config(family).write(CONFIGS[family, shape])
+    same = ours.keys() - {"rope_theta", "rope_scaling"}  # the names of before transformers 5
+    assert {key: theirs[key] for key in same} == {key: ours[key] for key in same}
+
+
+def test_old_and_new_names_mean_the_same(folder: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    spellings = (
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", **scaling}},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "llama3", **scaling}},
+        {"rope_theta": 1e6, "rope_scaling": {"type": "llama3", **scaling}},
+    )
+    for spelling in spellings:
+        changed(folder, rope_parameters=None, **spelling) if "rope_scaling" in spelling else changed(folder, **spelling)
+        args = hf_config("llama3").read(read_config(folder))
+        assert (args.rope_theta, args.rope_scaling) == (1e6, RopeScaling(8.0, 1.0, 4.0, 512))
+    changed(folder, rope_theta=None, rope_scaling=None)
+    assert hf_config("llama3").read(read_config(folder)).rope_theta == 10000.0  # of transformers
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"model_type": "qwen3"}, "model_type = 'qwen3' is not supported; it must be 'llama'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = ['LlamaForSequenceClassification']"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it must be 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ({"head_dim": 7}, "head_dim = 7 must be even"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor = None must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported; it must be 'def"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "factor = None must be a number above 0"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "type = 'dynamic' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported; it must be null"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 must be a multiple of 3"),
+        ({"hidden_size": "32"}, "hidden_size = '32' must be a number above 0"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5 must be a whole number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' must be true or false"),
+    ],
+)
+def test_what_is_not_supported_is_named(folder: Path, entries: dict, message: str) -> None:
+    changed(folder, **entries)
+    with pytest.raises(ConfigError) as error:
+        hf_config("llama3").read(read_config(folder))
+    assert f"{folder / 'config.json'}: {message}" in str(error.value)
+
+
+def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
+    """Before `layer_types`, and with what the published files say beside a switch that is off."""
+    saved(tmp_path, QWEN2, family="qwen2")
+    for entries, window in (
+        ({"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}, None),
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, 7),
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, None),
+    ):
+        changed(tmp_path, layer_types=None, **entries)
+        args = hf_config("qwen2").read(read_config(tmp_path))
+        assert (args.sliding_window, args.sliding_window_every) == (window, 1)
+    changed(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5})
+    scaling = hf_config("qwen2").read(read_config(tmp_path)).rope_scaling
+    theirs = hf_model("qwen2", replace(QWEN2, rope_scaling=scaling)).model.rotary_emb
+    assert scaling.original_max_seq_len == LLAMA.max_seq_len  # of transformers
+    assert theirs.attention_scaling == scaling.magnitude == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "message"),
+    [
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
+            "max_window_layers = 1",
+        ),
+        ("qwen3", {"use_sliding_window": True, "layer_types": [FULL, SLIDING]}, f"layer_types = ['{FULL}', "),
+        ("qwen3", {"layer_types": [SLIDING, FULL]}, f"layer_types = ['{SLIDING}', "),
+        ("qwen3", {"layer_types": [FULL]}, f"layer_types = ['{FULL}'] is not supported"),
+        ("qwen3", {"layer_types": ["chunked_attention", FULL]}, "layer_types = ['chunked_attention', "),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": None, "max_window_layers": None},
+            "max_window_layers = None",
+        ),
+        ("mistral", {"layer_types": [FULL, SLIDING]}, "layer_types = ['full_attention', "),
+        ("mistral", {"sliding_window": -1}, "sliding_window = -1 must be a number above 0"),
+    ],
+)
+def test_windows_that_are_not_supported_are_named(tmp_path: Path, family: str, entries: dict, message: str) -> None:
+    saved(tmp_path, QWEN3 if family == "qwen3" else LLAMA, family=family)
+    changed(tmp_path, sliding_window=7)
+    changed(tmp_path, **entries)
+    with pytest.raises(ConfigError) as error:
+        hf_config(family).read(read_config(tmp_path))
+    assert f"{tmp_path / 'config.json'}: {message}" in str(error.value)
+
+
+def test_every_mistral_without_the_entry_has_a_window(tmp_path: Path) -> None:
+    saved(tmp_path, LLAMA, family="mistral")
+    file = tmp_path / "config.json"
+    for entries, window in (({"sliding_window": None}, None), ({}, 4096)):  # as in transformers
+        content = {k: v for k, v in json.loads(file.read_text()).items() if k != "sliding_window"}
+        file.write_text(json.dumps(content | entries))
+        assert hf_config("mistral").read(read_config(tmp_path)).sliding_window == window
