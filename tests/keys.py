@@ -174,6 +174,12 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "model.chat_template": "tests/unit/test_chat_jobs.py::test_a_template_of_your_own",
     "model.rope_theta": Seen("--model.rope_theta=100", _other("losses")),
+    "model.router_aux_loss_coef": (
+        "tests/distributed/test_experts.py::test_the_losses_and_the_biases_change_what_is_learnt"
+    ),
+    "model.router_bias_update_rate": (
+        "tests/distributed/test_experts.py::test_the_losses_and_the_biases_change_what_is_learnt"
+    ),
     "model.rope_scaling": Seen("--model.rope_scaling=8", _other("final")),
     "model.rope_scaling_type": Seen(
         "--model.rope_scaling=8 --model.rope_scaling_type=linear", _other("losses"), "--model.rope_scaling=8"
@@ -268,6 +274,9 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "parallelism.context_parallel_degree": Seen(
         _CP2, lambda off, on: (len(off.inputs[0][0]), len(on.inputs[0][0])) == (16, 8), ranks=2
+    ),
+    "parallelism.expert_parallel_degree": (
+        "tests/distributed/test_experts.py::test_the_host_reads_one_table_of_counts_a_layer_and_forward"
     ),
     "parallelism.pipeline_parallel_degree": Seen(
         f"{_PP}degree=2", lambda off, on: (_layers(off), _layers(on)) == ({"0", "1"}, {"0"}), ranks=2

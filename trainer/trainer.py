@@ -282,7 +282,8 @@ class Trainer:
             sums = all_reduce(sums, self.dims["pp"])  # the last stage has them
             sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
             scalars = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": self.data.epoch}
-            self.metrics.log(step, sequence_losses=sequence_losses, **scalars)
+            more = self.spec.step_record(self.model_parts, self.dims)
+            self.metrics.log(step, sequence_losses=sequence_losses, **scalars, more=more)
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of one micro-batch, and add to the gradients.

@@ -29,6 +29,8 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
 from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.shapes import RopeScaling
 from trainer.models.llama3 import spec as llama3
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks import Task
@@ -45,6 +47,7 @@ TEST_FLAVORS = {
     "tiny_tied": replace(TINY, tie_embeddings=True),
     "tiny4": replace(TINY, n_layers=4),
 }
+TINY_EXPERTS = replace(TINY, experts=ExpertArgs(4, 2, 48), router_aux_loss_coef=0.5, qk_norm=True)
 # The same of other families.
 FAMILY_FLAVORS = {
     "qwen3": {
@@ -52,6 +55,20 @@ FAMILY_FLAVORS = {
         "tiny_biased": replace(TINY, qk_norm=True, head_size=8, attention_bias=True, output_bias=True),
     },
     "mistral": {"tiny": replace(TINY, sliding_window=5)},
+    "qwen3_moe": {"tiny": TINY_EXPERTS, "tiny4": replace(TINY_EXPERTS, n_layers=4)},
+    "gpt_oss": {
+        "tiny": replace(
+            TINY_EXPERTS,
+            experts=ExpertArgs(4, 2, 48, biases=True, clamped=True),
+            attention_bias=True,
+            output_bias=True,
+            qk_norm=False,
+            attention_sinks=True,
+            sliding_window=5,
+            sliding_window_every=2,
+            rope_scaling=RopeScaling(32.0, original_max_seq_len=4, kind="yarn", truncate=False),
+        ),
+    },
 }
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.

@@ -48,8 +48,9 @@ MODELS = [
     Model(short_conv_kernel=4),
     Model(name="qwen3", rope_scaling=4.0, rope_scaling_type="yarn", rope_original_seq_len=16),
     Model(name="qwen2"),
+    Model(name="gpt_oss"),
 ]
-IDS = ["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2"]
+IDS = ["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2", "gpt_oss"]
 
 
 @contextmanager

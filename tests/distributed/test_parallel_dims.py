@@ -1,25 +1,10 @@
 """Laws of the meshes of a job: who stands where, in one factorisation of the ranks and in two at once."""
 
-from dataclasses import dataclass
-
 from tests.distributed.pool import WorkerPool
 from trainer.config import parse_command_line
-from trainer.distributed.parallel_dims import FACTORISATIONS, Factorisation, ParallelDims
+from trainer.distributed.parallel_dims import EXPERT_FACTORISATION, FACTORISATIONS, Factorisation, ParallelDims
 from trainer.job.degrees import Degrees
 from trainer.runtime.process_group import Process, process_group
-
-
-@dataclass(frozen=True)
-class ExpertDegrees(Degrees):
-    """Experts over `ep` of the ranks that shard parameters: a second factorisation of dp_shard x cp."""
-
-    ep: int = 1
-
-    def sizes(self) -> dict[str, int]:
-        return super().sizes() | {"ep": self.ep, "beside_ep": self.dp_shard * self.cp // self.ep}
-
-
-EXPERTS = Factorisation(("pp", "dp_replicate", "beside_ep", "ep", "tp"), {"ep_tp": ("ep", "tp")})
 
 
 def meshes_case(degrees: Degrees, factorisations: tuple[Factorisation, ...]) -> dict[str, list[int]]:
@@ -41,9 +26,11 @@ def test_ranks_stand_as_the_picture_says(pool: WorkerPool) -> None:
 
 
 def test_a_second_factorisation_stands_beside_the_first(pool: WorkerPool) -> None:
-    degrees = ExpertDegrees(dp_replicate=1, dp_shard=2, cp=2, tp=1, pp=1, world_size=4, ep=2)
-    both = pool.run(4, meshes_case, degrees, (*FACTORISATIONS, EXPERTS))
+    """That of experts, whose ranks are those of dp_shard x cp x tp."""
+    degrees = Degrees(dp_replicate=1, dp_shard=2, cp=2, tp=1, pp=1, world_size=4, ep=2)
+    both = pool.run(4, meshes_case, degrees, (*FACTORISATIONS, EXPERT_FACTORISATION))
     assert [each["ep"] for each in both] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [each["beside_ep"] for each in both] == [[0, 2], [1, 3]] * 2
+    assert [each["efsdp"] for each in both] == [[0, 2], [1, 3]] * 2
+    assert all(each["dp_cp_tp"] == [0, 1, 2, 3] for each in both)
     assert [each["dp_shard"] for each in both] == [[0, 2], [1, 3]] * 2
     assert [each["cp"] for each in both] == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -3,7 +3,7 @@
 A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
 """
 
-from tests.mutants import attention, chat, domain, job, step
+from tests.mutants import attention, chat, domain, experts, job, step
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -17,6 +17,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *attention.SHOWN_PLANS,
     *attention.MODELS_OF_OTHERS,
     *domain.DOMAIN,
+    *experts.EXPERTS,
     *step.FAMILIES,
     *step.LAYOUTS,
     *job.DATA,

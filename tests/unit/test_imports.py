@@ -11,10 +11,10 @@ ROOMS = (
     ("trainer.config",),
     # What the job reads of other rooms, torch-free: shapes, plans, lists of data, names of checkpoints.
     (
-        *("trainer.models.args", "trainer.models.common.shapes"),
+        *("trainer.models.args", "trainer.models.common.expert_args", "trainer.models.common.shapes"),
         *("trainer.models.common.decoder_args", "trainer.models.common.decoder_hf_config"),
         *("trainer.models.llama3.args", "trainer.models.qwen3.args", "trainer.models.qwen2.args"),
-        "trainer.models.mistral.args",
+        *("trainer.models.mistral.args", "trainer.models.qwen3_moe.args", "trainer.models.gpt_oss.args"),
         *("trainer.models.unet.args", "trainer.models.nat.args"),
         *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
         *("trainer.data.chat", "trainer.data.chat_template", "trainer.data.packing"),

@@ -149,6 +149,11 @@ PRIVATE = {
         "pipeline_parallel_schedule_csv",
         lambda: [*inspect.signature(torch_schedules()._PipelineScheduleRuntime._load_csv).parameters][1] == "filename",
     ),
+    "_grouped_mm": Private(
+        "trainer/models/common/experts.py",
+        "experts on GPUs before PyTorch 2.13",
+        lambda: getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm,
+    ),
     # checkpoints and the schedule of the learning rate
     "_slice_file": Private(
         "trainer/checkpoint/files.py",

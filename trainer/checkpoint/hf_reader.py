@@ -35,7 +35,7 @@ class HFReader(StorageReader):
 
     def __init__(self, folder: Path, spec: ModelSpec, args: Any) -> None:
         self.path, self.pairs, self._stored = folder, pairs(spec, args), read_folder(folder)
-        wanted = {pair.hf.name: pair.hf_shape for pair in self.pairs.values()}
+        wanted = {name: shape for pair in self.pairs.values() for name, shape in pair.hf_shapes.items()}
         found = {name: stored.shape for name, stored in self._stored.items()}
         second_names = {name: first for name, first in ties(spec, args).items() if {name, first} <= found.keys()}
         try:
@@ -50,23 +50,45 @@ class HFReader(StorageReader):
     ) -> torch.Tensor:
         """Return a part of our tensor, by default all of it: of shape `lengths`, on the CPU, in the file's data type.
 
-        The part is in memory at most twice; the whole tensor, if more than the order of its rows changes.
+        The part is in memory at most twice; whole rows (dim 0), if each changes by itself; the whole tensor, if more
+        than the order of its rows changes.
 
         Raises:
             OSError: the file cannot be read, or is shorter than before.
         """
         pair = self.pairs[name]
-        stored, shape = self._stored[pair.hf.name], pair.ours.shape
+        shape = pair.ours.shape
         offsets, lengths = offsets or [0] * len(shape), shape if lengths is None else lengths
+        if pair.hf.stacked:
+            return self._read_stacked(pair.hf.stacked, shape, offsets, lengths)
+        stored = self._stored[pair.hf.name]
         if pair.hf.same_layout or 0 in lengths:
             return _read_part(stored, offsets, lengths)
+        if pair.hf.keeps_rows:
+            part = _read_part(stored, [offsets[0], *[0] * (len(stored.shape) - 1)], [lengths[0], *stored.shape[1:]])
+            return pair.hf.from_hf(part)[_places([0, *offsets[1:]], lengths)]
         if not pair.hf.moves_rows:
             whole = pair.hf.from_hf(_read_part(stored, [0] * len(stored.shape), stored.shape))
-            return whole[tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))]
+            return whole[_places(offsets, lengths)]
         rows = pair.hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
         first = rows.min().item()
         part = _read_part(stored, [first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
         return part[rows - first]
+
+    def _read_stacked(
+        self, names: Sequence[Sequence[str]], shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """Return a part of a tensor whose rows are those of other tensors. names: of the parts of each row."""
+        part = torch.empty(tuple(lengths), dtype=DTYPES[self._stored[names[0][0]].dtype])
+        size = shape[1] // len(names[0])
+        first, last = offsets[1], offsets[1] + lengths[1]
+        for row, of_row in zip(part, names[offsets[0] : offsets[0] + lengths[0]], strict=True):
+            for start, name in zip(range(0, shape[1], size), of_row, strict=True):
+                begin, end = max(first, start), min(last, start + size)
+                if begin < end:
+                    cut = [begin - start, *offsets[2:]], [end - begin, *lengths[2:]]
+                    row[begin - first : end - first] = _read_part(self._stored[name], *cut)
+        return part
 
     def _check_equal(self, name: str, first: str) -> None:
         """Check that two tensors of the files, which are one in the model, have the same values.
@@ -90,7 +112,7 @@ class HFReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         entries = {}
         for name, pair in self.pairs.items():
-            dtype, shape = DTYPES[self._stored[pair.hf.name].dtype], pair.ours.shape
+            dtype, shape = DTYPES[self._stored[pair.hf.names[0]].dtype], pair.ours.shape
             whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             entries[f"model.{name}"] = TensorStorageMetadata(TensorProperties(dtype), shape, [whole])
         return Metadata(entries)
@@ -116,6 +138,10 @@ class HFReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return False
+
+
+def _places(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + n) for start, n in zip(offsets, lengths, strict=True))
 
 
 def _read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

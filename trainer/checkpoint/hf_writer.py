@@ -54,7 +54,7 @@ class HFWriter:
         """
         self._output, self._config, self._args, self._dtype = output, config, args, dtype
         self._pairs = pairs(model_spec(config.model.name), args)
-        shapes = {pair.hf.name: tuple(pair.hf_shape) for pair in self._pairs.values()}
+        shapes = {name: tuple(shape) for pair in self._pairs.values() for name, shape in pair.hf_shapes.items()}
         self._files, self._index = plan_files(shapes, _NAMES[dtype], most_bytes)
         self._first = {file.tensors[0]: file for file in self._files}
         self._unfinished = unfinished_output(output)
@@ -74,14 +74,13 @@ class HFWriter:
         Raises:
             OSError: it cannot be written.
         """
-        pair = self._pairs[name]
-        if (file := self._first.get(pair.hf.name)) is not None:
-            self._close()
-            self._file = (self._unfinished / file.name).open("wb")
-            self._file.write(file.header)
-        flat = pair.hf.to_hf(tensor.cpu()).reshape(-1)
-        for block in flat.split(_BLOCK):
-            self._file.write(memoryview(block.to(self._dtype).view(torch.uint8).numpy()))
+        for there, part in self._pairs[name].hf.tensors(tensor.cpu()).items():
+            if (file := self._first.get(there)) is not None:
+                self._close()
+                self._file = (self._unfinished / file.name).open("wb")
+                self._file.write(file.header)
+            for block in part.reshape(-1).split(_BLOCK):
+                self._file.write(memoryview(block.to(self._dtype).view(torch.uint8).numpy()))
 
     def finish(self, carried_from: Path | None) -> None:
         """Write the small files, and give the folder its name; what had it before is replaced.

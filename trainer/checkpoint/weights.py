@@ -2,7 +2,7 @@
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from trainer.checkpoint.initial import check_initial_weights, saved_step
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.models.args import ModelArgs
-from trainer.models.model_spec import model_spec
+from trainer.models.model_spec import ModelSpec, model_spec
 from trainer.transforms.float8 import without_float8_cast
 from trainer.transforms.lora import is_adapter
 
@@ -108,12 +108,14 @@ def open_weights(config: JobConfig, args: ModelArgs) -> WeightsReader:
 def load_weights(reader: WeightsReader, model_parts: Sequence[nn.Module], *, adapters: bool = True) -> None:
     """Load the weights of the model parts of this rank, in place; no collective. A rank reads what it holds.
 
-    adapters: whether to load adapters too.
+    Buffers that have no counterpart in a Hugging Face folder stay as they are. adapters: whether to load adapters too.
 
     Raises:
         ConfigError: files are damaged.
     """
     named = {x: name for x, name in names_of(model_parts).items() if adapters or not is_adapter(name)}
+    if isinstance(reader, HFReader):
+        named = {x: name for x, name in named.items() if name in reader.pairs}
     load_tensors(model_tensors(named), reader)
 
 
@@ -141,7 +143,14 @@ def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
     tensors = {name: torch.empty_like(pair.ours, dtype=dtype) for name, pair in reader.pairs.items()}
     state = RunState(0, 0, model_description(config, args), streams={}, files={})
     writer = Writer(unfinished_folder(folder, 0), state, keep_latest_k=0, file_per_tensor=True)
-    planner = _Streamed(lambda name: reader.read(name.removeprefix("model.")).to(dtype))
+    others = _first_buffers(model_spec(config.model.name), args, dtype, without=reader.pairs)
+    tensors |= {name: torch.empty_like(x, device="meta") for name, x in others.items()}
+
+    def read(name: str) -> torch.Tensor:
+        name = name.removeprefix("model.")
+        return others[name] if name in others else reader.read(name).to(dtype)
+
+    planner = _Streamed(read)
     folder.mkdir(parents=True)
     try:
         with _by_itself():
@@ -149,6 +158,16 @@ def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
             dcp.save(named, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise cause_of(error) from None
+
+
+def _first_buffers(
+    spec: ModelSpec, args: ModelArgs, dtype: torch.dtype, *, without: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return the first values of the other tensors of a model's state, which are buffers, by name."""
+    with torch.device("meta"):
+        model = spec.build(args).to(dtype)
+    model.init_buffers(torch.device("cpu"))
+    return {name: x for name, x in model.state_dict().items() if name not in without and not x.is_meta}
 
 
 @contextmanager

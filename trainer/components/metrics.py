@@ -3,11 +3,12 @@
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -213,12 +214,20 @@ class MetricsLogger:
         return step in (1, self.last_step) or step % self.settings.log_freq == 0
 
     def log(
-        self, step: int, *, loss: float, sequence_losses: torch.Tensor, grad_norm: float, lr: float, epoch: float
+        self,
+        step: int,
+        *,
+        loss: float,
+        sequence_losses: torch.Tensor,
+        grad_norm: float,
+        lr: float,
+        epoch: float,
+        more: Mapping[str, Any] | None = None,
     ) -> StepMetrics:
         """Reduce and write one step. A collective: every rank calls it for the same steps.
 
         loss: of the whole job; sequence_losses: (B,) mean loss of each sequence of this rank; epoch: mean over the data
-        streams of this rank.
+        streams of this rank; more: what the family of the model has to say, on every rank.
         """
         elapsed = time.perf_counter() - self._started
         steps = step - self._last_step
@@ -251,7 +260,7 @@ class MetricsLogger:
         left = self.last_step - step
         logger.info(console_line(metrics, self.last_step, left * elapsed / steps, position=self.position))
         for sink in self._sinks:
-            sink.write(asdict(metrics))
+            sink.write(asdict(metrics) | dict(more or {}))
         self.restart_clock(step)
         return metrics
 

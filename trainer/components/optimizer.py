@@ -1,11 +1,15 @@
 """The optimizer, and which parameters decay."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from trainer.config.schema import Optimizer
+from trainer.models.common.experts import Experts
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
@@ -22,16 +26,21 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
-    """Return AdamW or Adam over all that is trained; norms and embeddings (also tied) do not decay."""
+    """Return AdamW or Adam over all that is trained.
+
+    Norms, biases and embeddings (also tied) do not decay. A group has parameters of one mesh, as its kernels need.
+    """
     whole = nn.ModuleList(model_parts)
     implementation = config.implementation_on(next(whole.parameters()).device.type)
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
-    trained = [p for p in whole.parameters() if p.requires_grad]
-    decaying = [p for p in trained if p.ndim > 1 and p not in embeddings]
-    others = [p for p in trained if p.ndim <= 1 or p in embeddings]
-    groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    biases = {bias for m in whole.modules() if isinstance(m, Experts) for bias in (m.b13, m.b2) if bias is not None}
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+    for p in (p for p in whole.parameters() if p.requires_grad):
+        decays = p.ndim > 1 and p not in embeddings and p not in biases
+        groups[decays, p.device_mesh if isinstance(p, DTensor) else None].append(p)
+    ordered = sorted(groups.items(), key=lambda group: not group[0][0])
     return getattr(torch.optim, config.name)(
-        [group for group in groups if group["params"]],
+        [{"params": group, "weight_decay": config.weight_decay * decays} for (decays, _), group in ordered],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

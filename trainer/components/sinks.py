@@ -64,7 +64,7 @@ class TensorBoard:
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
         for name, value in metrics.items():
-            if name != "step" and value is not None:
+            if name != "step" and isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, metrics["step"])
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class WeightsAndBiases:
         logger.info(f"Weights & Biases: {offline if self._run.offline else self._run.url}")
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
-        known = {name: value for name, value in metrics.items() if name != "step" and value is not None}
+        known = {name: value for name, value in metrics.items() if name != "step" and isinstance(value, (int, float))}
         self._run.log(known, step=int(metrics["step"]))
 
     def close(self) -> None:

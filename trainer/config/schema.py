@@ -135,7 +135,7 @@ class Model:
     """Architecture and tokenizer."""
 
     name: str = "llama3"
-    """Model family: llama3, qwen3, qwen2 or mistral, or for fields unet or nat."""
+    """Model family: llama3, qwen3, qwen3_moe, gpt_oss, qwen2, mistral, or for fields unet or nat."""
     flavor: str = "debugmodel"
     """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=TOKENS)
@@ -166,6 +166,10 @@ class Model:
         None, AT_LEAST_ONE, "tokens", example=32768, when=(TOKENS, _SCALED, _BY_LENGTH)
     )
     """Longest sequences before the extension; None: the flavor's, but 8192 with llama3 if it has no scaling."""
+    router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001)
+    """Weight of the loss that balances a layer's experts, for models with experts; None: the flavor's; 0: off."""
+    router_bias_update_rate: float | None = key(None, NOT_NEGATIVE, example=0.001)
+    """How far biases that balance experts without a loss move after each step; None: the flavor's; 0: off."""
 
     @property
     def tokenizer_file(self) -> str:

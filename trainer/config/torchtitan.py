@@ -214,7 +214,7 @@ _OWN_PROGRAM = "import your module in a program of your own; leave it out"
 _OWN_KEYS = "settings are those of docs/configuration.md; leave it out"
 _ONE_LOADER = "data are read and tokenized by the process that trains; leave it out"
 _REDUCED = "rank 0 writes what is reduced over all ranks; leave it out"
-_NO_EXPERTS = "the models here have no experts; leave it out"
+_NO_EXPERTS = "experts are neither cut by matrices nor computed in less than bfloat16 here; leave it out"
 _SCALES = "scales are found from the tensor itself, 'dynamic'; leave it out"
 _CLIPPED = "gradients are clipped by their global norm; leave it out"
 _INITIAL = "checkpoint.initial_load_model_only checkpoint.initial_load_model_weights_only"
@@ -241,7 +241,7 @@ ABSENT: dict[str, Absent] = {
     **_refused("training.dataloader.num_workers training.dataloader.prefetch_factor", 0, instead=_ONE_LOADER),
     **_refused("training.dataloader.persistent_workers training.dataloader.pin_memory", False, instead=_ONE_LOADER),
     **_refused(_COMPILED_AUTOGRAD, False, instead="use compile.enable alone"),
-    **_refused("parallelism.expert_parallel_degree parallelism.expert_tensor_parallel_degree", 1, instead=_NO_EXPERTS),
+    **_refused("parallelism.expert_tensor_parallel_degree", 1, instead=_NO_EXPERTS),
     **_refused(_EXPERTS, (), instead=_NO_EXPERTS),
     **{
         key: absent

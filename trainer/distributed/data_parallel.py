@@ -5,14 +5,14 @@ Gradients then match a single-device run for all degrees, also when ranks hold d
 none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from trainer.job.record import ResolvedJob
 
@@ -50,19 +50,36 @@ class DataParallelOptions:
         )
 
 
+@dataclass(frozen=True)
+class InnerUnits:
+    """Modules within units that are units of their own, with parameters on another mesh."""
+
+    mesh: DeviceMesh
+    of_unit: Mapping[nn.Module, nn.Module]
+    placement: Callable[[nn.Parameter], Shard] | None = None
+    """Which dimension of a parameter to shard; None: the first."""
+
+
 def apply_data_parallel(
-    model: nn.Module, units: Sequence[nn.Module], last: nn.Module | None, mesh: DeviceMesh, options: DataParallelOptions
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    last: nn.Module | None,
+    mesh: DeviceMesh,
+    options: DataParallelOptions,
+    inner: InnerUnits | None = None,
 ) -> None:
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
     units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose parameters
-    the backward needs first; it stays gathered unless `reshard_last`. All other parameters belong to the root. The
+    the backward needs first; it stays gathered unless `reshard_last`. inner: units within `units`. All other
+    parameters belong to the root. The
     model is left as it is where there is nothing to shard, to cast or to offload; but plain parameters beside
     tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
     """
     storage = next(model.parameters()).dtype
     mixed = len({isinstance(parameter, DTensor) for parameter in model.parameters()}) > 1
-    if mesh.size() == 1 and options.param_dtype == storage and not options.cpu_offload and not mixed:
+    sharded = mesh.size() > 1 or (inner is not None and inner.mesh.size() > 1)
+    if not sharded and options.param_dtype == storage and not options.cpu_offload and not mixed:
         return
     settings = {
         "mesh": mesh,
@@ -70,30 +87,45 @@ def apply_data_parallel(
         "mp_policy": MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy(),
     }
+    if inner is not None:
+        for unit in inner.of_unit.values():
+            own = settings | {"mesh": inner.mesh, "shard_placement_fn": inner.placement}
+            fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **own)
     reshard = dict.fromkeys(units, options.reshard_after_forward)
     if last is not None:
         reshard[last] = options.reshard_last
     for unit, after_forward in reshard.items():
         fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
-    _prefetch([*reshard], options, last_is_apart=last is not None)
+    _prefetch([*reshard], options, {} if inner is None else inner.of_unit, last_is_apart=last is not None)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
 
 
-def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:
+def _prefetch(
+    units: Sequence[FSDPModule],
+    options: DataParallelOptions,
+    inner: Mapping[nn.Module, nn.Module],
+    *,
+    last_is_apart: bool,
+) -> None:
     """Tell each unit which units to gather while it runs.
 
     last_is_apart: the last unit runs after the model's forward. There FSDP waits for all layers before it gathers, so
-    that the unit before always gathers it.
+    that the unit before always gathers it. inner: units within units: the outer one gathers its inner one ahead, and
+    this one the next unit, because the host, which waits for the routing of tokens, is not ahead of the device.
     """
+    forward, backward = options.forward_prefetch, options.backward_prefetch
+    if inner:
+        units = [module for unit in units for module in (unit, inner.get(unit)) if module is not None]
+        forward, backward = max(2 * forward, 1), 2 * backward
     for i, unit in enumerate(units):
-        ahead = max(options.forward_prefetch, int(last_is_apart and i == len(units) - 2))
+        ahead = max(forward, int(last_is_apart and i == len(units) - 2))
         if ahead:
             unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + ahead]))
-        if options.backward_prefetch:
-            unit.set_modules_to_backward_prefetch(list(units[max(i - options.backward_prefetch, 0) : i][::-1]))
+        if backward:
+            unit.set_modules_to_backward_prefetch(list(units[max(i - backward, 0) : i][::-1]))
 
 
 def sum_gradients(module: FSDPModule) -> None:

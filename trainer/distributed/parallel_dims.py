@@ -49,8 +49,10 @@ def factorisation(shared: tuple[str, ...]) -> Factorisation:
     )
 
 
-# Another factorisation of the same ranks, such as one with experts, is another entry.
 FACTORISATIONS = (factorisation(_CP),)
+# The ranks of dp_shard x cp x tp once more, for the weights of experts: each has tokens of its own.
+_EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
+EXPERT_FACTORISATION = Factorisation(_EXPERT_DIMS, {"dp_cp_tp": _EXPERT_DIMS[1:]})
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -73,9 +75,10 @@ class ParallelDims:
         sizes = degrees.sizes()
         if factorisations is None:
             factorisations = (factorisation(tuple(degrees.domain_axes)),) if degrees.domain else FACTORISATIONS
+            factorisations += (EXPERT_FACTORISATION,) * (degrees.ep is not None)
         for way in factorisations:
             root = init_device_mesh(device_type, tuple(sizes[name] for name in way.dims), mesh_dim_names=way.dims)
-            self._meshes |= {name: root[name] for name in way.dims}
+            self._meshes = {name: root[name] for name in way.dims} | self._meshes
             self._meshes |= {name: flattened(root[parts], name) for name, parts in way.flattened.items()}
             self._roots.append(root)
 
@@ -107,3 +110,8 @@ class ParallelDims:
         if self.size("dp_replicate") == 1:
             return self["dp_shard_cp"]
         return DeviceMesh._concatenate([self["dp_replicate"], self["dp_shard_cp"]])
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The mesh for `fully_shard` of experts: 1-D (efsdp), or 2-D (dp_replicate, efsdp) with replicas."""
+        return self._roots[-1]["efsdp" if self.size("dp_replicate") == 1 else ("dp_replicate", "efsdp")]

@@ -30,7 +30,7 @@ def resolve_attention(
     parallelism = config.parallelism
     needs = {"bands": has_windows(model), "deterministic": config.training.deterministic}
     able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
-    if not (config.plans_attention or needs["bands"]):
+    if not (config.plans_attention or needs["bands"] or getattr(model, "attention_sinks", False)):
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     method, hybrid = parallelism.context_parallel_method, parallelism.context_parallel_hybrid_degrees

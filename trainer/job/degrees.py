@@ -32,6 +32,13 @@ class Degrees:
     """Context-parallel ranks of one head group (hybrid method); it divides `cp`."""
     domain: tuple[int, ...] = ()
     """Ranks along each sharded axis of a field, in the place of context parallelism; the product is `cp`."""
+    ep: int | None = None
+    """Ranks that divide the experts of a layer, among those of dp_shard x cp x tp; None: the model has no experts."""
+
+    @property
+    def efsdp(self) -> int:
+        """Number of ranks that shard the parameters of the same experts."""
+        return self.dp_shard * self.cp * self.tp // (self.ep or 1)
 
     @property
     def dp(self) -> int:
@@ -46,6 +53,8 @@ class Degrees:
     def sizes(self) -> dict[str, int]:
         """Return the degree of every dimension of a mesh, by its name."""
         given = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+        if self.ep is not None:
+            given |= {"efsdp": self.efsdp, "ep": self.ep}
         if self.domain:
             return given | self.domain_axes
         return given | {"cp_ring": self.cp // self.cp_a2a, "cp_a2a": self.cp_a2a}

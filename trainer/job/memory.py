@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.errors import ConfigError
 from trainer.job.lora import adapter_sizes
+from trainer.models.args import experts_of
 
 if TYPE_CHECKING:
     from trainer.job.record import ResolvedJob
@@ -112,21 +113,22 @@ def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
     sizes = _parameters(job)
     own = [sizes.get(name, 0) for name in modules]
     shards = degrees.dp_shard * degrees.cp
-    local = math.ceil(sum(own) / shards)
+    layers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
+    # Weights of a rank's experts in one layer, which its `efsdp` ranks divide.
+    of_experts = len(layers) and _experts(job)
+    local = math.ceil(sum(own) / shards) + len(layers) * math.ceil(of_experts / degrees.efsdp)
     trained = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards) if adapters else local
-    gathered = max(own)
+    gathered = max(own) * (shards > 1) + of_experts * (degrees.efsdp > 1)
+    all_gathered = sum(own) * (shards > 1) + len(layers) * of_experts * (degrees.efsdp > 1)
     kept_whole = job.config.parallelism.fsdp_reshard_after_forward == "never" or degrees.pp > 1
     tokens, in_flight = job.tokens_of_a_pass, _passes_in_flight(job)
-    layers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
     logits = _logits(job, tokens, compute) if "output" in modules else 0
     table = training.seq_len * model.head_dim * max(stored, 4)
     return RankMemory(
         weights=(local + (trained if adapters else 0)) * stored,
         gradients=trained * stored,
         optimizer=2 * trained * stored,
-        gathered=0
-        if degrees.dp_shard * degrees.cp == 1
-        else (sum(own) if kept_whole else 2 * gathered) * compute + gathered * max(compute, 4),
+        gathered=(all_gathered if kept_whole else 2 * gathered) * compute + gathered * max(compute, 4),
         activations=in_flight * tokens * compute * _kept(job, layers) // degrees.tp,
         logits=logits,
         tables=table + 4 * 8 * training.local_batch_size * training.seq_len,
@@ -149,6 +151,12 @@ def _by_module(sizes: dict[str, int]) -> dict[str, int]:
         module = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
         sums[module] = sums.get(module, 0) + size
     return sums
+
+
+def _experts(job: "ResolvedJob") -> int:
+    """Return the weights of a rank's experts in one layer."""
+    experts = experts_of(job.model)
+    return 0 if experts is None else experts.number // job.degrees.ep * experts.weights(job.model.dim)
 
 
 def _logits(job: "ResolvedJob", tokens: int, compute: int) -> int:
@@ -189,6 +197,12 @@ def _kept(job: "ResolvedJob", layers: list[int]) -> int:
     outputs = sum(out for name, (out, _) in model.linear_shapes().items() if name.startswith(f"layers.{layers[0]}."))
     everything = 2 * outputs + (2 if job.compute_dtype in ("float32", "float64") else 6) * model.dim
     by_operator = model.dim + model.n_heads * model.head_dim + outputs // 2
+    if (experts := experts_of(model)) is not None:
+        # Of each pair of token and expert: input, parts of the gated unit, output twice; and what the router reads. In
+        # half precision one output and this are float32. A mean rank has so many pairs.
+        wider = 1 if job.compute_dtype in ("float32", "float64") else 2
+        everything += experts.per_token * ((2 + wider) * model.dim + 4 * experts.hidden_dim) + wider * model.dim
+        by_operator += experts.per_token * 2 * experts.hidden_dim
     kept = _exchanged(job)
     if model.qk_norm:  # what is normalised and the result, both in at least float32
         by_element = 2 if job.compute_dtype in ("float32", "float64") else 4

@@ -13,8 +13,15 @@ def mesh_picture(degrees: Degrees) -> list[str]:
 
     A long axis is cut in its middle. Ranks are numbered as the mesh numbers them, outermost dimension first.
     """
-    everything = degrees.sizes()
     order = ("pp", "dp_replicate", "dp_shard", *(degrees.domain_axes or ("cp_ring", "cp_a2a")), "tp")
+    lines = _picture(degrees, order)
+    if degrees.ep not in (None, 1):
+        lines += [f"experts: {line}" for line in _picture(degrees, ("pp", "dp_replicate", "efsdp", "ep"))]
+    return lines
+
+
+def _picture(degrees: Degrees, order: tuple[str, ...]) -> list[str]:
+    everything = degrees.sizes()
     sizes = {name: everything[name] for name in order if everything[name] > 1}
     if degrees.cp_a2a == 1:
         sizes = {name.replace("cp_ring", "cp"): size for name, size in sizes.items()}

@@ -17,6 +17,7 @@ from trainer.job.attention import batch_chooser, kernel_of, resolve_attention, w
 from trainer.job.chat import check_chat
 from trainer.job.compilation import CompileOptions, resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
+from trainer.job.experts import with_experts
 from trainer.job.fields import check_samples, resolve_fields
 from trainer.job.files import check_checkpoint, check_dump_folder
 from trainer.job.float8 import check_float8
@@ -144,6 +145,7 @@ def resolve(
     notes = (*notes, *check_validation(config, degrees))
     model = resolve_model(config, missing)
     check_tensor_parallel_sizes(model, config.model.flavor, degrees)
+    degrees = with_experts(degrees, config, model)
     layouts: tuple[AxisLayout, ...] = ()
     pipeline, attention, reason = None, None, ""
     if model.task == "fields":

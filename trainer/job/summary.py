@@ -3,11 +3,12 @@
 from pathlib import Path
 from textwrap import TextWrapper
 
+from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.lora import adapter_sizes
-from trainer.job.memory import rank_memory, size_words
+from trainer.job.memory import ITEMSIZE, rank_memory, size_words
 from trainer.job.mesh_picture import mesh_picture
 from trainer.job.record import ResolvedJob
-from trainer.models.args import has_windows
+from trainer.models.args import experts_of, has_windows
 from trainer.models.registry import is_folder
 
 WIDTH = 100
@@ -26,6 +27,7 @@ def summary(job: ResolvedJob) -> str:
         "data": [_data(job)],
         "step": [_step(job)],
         "mesh": [_mesh(job), *mesh_picture(job.degrees)],
+        "experts": [_experts(job)],
         "pipeline": [_pipeline(job)],
         "fields": [_fields(job)],
         "attention": [_attention(job)],
@@ -130,6 +132,30 @@ def _pipeline(job: ResolvedJob) -> str:
     return (
         f"{plan.csv or plan.schedule}: {len(plan.stages)} stages of {sizes} modules, {plan.micro_batches} micro-batches"
         " in a pass"
+    )
+
+
+def _experts(job: ResolvedJob) -> str:
+    model, degrees = job.model, job.degrees
+    if (experts := experts_of(model)) is None:
+        return ""
+    ways = {"auxiliary loss": model.router_aux_loss_coef, "bias": model.router_bias_update_rate}
+    by = [f"by {name} ({rate:g})" for name, rate in ways.items() if rate]
+    parts = [f"balanced {' and '.join(by)}" if by else "not balanced (model.router_aux_loss_coef = 0)"]
+    shards = f"{degrees.efsdp} ranks shard each one's weights" if degrees.efsdp > 1 else "each one whole on its rank"
+    if degrees.ep == 1:
+        return "; ".join([f"all on every rank, {shards}" if degrees.efsdp > 1 else "all on every rank", *parts])
+    away = ranks_of_a_token(experts, degrees.ep)
+    shape = {"dim": model.dim, "itemsize": ITEMSIZE[job.compute_dtype], "per_token": experts.per_token}
+    rows = job.tokens_of_a_pass / degrees.tp * away
+    sent = sum(dispatch_bytes(rows, rows, **shape, weight_itemsize=max(ITEMSIZE[job.compute_dtype], 4)).values())
+    return "; ".join(
+        [
+            f"{experts.number // degrees.ep} of {experts.number} on each of ep {degrees.ep} ranks, {shards}",
+            f"a token travels to {away:.2f} other ranks if it chooses among all alike: about {size_words(sent)} a "
+            "layer, forward and backward, from each rank",
+            *parts,
+        ]
     )
 
 

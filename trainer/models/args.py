@@ -3,6 +3,7 @@
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from trainer.config.schema import Model
+from trainer.models.common.expert_args import ExpertArgs
 
 Self = TypeVar("Self", bound="ModelArgs")
 
@@ -84,6 +85,11 @@ class FieldArgs(ModelArgs, Protocol):
 
     def kept_elements(self) -> int:
         """Return the elements of a sample's activations that are kept for the backward, about."""
+
+
+def experts_of(args: ModelArgs) -> ExpertArgs | None:
+    """Return the experts of a layer; None: the family, or the model, has none."""
+    return getattr(args, "experts", None)
 
 
 def has_windows(args: DecoderArgs) -> bool:

@@ -1,7 +1,7 @@
 """The interface of a model family to the trainer."""
 
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,9 +58,13 @@ def _unchanged(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The tensor of a Hugging Face model that has the values of one of ours: its name, and the change of layout."""
+    """The tensor of a Hugging Face model that has the values of one of ours: its name, and the change of layout.
 
-    name: str
+    Or several tensors: `stacked` has the names for each row of ours (dim 0), whose equal parts (dim 1) they are. Then
+    no layout changes.
+    """
+
+    name: str = ""
     to_hf: Callable[[torch.Tensor], torch.Tensor] = _unchanged
     """Whole tensor -> whole tensor, also on meta."""
     from_hf: Callable[[torch.Tensor], torch.Tensor] = _unchanged
@@ -68,9 +72,31 @@ class Counterpart:
     """Whether both change nothing but the order of the rows (dim 0), also of a 1-D tensor, and move no row far: a rank
     then reads what is near its own rows, in place of the whole tensor."""
 
+    keeps_rows: bool = False
+    """Whether both change each row (dim 0) by itself: a rank then reads its own rows, in place of the whole tensor."""
+    stacked: tuple[tuple[str, ...], ...] = ()
+
     @property
     def same_layout(self) -> bool:
         return self.from_hf is _unchanged
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names there."""
+        return sum(self.stacked, ()) or (self.name,)
+
+    def tensors(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors there, by name, possibly as views. x: whole, also on meta."""
+        if not self.stacked:
+            return {self.name: self.to_hf(x)}
+        rows = zip(self.stacked, x, strict=True)
+        return {name: part for names, row in rows for name, part in zip(names, row.chunk(len(names)), strict=True)}
+
+    def joined(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return our tensor; the reverse of `tensors`."""
+        if not self.stacked:
+            return self.from_hf(tensors[self.name])
+        return torch.stack([torch.cat([tensors[name] for name in names]) for names in self.stacked])
 
 
 @dataclass(frozen=True)
@@ -87,14 +113,18 @@ class ModelSpec:
     the forward takes the previous stage's hidden states instead of tokens."""
     cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]] = lambda part: []
     """Of decoders: model part -> its buffers that have a row per position, each with the dimension of the positions."""
-    state_dict_adapter: Callable[[Any, str], Counterpart] | None = None
-    """(model arguments, name of a parameter or persistent buffer) -> its counterpart at Hugging Face."""
+    state_dict_adapter: Callable[[Any, str], Counterpart | None] | None = None
+    """(model arguments, name of a parameter or persistent buffer) -> its counterpart at Hugging Face. None: a buffer
+    that has none there; it then starts with its first value."""
     after_step: Callable[[Sequence[Model], ParallelDims], None] = lambda model_parts, dims: None
     """(model parts of this rank, meshes): update state without gradients, in place, after each optimizer step.
 
     A forward sees the tokens of this rank only (reduce over `dp_cp`, with sequence parallelism also over `tp`). It runs
     twice in a recomputed block, so use shares of what it counted, not numbers.
     """
+    step_record: Callable[[Sequence[Model], ParallelDims], dict[str, Any]] = lambda model_parts, dims: {}
+    """(model parts of this rank, meshes): what the metrics of a logged step also say, by name: numbers, or lists for
+    `metrics.jsonl` alone. A collective over all ranks, which may read values of the device."""
 
 
 def model_spec(name: str) -> ModelSpec:

@@ -6,12 +6,14 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import Model
 from trainer.models.args import DecoderArgs, ModelArgs
+from trainer.models.gpt_oss import args as gpt_oss
 from trainer.models.hf_config import Entries, HFConfig, read_config
 from trainer.models.llama3 import args as llama3
 from trainer.models.mistral import args as mistral
 from trainer.models.nat import args as nat
 from trainer.models.qwen2 import args as qwen2
 from trainer.models.qwen3 import args as qwen3
+from trainer.models.qwen3_moe import args as qwen3_moe
 from trainer.models.unet import args as unet
 
 # name -> (flavors, module that holds `SPEC`)
@@ -19,6 +21,8 @@ MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {
     "llama3": (llama3.FLAVORS, "trainer.models.llama3.spec"),
     "qwen3": (qwen3.FLAVORS, "trainer.models.qwen3.spec"),
     "qwen2": (qwen2.FLAVORS, "trainer.models.qwen2.spec"),
+    "qwen3_moe": (qwen3_moe.FLAVORS, "trainer.models.qwen3_moe.spec"),
+    "gpt_oss": (gpt_oss.FLAVORS, "trainer.models.gpt_oss.spec"),
     "mistral": (mistral.FLAVORS, "trainer.models.mistral.spec"),
     "unet": (unet.FLAVORS, "trainer.models.unet.spec"),
     "nat": (nat.FLAVORS, "trainer.models.nat.spec"),
@@ -28,7 +32,9 @@ MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {
 HF_CONFIGS: dict[str, HFConfig] = {
     "llama3": llama3.HF.config(),
     "qwen3": qwen3.HF.config(),
+    "qwen3_moe": qwen3_moe.HF.config(),
     "qwen2": qwen2.HF.config(),
+    "gpt_oss": gpt_oss.HF.config(),
     "mistral": mistral.HF.config(),
 }
 

@@ -1,5 +1,6 @@
 """A model's tensors beside their counterparts at Hugging Face, and their conversion, for any file format."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +15,17 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor of ours, on meta, and its counterpart with its shape there."""
+    """A tensor of ours, on meta, and its counterpart, with the shapes of the tensors there by name."""
 
     ours: torch.Tensor
     hf: Counterpart
-    hf_shape: torch.Size
+    hf_shapes: Mapping[str, torch.Size]
 
 
 def pairs(spec: ModelSpec, args: Any) -> dict[str, Pair]:
-    """Return every tensor of a model with arguments `args`, by our name; a shared parameter once, by its first name.
+    """Return every tensor of a model with arguments `args` that has a counterpart, by our name.
+
+    A shared parameter comes once, by its first name.
 
     Raises:
         ConfigError: the family, or a feature of it, has no counterpart at Hugging Face.
@@ -33,7 +36,11 @@ def pairs(spec: ModelSpec, args: Any) -> dict[str, Pair]:
         state = spec.build(args).state_dict(keep_vars=True)
     first_names = {tensor: name for name, tensor in reversed(state.items())}
     found = {name: (x, spec.state_dict_adapter(args, name)) for name, x in state.items() if first_names[x] == name}
-    return {name: Pair(x, hf, hf.to_hf(x).shape) for name, (x, hf) in found.items()}
+    return {
+        name: Pair(x, hf, {there: y.shape for there, y in hf.tensors(x).items()})
+        for name, (x, hf) in found.items()
+        if hf is not None
+    }
 
 
 def ties(spec: ModelSpec, args: Any) -> dict[str, str]:
@@ -42,8 +49,11 @@ def ties(spec: ModelSpec, args: Any) -> dict[str, str]:
         state = spec.build(args).state_dict(keep_vars=True)
     names: dict[torch.Tensor, list[str]] = {}
     for name, x in state.items():
-        names.setdefault(x, []).append(spec.state_dict_adapter(args, name).name)
-    return {second: first for first, *others in names.values() for second in others}
+        names.setdefault(x, []).append(name)
+    there = (
+        [spec.state_dict_adapter(args, name).name for name in shared] for shared in names.values() if len(shared) > 1
+    )
+    return {second: first for first, *others in there for second in others}
 
 
 def to_hf(spec: ModelSpec, args: Any, tensors: Named) -> Named:
@@ -53,24 +63,38 @@ def to_hf(spec: ModelSpec, args: Any, tensors: Named) -> Named:
         ConfigError: the family has no counterpart at Hugging Face; a tensor is unknown, missing or of another shape.
     """
     found = pairs(spec, args)
-    return _converted({name: (pair.ours.shape, pair.hf.name, pair.hf.to_hf) for name, pair in found.items()}, tensors)
+    given = _checked({name: pair.ours.shape for name, pair in found.items()}, tensors)
+    return (there for name, tensor in given for there in found[name].hf.tensors(tensor).items())
 
 
 def from_hf(spec: ModelSpec, args: Any, tensors: Named) -> Named:
-    """Yield the tensors of Hugging Face's model as ours with arguments `args` has them; the reverse of `to_hf`."""
-    found = pairs(spec, args)
-    return _converted({pair.hf.name: (pair.hf_shape, name, pair.hf.from_hf) for name, pair in found.items()}, tensors)
+    """Yield the tensors of Hugging Face's model as ours with arguments `args` has them; the reverse of `to_hf`.
+
+    Of several that are one of ours, all are kept until the last one has come.
+    """
+    return _joined(pairs(spec, args), tensors)
 
 
-def _converted(wanted: dict[str, tuple], tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield converted tensors. wanted: name -> shape, new name, and the function that changes the layout."""
+def _joined(found: Mapping[str, Pair], tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    owners = {there: name for name, pair in found.items() for there in pair.hf.names}
+    wanted = {there: shape for pair in found.values() for there, shape in pair.hf_shapes.items()}
+    come: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for there, tensor in _checked(wanted, tensors):
+        name = owners[there]
+        come[name][there] = tensor
+        if len(come[name]) == len(found[name].hf.names):
+            yield name, found[name].hf.joined(come.pop(name))
+
+
+def _checked(wanted: Mapping[str, torch.Size], tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, each of which is wanted once. wanted: shapes by name."""
+    missing = dict(wanted)
     for name, tensor in tensors:
-        if name not in wanted:
+        if name not in missing:
             raise ConfigError(f"{name} is no tensor of this model, or came twice")
-        shape, new_name, change = wanted.pop(name)
-        _check_shape(name, tensor.shape, shape)
-        yield new_name, change(tensor)
-    _check_complete(wanted)
+        _check_shape(name, tensor.shape, missing.pop(name))
+        yield name, tensor
+    _check_complete(missing)
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

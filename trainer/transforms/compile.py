@@ -1,7 +1,7 @@
 """torch.compile of the loss and of decoder blocks, one graph each; blocks of one shape share compiled code."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
@@ -19,9 +19,16 @@ F = TypeVar("F", bound=Callable)
 _TAG = " rank "  # the part of the caches' key before it belongs to the user
 
 
-def apply_compile(blocks: Sequence[nn.Module], options: CompileOptions, *, embedding: nn.Module | None = None) -> None:
+def apply_compile(
+    blocks: Sequence[nn.Module],
+    options: CompileOptions,
+    *,
+    embedding: nn.Module | None = None,
+    eager: Mapping[nn.Module, str] | None = None,
+) -> None:
     """Compile the forward of each block as one graph, in place; modules and names stay the same.
 
+    eager: modules of blocks that have a method, given by name, which is not compiled: a block is then two graphs.
     embedding: the module before the first block, if it is tensor-parallel. Call it after tensor parallelism and
     activation checkpointing, which become part of the graph, and before `fully_shard`, whose gathering stays outside.
     """
@@ -29,8 +36,10 @@ def apply_compile(blocks: Sequence[nn.Module], options: CompileOptions, *, embed
         return
     # It warns of in-place operators in checkpointed blocks, on every rank; there are none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    for module, method in (eager or {}).items():
+        setattr(module, method, torch.compiler.disable(getattr(module, method)))
     for block in blocks:
-        replace_forward(block, "compile", _compiled(block.forward, options))
+        replace_forward(block, "compile", _compiled(block.forward, options, one_graph=not eager))
     if embedding is not None:
         embedding.register_forward_hook(_wait_inside_autograd)
 
@@ -48,7 +57,7 @@ def rows_vary(*tensors: torch.Tensor) -> None:
         maybe_mark_dynamic(tensor, 0)
 
 
-def _compiled(function: F, options: CompileOptions) -> F:
+def _compiled(function: F, options: CompileOptions, *, one_graph: bool = True) -> F:
     inductor = {}
     if torch.are_deterministic_algorithms_enabled():
         inductor["deterministic"] = True  # kernels are not chosen by their measured time
@@ -59,7 +68,8 @@ def _compiled(function: F, options: CompileOptions) -> F:
     if options.backend != "inductor":
         inductor = {}
     dynamic = False if options.fixed_shapes else None
-    return torch.compile(function, backend=options.backend, fullgraph=True, dynamic=dynamic, options=inductor or None)
+    settings = {"backend": options.backend, "dynamic": dynamic, "options": inductor or None}
+    return torch.compile(function, fullgraph=one_graph, **settings)
 
 
 @contextmanager

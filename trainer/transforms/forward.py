@@ -2,6 +2,7 @@
 
     adapters                 a linear module also multiplies by low-rank adapters
     context parallelism      attention of a module becomes attention over ranks
+    expert parallelism       tokens travel to the ranks of their experts
     loss in chunks           the projection to logits also returns losses
     activation checkpointing the block's forward is recomputed in the backward
     compile                  the block's forward of that moment becomes one graph
@@ -15,7 +16,14 @@ from typing import Any
 
 from torch import nn
 
-ORDER = ("adapters", "context parallelism", "loss in chunks", "activation checkpointing", "compile")
+ORDER = (
+    "adapters",
+    "context parallelism",
+    "expert parallelism",
+    "loss in chunks",
+    "activation checkpointing",
+    "compile",
+)
 
 
 def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]) -> None:

@@ -11,13 +11,17 @@ from torch import nn
 from trainer.models.common.attention import Attention
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.feed_forward import FeedForward
+from trainer.models.common.moe import MoE, routers_of
 from trainer.models.common.norms import build_norm
 from trainer.models.common.rotary import precompute_freqs_cis
 
 
 def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
-    """Return the feed-forward network of a layer."""
-    return FeedForward(args.dim, args.ffn_hidden_dim)
+    """Return the feed-forward network of a layer, or its experts."""
+    if args.experts is None:
+        return FeedForward(args.dim, args.ffn_hidden_dim)
+    rates = {"aux_loss_coef": args.router_aux_loss_coef, "bias_update_rate": args.router_bias_update_rate}
+    return MoE(args.dim, args.experts, **rates)
 
 
 class TransformerBlock(nn.Module):
@@ -94,13 +98,17 @@ class Transformer(nn.Module):
         args, dtype = self.args, torch.promote_types(next(self.parameters()).dtype, torch.float32)
         table = precompute_freqs_cis(args.max_seq_len, args.head_dim, args.rope_theta, args.rope_scaling, dtype)
         self.freqs_cis = table.to(device)
+        for router in routers_of([self]):
+            router.init_buffers(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         """Set norms to one, biases and sinks to zero; draw embeddings of unit scale, small logits, matrices that keep
         the scale of activations, smaller with depth at the end of residual branches, and convolutions of nn.Conv1d's
         variance."""
-        if parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith((".bias", "sinks.weight")) else 1.0)
+        if parameter.ndim == 1 or name.endswith(("experts.b13", "experts.b2")):
+            parameter.fill_(0.0 if name.endswith((".bias", "sinks.weight", ".b13", ".b2")) else 1.0)
+        elif parameter.ndim == 3 and ".experts." in name:
+            parameter.normal_(0.0, self._init_std(name, fan_in=parameter.shape[2]), generator=generator)
         else:
             parameter.normal_(0.0, self._init_std(name, fan_in=parameter[0].numel()), generator=generator)
 
@@ -112,6 +120,6 @@ class Transformer(nn.Module):
             return 1.0 / fan_in
         if ".short_conv." in name:
             return 1.0 / math.sqrt(3 * fan_in)
-        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "experts.w2")):
             return 1.0 / math.sqrt(fan_in * 2 * self.args.n_layers)
         return 1.0 / math.sqrt(fan_in)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from trainer.config.schema import Model
+from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.common.shapes import RopeScaling, decoder_linear_shapes, decoder_modules
 
 
@@ -15,7 +16,10 @@ class TransformerArgs:
     task: ClassVar[str] = "tokens"
     # The same weights serve other lengths and other positions.
     free_to_change: ClassVar[frozenset[str]] = frozenset(
-        ["max_seq_len", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_every"]
+        [
+            *("max_seq_len", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_every"),
+            *("router_aux_loss_coef", "router_bias_update_rate"),
+        ]
     )
 
     dim: int = 4096
@@ -42,6 +46,10 @@ class TransformerArgs:
     """Of queries, keys and values."""
     output_bias: bool = False
     """Of the output projection of attention."""
+    experts: ExpertArgs | None = None
+    """In the place of the feed-forward network of each layer, whose width then counts for nothing."""
+    router_aux_loss_coef: float = 0.0
+    router_bias_update_rate: float = 0.0
 
     @property
     def head_dim(self) -> int:
@@ -59,6 +67,8 @@ class TransformerArgs:
             asked["rope_scaling"] = self._scaled(settings)
         if settings.rope_theta is not None:
             asked["rope_theta"] = settings.rope_theta
+        balance = {key: getattr(settings, key) for key in ("router_aux_loss_coef", "router_bias_update_rate")}
+        asked |= {key: rate for key, rate in balance.items() if rate is not None}
         return replace(
             self,
             vocab_size=vocab_size,
@@ -86,7 +96,7 @@ class TransformerArgs:
         return {
             "attention heads": self.n_heads,
             "key/value heads": self.n_kv_heads,
-            "feed-forward channels": self.ffn_hidden_dim,
+            **({} if self.experts else {"feed-forward channels": self.ffn_hidden_dim}),
             "tokens in the vocabulary": self.vocab_size,
         }
 
@@ -104,14 +114,16 @@ class TransformerArgs:
             hidden_dim=self.ffn_hidden_dim // tp,
             n_layers=self.n_layers,
             vocab_size=self.vocab_size // tp,
+            experts=self.experts.number if self.experts else 0,
         )
 
     def n_params(self) -> int:
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
         return (
             sum(map(math.prod, self.linear_shapes().values()))
-            + self.n_layers * (2 * norm + self._attention_vectors())
+            + self.n_layers * (2 * norm + self._attention_vectors() + self._router_biases())
             + self._convolution_weights()
+            + self._expert_weights(self.experts.number if self.experts else 0)
             + norm
             + (0 if self.tie_embeddings else self.vocab_size * self.dim)
         )
@@ -122,16 +134,27 @@ class TransformerArgs:
         The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix product
         plus 12 * layers * heads * head size * seq_len, as if every query saw every key. The second counts visible keys:
         (seq_len + 1) / 2 per query under a causal mask, fewer with a window. The embedding look-up is no product. A
-        weight of a short convolution meets each token once, as one of a matrix does.
+        weight of a short convolution meets each token once, as one of a matrix does. Of the experts those count that a
+        token chooses.
         """
-        matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + self._convolution_weights())
+        active = self._convolution_weights() + self._expert_weights(self.experts.per_token if self.experts else 0)
+        matrices = 6.0 * (sum(map(math.prod, self.linear_shapes().values())) + active)
         attention = 12.0 * self.n_heads * self.head_dim
         keys = sum(self._keys_per_query(layer, seq_len) for layer in range(self.n_layers))
         return matrices + attention * self.n_layers * seq_len, matrices + attention * keys
 
     def words(self) -> str:
         heads = f"{self.n_heads} query and {self.n_kv_heads} key/value heads of {self.head_dim}"
-        return f"{self.n_layers} layers of width {self.dim}, {heads}"
+        words = f"{self.n_layers} layers of width {self.dim}, {heads}"
+        if (experts := self.experts) is None:
+            return words
+        chosen = f"{experts.per_token} of {experts.number} experts of width {experts.hidden_dim} a token"
+        return f"{words}, {chosen} ({self.n_active_params():,} active parameters)"
+
+    def n_active_params(self) -> int:
+        """Return the parameters that a token meets: all but those of the experts that it does not choose."""
+        experts = self.experts
+        return self.n_params() - (self._expert_weights(experts.number - experts.per_token) if experts else 0)
 
     def _attention_vectors(self) -> int:
         """Return the parameters of an attention module that are neither in matrices nor in convolutions."""
@@ -141,6 +164,13 @@ class TransformerArgs:
             + (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.attention_bias
             + self.dim * self.output_bias
         )
+
+    def _router_biases(self) -> int:
+        return self.experts.number * self.experts.biases if self.experts else 0
+
+    def _expert_weights(self, number: int) -> int:
+        """Return the parameters of so many experts of every layer."""
+        return self.n_layers * number * self.experts.weights(self.dim) if self.experts else 0
 
     def _convolution_weights(self) -> int:
         return self.n_layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.short_conv_kernel

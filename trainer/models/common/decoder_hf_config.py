@@ -54,7 +54,6 @@ class HFDecoder:
         config.only("architectures", [self.architecture])
         config.only("hidden_act", "silu")
         config.only("attention_dropout", 0.0)
-        config.only("quantization_config", None)
         dim, n_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
         n_kv_heads = config.whole("num_key_value_heads", n_heads)
         divided = {"num_attention_heads": n_kv_heads}
@@ -81,7 +80,9 @@ class HFDecoder:
             "tie_embeddings": config.switch("tie_word_embeddings"),
             "head_size": None if head_dim * n_heads == dim else head_dim,
         }
-        return TransformerArgs(**fields | self.read(config))
+        of_family = self.read(config)
+        config.only("quantization_config", None)  # a family may have more to say of it
+        return TransformerArgs(**fields | of_family)
 
     def _write(self, args: TransformerArgs) -> dict[str, Any]:
         self.check_features(args)

@@ -4,6 +4,7 @@ from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.decoder_hf_config import HFDecoder
 from trainer.models.common.decoder_state_dict import counterpart
+from trainer.models.common.moe import balance_record, update_balance
 from trainer.models.common.parallelize import parallelize_decoder
 from trainer.models.common.stages import keep_stage
 from trainer.models.model_spec import Counterpart, ModelSpec
@@ -12,7 +13,7 @@ from trainer.models.model_spec import Counterpart, ModelSpec
 def decoder_spec(name: str, there: HFDecoder) -> ModelSpec:
     """Return the spec of a family, which is `there` at Hugging Face."""
 
-    def checked_counterpart(args: TransformerArgs, parameter: str) -> Counterpart:
+    def checked_counterpart(args: TransformerArgs, parameter: str) -> Counterpart | None:
         there.check_features(args)
         return counterpart(args, parameter)
 
@@ -23,4 +24,6 @@ def decoder_spec(name: str, there: HFDecoder) -> ModelSpec:
         parallelize=parallelize_decoder,
         cp_buffers=lambda part: [(part.freqs_cis, 0)],
         state_dict_adapter=checked_counterpart,
+        after_step=update_balance,
+        step_record=balance_record,
     )

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.common.expert_state_dict import expert_counterpart
 from trainer.models.model_spec import Counterpart
 
 _MODULES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -24,15 +25,19 @@ _MODULES_OF_LAYER = {
 _ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 
 
-def counterpart(args: TransformerArgs, name: str) -> Counterpart:
-    """Return Hugging Face's counterpart of a parameter.
+def counterpart(args: TransformerArgs, name: str) -> Counterpart | None:
+    """Return Hugging Face's counterpart of a parameter; None: a buffer of routers, which there is not.
 
     The two rows of a rotary pair are adjacent here, and half a head apart there.
     """
     module, kind = name.rsplit(".", 1)
+    if args.experts is not None and ".feed_forward." in name:
+        return expert_counterpart(args.experts, *name.removeprefix("layers.").split(".feed_forward."))
     if module in _MODULES:
         return Counterpart(f"{_MODULES[module]}.{kind}")
     _, layer, part = module.split(".", 2)
+    if part == "attention.sinks":
+        return Counterpart(f"model.layers.{layer}.self_attn.sinks")
     there, pairs = f"model.layers.{layer}.{_MODULES_OF_LAYER[part]}.{kind}", args.head_dim // 2
     if part in _ROTATED:
         there_and_back = partial(_swap, sizes=(-1, pairs, 2)), partial(_swap, sizes=(-1, 2, pairs))

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
 from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
+from trainer.distributed.expert_parallel import ExpertParallel, expert_units
 from trainer.distributed.host_arguments import keep_on_host
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import (
@@ -28,6 +29,7 @@ from trainer.distributed.tensor_parallel import (
 )
 from trainer.job.record import ResolvedJob
 from trainer.models.common.chunked_loss import apply_chunked_loss
+from trainer.models.common.moe import MoE
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.compile import apply_compile, share_memory
 from trainer.transforms.float8 import apply_float8
@@ -42,6 +44,10 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
         _tensor_parallel(model, dims, job)
     apply_lora(model, config.lora)
     blocks = list(model.layers.values())
+    experts = {block: block.feed_forward.experts for block in blocks if isinstance(block.feed_forward, MoE)}
+    if dims.degrees.ep not in (None, 1):
+        for module in experts.values():
+            parallelize_module(module, dims["ep"], ExpertParallel())
     if job.attention is not None:
         for block in blocks:
             window = block.attention.inner_attention.sliding_window
@@ -54,12 +60,13 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
         apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation)
     if not job.compilation.recomputes_layers:
         apply_activation_checkpoint(model.layers, config.activation_checkpoint)
-    apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None)
+    eager = {block.feed_forward: "run_experts" for block in experts}
+    apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None, eager=eager)
     # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
-    options = DataParallelOptions.of(job)
-    apply_data_parallel(model, units, None if tied else model.output, dims.parameter_mesh, options)
+    options, last = DataParallelOptions.of(job), None if tied else model.output
+    apply_data_parallel(model, units, last, dims.parameter_mesh, options, expert_units(experts, dims))
     keep_on_host(model, "attention_plan")
 
 
@@ -80,6 +87,10 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
         local = [] if block.attention.sinks is None else ["attention.sinks"]
         local += [] if block.attention.short_conv is None else [f"attention.short_conv.{part}" for part in "qkv"]
         of_block = _block_styles() | {part: LocalParameter() for part in local}
+        if isinstance(block.feed_forward, MoE):  # each rank has the experts' sums for its own tokens
+            of_block = {part: style for part, style in of_block.items() if not part.startswith("feed_forward")}
+            of_block |= {"ffn_norm": SequenceParallel(use_local_output=True)}
+            of_block |= {"feed_forward.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True)}
         if block.attention.q_norm is not None:  # of (B, S, H, D); each rank has the gradient of its own heads
             of_block |= {
                 f"attention.{part}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for part in "qk"

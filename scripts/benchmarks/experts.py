@@ -1,0 +1,141 @@
+"""A layer of experts, forward and backward: its time over a dense layer of the same FLOPs, and what its exchange sends.
+
+Experts of one process, then the same tokens and experts divided over ranks. Bytes are counted where the program calls
+collectives, and must be those of the plan.
+
+python scripts/benchmarks/experts.py --tokens 2048 --degrees 2
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scripts.benchmarks.teams import Row, Team, Times, span
+from trainer.distributed.expert_parallel import dispatched_sums, plan_dispatch
+from trainer.distributed.sharding import exchange
+from trainer.job.experts import dispatch_bytes, ranks_of_a_token
+from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.experts import ExpertWeights, expert_sums
+from trainer.models.common.feed_forward import FeedForward
+from trainer.models.common.moe import MoE
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--tokens", type=int, default=4096, help="of all ranks together")
+    p.add_argument("--dim", type=int, default=256)
+    p.add_argument("--hidden", type=int, default=128, help="width of one expert")
+    p.add_argument("--experts", type=int, default=16)
+    p.add_argument("--per-token", type=int, default=4)
+    p.add_argument("--degrees", type=int, nargs="+", default=[2], help="ranks; each divides the experts")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    p.add_argument("--rounds", type=int, default=5)
+    return p
+
+
+class Layer:
+    """What measures in a process: all experts and tokens, or in a process group this rank's."""
+
+    def __init__(self, settings: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (None, 1)
+        self.s, self.rank = settings, rank
+        self.args = ExpertArgs(settings.experts, settings.per_token, settings.hidden)
+        how = {"dtype": getattr(torch, settings.dtype), "device": settings.device}
+        self.moe = MoE(settings.dim, self.args).to(**how)
+        self.moe.router.init_buffers(torch.device(settings.device))
+        self.dense = FeedForward(settings.dim, settings.hidden * settings.per_token).to(**how)
+        for parameter in (*self.moe.parameters(), *self.dense.parameters()):
+            nn.init.normal_(parameter, 0.0, 0.05)
+        x = torch.randn(settings.tokens, settings.dim, **how)
+        self.x = (x if rank is None else x.chunk(ranks)[rank]).clone().requires_grad_()
+        if rank is not None:
+            shares = {name: w.detach().chunk(ranks)[rank].clone() for name, w in self.moe.experts.named_parameters()}
+            self.weights = ExpertWeights(**{name: nn.Parameter(share) for name, share in shares.items()})
+
+    def experts(self) -> torch.Tensor:
+        if self.rank is None:
+            return self.moe(self.x.unsqueeze(0))
+
+        def sums(*rows: torch.Tensor, **sizes: object) -> torch.Tensor:
+            return expert_sums(*rows, self.weights, clamped=False, **sizes)
+
+        return dispatched_sums(self.x, *self.moe.router(self.x), sums, len(self.weights.w13), dist.group.WORLD)
+
+    def run(self, kind: str) -> Times:
+        """Run `experts` or `dense` once, forward and backward."""
+        self._wait()
+        start, cpu = time.monotonic(), time.process_time()
+        out = self.experts() if kind == "experts" else self.dense(self.x)
+        self._wait()
+        middle = time.monotonic()
+        out.sum().backward()
+        self._wait()
+        return Times(start, middle, time.monotonic(), time.process_time() - cpu)
+
+    def traffic(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Return what one forward and backward sends to other ranks: counted, and by the plan."""
+        plan = plan_dispatch(self.moe.router(self.x)[0], len(self.weights.w13), dist.group.WORLD)
+        before = Counter(exchange.bytes_sent)
+        self.run("experts")
+        out, back = (sum(counts) - counts[self.rank] for counts in (plan.sent, plan.received))
+        shape = {"dim": self.s.dim, "itemsize": self.x.itemsize, "per_token": self.s.per_token}
+        return dict(exchange.bytes_sent - before), dispatch_bytes(out, back, **shape, weight_itemsize=4)
+
+    def _wait(self) -> None:
+        if self.s.device == "cuda":
+            torch.cuda.synchronize()
+        if self.rank is not None:
+            dist.barrier()
+
+    def close(self) -> None:
+        pass
+
+
+def compared(team: Team, settings: argparse.Namespace) -> Row:
+    """Measure one degree."""
+    team.whole("prepare", settings)
+    team.ranks("prepare", settings)
+    times: dict[str, list[float]] = {"dense": [], "experts": [], "ranks": []}
+    for _ in range(settings.rounds + 1):
+        for kind in ("dense", "experts"):
+            times[kind].append(span([team.whole("run", kind)]))
+        times["ranks"].append(span(team.ranks("run", "experts")))
+    ms = {kind: round(1e3 * statistics.median(all_times[1:]), 2) for kind, all_times in times.items()}
+    traffic = team.ranks("traffic")
+    sent = sum(sum(counted.values()) for counted, _ in traffic)
+    away = ranks_of_a_token(ExpertArgs(settings.experts, settings.per_token, 1), team.degree)
+    return {
+        "degree": team.degree,
+        "dense_ms": ms["dense"],
+        "experts_ms": ms["experts"],
+        "over_dense": round(ms["experts"] / ms["dense"], 2),
+        "ranks_ms": ms["ranks"],
+        "bytes_sent": sent,
+        "is_plan": all(counted == planned for counted, planned in traffic),
+        "ranks_of_a_token": round(away, 2),
+    }
+
+
+def main() -> None:
+    settings = parser().parse_args()
+    for degree in settings.degrees:
+        if settings.experts % degree or settings.tokens % degree:
+            raise SystemExit(f"--degrees {degree} must divide --experts {settings.experts} and --tokens")
+        with Team(degree, Layer, Layer, settings.device) as team:
+            print(json.dumps(compared(team, settings)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Law: ranks start from the experts of transformers and export them again; planned attention computes the same."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.harness import BASE, Record, RecordingTrainer
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_experts import ep
+from tests.distributed.test_generation import opened
+from tests.distributed.test_parity import degrees
+from tests.hf_experts import hf_experts
+from tests.unit.test_expert_hugging_face import GPT_OSS, QWEN, logits_there, relative, whole_folder
+from trainer.checkpoint.export import export
+from trainer.checkpoint.hf_reader import HFReader
+from trainer.checkpoint.weights import load_weights
+from trainer.components import generation
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import Model
+from trainer.job import resolve
+from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.model_spec import model_spec
+from trainer.runtime.process_group import Process, process_group
+
+MODELS = {"qwen3_moe": replace(QWEN, vocab_size=4354), "gpt_oss": GPT_OSS}
+
+
+def here_case(family: str, folder: str, texts: list[list[int]]) -> torch.Tensor:
+    """Logits of the token after each text."""
+    with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
+        load_weights(HFReader(Path(folder), model_spec(family), job.model), [part])
+        logits = next(islice(generation._again(part, job, dims, texts), 1))
+    torch.distributed.destroy_process_group()  # which the mesh of one rank made
+    return logits
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, family: str) -> None:
+    args: TransformerArgs = MODELS[family]
+    theirs = hf_experts(family, args)
+    theirs.save_pretrained(tmp_path)
+    texts = [[i * 7 % 50 for i in range(length)] for length in (1, 5, 29)]
+    got = pool.run(1, here_case, family, str(tmp_path), texts)[0]
+    for text, logits in zip(texts, got, strict=True):
+        wanted = logits_there(theirs, args, torch.tensor([text]))[0, -1]
+        assert relative(logits, wanted) < 1e-10
+
+
+def through_case(family: str, folder: str, output: str, arguments: list[str]) -> str:
+    """Take the weights of a folder, and export them without a step."""
+    given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
+    given += [f"--job.dump_folder={output}", "--training.dtype=float64", "--checkpoint.export_dtype=float64"]
+    config = parse_command_line([*BASE, *given, *arguments]).config
+    process = Process.from_environment()
+    with process_group(process, config.comm):
+        job = resolve(config, process.world_size, process.device.type)
+        trainer = RecordingTrainer(job, process.device, record=Record())
+        written = export(trainer.job, trainer.dims, trainer.model_parts, 0)
+        trainer.metrics.close()
+    return str(written)
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, [*degrees(tp=2), ep(2)]),
+        pytest.param(4, [*degrees(dp_shard=4), ep(2)], marks=pytest.mark.slow),
+        pytest.param(4, [*degrees(cp=2, pp=2)], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_read_their_experts_and_write_all(
+    pool: WorkerPool, tmp_path: Path, family: str, ranks: int, arguments: list[str]
+) -> None:
+    hf_experts(family, MODELS[family]).save_pretrained(tmp_path / "hf")
+    written = pool.run(ranks, through_case, family, str(tmp_path / "hf"), str(tmp_path / "run"), arguments)[0]
+    given, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
+    assert given.keys() == back.keys()
+    assert [name for name, x in given.items() if not torch.equal(back[name], x)] == []

@@ -1,0 +1,268 @@
+"""Law: a model with experts trains on every layout as on one process: losses, gradients, norm, weights, loads.
+
+Loads and biases of routers are buffers, which `assert_parity` compares too.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_checkpoint import load_step_save, merged, same
+from tests.distributed.test_parity import degrees, reference
+from trainer.distributed import expert_parallel
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.models.common import moe
+from trainer.models.common.moe import Router
+from trainer.models.initialization import initialize
+from trainer.transforms.compile import compiled_graphs
+
+FAMILY = "--model.name=qwen3_moe"
+EXPERTS = [FAMILY, "--training.dtype=float64", "--model.router_bias_update_rate=0.01"]
+DOCUMENTS = "--training.attention_mask=document"
+# Biases, windows in every second layer, attention sinks, YaRN.
+GPT_OSS = "--model.name=gpt_oss"
+
+
+def ep(degree: int) -> str:
+    return f"--parallelism.expert_parallel_degree={degree}"
+
+
+def ac(mode: str) -> str:
+    return f"--activation_checkpoint.mode={mode}"
+
+
+# Ranks, their settings, and settings of the reference too.
+LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
+    "fsdp2": (2, degrees(dp_shard=2), []),
+    "ep2": (2, [*degrees(dp_shard=2), ep(2)], []),
+    "tp2": (2, degrees(tp=2), []),
+    "tp2+ep2": (2, [*degrees(tp=2), ep(2)], []),
+    "cp2+ep2, unequal lengths": (2, [*degrees(cp=2), ep(2)], ["--training.seq_len=15"]),
+    "pp2": (2, degrees(pp=2), []),
+    "ddp2": (2, degrees(dp_replicate=2), []),
+    "cp3, uneven shards": (3, degrees(cp=3), []),
+    "fsdp4+ep2": (4, [*degrees(dp_shard=4), ep(2)], []),
+    "cp2+fsdp2+ep2": (4, [*degrees(dp_shard=2, cp=2), ep(2), ac("selective")], [DOCUMENTS]),
+    "cp2+tp2+ep4": (4, [*degrees(cp=2, tp=2), ep(4), ac("full")], [GPT_OSS, DOCUMENTS]),
+    "fsdp2+tp2+ep2": (4, [*degrees(dp_shard=2, tp=2), ep(2), "--training.local_batch_size=1"], [GPT_OSS]),
+    "hsdp2x2+ep2": (4, [*degrees(dp_replicate=2, dp_shard=2), ep(2)], []),
+    "ddp2+tp2+ep2": (4, [*degrees(dp_replicate=2, tp=2), ep(2), ac("full")], []),
+    "fsdp2+pp2+ep2, backward split": (
+        4,
+        [*degrees(dp_shard=2, pp=2), ep(2), "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
+        ["--model.flavor=tiny4"],
+    ),
+    "tp2+ep2, compiled": (2, [*degrees(tp=2), ep(2), "--compile.enable", "--compile.backend=aot_eager"], []),
+    "cp2+pp2+ep2": (4, [*degrees(cp=2, pp=2), ep(2)], [GPT_OSS, DOCUMENTS]),
+    "fsdp2+pp2+ep2": (4, [*degrees(dp_shard=2, pp=2), ep(2)], []),
+    "tp2+pp2+ep2, offloaded": (4, [*degrees(tp=2, pp=2), ep(2), "--training.enable_cpu_offload"], []),
+}
+QUICK = {"tp2+ep2", "tp2+ep2, compiled", "cp2+ep2, unequal lengths", "cp2+tp2+ep4", "fsdp4+ep2", "fsdp2+pp2+ep2"}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
+)
+def test_a_layout_equals_one_process(pool: WorkerPool, layout: str) -> None:
+    world_size, arguments, shared = LAYOUTS[layout]
+    got = pool.run(world_size, run_layout, [*EXPERTS, *shared, *arguments])[0]
+    assert_parity(got, reference(pool, *EXPERTS, *shared), 1e-10)
+    loads = [x for name, x in got.buffers.items() if name.endswith("router.load")]
+    assert len(loads) == (4 if "--model.flavor=tiny4" in shared else 2)
+    assert all(load.sum() == pytest.approx(1) and load.std() > 0.01 for load in loads)
+
+
+# ---- routings that leave ranks without work
+
+
+def forced_case(arguments: list[str], experts: list[int]) -> Record:
+    """A run in which all tokens choose these experts."""
+
+    def initialize_and_force(model: torch.nn.Module, **settings: object) -> None:
+        initialize(model, **settings)
+        for router in moe.routers_of([model]):
+            router.selection_bias[experts] = 1e3
+
+    with mock.patch("trainer.trainer.initialize", initialize_and_force):
+        return run_layout(arguments)
+
+
+@pytest.mark.parametrize("layout", ["tp2+ep2", pytest.param("cp2+tp2+ep4", marks=pytest.mark.slow)])
+def test_ranks_whose_experts_nobody_chooses_take_part(pool: WorkerPool, layout: str) -> None:
+    world_size, arguments, _ = LAYOUTS[layout]
+    got = pool.run(world_size, forced_case, [*EXPERTS, *arguments], [1, 0])[0]
+    assert_parity(got, pool.run(1, forced_case, EXPERTS, [1, 0])[0], 1e-10)
+    assert got.buffers["layers.0.feed_forward.router.load"].tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert not got.gradients[0]["layers.0.feed_forward.experts.w13"][2:].any()
+
+
+def graphs_case(arguments: list[str]) -> tuple[list[int], int]:
+    """Graphs compiled after each of three steps, and breaks."""
+    with trainer_of([*arguments, "--compile.enable", "--compile.backend=aot_eager"]) as trainer:
+        graphs = [trainer.train_step(step) or compiled_graphs() for step in (1, 2, 3)]
+    from torch._dynamo.utils import counters
+
+    return graphs, sum(counters["graph_break"].values())
+
+
+def test_a_compiled_block_is_two_graphs_around_its_experts(pool: WorkerPool) -> None:
+    """All blocks share them, and no later step compiles again, whatever the routing."""
+    (graphs, breaks), _ = pool.run(2, graphs_case, [*EXPERTS, *degrees(dp_shard=2), ep(2)])
+    assert breaks
+    assert graphs[0] > 0
+    assert graphs[1:] == [graphs[0]] * 2
+
+
+# ---- negative controls
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    real = expert_parallel._added
+
+    def dropping(parts: torch.Tensor, plan: expert_parallel.DispatchPlan) -> torch.Tensor:
+        return real(parts * (torch.arange(len(parts)) > 0).unsqueeze(1), plan)
+
+    patches = {
+        "a token dropped": mock.patch.object(expert_parallel, "_added", dropping),
+        "load counted locally": mock.patch.object(moe, "all_reduce", lambda x, _over: x),
+        "experts not summed over tp": mock.patch.object(ParallelDims, "expert_mesh", ParallelDims.parameter_mesh),
+    }
+    with patches[fault]:
+        yield
+
+
+def faulty_case(arguments: list[str], fault: str) -> Record:
+    with planted(fault):
+        return run_layout(arguments)
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "seen"),
+    [
+        ("a token dropped", "tp2+ep2", "gradient of layers.0.attention"),
+        ("load counted locally", "tp2+ep2", "buffer layers.0.feed_forward.router.load"),
+        ("experts not summed over tp", "tp2", r"gradient of layers.0.feed_forward.experts.w13"),
+    ],
+)
+def test_negative_control(pool: WorkerPool, fault: str, layout: str, seen: str) -> None:
+    world_size, arguments, _ = LAYOUTS[layout]
+    got = pool.run(world_size, faulty_case, [*EXPERTS, "--optimizer.implementation=for-loop", *arguments], fault)[0]
+    with pytest.raises(AssertionError, match=seen):
+        assert_parity(got, reference(pool, *EXPERTS, "--optimizer.implementation=for-loop"), 1e-3)
+
+
+# ---- balance
+
+
+def test_the_losses_and_the_biases_change_what_is_learnt(pool: WorkerPool) -> None:
+    off = reference(pool, FAMILY, "--training.dtype=float64", "--model.router_aux_loss_coef=0")
+    for key in ("aux_loss_coef=0.5", "bias_update_rate=0.5"):
+        others = ["--model.router_aux_loss_coef=0"] * key.startswith("bias")
+        on = reference(pool, FAMILY, "--training.dtype=float64", *others, f"--model.router_{key}")
+        # Loads are equal in the first step, and biases move after it.
+        assert on.metrics[0]["loss"] == off.metrics[0]["loss"]
+        assert on.metrics[1]["loss"] == off.metrics[1]["loss"] or key.startswith("bias")
+        with pytest.raises(AssertionError, match=r"step 2 gradient of layers\.0"):
+            assert_parity(on, off, 1e-6)
+
+
+def auxiliary_case() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of the gates by the auxiliary loss alone: in a step, and of the formula over the whole batch."""
+    settings = [*EXPERTS, "--training.max_norm=1e9", "--model.router_bias_update_rate=0"]
+    seen: dict[Router, list[torch.Tensor]] = {}
+
+    def keep(module: Router, args: tuple[torch.Tensor, ...], _out: object) -> None:
+        seen.setdefault(module, []).append(args[0].detach())
+
+    with trainer_of([*settings, "--model.router_aux_loss_coef=0"]) as trainer:
+        trainer.train_step(1)
+        routers = moe.routers_of(trainer.model_parts)
+        loads = [router.load.clone() for router in routers]
+        weights = [router.gate.weight.detach().clone() for router in routers]
+        hooks = [router.register_forward_hook(keep) for router in routers]
+        trainer.train_step(2)
+        without = trainer.record.gradients[1]
+        for hook in hooks:
+            hook.remove()
+        inputs = [torch.cat(seen[router]) for router in routers]
+        labels = routers[0].auxiliary.labels.item()
+    with trainer_of([*settings, "--model.router_aux_loss_coef=0.5"]) as trainer:
+        trainer.train_step(1)
+        trainer.train_step(2)
+        gradients = trainer.record.gradients[1]
+    got, wanted = [], []
+    for layer, (x, load, weight) in enumerate(zip(inputs, loads, weights, strict=True)):
+        name = f"layers.{layer}.feed_forward.router.gate.weight"
+        got.append(gradients[name] - without[name])
+        weight.requires_grad_()
+        loss = 0.5 * 4 * ((x @ weight.T).softmax(-1).sum(0) * load).sum() / labels
+        wanted.append(torch.autograd.grad(loss, weight)[0])
+    return got, wanted
+
+
+def test_the_auxiliary_loss_is_that_of_the_formula_over_the_whole_batch(pool: WorkerPool) -> None:
+    """In the last layer, whose gate no later loss reaches."""
+    got, wanted = pool.run(1, auxiliary_case)[0]
+    assert (got[-1] - wanted[-1]).norm() < 1e-10 * wanted[-1].norm()
+    assert (got[0] - wanted[0]).norm() > 1e-3 * wanted[0].norm()
+
+
+def test_metrics_have_the_load_of_each_expert(pool: WorkerPool) -> None:
+    got = pool.run(2, run_layout, [*EXPERTS, *degrees(pp=2)])[0]
+    for line in got.metrics:
+        assert [len(layer) for layer in line["expert_load"]] == [4, 4]
+        assert all(sum(layer) == pytest.approx(4, abs=0.01) for layer in line["expert_load"])
+        assert line["expert_imbalance"] == max(map(max, line["expert_load"])) > 1
+    assert got.metrics[-1]["expert_load"][1] == pytest.approx(
+        (4 * got.buffers["layers.1.feed_forward.router.load"]).tolist(), abs=1e-3
+    )
+
+
+# ---- checkpoints, host reads
+
+
+def test_a_checkpoint_of_one_layout_is_loaded_by_another(pool: WorkerPool, tmp_path: Path) -> None:
+    saved: dict | None = None
+    for layout in ("tp2+ep2", "fsdp4+ep2", "pp2", "fsdp2"):
+        world_size, arguments, _ = LAYOUTS[layout]
+        results = pool.run(world_size, load_step_save, str(tmp_path), [FAMILY, *arguments], 1)
+        got = merged(results, "before")
+        if saved is not None:
+            assert got.keys() == saved.keys()
+            assert [name for name in saved if not same(saved[name], got[name])] == []
+        saved = merged(results, "after")
+    assert saved["model.layers.1.feed_forward.router.load"].std() > 0
+
+
+def tables_case(arguments: list[str]) -> Counter[tuple[int, ...]]:
+    """Shapes of tensors whose values the host asked for in a second step."""
+    shapes: Counter[tuple[int, ...]] = Counter()
+    tolist = torch.Tensor.tolist
+
+    def noted(self: torch.Tensor) -> list:
+        shapes[tuple(self.shape)] += 1
+        return tolist(self)
+
+    with trainer_of([*arguments, "--metrics.log_freq=100", "--training.steps=9"]) as trainer:
+        trainer.train_step(1)
+        with mock.patch.object(torch.Tensor, "tolist", noted):
+            trainer.train_step(2)
+    return shapes
+
+
+@pytest.mark.parametrize(("recomputed", "readings"), [("none", 1), ("full", 2)])
+def test_the_host_reads_one_table_of_counts_a_layer_and_forward(
+    pool: WorkerPool, recomputed: str, readings: int
+) -> None:
+    settings = [*EXPERTS, *degrees(dp_shard=2), ep(2), ac(recomputed)]
+    for shapes in pool.run(2, tables_case, settings):
+        layers, micro_batches, totals = 2, 2, (5,)
+        assert shapes == {(2, 2 + 4): layers * micro_batches * readings, totals: 1}

@@ -1,0 +1,51 @@
+"""Planted mistakes in mixtures of experts and expert parallelism."""
+
+from tests.mutants.mutant import Mutant
+
+_LAYOUTS, _RANKS = "tests/distributed/test_experts.py", "tests/unit/test_expert_parallel.py"
+_ONE = "tests/unit/test_experts.py"
+
+EXPERTS = (
+    Mutant(
+        "a token's gradients from several ranks overwrite each other",
+        "trainer/distributed/expert_parallel.py",
+        "total.index_add_(0, plan.places, parts.to(dtype))",
+        "total.index_copy_(0, plan.places, parts.to(dtype))",
+        f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
+    ),
+    Mutant(
+        "a token travels once for each of its experts",
+        "trainer/distributed/expert_parallel.py",
+        'goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)',
+        'goes.scatter_add_(1, chosen.div(experts, rounding_mode="floor"), torch.ones_like(chosen))',
+        f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
+    ),
+    Mutant(
+        "the bias that chooses has a weight too",
+        "trainer/models/common/moe.py",
+        "weights = logits.gather(1, chosen).softmax(-1) if",
+        "weights = scores.gather(1, chosen).softmax(-1) if",
+        f"{_ONE}::test_the_selection_bias_chooses_and_has_no_weight",
+    ),
+    Mutant(
+        "a validation counts choices",
+        "trainer/models/common/moe.py",
+        "if torch.is_grad_enabled():",
+        "if True:",
+        f"{_ONE}::test_choices_are_counted_with_gradients_only",
+    ),
+    Mutant(
+        "loads are of the ranks of one sequence",
+        "trainer/distributed/parallel_dims.py",
+        '{"dp_cp_tp": _EXPERT_DIMS[1:]}',
+        '{"dp_cp_tp": _EXPERT_DIMS[3:]}',
+        f"{_LAYOUTS}::test_a_layout_equals_one_process[fsdp4+ep2]",
+    ),
+    Mutant(
+        "a rank reads the rows of the first experts",
+        "trainer/checkpoint/hf_reader.py",
+        "zip(part, names[offsets[0] : offsets[0] + lengths[0]], strict=True)",
+        "zip(part, names[: lengths[0]], strict=True)",
+        "tests/unit/test_expert_hugging_face.py::test_any_part_is_read_and_a_rank_reads_no_other_experts",
+    ),
+)

@@ -1,0 +1,200 @@
+"""Law: mixtures of experts that transformers saves are read here by part, compute the same, and go back bit for bit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from tests.hf_experts import hf_experts, in_float64
+from trainer.checkpoint import hf_reader
+from trainer.checkpoint.hf_reader import HFReader
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.rotary import rope_frequencies
+from trainer.models.common.shapes import RopeScaling
+from trainer.models.hf_config import read_config
+from trainer.models.initialization import initialize
+from trainer.models.model_spec import model_spec
+from trainer.models.registry import hf_config
+
+QWEN = TransformerArgs(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_size=16,
+    ffn_hidden_dim=40,
+    vocab_size=70,
+    max_seq_len=64,
+    qk_norm=True,
+    norm_eps=1e-6,
+    experts=ExpertArgs(6, 2, 24),
+    router_aux_loss_coef=0.01,
+)
+GPT_OSS = TransformerArgs(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_size=16,
+    ffn_hidden_dim=24,
+    vocab_size=4354,
+    max_seq_len=64,
+    rope_theta=150000.0,
+    rope_scaling=RopeScaling(32.0, original_max_seq_len=2, kind="yarn", truncate=False),
+    sliding_window=6,
+    sliding_window_every=2,
+    attention_sinks=True,
+    attention_bias=True,
+    output_bias=True,
+    experts=ExpertArgs(6, 2, 24, biases=True, clamped=True),
+    router_aux_loss_coef=0.01,
+)
+MODELS = {
+    "qwen3_moe": ("qwen3_moe", QWEN),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "qwen3_moe, shares of all experts": ("qwen3_moe", replace(QWEN, experts=ExpertArgs(6, 3, 24, normalise=False))),
+}
+
+
+def saved(folder: Path, name: str) -> tuple[str, TransformerArgs, torch.nn.Module]:
+    family, args = MODELS[name]
+    theirs = hf_experts(family, args)
+    theirs.save_pretrained(folder, max_shard_size="20KB")
+    return family, args, theirs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_says_its_own_arguments(tmp_path: Path, name: str) -> None:
+    family, args, _ = saved(tmp_path, name)
+    assert hf_config(family).read(read_config(tmp_path)) == args
+    theirs, ours = read_config(tmp_path).content, hf_config(family).write(args)
+    same = ours.keys() - {"rope_theta", "rope_scaling", "num_experts"}  # the names of before transformers 5
+    assert {key: theirs[key] for key in same} == {key: ours[key] for key in same}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_computes_the_same_here_and_goes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+    """The attention of gpt-oss needs a plan: tests/distributed/test_expert_hugging_face.py."""
+    family, args, theirs = saved(tmp_path / "theirs", name)
+    ours = read_here(tmp_path / "theirs", family, args)
+    tokens = torch.randint(args.vocab_size, (2, 16), generator=torch.Generator().manual_seed(2))
+    wanted = logits_there(theirs, args, tokens)
+    if not args.attention_sinks:
+        assert relative(logits_here(ours, tokens), wanted) < 1e-10
+    write_here(tmp_path / "ours", family, args, ours)
+    files, back = (whole_folder(tmp_path / folder) for folder in ("theirs", "ours"))
+    assert files.keys() == back.keys()
+    assert [there for there, x in files.items() if not torch.equal(back[there], x)] == []
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype=torch.float64, attn_implementation=theirs.config._attn_implementation
+    )
+    loaded.set_experts_implementation("eager")
+    assert relative(logits_there(loaded.eval(), args, tokens), wanted) < 1e-10
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def read_here(folder: Path, family: str, args: TransformerArgs) -> torch.nn.Module:
+    with torch.device("meta"):
+        model = model_spec(family).build(args).double()
+    initialize(model, seed=0, device=torch.device("cpu"))
+    reader = HFReader(folder, model_spec(family), args)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(reader.read(name))
+    return model
+
+
+def logits_here(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.output(model(tokens))
+
+
+def logits_there(model: torch.nn.Module, args: TransformerArgs, tokens: torch.Tensor) -> torch.Tensor:
+    frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
+    angles = torch.outer(torch.arange(tokens.shape[1], dtype=torch.float64), frequencies)
+    with torch.no_grad(), in_float64(model, angles, 1.0 if args.rope_scaling is None else args.rope_scaling.magnitude):
+        return model(tokens).logits
+
+
+def write_here(folder: Path, family: str, args: TransformerArgs, model: torch.nn.Module) -> None:
+    from trainer.checkpoint.hf_writer import HFWriter
+
+    config = parse_command_line([f"--model.name={family}"]).config
+    writer = HFWriter(folder, config, args, torch.float64, most_bytes=20_000)
+    state = model.state_dict()
+    for name in writer.names:
+        writer.put(name, state[name])
+    writer.finish(None)
+
+
+def whole_folder(folder: Path) -> dict[str, torch.Tensor]:
+    files = folder.glob("*.safetensors")
+    return {name: x for file in files for name, x in safetensors.torch.load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_part_is_read_and_a_rank_reads_no_other_experts(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, args, _ = saved(tmp_path, name)
+    reader = HFReader(tmp_path, model_spec(family), args)
+    read: list[int] = []
+    real = hf_reader._read_part
+
+    def noted(*where) -> torch.Tensor:
+        part = real(*where)
+        read.append(part.nbytes)
+        return part
+
+    for ours in ("experts.w13", "experts.w2", *(("experts.b13", "experts.b2") if args.experts.biases else ())):
+        ours = f"layers.1.feed_forward.{ours}"
+        whole = reader.read(ours)
+        monkeypatch.setattr(hf_reader, "_read_part", noted)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(20):
+            ends = [torch.randint(n + 1, (2,), generator=generator).sort().values.tolist() for n in whole.shape]
+            offsets, lengths = [a for a, _ in ends], [b - a for a, b in ends]
+            read.clear()
+            part = reader.read(ours, offsets, lengths)
+            assert torch.equal(part, whole[tuple(slice(a, b) for a, b in ends)])
+            assert sum(read) <= whole[ends[0][0] : ends[0][1]].nbytes
+        monkeypatch.setattr(hf_reader, "_read_part", real)
+
+
+def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, "qwen3_moe")
+    file = tmp_path / "config.json"
+    entries = json.loads(file.read_text())
+    for change, message in (
+        ({"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported; it must be []"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; it must be 1"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 must be at most num_experts = 6"),
+    ):
+        file.write_text(json.dumps(entries | change))
+        with pytest.raises(ConfigError) as error:
+            hf_config("qwen3_moe").read(read_config(tmp_path))
+        assert message in str(error.value)
+
+
+def test_quantised_experts_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "gpt_oss")
+    file = tmp_path / "config.json"
+    entries = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match=r"stored as mxfp4, which cannot be read; load the model in transformers"):
+        hf_config("gpt_oss").read(read_config(tmp_path))
+
+
+def test_a_bias_that_chooses_has_no_counterpart() -> None:
+    with pytest.raises(ConfigError, match=r"leave out model\.router_bias_update_rate"):
+        hf_config("qwen3_moe").write(replace(QWEN, router_bias_update_rate=0.01))

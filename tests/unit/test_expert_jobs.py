@@ -1,0 +1,122 @@
+"""Laws of jobs with experts: sizes, degrees, what is refused, the summary, the estimate of memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.unit.test_summary import kept_by_autograd
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.job import ResolvedJob, resolve
+from trainer.job.memory import rank_memory
+from trainer.job.mesh_picture import mesh_picture
+from trainer.job.summary import summary
+from trainer.models.common.decoder import Transformer
+from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.registry import MODELS
+
+P = "--parallelism."
+QWEN = "--model.name=qwen3_moe"
+
+
+def job_of(*argv: str, ranks: int = 1) -> ResolvedJob:
+    return resolve(parse_command_line([QWEN, *argv]).config, ranks, "cpu")
+
+
+# Total, and billions that are active; gpt-oss counts them without the embedding.
+PUBLISHED = {
+    ("qwen3_moe", "30B-A3B"): (30_532_122_624, 3.35),
+    ("qwen3_moe", "235B-A22B"): (235_093_634_560, 22.19),
+    ("gpt_oss", "20b"): (20_914_757_184, 3.61 + 0.58),
+    ("gpt_oss", "120b"): (116_829_156_672, 5.13 + 0.58),
+}
+
+
+@pytest.mark.parametrize(("family", "flavor"), PUBLISHED)
+def test_a_published_size_has_its_parameters(family: str, flavor: str) -> None:
+    args = MODELS[family][0][flavor]
+    with torch.device("meta"):
+        model = Transformer(replace(args, max_seq_len=8))
+    total, active = PUBLISHED[family, flavor]
+    assert args.n_params() == sum(p.numel() for p in model.parameters()) == total
+    assert args.n_active_params() / 1e9 == pytest.approx(active, abs=0.006)
+
+
+def test_flops_count_the_experts_that_a_token_chooses() -> None:
+    args = MODELS["qwen3_moe"][0]["30B-A3B"]
+    without_embedding = args.n_active_params() - args.vocab_size * args.dim
+    assert args.flops_per_token(1)[0] == pytest.approx(6 * without_embedding, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("argv", "ranks", "parts"),
+    [
+        ([QWEN, f"{P}expert_parallel_degree=3"], 12, ["= 3 must divide the 8 experts", "12 ranks", "fit: 1, 2, 4"]),
+        ([QWEN, f"{P}expert_parallel_degree=4"], 2, ["= 4 must divide", "the 2 ranks", "fit: 1, 2"]),
+        ([QWEN, f"{P}expert_parallel_degree=0"], 2, ["expert_parallel_degree = 0 must be at least 1"]),
+        (
+            [QWEN, f"{P}expert_parallel_degree=2", f"{P}data_parallel_replicate_degree=2"],
+            2,
+            ["= 2 must divide", "the 1 ranks", "fit: 1"],
+        ),
+        ([f"{P}expert_parallel_degree=2"], 2, ["model with experts", "'llama3' has none", "qwen3_moe"]),
+        (["--model.router_aux_loss_coef=0.1"], 1, ["router_aux_loss_coef = 0.1 is for a model with experts"]),
+        (["--model.router_bias_update_rate=0.1"], 1, ["router_bias_update_rate = 0.1 is for a model with experts"]),
+        ([QWEN, "--float8.enable"], 1, ["float8.enable = true does not work with the experts"]),
+        (
+            [QWEN, "--compile.enable", "--activation_checkpoint.mode=full"],
+            1,
+            ["activation_checkpoint.mode = 'full' with compile.enable", "leave one of them out"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(argv: list[str], ranks: int, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(parse_command_line(argv).config, ranks, "cpu")
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_the_summary_says_where_experts_are_and_what_travels() -> None:
+    job = job_of(f"{P}expert_parallel_degree=4", f"{P}tensor_parallel_degree=2", ranks=8)
+    text = " ".join(summary(job).split())
+    for part in (
+        "2 of 8 experts of width 256 a token",
+        "active parameters)",
+        "2 of 8 on each of ep 4 ranks, 2 ranks shard each one's weights",
+        "a token travels to 1.39 other ranks if it chooses among all alike",
+        "balanced by auxiliary loss (0.001)",
+    ):
+        assert part in text
+    picture = mesh_picture(job.degrees)
+    assert picture[-3:] == [
+        "experts:          ep 0 1 2 3",
+        "experts: efsdp 0     0 1 2 3",
+        "experts: efsdp 1     4 5 6 7",
+    ]
+
+
+@pytest.mark.parametrize(("tp", "cp", "ep"), [(1, 1, 1), (1, 1, 4), (2, 2, 4), (2, 1, 2), (1, 4, 2)])
+def test_weights_of_experts_are_divided_by_all_ranks(tp: int, cp: int, ep: int) -> None:
+    degrees = f"{P}tensor_parallel_degree={tp}", f"{P}context_parallel_degree={cp}", f"{P}expert_parallel_degree={ep}"
+    job = job_of(*degrees, ranks=4)
+    model, experts = job.model, job.model.experts
+    of_experts = model.n_layers * experts.number * experts.weights(model.dim)
+    norms = (2 * 4 + 1) * 256 + 4 * 2 * 32
+    gates = 4 * experts.number * model.dim
+    others = (model.n_params() - of_experts - norms - gates) / 4 + gates / (4 / tp)
+    assert rank_memory(job).weights == pytest.approx(4 * (of_experts / 4 + others), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden", [64, 512])
+def test_the_estimate_of_activations_is_what_autograd_keeps(dtype: str, hidden: int) -> None:
+    experts = ExpertArgs(8, 2, hidden)
+    args = TransformerArgs(dim=128, n_layers=3, n_heads=8, n_kv_heads=4, experts=experts, vocab_size=1024)
+    args = replace(args, max_seq_len=64)
+    measured, _ = kept_by_autograd(args, getattr(torch, dtype), torch.randint(0, 1024, (2, 64)))
+    arguments = ["--training.seq_len=64", "--training.local_batch_size=2", f"--training.mixed_precision_param={dtype}"]
+    memory = rank_memory(replace(job_of(*arguments), model=args))
+    assert memory.activations == pytest.approx(measured, rel=0.15)

@@ -1,0 +1,125 @@
+"""Laws of a mixture of experts on one process: no token is dropped, and each gets the weighted sum of its experts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trainer.models.common import experts as experts_module
+from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.experts import Experts
+from trainer.models.common.moe import MoE, Router
+
+DIM = 16
+
+
+def drawn(module: torch.nn.Module, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    torch.manual_seed(0)
+    module.to(dtype)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return module
+
+
+def token_by_token(module: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The definition: one product for each pair of token and expert."""
+    out = []
+    for row, numbers, shares in zip(x, chosen.tolist(), weights, strict=True):
+        total = 0
+        for e, share in zip(numbers, shares, strict=True):
+            hidden = module.w13[e] @ row + (0 if module.b13 is None else module.b13[e])
+            gate, up = hidden.chunk(2)
+            if module.clamped:
+                gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+                hidden = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            else:
+                hidden = F.silu(gate) * up
+            total = total + share * (module.w2[e] @ hidden + (0 if module.b2 is None else module.b2[e]))
+        out.append(total)
+    return torch.stack(out)
+
+
+def outputs_and_gradients(run, module: Experts, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    x, chosen, weights = inputs
+    x, weights = (tensor.clone().requires_grad_() for tensor in (x, weights))
+    out = run(x, chosen, weights)
+    cotangent = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    wanted = [x, weights, *module.parameters()]
+    return [out, *torch.autograd.grad(out, wanted, cotangent)]
+
+
+def case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = 4 * torch.randn(11, DIM, generator=generator, dtype=dtype)
+    scores = torch.randn(11, 6, generator=generator, dtype=dtype)
+    scores[:, 3] = -9  # an expert that nobody chooses
+    weights, chosen = scores.softmax(1).topk(2)
+    return x, chosen, weights
+
+
+@pytest.mark.parametrize("shape", [{}, {"biases": True, "clamped": True}])
+def test_each_token_gets_the_weighted_sum_of_its_experts(shape: dict[str, bool]) -> None:
+    module = drawn(Experts(DIM, ExpertArgs(6, 2, 24, **shape)))
+    got = outputs_and_gradients(module, module, *case())
+    wanted = outputs_and_gradients(lambda *inputs: token_by_token(module, *inputs), module, *case())
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [{}, {"biases": True, "clamped": True}])
+def test_the_grouped_product_is_the_loop(shape: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on GPUs, in bfloat16. On CPUs it needs a contiguous gradient, as that of the gated unit is."""
+    module = drawn(Experts(DIM, ExpertArgs(6, 2, 24, **shape)), torch.float32)
+    wanted = outputs_and_gradients(module, module, *case(torch.float32))
+    monkeypatch.setattr(experts_module, "_has_grouped_product", lambda _x: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(experts_module, "_one_by_one", None)
+        got = outputs_and_gradients(module, module, *case(torch.float32))
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_without_tokens_every_parameter_still_gets_a_gradient() -> None:
+    module = drawn(Experts(DIM, ExpertArgs(6, 2, 24, biases=True)))
+    x, chosen, weights = (tensor[:0] for tensor in case())
+    assert all(not g.any() and g.shape for g in outputs_and_gradients(module, module, x, chosen, weights)[3:])
+
+
+def test_weights_are_softmaxes_of_all_or_of_the_chosen_logits() -> None:
+    x = case()[0]
+    for normalise in (True, False):
+        router = drawn(Router(DIM, ExpertArgs(6, 2, 24, normalise=normalise), aux_loss_coef=0, bias_update_rate=0))
+        router.init_buffers(torch.device("cpu"))
+        chosen, weights = router(x)
+        shares = (x @ router.gate.weight.T).softmax(-1)
+        wanted, places = shares.topk(2)
+        assert torch.equal(chosen, places)
+        torch.testing.assert_close(weights, wanted / wanted.sum(1, keepdim=True) if normalise else wanted)
+
+
+def test_the_selection_bias_chooses_and_has_no_weight() -> None:
+    router = drawn(Router(DIM, ExpertArgs(6, 2, 24), aux_loss_coef=0, bias_update_rate=0.1))
+    router.init_buffers(torch.device("cpu"))
+    x = case()[0]
+    router.selection_bias[3] = 1e3
+    chosen, weights = router(x)
+    assert (chosen == 3).sum(1).eq(1).all()
+    logits = (x @ router.gate.weight.T).gather(1, chosen)
+    torch.testing.assert_close(weights, logits.softmax(1))
+
+
+def test_choices_are_counted_with_gradients_only() -> None:
+    moe = drawn(MoE(DIM, ExpertArgs(6, 2, 24)))
+    moe.router.init_buffers(torch.device("cpu"))
+    x = case()[0].unsqueeze(0)
+    with torch.no_grad():
+        moe(x)
+    assert not moe.router.count.any()
+    moe(x)
+    assert moe.router.count.sum() == 22
+
+
+def test_the_router_computes_in_float32_at_least() -> None:
+    router = drawn(Router(DIM, ExpertArgs(6, 2, 24), aux_loss_coef=0, bias_update_rate=0), torch.bfloat16)
+    router.init_buffers(torch.device("cpu"))
+    assert router(case(torch.bfloat16)[0])[1].dtype == torch.float32
+    assert router.load.dtype == torch.float32

@@ -1,0 +1,200 @@
+"""Expert parallelism: the ranks of `ep` divide the experts of a layer, and tokens travel to their experts.
+
+    4 experts on 2 ranks, 2 for each token          rank 0 has experts 0 1       rank 1 has experts 2 3
+    tokens of rank 0 choose (0 1) (0 3) (2 3)       keeps the first two          gets the last two
+    tokens of rank 1 choose (2 0)                   gets it                      keeps it
+
+A token travels once to a rank, however many of its experts are there, with its weights and the numbers of its experts.
+One weighted sum comes back. The backward sends gradients on the same ways, and adds those of a token at its owner.
+
+Only routing knows how many rows travel. Each forward gathers a small table of counts over the ranks, and the host reads
+it: one reading a layer and forward (again where the layer is recomputed). The backward uses the same counts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from trainer.distributed.context_parallel.planning.heads import aligned
+from trainer.distributed.data_parallel import InnerUnits
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_gather, all_to_all
+from trainer.transforms.forward import replace_forward
+
+Tensors = Sequence[torch.Tensor]
+Sums = Callable[..., torch.Tensor]
+"""(x, chosen, weights, *, sizes) -> weighted sums of this rank's experts, as `models.common.experts.expert_sums`."""
+
+
+class ExpertParallel(ParallelStyle):
+    """Style that divides stacked experts over a 1-D mesh, whose size divides their number.
+
+    The module's parameters have a row for each expert, and its forward is `(x, chosen, weights)`. The same with
+    parameters of some of the experts is `module.sums(parameters, x, chosen, weights, sizes=...)`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+                part.register_parameter(name, nn.Parameter(shard))
+
+        group = device_mesh.get_group()
+
+        def forward(self: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            parameters = {name: w.to_local() for name, w in self.named_parameters(recurse=False)}
+            experts = len(next(iter(parameters.values())))
+            return dispatched_sums(x, chosen, weights, partial(self.sums, parameters), experts, group)
+
+        replace_forward(module, "expert parallelism", MethodType(forward, module))
+        return distribute_module(module, device_mesh, partition)
+
+
+def expert_units(experts: Mapping[nn.Module, nn.Module], dims: ParallelDims) -> InnerUnits | None:
+    """Return how FSDP shards experts, over all ranks that have tokens for them; None if there are none.
+
+    experts: block -> its experts. The experts of a rank are divided among its `efsdp` ranks, or each one's rows are,
+    where their number cannot be divided.
+    """
+    if dims.degrees.ep is None:
+        return None
+    ranks, ep = dims.degrees.efsdp, dims.degrees.ep
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        whole_experts = parameter.shape[0] // ep % ranks == 0
+        return Shard(0 if whole_experts or parameter.shape[1] % ranks else 1)
+
+    return InnerUnits(dims.expert_mesh, experts, placement)
+
+
+def dispatched_sums(
+    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, sums: Sums, experts: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the weighted sums of the experts of all ranks for this rank's tokens, (N, dim); a collective.
+
+    x: (N, dim); chosen: (N, k) int64; weights: (N, k). sums: of this rank's experts; experts: their number E. Expert i
+    of all is number i % E of rank i // E. A rank may have no token.
+    """
+    plan = plan_dispatch(chosen, experts, group)
+    rows, row_weights, numbers = _Dispatch.apply(x, weights, chosen, plan)
+    return _Combine.apply(sums(rows, numbers, row_weights, sizes=plan.pairs), plan)
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """Which tokens of this rank travel where, and what arrives. A rank counts as its own peer.
+
+    tokens: of this rank; places: (T,), tokens in the order of the ranks to which they go; peers: (T,), these ranks.
+    """
+
+    tokens: int
+    places: torch.Tensor
+    peers: torch.Tensor
+    sent: tuple[int, ...]
+    """Tokens that go to each rank, as `received`."""
+    received: tuple[int, ...]
+    pairs: tuple[int, ...]
+    """For each expert of this rank, how many tokens have chosen it."""
+    group: dist.ProcessGroup
+
+
+def plan_dispatch(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup) -> DispatchPlan:
+    """Return the plan of one forward; a collective, and one reading by the host.
+
+    chosen: (N, k) int64, this rank's choices; experts: number of experts of each rank.
+    """
+    ranks, own = group.size(), group.rank()
+    goes = torch.zeros(len(chosen), ranks, dtype=torch.int64, device=chosen.device)
+    goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)
+    counts = torch.zeros(ranks * (1 + experts), dtype=torch.int64, device=chosen.device)
+    counts[:ranks] = goes.sum(0)
+    counts[ranks:].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+    table = all_gather(counts, group).tolist()
+    sent, received = table[own][:ranks], [row[own] for row in table]
+    first = ranks + own * experts
+    pairs = (sum(row[i] for row in table) for i in range(first, first + experts))
+    order = goes.t().flatten().argsort(descending=True, stable=True)[: sum(sent)]
+    peers = order.div(max(len(chosen), 1), rounding_mode="floor")
+    return DispatchPlan(
+        len(chosen), order - peers * len(chosen), peers, tuple(sent), tuple(received), tuple(pairs), group
+    )
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens -> rows at the experts of this rank. One node, so that a rank without tokens or rows joins too."""
+
+    @staticmethod
+    def forward(ctx, x, weights, chosen, plan):
+        experts = len(plan.pairs)
+        numbers = chosen[plan.places] - plan.peers.unsqueeze(1) * experts
+        numbers = numbers.masked_fill((numbers < 0) | (numbers >= experts), experts).to(torch.int32)
+        ctx.plan = plan
+        rows, row_weights, numbers = _travel(
+            [x[plan.places], weights[plan.places], numbers], plan.sent, plan.received, plan.group, "expert_dispatch"
+        )
+        numbers = numbers.long()
+        ctx.mark_non_differentiable(numbers)
+        return rows.contiguous(), row_weights.contiguous(), numbers
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, drows, dweights, _dnumbers):
+        plan = ctx.plan
+        arrived = _travel([drows, dweights], plan.received, plan.sent, plan.group, "expert_dispatch_backward")
+        dx, dweights = (_added(part, plan) for part in arrived)
+        return dx, dweights, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sums at the experts of this rank -> sums of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, sums, plan):
+        ctx.plan = plan
+        (arrived,) = _travel([sums], plan.received, plan.sent, plan.group, "expert_combine")
+        return _added(arrived, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        plan = ctx.plan
+        (drows,) = _travel([dout[plan.places]], plan.sent, plan.received, plan.group, "expert_combine_backward")
+        return drows.contiguous(), None
+
+
+def _added(parts: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+    """Return the sum for each token of what came back from its ranks: (T, C) -> (N, C), added in float32 at least."""
+    dtype = torch.promote_types(parts.dtype, torch.float32)
+    total = parts.new_zeros(plan.tokens, parts.shape[1], dtype=dtype)
+    return total.index_add_(0, plan.places, parts.to(dtype)).to(parts.dtype)
+
+
+def _travel(
+    tensors: Tensors, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, kind: str
+) -> list[torch.Tensor]:
+    """Send rows of several tensors (T, C) side by side, as bytes; return those that arrive, views of the message.
+
+    sent, received: rows to and from each rank.
+    """
+    places, width = [], 0
+    for x in tensors:
+        size = x.shape[1] * x.itemsize
+        places.append(slice(width, width + size))
+        width += aligned(size)
+    message = tensors[0].new_empty(len(tensors[0]), width, dtype=torch.uint8)
+    for x, place in zip(tensors, places, strict=True):
+        message[:, place].view(x.dtype).copy_(x)
+    sizes = ([rows * width for rows in counts] for counts in (sent, received))
+    arrived, pending = all_to_all(message.view(-1), *sizes, group, kind=kind)
+    pending.wait()
+    rows = arrived.view(-1, width)
+    return [rows[:, place].view(x.dtype) for x, place in zip(tensors, places, strict=True)]

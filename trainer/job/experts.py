@@ -1,0 +1,89 @@
+"""Check experts against the ranks and the rest of the configuration. Torch-free."""
+
+import math
+from dataclasses import replace
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.distributed.context_parallel.planning.heads import aligned
+from trainer.job.degrees import Degrees
+from trainer.models.args import ModelArgs, experts_of
+from trainer.models.common.expert_args import ExpertArgs
+
+
+def with_experts(degrees: Degrees, config: JobConfig, args: ModelArgs) -> Degrees:
+    """Return the degrees with that of expert parallelism.
+
+    Raises:
+        ConfigError: a degree that does not fit, a key that needs experts without them, or a feature that cannot work
+            with experts.
+    """
+    ep, experts = config.parallelism.expert_parallel_degree, experts_of(args)
+    if experts is None:
+        keys = {
+            "parallelism.expert_parallel_degree": None if ep == 1 else ep,
+            "model.router_aux_loss_coef": config.model.router_aux_loss_coef,
+            "model.router_bias_update_rate": config.model.router_bias_update_rate,
+        }
+        for key, value in keys.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{key} = {value} is for a model with experts, and model.name = {config.model.name!r} has none; "
+                    "leave it out, or use model.name = 'qwen3_moe', say"
+                )
+        return degrees
+    ranks = degrees.dp_shard * degrees.cp * degrees.tp
+    common = math.gcd(experts.number, ranks)
+    if common % ep:
+        fitting = ", ".join(str(degree) for degree in range(1, common + 1) if common % degree == 0)
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {ep} must divide the {experts.number} experts of model.flavor = "
+            f"{config.model.flavor!r} and the {ranks} ranks of the FSDP, CP and TP degrees together; degrees that fit: "
+            f"{fitting}"
+        )
+    _check_features(config)
+    return replace(degrees, ep=ep)
+
+
+def dispatch_bytes(
+    out: float, back: float, *, dim: int, itemsize: int, per_token: int, weight_itemsize: int
+) -> dict[str, float]:
+    """Return the bytes that a rank sends to others in one layer, forward and backward, by kind of exchange.
+
+    out: rows that it sends to experts of other ranks; back: rows that its experts have got from other ranks. A row goes
+    with the weights and the numbers (int32) of its experts, of which the rank keeps those that are its own.
+    """
+    row, weights, numbers = aligned(dim * itemsize), aligned(per_token * weight_itemsize), aligned(per_token * 4)
+    return {
+        "expert_dispatch": out * (row + weights + numbers),
+        "expert_combine": back * row,
+        "expert_combine_backward": out * row,
+        "expert_dispatch_backward": back * (row + weights),
+    }
+
+
+def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
+    """Return how many other ranks a token travels to on average, if it chooses among all experts alike."""
+    elsewhere = experts.number - experts.number // ep
+    none_there = math.comb(elsewhere, experts.per_token) / math.comb(experts.number, experts.per_token)
+    return (ep - 1) * (1 - none_there)
+
+
+def _check_features(config: JobConfig) -> None:
+    compiles, mode = config.compile.enable and "model" in config.compile.components, config.activation_checkpoint.mode
+    if compiles and mode != "none":
+        raise ConfigError(
+            f"activation_checkpoint.mode = {mode!r} with compile.enable is not handled for model.name = "
+            f"{config.model.name!r}: the compiler recomputes one graph, and a block with experts is two; leave one of "
+            "them out"
+        )
+    unsupported = {
+        "float8.enable": config.float8.enable,
+        "parallelism.enable_async_tensor_parallel": config.parallelism.overlaps_tensor_parallel,
+    }
+    for key, is_set in unsupported.items():
+        if is_set:
+            raise ConfigError(
+                f"{key} = true does not work with the experts of model.name = {config.model.name!r}, whose numbers of "
+                "rows change with every batch; leave it out"
+            )

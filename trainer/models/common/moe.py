@@ -1,0 +1,135 @@
+"""A mixture of experts in the place of a feed-forward network: a router, experts, and two ways to balance them.
+
+Both ways use the load of the experts: their shares of all choices of a step, over the whole batch. Each router counts
+the choices of its forwards with gradients, and `update_balance`, once a step, sums the counts over all ranks.
+
+The auxiliary loss of a layer (arXiv 2101.03961) is coefficient * E * sum over experts of f_e * P_e. f_e is the load of
+the step BEFORE, and P_e this token's probability, summed over tokens and divided by the labels of the step, as the
+loss is. So the loss is exact on every layout, with any number of micro-batches and ranks, and its forward needs no
+collective. In the first step loads are equal, and its gradient is zero. transformers has f_e of the micro-batch itself
+(in which it sums to the number of chosen experts, not to one), over all layers together, so that its loss depends on
+how a batch is cut.
+
+The bias (arXiv 2408.15664) is added to the logits for the choice alone, never to weights. After each step that of an
+expert with less than the mean load rises by the update rate, and that of one with more falls.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
+from trainer.models.common.auxiliary_loss import AuxiliaryLoss
+from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.experts import Experts
+
+
+class Gate(nn.Linear):
+    """Linear module that computes in float32 at least."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+class Router(nn.Module):
+    """Chooses experts for each token.
+
+    Buffers, (E,): `load`, the shares of the last step; `selection_bias`; `count`, this rank's choices in this step.
+    """
+
+    def __init__(self, dim: int, args: ExpertArgs, *, aux_loss_coef: float, bias_update_rate: float) -> None:
+        super().__init__()
+        self.number, self.per_token, self.normalise = args.number, args.per_token, args.normalise
+        self.aux_loss_coef, self.bias_update_rate = aux_loss_coef, bias_update_rate
+        self.gate = Gate(dim, args.number, bias=args.biases)
+        self.auxiliary = AuxiliaryLoss()
+        self.register_buffer("load", torch.empty(args.number))
+        self.register_buffer("selection_bias", torch.empty(args.number))
+        self.register_buffer("count", torch.empty(args.number, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: (N, dim) -> (experts of each token: (N, k) int64, their weights: (N, k), in float32 at least)."""
+        logits = self.gate(x)
+        scores = logits.detach() + self.selection_bias if self.bias_update_rate else logits.detach()
+        chosen = scores.topk(self.per_token, dim=-1).indices
+        weights = logits.gather(1, chosen).softmax(-1) if self.normalise else logits.softmax(-1).gather(1, chosen)
+        if torch.is_grad_enabled():
+            self.count.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+            if self.aux_loss_coef:
+                loss = self.aux_loss_coef * self.number * (self.load * logits.softmax(-1)).sum()
+                weights = self.auxiliary(weights, loss)
+        return chosen, weights
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Set equal loads and no bias, in float32 at least."""
+        dtype = torch.promote_types(self.gate.weight.dtype, torch.float32)
+        self.load = torch.full((self.number,), 1 / self.number, dtype=dtype, device=device)
+        self.selection_bias = torch.zeros(self.number, dtype=dtype, device=device)
+        self.count = torch.zeros(self.number, dtype=torch.int64, device=device)
+
+
+class MoE(nn.Module):
+    """A router and its experts."""
+
+    def __init__(
+        self, dim: int, args: ExpertArgs, *, aux_loss_coef: float = 0.0, bias_update_rate: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.router = Router(dim, args, aux_loss_coef=aux_loss_coef, bias_update_rate=bias_update_rate)
+        self.experts = Experts(dim, args)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, dim) -> (B, S, dim)."""
+        rows = x.flatten(0, 1)
+        return self.run_experts(rows, *self.router(rows)).view_as(x)
+
+    def run_experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Run what is never compiled: numbers of rows that only the routing knows."""
+        return self.experts(x, chosen, weights)
+
+
+@torch.no_grad()
+def update_balance(model_parts: Sequence[nn.Module], dims: ParallelDims) -> None:
+    """Set the loads of a step that is over, and move the biases: a hook after the step, and one collective.
+
+    A recomputed block has counted its tokens twice, which changes no share.
+    """
+    routers = routers_of(model_parts)
+    if not routers:
+        return
+    counts = all_reduce(torch.stack([router.count for router in routers]), dims["dp_cp_tp"])
+    for router, count in zip(routers, counts, strict=True):
+        router.load.copy_(count.to(router.load.dtype) / count.sum())
+        router.count.zero_()
+        if router.bias_update_rate:
+            router.selection_bias += router.bias_update_rate * torch.sign(1 / router.number - router.load)
+
+
+def balance_record(model_parts: Sequence[nn.Module], dims: ParallelDims) -> dict[str, float | list[list[float]]]:
+    """Return the load of every expert over the mean, by layer, and the largest of all; a collective over pipelines.
+
+    A layer of a later stage follows those of the stages before it.
+    """
+    routers = {
+        int(name.split(".")[1]): module
+        for part in model_parts
+        for name, module in part.named_modules()
+        if isinstance(module, Router)
+    }
+    args = model_parts[0].args
+    if args.experts is None:
+        return {}
+    loads = torch.zeros(args.n_layers, args.experts.number, device=dims["world"].device_type)
+    for layer, router in routers.items():
+        loads[layer] = router.load * router.number
+    loads = [[round(load, 3) for load in layer] for layer in all_reduce(loads, dims["pp"]).tolist()]
+    return {"expert_imbalance": max(map(max, loads)), "expert_load": loads}
+
+
+def routers_of(model_parts: Sequence[nn.Module]) -> list[Router]:
+    """Return the routers of these model parts, in the order of the forward."""
+    return [module for part in model_parts for module in part.modules() if isinstance(module, Router)]

@@ -1,0 +1,91 @@
+"""Sizes of gpt-oss, and what transformers calls them. Torch-free.
+
+Source: "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), and the configurations of the models.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.common.decoder_hf_config import HFDecoder, read_windows, write_windows
+from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.shapes import RopeScaling
+from trainer.models.hf_config import Entries
+
+
+def _experts(number: int, per_token: int, hidden_dim: int) -> ExpertArgs:
+    return ExpertArgs(number, per_token, hidden_dim, biases=True, clamped=True)
+
+
+_120B = TransformerArgs(
+    dim=2880,
+    n_layers=36,
+    n_heads=64,
+    n_kv_heads=8,
+    head_size=64,
+    ffn_hidden_dim=2880,
+    vocab_size=201088,
+    max_seq_len=131072,
+    rope_theta=150000.0,
+    rope_scaling=RopeScaling(32.0, original_max_seq_len=4096, kind="yarn", truncate=False),
+    sliding_window=128,
+    sliding_window_every=2,
+    attention_sinks=True,
+    attention_bias=True,
+    output_bias=True,
+    experts=_experts(128, 4, 2880),
+    router_aux_loss_coef=0.001,
+)
+FLAVORS: dict[str, TransformerArgs] = {
+    "debugmodel": replace(
+        _120B, dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden_dim=256, experts=_experts(8, 2, 256)
+    ),
+    "20b": replace(_120B, n_layers=24, experts=_experts(32, 4, 2880)),
+    "120b": _120B,
+}
+
+
+def _read(config: Entries) -> dict[str, Any]:
+    """Windows are switched on by being there; by default every second layer has one, from the first on."""
+    if (config.content.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        raise ConfigError(
+            f"{config.file}: quantization_config says that the experts are stored as mxfp4, which cannot be read; load "
+            "the model in transformers with Mxfp4Config(dequantize=True), and save it in bfloat16"
+        )
+    config.only("attention_bias", True)
+    config.only("swiglu_alpha", 1.702)
+    config.only("swiglu_limit", 7.0)
+    kinds = config.content.get("layer_types")
+    if kinds is None:
+        kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(config.whole("num_hidden_layers"))]
+    windows = {"use_sliding_window": config.content.get("sliding_window") is not None, "layer_types": kinds}
+    coefficient = float(config.content.get("router_aux_loss_coef") or 0.0)
+    return {
+        "attention_sinks": True,
+        "attention_bias": True,
+        "output_bias": True,
+        "experts": _experts(
+            config.whole("num_local_experts"), config.whole("num_experts_per_tok"), config.whole("intermediate_size")
+        ),
+        "router_aux_loss_coef": coefficient,
+        **read_windows(Entries(config.file, {**config.content, **windows})),
+    }
+
+
+def _write(args: TransformerArgs) -> dict[str, Any]:
+    if (experts := args.experts) is None:
+        raise ConfigError("GptOssForCausalLM of Hugging Face's transformers needs experts, and this model has none")
+    windows = write_windows(args)
+    return {
+        "intermediate_size": experts.hidden_dim,
+        "num_local_experts": experts.number,
+        "num_experts_per_tok": experts.per_token,
+        "router_aux_loss_coef": args.router_aux_loss_coef,
+        "attention_bias": True,
+        "sliding_window": windows["sliding_window"],
+        "layer_types": windows["layer_types"],
+    }
+
+
+HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write, head_size=64)
