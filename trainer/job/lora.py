@@ -6,7 +6,7 @@ from itertools import chain
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig
 from trainer.distributed.pipeline_stages import PipelinePlan
-from trainer.models.args import ModelArgs
+from trainer.models.args import ModelArgs, experts_of
 
 
 def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | None) -> None:
@@ -70,4 +70,6 @@ def flops_beside(config: JobConfig, model: ModelArgs) -> float:
     """
     sizes = adapter_sizes(config, model)
     frozen = sum(map(math.prod, model.linear_shapes().values()))
+    if (experts := experts_of(model)) is not None:
+        frozen += model.n_layers * experts.per_token * experts.weights(model.dim)
     return 6.0 * sum(sizes.values()) - 2.0 * frozen if sizes else 0.0
