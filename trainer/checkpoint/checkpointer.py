@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import export
-from trainer.checkpoint.files import TensorsOnly, Writer
+from trainer.checkpoint.files import WholeState, Writer
 from trainer.checkpoint.folder import (
     RunState,
     best_saved,
@@ -129,7 +129,7 @@ class Checkpointer:
         state, reader = raise_on_all_ranks(lambda: open_step(self._config, self._model, step), world)
         try:
             tensors = tensors_of(self._model_parts, self._optimizer)
-            dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), process_group=self.group)
+            dcp.load(tensors, storage_reader=reader, planner=WholeState(), process_group=self.group)
         except CheckpointException as error:
             raise SharedConfigError(str(unreadable(self.folder, step, cause_of(error)))) from None
         raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -111,6 +111,28 @@ class TensorsOnly(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(f"{read_item.storage_index.fqn} is no tensor")
+
+
+class WholeState(TensorsOnly):
+    """Loads what all ranks ask for together, and refuses a checkpoint that holds more: DCP alone finds what is missing.
+
+    without: first parts of names, such as "optimizer", that are left out on purpose.
+    """
+
+    def __init__(self, without: Collection[str] = ()) -> None:
+        super().__init__()
+        self._without = without
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
+        surplus = sorted(
+            name
+            for name, saved in self.metadata.state_dict_metadata.items()
+            if name not in asked and name.partition(".")[0] not in self._without and saved.size.numel()
+        )
+        if surplus:
+            raise ValueError(f"it holds {surplus[0]} and this model has none; such entries: {len(surplus)}")
+        return super().create_global_plan(global_plan)
 
 
 class Writer(FileSystemWriter):
