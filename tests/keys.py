@@ -127,6 +127,7 @@ _MANY = (
     "--comm.checkpoint_timeout_seconds=99 --comm.trace_buf_size=123"
 )
 _LORA = "tests/distributed/test_lora.py"
+_SKIPPED = "tests/distributed/test_skipped_steps.py"
 _VALIDATION = "tests/distributed/test_validation.py"
 _SHAPE = "--training.local_batch_size=4 --training.seq_len=24 --training.global_batch_size=12"
 _TRACE_TWO = f"{_TRACE} --profiling.save_traces_folder=t --profiling.profiler_warmup=1 --profiling.profiler_active=2"
@@ -241,6 +242,8 @@ EFFECTS: dict[str, str | Seen] = {
     "training.max_norm": Seen(
         "--training.max_norm=0.25", lambda off, on: abs(on.clipped - 0.25) < 1e-3 < off.clipped - 0.25
     ),
+    "training.on_nonfinite": f"{_SKIPPED}::test_a_step_that_is_not_finite_is_left_out_on_all_ranks",
+    "training.max_skipped_steps": f"{_SKIPPED}::test_only_steps_in_a_row_count",
     "training.loss_chunk_tokens": Seen("--training.loss_chunk_tokens=7", _becomes("logits", "4352", "")),
     "training.steps": Seen("--training.steps=4", _becomes("logged", [1, 2, 3], [1, 2, 3, 4])),
     "training.dtype": Seen("--training.dtype=bfloat16", _more("parameters", "bfloat16")),

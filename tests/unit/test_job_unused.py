@@ -118,6 +118,7 @@ TOLD = [
         [TP2, "--compile.enable"],
         "with parallelism.tensor_parallel_degree = 1",
     ),
+    ("training.max_skipped_steps", ["9"], 1, ["--training.on_nonfinite=skip"], "with training.on_nonfinite = 'stop'"),
     ("checkpoint.folder", ["x"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     ("checkpoint.interval", ["10"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     ("checkpoint.keep_latest_k", ["2"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
