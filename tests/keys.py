@@ -127,6 +127,7 @@ _MANY = (
     "--comm.checkpoint_timeout_seconds=99 --comm.trace_buf_size=123"
 )
 _LORA = "tests/distributed/test_lora.py"
+_CHECKPOINTS = "tests/distributed/test_checkpoint_settings.py"
 _SKIPPED = "tests/distributed/test_skipped_steps.py"
 _VALIDATION = "tests/distributed/test_validation.py"
 _SHAPE = "--training.local_batch_size=4 --training.seq_len=24 --training.global_batch_size=12"
@@ -376,6 +377,10 @@ EFFECTS: dict[str, str | Seen] = {
         ),
         f"{_SAVE} --checkpoint.interval=1",
     ),
+    "checkpoint.interval_seconds": f"{_CHECKPOINTS}::test_one_rank_whose_time_is_up_makes_all_save",
+    "checkpoint.keep_every": "tests/unit/test_checkpoint_folder.py::test_every_nth_step_stays",
+    "checkpoint.load_only": f"{_CHECKPOINTS}::test_load_only_resumes_and_writes_no_checkpoint",
+    "checkpoint.exclude_from_loading": f"{_CHECKPOINTS}::test_what_is_excluded_starts_anew_and_nothing_else",
     "checkpoint.load_step": "tests/integration/test_resume.py::test_load_step_goes_back",
     "checkpoint.async_mode": Seen(
         f"{_SAVE} --checkpoint.interval=1 --checkpoint.async_mode=async",

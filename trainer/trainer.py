@@ -68,6 +68,8 @@ class Trainer:
         )
         self.stop_reason: str | None = None
         """Why the run stops after this step."""
+        self.save_is_due = False
+        """Whether a checkpoint is due after this step, by the time."""
         self.guard = StepGuard(config.training)
         self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
         self._prepare_process()
@@ -187,7 +189,10 @@ class Trainer:
                     last = bool(reason) or step == training.steps
                     # A run that is stopped has little time left to save.
                     best = None if reason else self._validate(step, last=last, compilations=compilations)
-                    saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last, best=best)
+                    tokens_seen = self.metrics.tokens_seen(step)
+                    saved = self.checkpoint.save(
+                        step, tokens_seen=tokens_seen, last=last, due=self.save_is_due, best=best
+                    )
                     if reason:
                         logger.info(f"{reason} after step {step}; {'checkpoint saved' if saved else 'nothing saved'}")
                         return
@@ -262,7 +267,8 @@ class Trainer:
         with region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
-            totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), self.stop.votes(), self.dims)
+            votes = [*self.stop.votes(), self.checkpoint.vote()]
+            totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), votes, self.dims)
         if self.updates_masked:
             mask_update(self.optimizer, totals.not_finite)
             self.update(totals.norm)
@@ -314,13 +320,13 @@ class Trainer:
         return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
 
     def read(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
-        """Return loss, gradient norm, and whether this step updates the weights; note whether to stop.
+        """Return loss, gradient norm, and whether this step updates the weights; note whether to stop, and to save.
 
         Raises:
             TrainingError: on every rank, if the loss or the norm is not finite; no weight has changed.
         """
-        loss, norm, votes = totals.read()
-        self.stop_reason = self.stop.reason(votes)
+        loss, norm, (*votes, save) = totals.read()
+        self.stop_reason, self.save_is_due = self.stop.reason(votes), save > 0
         return loss, norm, not self.guard.leaves_out(step, loss, norm)
 
     def update(self, norm: float | torch.Tensor) -> None:

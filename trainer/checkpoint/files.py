@@ -149,12 +149,14 @@ class Writer(FileSystemWriter):
         state: RunState,
         *,
         keep_latest_k: int,
+        keep_every: int = 0,
         best: float | None = None,
         file_per_tensor: bool = False,
     ) -> None:
         """file_per_tensor: PyTorch keeps the tensors of a file in memory until the file is complete."""
         super().__init__(unfinished, single_file_per_rank=not file_per_tensor, sync_files=True)
-        self._state, self._keep_latest_k, self._best = state, keep_latest_k, best
+        self._state, self._best = state, best
+        self._keep_latest_k, self._keep_every = keep_latest_k, keep_every
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors.
@@ -182,4 +184,4 @@ class Writer(FileSystemWriter):
             files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
         publish(unfinished, replace(self._state, files=files))
         mark_best(unfinished.parent, self._state.step, self._best)
-        keep_latest(unfinished.parent, self._keep_latest_k, self._state.step)
+        keep_latest(unfinished.parent, self._keep_latest_k, self._state.step, every=self._keep_every)

@@ -319,7 +319,7 @@ class Validation:
     """Tokens of a sequence, at most training.seq_len; None: training.seq_len."""
     local_batch_size: int | None = key(None, AT_LEAST_ONE, "sequences", when=_VALIDATING, example=1)
     """Sequences of a forward on each data-parallel rank; None: training.local_batch_size."""
-    keep_best: bool = key(False, when=(_VALIDATING, SAVING))
+    keep_best: bool = key(False, when=(_VALIDATING, *SAVING))
     """Save a checkpoint after each validation with the lowest loss so far, and keep the best one."""
 
     def source(self, training: Training) -> tuple[str, str | None]:
