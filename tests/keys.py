@@ -126,6 +126,7 @@ _MANY = (
     "--checkpoint.folder=c --checkpoint.interval=2 --comm.init_timeout_seconds=77 --comm.train_timeout_seconds=88 "
     "--comm.checkpoint_timeout_seconds=99 --comm.trace_buf_size=123"
 )
+_LORA = "tests/distributed/test_lora.py"
 _VALIDATION = "tests/distributed/test_validation.py"
 _SHAPE = "--training.local_batch_size=4 --training.seq_len=24 --training.global_batch_size=12"
 _TRACE_TWO = f"{_TRACE} --profiling.save_traces_folder=t --profiling.profiler_warmup=1 --profiling.profiler_active=2"
@@ -171,6 +172,7 @@ EFFECTS: dict[str, str | Seen] = {
     "model.tokenizer_path": Seen(
         "--model.tokenizer_path={data}/tokenizer.model", lambda off, on: _elements(on) < _elements(off)
     ),
+    "model.chat_template": "tests/unit/test_chat_jobs.py::test_a_template_of_your_own",
     "model.rope_theta": Seen("--model.rope_theta=100", _other("losses")),
     "model.router_aux_loss_coef": (
         "tests/distributed/test_experts.py::test_the_losses_and_the_biases_change_what_is_learnt"
@@ -392,6 +394,10 @@ EFFECTS: dict[str, str | Seen] = {
     "validation.seq_len": f"{_VALIDATION}::test_the_loss_is_that_of_one_process",
     "validation.local_batch_size": f"{_VALIDATION}::test_rows_of_a_forward",
     "validation.keep_best": f"{_VALIDATION}::test_the_best_checkpoint_is_saved_and_kept",
+    # ---- lora
+    "lora.rank": f"{_LORA}::test_frozen_weights_stay",
+    "lora.alpha": f"{_LORA}::test_adapters_train_here_as_in_peft",
+    "lora.modules": f"{_LORA}::test_adapters_train_here_as_in_peft",
     # ---- activation_checkpoint
     "activation_checkpoint.mode": Seen(
         "--activation_checkpoint.mode=full", lambda off, on: (off.order.count("F"), on.order.count("F")) == (2, 4)

@@ -83,7 +83,7 @@ class Trainer:
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
         self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
-        self.parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
         self.optimizer = build_optimizer(self.model_parts, config.optimizer)
         self.updates_masked = can_mask_update(self.optimizer, device)

@@ -155,7 +155,7 @@ class RecordingTrainer(Trainer):
         super().__init__(*args)
 
     def build_task(self) -> Task:
-        return MadeRows(self.job, self.dims, self.fault) if self.job.model.task == "tokens" else super().build_task()
+        return MadeRows(self.job, self.dims, self.fault) if makes_rows(self.job) else super().build_task()
 
     def update(self, norm: float | torch.Tensor) -> None:
         super().update(norm)
@@ -163,10 +163,14 @@ class RecordingTrainer(Trainer):
         self.record.limits.append(min(float(norm), self.config.training.max_norm))
 
     def of_all_stages(
-        self, value: Callable[[torch.Tensor], torch.Tensor], named: Callable = nn.Module.named_parameters
+        self, value: Callable[[torch.Tensor], torch.Tensor | None], named: Callable = nn.Module.named_parameters
     ) -> dict[str, torch.Tensor]:
-        """A tensor for every parameter, or whatever is `named`, of the model, by name; a collective."""
-        mine = {name: whole(value(x)) for part in self.model_parts for name, x in named(part)}
+        """A tensor for every parameter, or whatever is `named`, of the model, by name; a collective.
+
+        None, such as the gradient of a frozen parameter, is left out.
+        """
+        mine = {name: value(x) for part in self.model_parts for name, x in named(part)}
+        mine = {name: whole(x) for name, x in mine.items() if x is not None}
         of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(self.dims.size("pp"))]
         torch.distributed.all_gather_object(of_ranks, mine, group=self.dims["pp"].get_group())
         return {name: x for stages in of_ranks for name, x in stages.items()}
@@ -187,10 +191,15 @@ def make_row(i: int, seq_len: int, *, no_labels: bool = False) -> dict[str, torc
     }
 
 
-def settled_gradient(parameter: nn.Parameter) -> torch.Tensor:
+def makes_rows(job: ResolvedJob) -> bool:
+    """Whether a job trains on made-up rows; fields and conversations are those of its data set."""
+    return job.model.task == "tokens" and job.config.training.dataset != "chat"
+
+
+def settled_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The gradient, which must lie as its parameter does: a partial sum would be whole in `full_tensor` alone."""
     gradient = parameter.grad
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor) and parameter.requires_grad:
         assert gradient.placements == parameter.placements, (gradient.placements, parameter.placements)
     return gradient
 
@@ -210,7 +219,7 @@ def resolved(config: JobConfig, process: Process) -> ResolvedJob:
     if (training.dtype, training.mixed_precision_param) == ("float32", "auto"):
         config = replace(config, training=replace(training, mixed_precision_param="float32"))
     job = resolve(config, process.world_size, process.device.type)
-    return replace(job, model=replace(job.model, vocab_size=VOCAB)) if job.model.task == "tokens" else job
+    return replace(job, model=replace(job.model, vocab_size=VOCAB)) if makes_rows(job) else job
 
 
 @contextmanager

@@ -1,24 +1,42 @@
-"""Texts continued by a model, on one rank: the tokens are the model's own, with windows and sinks and in a batch."""
+"""Law: the tokens are those of the model's own forward, on one rank and on several, with windows and in a batch."""
 
 import itertools
+import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
+import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.distributed.pool import WorkerPool
 from tests.hf_decoders import hf_model
+from trainer.commands import generate as command
+from trainer.commands.finished_run import loaded_model
 from trainer.components import generation
 from trainer.components.generation import Sampling, generate
-from trainer.config.schema import JobConfig, Model, Training
+from trainer.config.schema import JobConfig, Model, Parallelism, Training
+from trainer.data.tokenizer import default_tokenizer_path
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
+from trainer.models.common.shapes import RopeScaling
 from trainer.models.initialization import initialize
+from trainer.models.llama3.args import TransformerArgs
 from trainer.models.model_spec import model_spec
 from trainer.models.state_dict import to_hf
+from trainer.runtime.process_group import Process, process_group
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8]]
 GREEDY = Sampling(temperature=0)
@@ -32,23 +50,39 @@ MODELS = [
     Model(name="qwen2"),
     Model(name="gpt_oss"),
 ]
+IDS = ["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2", "gpt_oss"]
 
 
 @contextmanager
 def opened(model: Model, seq_len: int = LENGTH) -> Iterator[tuple[nn.Module, ResolvedJob, ParallelDims]]:
-    config = JobConfig(model=model, training=Training(seq_len=seq_len, local_batch_size=1, dtype="float64"))
-    job = resolve(config, 1, "cpu")
-    dims, spec = ParallelDims(job.degrees, "cpu"), model_spec(model.name)
-    with torch.device("meta"):
-        part = spec.build(job.model).double()
-    spec.parallelize(part, dims, job)
-    initialize(part, seed=1, device=torch.device("cpu"))
-    with torch.no_grad():
-        part.output.weight.normal_(std=0.05, generator=torch.Generator().manual_seed(7))
+    process = Process.from_environment()
+    config = JobConfig(
+        model=model,
+        training=Training(seq_len=seq_len, local_batch_size=1, dtype="float64"),
+        parallelism=Parallelism(tensor_parallel_degree=process.world_size),
+    )
+    job = resolve(config, process.world_size, "cpu")
+    with process_group(process, config.comm):
+        dims, spec = ParallelDims(job.degrees, "cpu"), model_spec(model.name)
+        with torch.device("meta"):
+            part = spec.build(job.model).double()
+        spec.parallelize(part, dims, job)
+        initialize(part, seed=1, device=torch.device("cpu"))
+        draw(part.output.weight, 0.05, seed=7)
         for name, parameter in part.named_parameters():
             if name.endswith("sinks.weight"):
-                parameter.normal_(generator=torch.Generator().manual_seed(8))
-    yield part, job, dims
+                draw(parameter, 1.0, seed=8)
+        yield part, job, dims
+
+
+@torch.no_grad()
+def draw(parameter: torch.Tensor, std: float, *, seed: int) -> None:
+    """The same numbers on every layout."""
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+    whole.normal_(std=std, generator=torch.Generator().manual_seed(seed))
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)
 
 
 def written_case(
@@ -68,11 +102,7 @@ def likeliest_case(model: Model, prompts: list[list[int]], tokens: int) -> list[
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "model",
-    MODELS,
-    ids=["plain", "windows and sinks", "every second window", "convolved", "qwen3", "qwen2", "gpt_oss"],
-)
+@pytest.mark.parametrize("model", MODELS, ids=IDS)
 def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, model: Model) -> None:
     """Prompts of different lengths together, and each alone."""
     ((together),) = pool.run(1, written_case, model, PROMPTS, 12, GREEDY, 0)
@@ -81,6 +111,36 @@ def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, 
     assert together == wanted
     for prompt, text in zip(PROMPTS, together, strict=True):
         assert pool.run(1, written_case, model, [prompt], 12, GREEDY, 0) == [[text]]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, top_p=0.9)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("model", MODELS, ids=IDS)
+def test_tensor_parallel_ranks_write_the_same(pool: WorkerPool, model: Model, sampling: Sampling) -> None:
+    """Chunks of odd lengths, and a text that outgrows the longest sequence."""
+    (alone,) = pool.run(1, written_case, model, PROMPTS, 30, sampling, 3)
+    assert pool.run(2, written_case, model, PROMPTS, 30, sampling, 3) == [alone, alone]
+    assert len({token for text in alone for token in text}) > 10, "the model says something"
+
+
+def local_heads_case() -> set[tuple[int, ...]]:
+    """Shapes that the cache keeps."""
+    with opened(Model()) as (part, job, dims):
+        seen: list[generation.KeyValueCache] = []
+
+        class Seen(generation.KeyValueCache):
+            def __init__(self, *args) -> None:
+                super().__init__(*args)
+                seen.append(self)
+
+        with mock.patch.object(generation, "KeyValueCache", Seen):
+            generate(part, job, dims, PROMPTS, tokens=3, sampling=GREEDY, seed=0)
+        return {tuple(kept.shape) for pair in seen[0]._kept.values() for kept in pair}
+
+
+def test_a_rank_keeps_its_own_heads_and_no_more_tokens_than_are_written(pool: WorkerPool) -> None:
+    longest = max(map(len, PROMPTS)) + 3
+    assert pool.run(1, local_heads_case) == [{(3, 4, longest, 32)}]
+    assert pool.run(2, local_heads_case) == 2 * [{(3, 2, longest + 1, 32)}]
 
 
 def test_a_long_prompt_is_read_in_chunks(pool: WorkerPool) -> None:
@@ -114,6 +174,95 @@ def hugging_face_case(family: str, prompts: list[list[int]], tokens: int) -> tup
 def test_greedy_tokens_are_those_of_transformers(pool: WorkerPool, family: str) -> None:
     ((ours, theirs),) = pool.run(1, hugging_face_case, family, PROMPTS, 16)
     assert ours == theirs
+
+
+LLAMA = TransformerArgs(
+    dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_hidden_dim=96, vocab_size=4354, max_seq_len=64, norm_eps=1e-6
+)
+
+TIED = replace(LLAMA, n_kv_heads=2, tie_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8))
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    return made_folder(tmp_path, LLAMA)
+
+
+def made_folder(tmp_path: Path, args: TransformerArgs) -> Path:
+    """A folder as transformers saves it, in float64, with our tokenizer."""
+    model = hf_model("llama3", args)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(std=0.3)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path / "hf")
+    shutil.copy(default_tokenizer_path(), tmp_path / "hf" / "tokenizer.model")
+    return tmp_path / "hf"
+
+
+def of_a_folder_case(folder: str, prompts: list[list[int]], tokens: int, sampling: Sampling) -> list[list[int]]:
+    process = Process.from_environment()
+    _, job = command.checked([folder, "--ngpu", str(process.world_size)])
+    with process_group(process, job.config.comm):
+        model, dims = loaded_model(job, process.device)
+        return generate(model, job, dims, prompts, tokens=tokens, sampling=sampling, seed=1)
+
+
+@pytest.mark.parametrize("args", [LLAMA, TIED], ids=["plain", "tied, scaled"])
+def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, tmp_path: Path, args: TransformerArgs) -> None:
+    hf_folder = made_folder(tmp_path, args)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(hf_folder, dtype="float64")
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = [theirs.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS]
+    assert len({token for text in wanted for token in text}) > 10, "the model says something"
+    assert pool.run(1, of_a_folder_case, str(hf_folder), PROMPTS, 16, GREEDY) == [wanted]
+    assert pool.run(2, of_a_folder_case, str(hf_folder), PROMPTS, 16, GREEDY) == [wanted, wanted]
+    (drawn,) = pool.run(1, of_a_folder_case, str(hf_folder), PROMPTS, 16, Sampling(temperature=1.0))
+    assert drawn != wanted
+    assert pool.run(2, of_a_folder_case, str(hf_folder), PROMPTS, 16, Sampling(temperature=1.0)) == [drawn, drawn]
+
+
+def refused_folder(argv: list[str], capsys: pytest.CaptureFixture) -> str:
+    assert command.main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    return shown.err
+
+
+def test_a_broken_folder_is_one_sentence(hf_folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert "which has no steps" in refused_folder([str(hf_folder), "--step", "3"], capsys)
+    said = refused_folder([str(hf_folder), "--ngpu", "3"], capsys)
+    assert said.startswith("error: --ngpu 3, the ranks that divide the model: ")
+    assert said.endswith("degrees that fit this model: 1, 2\n")
+    (hf_folder / "tokenizer.model").rename(hf_folder / "kept")
+    assert "holds no tokenizer" in refused_folder([str(hf_folder)], capsys)
+    (hf_folder / "kept").rename(hf_folder / "tokenizer.model")
+    weights = hf_folder / "model.safetensors"
+    tensors = {name: x.clone() for name, x in safetensors.torch.load_file(weights).items()}  # not the file itself
+    os.truncate(weights, weights.stat().st_size // 2)
+    for ranks in ("1", "2"):
+        said = refused_folder([str(hf_folder), "--ngpu", ranks], capsys)
+        assert len(said.splitlines()) == 1
+        assert "model.safetensors" in said
+    del tensors["model.norm.weight"]
+    safetensors.torch.save_file(tensors, weights)
+    assert "the first of them model.norm.weight" in refused_folder([str(hf_folder)], capsys)
+    (hf_folder / "config.json").write_text("{")
+    assert "config.json is no JSON" in refused_folder([str(hf_folder)], capsys)
+    (hf_folder / "config.json").unlink()
+    assert "holds no run" in refused_folder([str(hf_folder)], capsys)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_command_starts_its_ranks_and_one_of_them_prints(hf_folder: Path, ranks: int) -> None:
+    arguments = ["--prompt", "def f(", "--prompt", "class A", "--tokens", "5", "--temperature", "0"]
+    line = [sys.executable, "-m", "trainer", "generate", str(hf_folder), *arguments, "--ngpu", str(ranks)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split("\n\nclass A")
+    assert first.startswith("def f(")
+    assert len(second) > 3
 
 
 def test_drawn_tokens_follow_the_seed_and_the_number_of_the_prompt(pool: WorkerPool) -> None:

@@ -94,6 +94,18 @@ SAVED = f"lct train --checkpoint.enable {SHORT}"
 # A stand-in of the debug model's size.
 LLAMA = f"""test -d Llama-3.2-1B || ({SAVED} && lct convert to-hf outputs/debug_model Llama-3.2-1B
 mkdir Llama-3.2-1B/original && cp trainer/assets/python_4k.tiktoken Llama-3.2-1B/original/tokenizer.model)"""
+CHAT = """cp -r Llama-3.2-1B Llama-3.2-1B-Instruct
+echo '{% for m in messages %}{{ m.role + m.content }}<|eot_id|>{% endfor %}
+{%- if add_generation_prompt %}assistant{% endif %}' > Llama-3.2-1B-Instruct/chat_template.jinja
+for i in $(seq 20); do
+echo '{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}'
+echo '{"prompt": "Who wrote Faust?", "answer": "Goethe"}'; done > chat.jsonl"""
+
+ADAPT = (
+    f"{CHAT}; lct train --model.flavor ./Llama-3.2-1B-Instruct --checkpoint.initial_load_path ./Llama-3.2-1B-Instruct "
+    "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 8 --lora.rank 2 "
+    f"--checkpoint.enable {SHORT}"
+)
 
 RULES = [
     # ---- fields
@@ -144,7 +156,7 @@ RULES = [
     Rule(r"lct train \S+ --print-config", says=r'flavor = "70B"', slow=False),
     # ---- big models
     Rule(
-        r"lct train (train_configs/)?llama3_8b\S* --ngpu 8.*|NGPU=8 CONFIG_FILE=\S+8b.toml \./run_llama_train\.sh",
+        r"lct train (train_configs/)?llama3_8b\S* --ngpu [18].*|NGPU=8 CONFIG_FILE=\S+8b.toml \./run_llama_train\.sh",
         r"\g<0> --check-config --world-size 8",
         why=BIG,
         says="the settings are valid",
@@ -173,6 +185,13 @@ RULES = [
     Rule(r"export .*", slow=False),
     # ---- weights of Hugging Face
     Rule(
+        r"(lct train --model\.flavor \./Llama.*) (--training\.dataset chat .*)",
+        rf"trap 'rm -rf chat.jsonl Llama-3.2-1B-Instruct' EXIT; {CHAT}; \g<0> {SHORT}",
+        why=f"{LONG}; a small model stands in",
+        first=f"rm -rf outputs/chat; {LLAMA}",
+        says=r"weights saved for Hugging Face(?s:.*)training done",
+    ),
+    Rule(
         r"lct train --model\.flavor \./Llama\S+ .*",
         rf"\g<0> {SHORT}",
         why=f"{LONG}; a small model stands in",
@@ -188,6 +207,13 @@ RULES = [
         why=LONG,
         first="rm -rf outputs/debug_model",
         says="weights saved for Hugging Face(?s:.*)training done",
+    ),
+    Rule(
+        r"lct convert to-peft (\S+) (\S+)",
+        rf"trap 'rm -rf \1 \2 chat.jsonl Llama-3.2-1B-Instruct' EXIT; {ADAPT} --job.dump_folder \1 && \g<0>",
+        why=f"{LONG}; a small model stands in",
+        first=LLAMA,
+        says="peft loads them",
     ),
     Rule(r"lct convert to-hf .*", r"rm -rf exported && \g<0>", why=OWN, first=SAVED, says="transformers loads it"),
     # ---- training
@@ -261,6 +287,28 @@ RULES = [
     Rule(r"python train\.py (--job\.config_file \S+ )?--training\..*", rf"\g<0> {SHORT}", LONG, says="training done"),
     Rule(r"\$ python train\.py .*", code=2, says=r"^error: "),
     # ---- after a run
+    Rule(
+        r"lct generate (\./Llama-3\.2-1B .*)",
+        r"lct generate \1 --tokens 4",
+        why=OWN,
+        first=LLAMA,
+        says=r"^def main\(",
+    ),
+    Rule(
+        r"lct evaluate \./Llama-3\.2-1B .*",
+        "lct evaluate ./Llama-3.2-1B --seq-len 128 --ngpu 2 --parallelism.context_parallel_degree 2 "
+        "--sequences 2 --samples 1",
+        why=f"{BIG}; {OWN}",
+        first=LLAMA,
+        says="64 to 127 .*(?s:.*)needle",
+    ),
+    Rule(
+        r"lct evaluate outputs/\w+( --tasks (?:positions|needle))?.*",
+        r"lct evaluate outputs/saved\1 --seq-len 128 --sequences 2 --lengths 128 --samples 1",
+        why="the folder of a short run, and short sequences",
+        first=f"test -d outputs/saved || {SAVED} --job.dump_folder=outputs/saved",
+        says="positions|needle",
+    ),
     Rule(
         r"lct generate outputs/\w+( .*)?",
         r"lct generate outputs/saved\1 --tokens 4",

@@ -3,7 +3,7 @@
 A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
 """
 
-from tests.mutants import attention, domain, experts, job, step
+from tests.mutants import attention, chat, domain, experts, job, step
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -21,10 +21,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.FAMILIES,
     *step.LAYOUTS,
     *job.DATA,
+    *chat.CHAT,
     *job.CHECKPOINTS,
     *job.SETTINGS,
     *job.CACHES,
     *step.METRICS,
     *step.VALIDATION,
+    *step.ADAPTERS,
+    *step.EVALUATION,
     *job.PROCESSES,
 )

@@ -325,13 +325,38 @@ LAYOUTS = (
     ),
 )
 
+_EVALUATION = "tests/distributed/test_evaluation.py"
+EVALUATION = (
+    Mutant(
+        "the hidden states of one tensor-parallel rank answer for all",
+        "trainer/tasks/evaluation.py",
+        '    hidden = whole_sequence(hidden, dims["tp"])\n',
+        '    hidden = hidden.repeat(1, dims.size("tp"), 1)\n',
+        f"{_EVALUATION}::test_an_answer_is_right_if_all_its_tokens_are_the_likeliest[cp2+tp2]",
+    ),
+    Mutant(
+        "an answer is right if one of its tokens is",
+        "trainer/tasks/evaluation.py",
+        "Retrieved(round(hits) == prompt.answer_tokens,",
+        "Retrieved(hits > 0,",
+        f"{_EVALUATION}::test_an_answer_is_right_if_all_its_tokens_are_the_likeliest[cp2]",
+    ),
+    Mutant(
+        "what fills up a chunk of a text stays in the cache",
+        "trainer/components/generation.py",
+        "            self.length += new\n",
+        "            self.length += filled.shape[1]\n",
+        "tests/distributed/test_generation.py::test_tensor_parallel_ranks_write_the_same",
+    ),
+)
+
 _VALIDATION = "tests/distributed/test_validation.py"
 VALIDATION = (
     Mutant(
         "a validation takes the float8 scales of the weights before the update",
         "trainer/tasks/validation.py",
-        "            precompute_scales(part, self._float8)",
-        "            pass",
+        "        precompute_scales(part, task.config.float8)",
+        "        pass",
         f"{_VALIDATION}::test_weights_are_scaled_anew_for_float8",
     ),
     Mutant(
@@ -344,8 +369,33 @@ VALIDATION = (
     Mutant(
         "rows that fill up the last batch of a validation count",
         "trainer/tasks/validation.py",
-        '            arrays["labels"][len(mine) :] = IGNORE_INDEX\n',
+        '        arrays["labels"][len(mine) :] = IGNORE_INDEX\n',
         "",
         f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
+    ),
+)
+
+_LORA = "tests/distributed/test_lora.py"
+ADAPTERS = (
+    Mutant(
+        "the gradient of a whole B is one rank's part of it",
+        "trainer/transforms/lora.py",
+        "module.lora_b.to_local(grad_placements=[Partial()])",
+        "module.lora_b.to_local()",
+        f"{_LORA}::test_layouts_train_the_same_adapters",
+    ),
+    Mutant(
+        "adapters are merged without their factor",
+        "trainer/transforms/lora.py",
+        "settings.scale * (b.to(wide) @ a.to(wide))",
+        "(b.to(wide) @ a.to(wide))",
+        f"{_LORA}::test_adapters_train_here_as_in_peft",
+    ),
+    Mutant(
+        "a run that resumes leaves the frozen weights at their initial values",
+        "trainer/checkpoint/checkpointer.py",
+        "if initial is not None and (step == 0 or adapts):",
+        "if initial is not None and step == 0:",
+        f"{_LORA}::test_frozen_weights_are_there_after_a_resume",
     ),
 )

@@ -213,7 +213,7 @@ def test_what_works_is_accepted(folder):
     ("name", "path", "message"),
     [
         ("python_stdlb", None, "'python_stdlb' is not a known data set; did you mean 'python_stdlib'?"),
-        ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl"),
+        ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat"),
         ("c4", None, "'c4' would be downloaded, and nothing is downloaded here; save its documents as JSON lines"),
         ("text", None, "training.dataset = 'text' needs training.dataset_path; give a .txt file"),
         ("jsonl", "", "training.dataset = 'jsonl' needs training.dataset_path; give a .jsonl file"),

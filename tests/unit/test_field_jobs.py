@@ -133,6 +133,7 @@ REFUSED = {
 WITHOUT_TOKENS = {
     "model.norm_type": "layernorm",
     "validation.enable": "true",
+    "lora.rank": "4",
     "model.tokenizer_path": "some/folder",
     "model.rope_theta": "1e6",
     "model.sliding_window": "64",

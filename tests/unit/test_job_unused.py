@@ -18,9 +18,20 @@ ROOT = Path(__file__).resolve().parents[2]
 PRESETS = {path.name: 1 for path in (ROOT / "train_configs").glob("*.toml") if not path.name.startswith("domain_")}
 PRESETS |= {
     f"llama3_{size}.toml": ranks
-    for size, ranks in (("1b", 8), ("3b", 8), ("8b", 8), ("8b_long", 8), ("8b_1m", 64), ("70b", 256), ("405b", 512))
+    for size, ranks in (
+        ("1b", 8),
+        ("3b", 8),
+        ("8b", 8),
+        ("8b_long", 8),
+        ("8b_extend", 8),
+        ("8b_1m", 64),
+        ("8b_sft", 8),
+        ("70b", 256),
+        ("405b", 512),
+    )
 }
 PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8}
+del PRESETS["llama3_8b_lora.toml"]  # it needs weights: test_lora.py
 
 # Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.
 CONDITIONAL = {key for key, known in keys_of(JobConfig).items() if known.when}
@@ -57,6 +68,7 @@ TOLD = [
     ("profiling.profile_freq", ["50"], 1, [SNAPSHOTS], "or profiling.enable_memory_snapshot"),
     ("profiling.save_memory_snapshot_folder", ["s"], 1, [SNAPSHOTS], "without profiling.enable_memory_snapshot"),
     ("metrics.save_tb_folder", ["x"], 1, ["--metrics.enable_tensorboard"], "without metrics.enable_tensorboard"),
+    ("model.chat_template", ["none"], 1, None, "without training.dataset = 'chat'"),
     ("model.sliding_window", ["2048"], 1, ["--training.seq_len=2049"], "training.seq_len = 2048 tokens"),
     ("lr_scheduler.decay_type", ["cosine"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
     ("lr_scheduler.min_lr_factor", ["0.1"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
@@ -117,6 +129,8 @@ TOLD = [
     ("validation.dataset", ["jsonl"], 1, None, "without validation.enable"),
     ("validation.dataset_path", ["x.jsonl"], 1, None, "without validation.enable"),
     ("validation.keep_best", ["true"], 1, [*VALIDATING, "--checkpoint.enable"], "without validation.enable"),
+    ("lora.alpha", ["8"], 1, None, "without lora.rank"),
+    ("lora.modules", ["wq"], 1, None, "without lora.rank"),
     ("checkpoint.last_save_in_hf", [], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     (
         "checkpoint.export_dtype",
@@ -292,10 +306,10 @@ def test_the_defaults_are_in_no_line():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_no_notes(name, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n' * 64)
+    (tmp_path / "data.jsonl").write_text('{"text": "a", "prompt": "a", "answer": "b"}\n' * 64)
     argv = ["--job.config_file", f"{ROOT}/train_configs/{name}", "--model.tokenizer_path", "None"]
     if name != "debug_model.toml":
-        argv += ["--training.dataset_path", "data.jsonl"]
+        argv += ["--training.dataset_path", "data.jsonl", "--checkpoint.initial_load_path", "None"]
     assert parse_command_line(argv).notes == ()
     assert notes(argv, PRESETS[name]) == ()
 

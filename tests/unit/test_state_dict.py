@@ -1,6 +1,7 @@
 """Law: a family's tensors become Hugging Face's and come back bit for bit, and compute the same there and here."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from trainer.models.state_dict import from_hf, to_hf
 LLAMA = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 TOY = replace(FLAVORS["toy"], vocab_size=32, max_seq_len=8)
 SCALING = RopeScaling(8.0, original_max_seq_len=8)
+ONE_RANK = SimpleNamespace(size=lambda: 1)  # a mesh, outside of a process group
 
 
 def build(spec: ModelSpec, args: object) -> nn.Module:
@@ -80,7 +82,7 @@ def test_a_model_of_transformers_computes_the_same_here_and_goes_back_bit_for_bi
 
 def computed(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Logits by the cache of generation, which also has windows on one rank without a plan."""
-    cache = KeyValueCache(torch.zeros(len(tokens), dtype=torch.int64), tokens.shape[1])
+    cache = KeyValueCache(torch.zeros(len(tokens), dtype=torch.int64), tokens.shape[1], tp=ONE_RANK)
     with cache.used_by(model):
         return model.output(cache.run(model, tokens))
 

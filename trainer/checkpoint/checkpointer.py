@@ -40,6 +40,7 @@ from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
+from trainer.job.lora import adapter_sizes
 from trainer.job.record import ResolvedJob
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger, say_waiting
@@ -54,10 +55,11 @@ class CheckpointError(RuntimeError):
 def tensors_of(model_parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return every tensor of this rank that is saved and loaded, not copied, by a name that no layout changes.
 
-    A shared parameter has the first of its names. Optimizer states are created if there are none yet.
+    A shared parameter has the first of its names. Frozen ones are those of `checkpoint.initial_load_path`, and left
+    out. Optimizer states are created if there are none yet.
     """
     ensure_state(optimizer)
-    named = names_of(model_parts)
+    named = {x: name for x, name in names_of(model_parts).items() if x.requires_grad or not isinstance(x, nn.Parameter)}
     tensors = model_tensors(named)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -113,14 +115,15 @@ class Checkpointer:
         if self.settings.enable:
             step = self._same_on_all_ranks(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)
             raise_on_all_ranks(self._prepare_folder, world)
+        adapts = self._config.lora.rank > 0
+        if initial is not None and (step == 0 or adapts):
+            say_waiting(f"reading the weights in {initial}")
+            base = raise_on_all_ranks(lambda: open_initial(self._config, self._model), world)
+            raise_on_all_ranks(lambda: load_weights(base, self._model_parts, adapters=False), world)
+            logger.info(f"the weights are those of {initial}" + "; optimizer, data and steps start anew" * (step == 0))
         if step == 0:
-            if initial is not None:
-                say_waiting(f"reading the weights in {initial}")
-                reader = raise_on_all_ranks(lambda: open_initial(self._config, self._model), world)
-                raise_on_all_ranks(lambda: load_weights(reader, self._model_parts), world)
-                logger.info(f"the weights are those of {initial}; optimizer, data and steps start anew")
             return 0, 0
-        if initial is not None:
+        if initial is not None and not adapts:
             logger.info(f"checkpoint.initial_load_path = {initial!r} is not read: this run has checkpoints of its own")
         started = time.monotonic()
         state, reader = raise_on_all_ranks(lambda: open_step(self._config, self._model, step), world)
@@ -245,8 +248,10 @@ class Checkpointer:
         )
 
     def _size(self) -> int:
-        """Return the bytes of a checkpoint, without the small files: each parameter, and its two moments."""
-        return 3 * self._model.n_params() * getattr(torch, self._config.training.dtype).itemsize
+        """Return the bytes of a checkpoint, without the small files: each trained parameter, and its two moments."""
+        sizes = adapter_sizes(self._config, self._model)
+        trained = sum(sizes.values()) if sizes else self._model.n_params()
+        return 3 * trained * getattr(torch, self._config.training.dtype).itemsize
 
     def _all_streams(self) -> Mapping[int, Mapping[str, int]]:
         """Return the position of every data stream of all data-parallel ranks."""

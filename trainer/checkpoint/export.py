@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.adapters import merged_tensor
 from trainer.checkpoint.folder import checkpoint_folder
 from trainer.checkpoint.hf_writer import HFWriter
 from trainer.checkpoint.initial import hf_folder
@@ -79,6 +80,7 @@ class _Gathered:
     def __init__(self, job: ResolvedJob, dims: ParallelDims, model_parts: Sequence[nn.Module]) -> None:
         shapes = {name: pair.ours.shape for name, pair in pairs(model_spec(job.config.model.name), job.model).items()}
         self.names = tuple(shapes)
+        self._config, self._args = job.config, job.model
         self._shapes, self._dtype = shapes, getattr(torch, job.config.training.dtype)
         self._tensors = model_tensors(names_of(model_parts))
         self._stages = dims["pp"]
@@ -88,12 +90,21 @@ class _Gathered:
         held = torch.tensor([f"model.{name}" in self._tensors for name in self.names], device=self._device)
         self._owners = dict(zip(self.names, all_gather(held.int(), self._stages).argmax(0).tolist(), strict=True))
 
+    def _own(self, name: str) -> torch.Tensor | None:
+        """Return the whole tensor of a parameter of this stage, with its adapter added; a collective of the stage."""
+        if f"model.{name}" not in self._tensors:
+            return None
+
+        def read(name: str, _: tuple[int, ...] = ()) -> torch.Tensor:
+            tensor = self._tensors[f"model.{name}"]
+            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+        return merged_tensor(self._config, self._args, name, read(name), read)
+
     def whole(self, name: str) -> torch.Tensor | None:
         """Return the whole tensor, on rank 0 and where the rank has a part of it; a collective."""
         owner, stage = self._owners[name], self._stages.get_local_rank()
-        tensor = self._tensors.get(f"model.{name}")
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+        tensor = self._own(name)
         if owner == 0 or not self._receives or stage not in (0, owner):
             return tensor
         if stage == owner:

@@ -56,12 +56,16 @@ def checkpoint_folder(config: JobConfig) -> Path:
 
 
 def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
-    """Return what saved tensors depend on: the family, its arguments, and the data type in storage."""
+    """Return what saved tensors depend on: the family, its arguments, the data type in storage, and adapters."""
     fixed = {name: value for name, value in asdict(model).items() if name not in model.free_to_change}
     fixed = {
         name: list(value) if isinstance(value, tuple) else value for name, value in fixed.items()
     }  # as JSON has it
-    return {"name": config.model.name, **fixed, "dtype": config.training.dtype}
+    lora = config.lora
+    adapters: dict[str, Any] = {"lora.rank": lora.rank}
+    if lora.rank:
+        adapters |= {"lora.alpha": lora.alpha, "lora.modules": sorted(lora.modules)}
+    return {"name": config.model.name, **fixed, "dtype": config.training.dtype, **adapters}
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -156,11 +160,13 @@ def check_same_model(
     Raises:
         ConfigError: another model or data type.
     """
-    defaults = {field.name: field.default for field in fields(model)}
+    defaults = {field.name: field.default for field in fields(model)} | {"lora.rank": 0}
     for key, now in model_description(config, model).items():
         saved = state.model.get(key, defaults.get(key))  # an older checkpoint has the default of a newer field
         if saved != now and (dtype or key != "dtype"):
-            what = "training.dtype" if key == "dtype" else f"model.flavor = {config.model.flavor!r}, whose {key}"
+            what = f"model.flavor = {config.model.flavor!r}, whose {key}"
+            if key == "dtype" or key.startswith("lora."):
+                what = key.replace("dtype", "training.dtype")
             raise ConfigError(f"{what} = {now!r} is not the {saved!r} of the checkpoint {path}; {remedy}")
 
 

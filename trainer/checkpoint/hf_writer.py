@@ -23,7 +23,14 @@ from trainer.models.state_dict import pairs
 
 MOST_BYTES = 5 * 10**9
 """Bytes of the tensors of one file, as transformers has it."""
-_CARRIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+_CARRIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 _CARRIED += ("merges.txt", "chat_template*")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -1,13 +1,13 @@
 """Where a new run may take its weights from, and whether they fit its model. Torch-free."""
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from trainer.checkpoint.folder import STATE_FILE, check_same_model, read_state, step_to_load
 from trainer.checkpoint.safetensors import read_folder
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.config.schema import JobConfig
+from trainer.config.schema import JobConfig, LoRA
 from trainer.models.args import ModelArgs
 from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.registry import hf_config, is_folder
@@ -35,15 +35,23 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         MissingFile: nothing is there.
     """
     given = config.checkpoint.initial_load_path
-    if given is None or (config.checkpoint.enable and step_to_load(config) is not None):
-        return  # a run with checkpoints resumes from them
+    if given is None:
+        return
+    if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
+        return  # a run with checkpoints resumes from them; those of adapters hold nothing else
     path = Path(given)
     if not path.is_dir():
         raise MissingFile(f"checkpoint.initial_load_path = {given!r} is no folder here; name a folder with weights")
     step = saved_step(path)
     if step is not None:
         state = read_state(path.absolute().parent, step)
-        check_same_model(state, config, model, path, remedy="take that model", dtype=False)
+        if state.model.get("lora.rank"):
+            raise ConfigError(
+                f"checkpoint.initial_load_path = {given!r} holds adapters only; merge them into a Hugging Face folder "
+                f"with lct convert to-hf, and name that"
+            )
+        base = replace(config, lora=LoRA())
+        check_same_model(state, base, model, path, remedy="take that model", dtype=False)
     elif (path / CONFIG_FILE).is_file():
         _check_hf(config, model, path)
         read_folder(path)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from trainer.checkpoint.adapters import AdaptedReader
 from trainer.checkpoint.files import Reader, TensorsOnly, Writer
 from trainer.checkpoint.folder import (
     RunState,
@@ -32,8 +33,9 @@ from trainer.config.schema import JobConfig
 from trainer.models.args import ModelArgs
 from trainer.models.model_spec import ModelSpec, model_spec
 from trainer.transforms.float8 import without_float8_cast
+from trainer.transforms.lora import is_adapter
 
-WeightsReader = Reader | HFReader
+WeightsReader = Reader | HFReader | AdaptedReader
 
 
 def names_of(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
@@ -76,7 +78,7 @@ def reader_of(folder: Path, state: RunState) -> Reader:
     return reader
 
 
-def open_initial(config: JobConfig, args: ModelArgs) -> WeightsReader:
+def open_initial(config: JobConfig, args: ModelArgs) -> Reader | HFReader:
     """Return a reader of the weights in `checkpoint.initial_load_path`.
 
     Raises:
@@ -97,21 +99,24 @@ def open_weights(config: JobConfig, args: ModelArgs) -> WeightsReader:
         ConfigError: they are damaged, or of another model.
     """
     step = step_to_load(config)
-    return open_initial(config, args) if step is None else open_step(config, args, step)[1]
+    if step is None:
+        return open_initial(config, args)
+    saved = open_step(config, args, step)[1]
+    return AdaptedReader(saved, open_initial(config, args)) if config.lora.rank else saved
 
 
-def load_weights(reader: WeightsReader, model_parts: Sequence[nn.Module]) -> None:
+def load_weights(reader: WeightsReader, model_parts: Sequence[nn.Module], *, adapters: bool = True) -> None:
     """Load the weights of the model parts of this rank, in place; no collective. A rank reads what it holds.
 
-    Buffers that have no counterpart in a Hugging Face folder stay as they are.
+    Buffers that have no counterpart in a Hugging Face folder stay as they are. adapters: whether to load adapters too.
 
     Raises:
         ConfigError: files are damaged.
     """
-    tensors = model_tensors(names_of(model_parts))
+    named = {x: name for x, name in names_of(model_parts).items() if adapters or not is_adapter(name)}
     if isinstance(reader, HFReader):
-        tensors = {name: x for name, x in tensors.items() if name.removeprefix("model.") in reader.pairs}
-    load_tensors(tensors, reader)
+        named = {x: name for x, name in named.items() if name in reader.pairs}
+    load_tensors(model_tensors(named), reader)
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], reader: WeightsReader) -> None:

@@ -9,7 +9,9 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from trainer.checkpoint.folder import step_to_load
 from trainer.commands.finished_run import configuration
 from trainer.config.errors import ConfigError
 from trainer.config.loader import to_toml
@@ -18,6 +20,10 @@ from trainer.job.model import resolve_model
 from trainer.models.hf_config import read_config
 from trainer.models.registry import hf_config, hf_family
 from trainer.runtime.full_disk import full_disk
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.adapters import ReadTensor
+    from trainer.checkpoint.weights import WeightsReader
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -33,26 +39,61 @@ def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: 
     """
     import torch
 
+    from trainer.checkpoint.adapters import merged_tensor
     from trainer.checkpoint.hf_writer import HFWriter, check_output
     from trainer.checkpoint.initial import hf_folder
-    from trainer.checkpoint.weights import load_tensors, open_weights
+    from trainer.checkpoint.weights import open_weights
     from trainer.models.model_spec import model_spec
     from trainer.models.state_dict import pairs
 
     config = configuration(run, step, command="convert")
     args = resolve_model(config)
     check_output(output)
-    reader, shapes = open_weights(config, args), pairs(model_spec(config.model.name), args)
+    shapes = pairs(model_spec(config.model.name), args)
+    read = _reading(config, open_weights(config, args))
     writer = HFWriter(output, config, args, getattr(torch, dtype or config.training.dtype), most_bytes)
     try:
         for name in writer.names:
-            tensor = torch.empty(shapes[name].ours.shape, dtype=getattr(torch, config.training.dtype))
-            load_tensors({f"model.{name}": tensor}, reader)
-            writer.put(name, tensor)
+            writer.put(name, merged_tensor(config, args, name, read(name, shapes[name].ours.shape), read))
         writer.finish(hf_folder(config))
     except BaseException:
         writer.discard()
         raise
+
+
+def to_peft(run: Path, output: Path, *, step: int) -> None:
+    """Write the adapters of a run in the format of Hugging Face's peft.
+
+    Raises:
+        ConfigError: there is no such run or step, it has no adapters, or transformers does not have its model.
+        OSError: the folder cannot be written.
+    """
+    from trainer.checkpoint.adapters import write_peft
+    from trainer.checkpoint.hf_writer import check_output
+    from trainer.checkpoint.weights import open_step
+
+    config = configuration(run, step, command="convert")
+    if not config.lora.rank:
+        raise ConfigError(f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights")
+    if (saved := step_to_load(config)) is None:
+        raise ConfigError(f"{run} holds no adapters; train with --checkpoint.enable to save the last step")
+    args = resolve_model(config)
+    check_output(output)
+    write_peft(output, config, args, _reading(config, open_step(config, args, saved)[1]))
+
+
+def _reading(config: JobConfig, reader: "WeightsReader") -> "ReadTensor":
+    """Return a function that reads a whole tensor of ours, in the data type of the run."""
+    import torch
+
+    from trainer.checkpoint.weights import load_tensors
+
+    def read(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=getattr(torch, config.training.dtype))
+        load_tensors({f"model.{name}": tensor}, reader)
+        return tensor
+
+    return read
 
 
 def from_hf(folder: Path, output: Path, *, dtype: str, tokenizer: str | None) -> None:
@@ -112,11 +153,14 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--step", type=int, default=-1, help="saved step (default: the latest)")
     out.add_argument("--dtype", choices=["float32", "float64", "bfloat16", "float16"], help="default: as it is saved")
     out.add_argument("--max-shard-size", type=size, default=size("5GB"), help="largest file (default: 5GB)")
+    adapters = ways.add_parser("to-peft", help="write the adapters of a run for Hugging Face's peft")
+    adapters.add_argument("folder", type=Path, help="job.dump_folder of the run")
+    adapters.add_argument("--step", type=int, default=-1, help="saved step (default: the latest)")
     into = ways.add_parser("from-hf", help="write a Hugging Face folder as a run that has not begun")
     into.add_argument("folder", type=Path, help="Hugging Face folder: config.json and safetensors")
     into.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32", help="of the weights")
     into.add_argument("--tokenizer", help="model.tokenizer_path of the run (default: the small shipped one)")
-    for way in (out, into):
+    for way in (out, adapters, into):
         way.add_argument("output", type=Path, help="new folder")
     return described
 
@@ -128,6 +172,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.way == "to-hf":
             to_hf(args.folder, args.output, step=args.step, dtype=args.dtype, most_bytes=args.max_shard_size)
             print(f"{args.output} holds the weights; transformers loads it with from_pretrained")
+        elif args.way == "to-peft":
+            to_peft(args.folder, args.output, step=args.step)
+            print(f"{args.output} holds the adapters; peft loads them with PeftModel.from_pretrained(model, folder)")
         else:
             from_hf(args.folder, args.output, dtype=args.dtype, tokenizer=args.tokenizer)
             print(f"{args.output} holds the weights as a run; a training run loads them with")

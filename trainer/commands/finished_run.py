@@ -1,21 +1,39 @@
-"""The model of a finished run, on one device: for commands that use its weights."""
+"""The model of a finished run, or of a Hugging Face folder: for commands that use its weights."""
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.folder import checkpoint_folder, step_to_load
+from trainer.checkpoint.folder import checkpoint_folder, step_folder, step_to_load
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import ActivationCheckpoint, Checkpoint, Compile, JobConfig, Parallelism
+from trainer.config.schema import (
+    TOKENIZER_FILES,
+    ActivationCheckpoint,
+    Checkpoint,
+    Compile,
+    Job,
+    JobConfig,
+    Model,
+    Parallelism,
+    Training,
+    Validation,
+)
 from trainer.job import ResolvedJob
+from trainer.models.hf_config import CONFIG_FILE, read_config
+from trainer.models.registry import hf_config, hf_family
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from trainer.distributed.parallel_dims import ParallelDims
+
+_RUN_FILE = "config.toml"
+_TEXT_COMMANDS = ("generate", "evaluate")
 
 
 def configuration(folder: Path, step: int, *, command: str) -> JobConfig:
@@ -24,19 +42,15 @@ def configuration(folder: Path, step: int, *, command: str) -> JobConfig:
     Raises:
         ConfigError: there is no run, no such step, or one of other data than `command` is for.
     """
-    file = folder / "config.toml"
-    if not file.is_file():
-        raise ConfigError(f"{folder} holds no run: {file} is missing; give a folder that a run had as job.dump_folder")
-    config = parse_command_line(["--job.config_file", str(file)]).config
-    if config.trains_fields != (command == "forecast"):
-        other = "forecast" if config.trains_fields else "generate"
-        what = "fields" if config.trains_fields else "text"
-        raise ConfigError(f"the run in {folder} is about {what}, which `lct {command}` is not for; use `lct {other}`")
+    config = _saved(folder, command=command)
+    # No data are read, and only training on conversations needs their mask.
+    data = {"dataset": "python_stdlib", "dataset_path": None} if config.training.dataset == "chat" else {}
     config = replace(
         config,
         job=replace(config.job, dump_folder=str(folder)),
         parallelism=Parallelism(),
-        training=replace(config.training, local_batch_size=1, global_batch_size=-1, attention_mask="causal"),
+        training=replace(config.training, local_batch_size=1, global_batch_size=-1, attention_mask="causal", **data),
+        validation=Validation(),
         activation_checkpoint=ActivationCheckpoint(),
         compile=Compile(),
         checkpoint=Checkpoint(
@@ -46,11 +60,102 @@ def configuration(folder: Path, step: int, *, command: str) -> JobConfig:
             initial_load_path=config.checkpoint.initial_load_path,
         ),
     )
-    if step_to_load(config) is None and config.checkpoint.initial_load_path is None:
+    _saved_weights(config)
+    return config
+
+
+def text_configuration(
+    folder: Path, step: int, *, command: str, tokenizer: str | None = None, settings: Sequence[str] = ()
+) -> tuple[JobConfig, tuple[str, str | None]]:
+    """Return a configuration with the language model of a run, or of a Hugging Face folder, and its weights.
+
+    Of a run, its model, precision and parallelism are kept. Its data need not be there: their kind and path, those of
+    the validation if it had one, are returned too. Weights of a Hugging Face folder keep their data type.
+    step: saved step of a run, -1 for the latest; tokenizer: in place of the folder's; settings: of the command line,
+    over those of the folder.
+
+    Raises:
+        ConfigError: the folder holds neither, or no weights, or no tokenizer; or there is no such step.
+    """
+    named, adapted = [] if tokenizer is None else ["--model.tokenizer_path", tokenizer], {}
+    if (folder / CONFIG_FILE).is_file() and not (folder / _RUN_FILE).is_file():
+        given = parse_command_line([*_hf_settings(folder, step), *named, *settings]).config
+        weights = str(folder.absolute())
+        if given.model.tokenizer_path is None and given.model.tokenizer_file == Model().tokenizer_file:
+            files = ", ".join(TOKENIZER_FILES)
+            raise ConfigError(f"{folder} holds no tokenizer ({files}); name the model's own with --tokenizer")
+    else:
+        given = _saved(folder, command=command, settings=[*named, *settings])
+        own = Checkpoint(
+            True, given.checkpoint.folder, load_step=step, initial_load_path=given.checkpoint.initial_load_path
+        )
+        saved = replace(given, job=replace(given.job, dump_folder=str(folder)), checkpoint=own)
+        weights = _saved_weights(saved)
+        if given.lora.rank and step_to_load(saved) is not None:  # adapters, beside the weights that they adapt
+            adapted = {"checkpoint": own, "lora": given.lora, "job": saved.job}
+    training = given.training
+    data = given.validation.source(training) if given.validation.enable else (training.dataset, training.dataset_path)
+    config = JobConfig(
+        job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),  # not beside the weights
+        model=given.model,
+        training=Training(
+            local_batch_size=1,
+            seq_len=training.seq_len,
+            seed=training.seed,
+            data_streams=training.data_streams,
+            loss_chunk_tokens=training.loss_chunk_tokens,
+            dtype=training.dtype,
+            mixed_precision_param=training.mixed_precision_param,
+            enable_cpu_offload=training.enable_cpu_offload,
+        ),
+        parallelism=given.parallelism,
+        checkpoint=Checkpoint(initial_load_path=weights),
+        float8=given.float8,
+        comm=given.comm,
+    )
+    return replace(config, **adapted), data
+
+
+def _saved(folder: Path, *, command: str, settings: Sequence[str] = ()) -> JobConfig:
+    """Return the configuration that a run has saved, with settings of the command line over it."""
+    file = folder / _RUN_FILE
+    if not file.is_file():
+        also = f", or a Hugging Face folder with its {CONFIG_FILE}" * (command in _TEXT_COMMANDS)
+        raise ConfigError(
+            f"{folder} holds no run: {file} is missing; give a folder that a run had as job.dump_folder{also}"
+        )
+    config = parse_command_line(["--job.config_file", str(file), *settings]).config
+    if config.trains_fields != (command == "forecast"):
+        other = "forecast" if config.trains_fields else "generate"
+        what = "fields" if config.trains_fields else "text"
+        raise ConfigError(f"the run in {folder} is about {what}, which `lct {command}` is not for; use `lct {other}`")
+    return config
+
+
+def _saved_weights(config: JobConfig) -> str:
+    """Return the folder with the weights of a run: its checkpoint, or what it starts from if it has saved none."""
+    step = step_to_load(config)
+    if step is not None:
+        return str(step_folder(checkpoint_folder(config), step))
+    if config.checkpoint.initial_load_path is None:
         raise ConfigError(
             f"{checkpoint_folder(config)} holds no checkpoint; train with --checkpoint.enable to save the last step"
         )
-    return config
+    return config.checkpoint.initial_load_path
+
+
+def _hf_settings(folder: Path, step: int) -> list[str]:
+    """Return the settings of a Hugging Face folder's model, for the longest sequences that it is made for."""
+    if step != -1:
+        raise ConfigError(f"--step {step}: {folder} is a Hugging Face folder, which has no steps; leave --step out")
+    name = hf_family(entries := read_config(folder))
+    dtype = entries.content.get("dtype") or entries.content.get("torch_dtype")
+    return [
+        f"--model.name={name}",
+        f"--model.flavor={folder.absolute()}",
+        f"--training.seq_len={hf_config(name).read(entries).max_seq_len}",
+        f"--training.dtype={dtype if dtype in ('float64', 'bfloat16') else 'float32'}",
+    ]
 
 
 @contextmanager
@@ -60,21 +165,37 @@ def opened_model(job: ResolvedJob) -> "Iterator[tuple[nn.Module, ParallelDims, R
     Raises:
         ConfigError: the checkpoint is damaged, or of another model.
     """
-    import torch
-
-    from trainer.checkpoint.weights import load_weights, open_weights
-    from trainer.distributed.parallel_dims import ParallelDims
-    from trainer.models.initialization import initialize
-    from trainer.models.model_spec import model_spec
     from trainer.runtime.process_group import Process, process_group
 
     process = Process(0, 0, 1, job.config.job.device)
-    job, spec = job.on(process.device.type), model_spec(job.config.model.name)
+    job = job.on(process.device.type)
     with process_group(process, job.config.comm):
-        dims = ParallelDims(job.degrees, process.device.type)
-        with torch.device("meta"):
-            model = spec.build(job.model).to(getattr(torch, job.config.training.dtype))
-        spec.parallelize(model, dims, job)
-        initialize(model, seed=0, device=process.device)
-        load_weights(open_weights(job.config, job.model), [model])
-        yield model, dims, job
+        yield *loaded_model(job, process.device), job
+
+
+def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, ParallelDims]":
+    """Return this rank's part of the model, parallelised, with its weights. A collective over all ranks.
+
+    The weights are those of the run's checkpoint, or with `checkpoint.enable` off of `checkpoint.initial_load_path`.
+
+    Raises:
+        SharedConfigError: on every rank, if one cannot read the weights.
+    """
+    import torch
+
+    from trainer.checkpoint.weights import load_weights, open_initial, open_weights
+    from trainer.distributed.parallel_dims import ParallelDims
+    from trainer.models.initialization import initialize
+    from trainer.models.model_spec import model_spec
+    from trainer.runtime.agreement import raise_on_all_ranks
+    from trainer.runtime.process_group import set_timeout
+
+    spec, dims = model_spec(job.config.model.name), ParallelDims(job.degrees, device.type)
+    set_timeout(job.config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
+    with torch.device("meta"):
+        model = spec.build(job.model).to(getattr(torch, job.config.training.dtype))
+    spec.parallelize(model, dims, job)
+    initialize(model, seed=0, device=device, offload=job.config.training.enable_cpu_offload)
+    reader = open_weights if job.config.checkpoint.enable else open_initial
+    raise_on_all_ranks(lambda: load_weights(reader(job.config, job.model), [model]), dims["world"])
+    return model, dims

@@ -1,50 +1,81 @@
-"""Continue texts with the weights of a run, on one device.
+"""Continue texts with the weights of a run, or of a Hugging Face folder, on one device or several.
 
 generate outputs/debug_model --prompt 'def main(' --prompt 'class ' --tokens 60 --top-p 0.9
+
+With --ngpu N tensor-parallel ranks divide the model, each with the keys and values of its own heads. All ranks draw the
+same tokens, and rank 0 prints them.
 """
 
 import argparse
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.commands.finished_run import configuration, opened_model
+from trainer.commands.finished_run import loaded_model, text_configuration
+from trainer.commands.ranks import all_ranks, run_on_ranks, work_on_rank
 from trainer.config.errors import ConfigError
+from trainer.config.schema import Parallelism
 from trainer.job import ResolvedJob, resolve
 from trainer.runtime.devices import this_machine
 
 if TYPE_CHECKING:
+    import torch
+
     from trainer.components.generation import Sampling
+    from trainer.data.tokenizer import Tokenizer
 
 
-def texts(job: ResolvedJob, prompts: Sequence[str], *, tokens: int, sampling: "Sampling", seed: int) -> list[str]:
-    """Return each prompt and what the model of the run writes after it, up to the end of the text.
+@dataclass(frozen=True)
+class Request:
+    """What to write: the tokens of each prompt, which come back in the text, and the tokens before all of them."""
+
+    prompts: list[list[int]]
+    begin: list[int]
+    tokens: int
+    sampling: "Sampling"
+    seed: int
+
+
+def request(args: argparse.Namespace, tokenizer: "Tokenizer") -> Request:
+    """Return what the arguments ask for.
 
     Raises:
-        ConfigError: an empty prompt, and a tokenizer without a token that begins a text.
+        ConfigError: a prompt that cannot be read, or is empty with a tokenizer without a token that begins a text.
+    """
+    from trainer.components.generation import Sampling
+
+    prompts = [tokenizer.encode(prompt) for prompt in prompts_of(args)]
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    if not begin and not all(prompts):
+        raise ConfigError("--prompt '' needs a token that begins a text, and this tokenizer has none; give some text")
+    return Request(prompts, begin, args.tokens, Sampling(args.temperature, args.top_k, args.top_p), args.seed)
+
+
+def write(job: ResolvedJob, device: "torch.device", wanted: Request, tokenizer: "Tokenizer") -> list[str]:
+    """Return each prompt with what the model writes after it, up to the end of the text. A collective over all ranks.
+
+    Raises:
+        ConfigError: the weights are damaged, or of another model.
     """
     from trainer.components.generation import generate
-    from trainer.data.tokenizer import open_tokenizer
 
-    tokenizer = open_tokenizer(job.config.model.tokenizer_file)
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    if not begin and not all(encoded):
-        raise ConfigError("--prompt '' needs a token that begins a text, and this tokenizer has none; give some text")
     ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    with opened_model(job) as (model, dims, job):
-        given = [[*begin, *ids] for ids in encoded]
-        written = generate(model, job, dims, given, tokens=tokens, sampling=sampling, seed=seed, ends=ends)
-    return [tokenizer.decode([*ids, *more]) for ids, more in zip(encoded, written, strict=True)]
+    model, dims = loaded_model(job, device)
+    given = [[*wanted.begin, *ids] for ids in wanted.prompts]
+    settings = {"tokens": wanted.tokens, "sampling": wanted.sampling, "seed": wanted.seed, "ends": ends}
+    written = generate(model, job, dims, given, **settings)
+    return [tokenizer.decode([*ids, *more]) for ids, more in zip(wanted.prompts, written, strict=True)]
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     described = argparse.ArgumentParser(prog="lct generate", description=__doc__.splitlines()[0])
     add = described.add_argument
-    add("folder", type=Path, help="job.dump_folder of the run")
+    add("folder", type=Path, help="job.dump_folder of the run, or a Hugging Face folder")
     add("--prompt", action="append", help="text to continue; may be given again (default: the start of a document)")
     add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line")
     add("--tokens", type=int, default=64, help="most tokens to write (default: 64)")
@@ -57,7 +88,9 @@ def parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, help="draw among the k likeliest tokens (default: 0, all)")
     add("--top-p", type=float, default=1.0, help="draw among the likeliest tokens of this probability (default: 1)")
     add("--seed", type=int, default=0, help="of the drawn tokens (default: 0)")
-    add("--step", type=int, default=-1, help="saved step (default: the latest)")
+    add("--step", type=int, default=-1, help="saved step of the run (default: the latest)")
+    add("--tokenizer", metavar="PATH", help="tokenizer (default: the folder's own)")
+    add("--ngpu", type=int, default=1, metavar="N", help="ranks that divide the model, a GPU each (default: 1)")
     return described
 
 
@@ -79,26 +112,71 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
     return prompts or [""]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print texts that the model of a run has continued."""
-    args = parser().parse_args(argv)
-    try:
-        for name, holds, rule in (
-            ("tokens", args.tokens >= 1, "at least 1"),
-            ("temperature", 0 <= args.temperature < math.inf, "at least 0"),
-            ("top-k", args.top_k >= 0, "at least 0 (0: all)"),
-            ("top-p", 0 < args.top_p <= 1, "above 0 and at most 1"),
-        ):
-            if not holds:
-                raise ConfigError(f"--{name} {getattr(args, name.replace('-', '_'))} must be {rule}")
-        prompts = prompts_of(args)
-        config = configuration(args.folder, args.step, command="generate")
-        job = resolve(config, 1, this_machine().device_type(config.job.device))
-        from trainer.components.generation import Sampling
+def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
+    """Return the arguments and the job of all ranks.
 
-        sampling = Sampling(args.temperature, args.top_k, args.top_p)
-        print("\n\n".join(texts(job, prompts, tokens=args.tokens, sampling=sampling, seed=args.seed)))
+    Raises:
+        ConfigError: a wrong argument, or a folder without a model that this command can use.
+    """
+    args = parser().parse_args(argv)
+    for name, holds, rule in (
+        ("tokens", args.tokens >= 1, "at least 1"),
+        ("temperature", 0 <= args.temperature < math.inf, "at least 0"),
+        ("top-k", args.top_k >= 0, "at least 0 (0: all)"),
+        ("top-p", 0 < args.top_p <= 1, "above 0 and at most 1"),
+        ("ngpu", args.ngpu >= 1, "at least 1"),
+    ):
+        if not holds:
+            raise ConfigError(f"--{name} {getattr(args, name.replace('-', '_'))} must be {rule}")
+    ranks = all_ranks(args.ngpu)
+    config, _ = text_configuration(args.folder, args.step, command="generate", tokenizer=args.tokenizer)
+    length = max(config.training.seq_len // ranks, 1) * ranks
+    training = replace(config.training, seq_len=length)
+    config = replace(
+        config,
+        training=training,
+        parallelism=Parallelism(tensor_parallel_degree=ranks),
+        comm=replace(config.comm, trace_buf_size=0),  # nothing is written
+    )
+    try:
+        return args, resolve(config, ranks, this_machine().device_type(config.job.device))
+    except ConfigError as error:
+        if "tensor_parallel_degree" not in str(error):
+            raise
+        raise ConfigError(f"--ngpu {args.ngpu}, the ranks that divide the model: {error}") from None
+
+
+def rank(argv: list[str], *, launched: bool = False) -> int:
+    """Do the work of one rank, and return the exit code."""
+
+    def prepare() -> "tuple[ResolvedJob, Callable[[ResolvedJob, torch.device], None]]":
+        args, job = checked(argv)
+        from trainer.data.tokenizer import open_tokenizer
+
+        tokenizer = open_tokenizer(job.config.model.tokenizer_file)
+        wanted = request(args, tokenizer)
+
+        def work(job: ResolvedJob, device: "torch.device") -> None:
+            written = write(job, device, wanted, tokenizer)
+            if os.environ.get("RANK", "0") == "0":
+                print("\n\n".join(written), flush=True)
+
+        return job, work
+
+    return work_on_rank(prepare)
+
+
+def main(argv: list[str]) -> int:
+    """Print texts that a model has continued."""
+    try:
+        args, job = checked(argv)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return rank(argv) if job.degrees.world_size == 1 else run_on_ranks(__name__, argv, job, args.ngpu)
+
+
+if __name__ == "__main__":
+    from trainer.commands.rank import command_line
+
+    sys.exit(command_line(rank))

@@ -10,6 +10,11 @@ COMMANDS = {
     "train": ("train", "train on the GPUs of this machine, or on two CPU ranks", "lct train my.toml --ngpu 8"),
     "check": ("check", "check a configuration and print every decision", "lct check my.toml --world-size 8"),
     "generate": ("generate", "continue a text with the weights of a run", "lct generate outputs/debug_model"),
+    "evaluate": (
+        "evaluate",
+        "measure a run on long sequences: loss by position, needles in a haystack",
+        "lct evaluate outputs/debug_model --seq-len 2048",
+    ),
     "convert": (
         "convert",
         "convert weights to Hugging Face's files and back",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
@@ -24,6 +25,9 @@ from trainer.job.summary import summary
 from trainer.runtime import end_with, folder_held, launcher_of
 from trainer.runtime.console import end_live_line, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
+
+if TYPE_CHECKING:
+    import torch
 
 _GRACE_SECONDS = 5
 
@@ -58,12 +62,30 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
 
 def train(job: ResolvedJob) -> int:
     """Train on this rank, report how it ended, and return the exit code."""
-    from trainer.checkpoint.checkpointer import CheckpointError
+    return on_rank(job, _train)
+
+
+def _train(job: ResolvedJob, device: "torch.device") -> None:
+    """Train, with the dump folder held by rank 0."""
+    from torch.distributed import get_rank
+
     from trainer.runtime.agreement import raise_on_all_ranks
+    from trainer.trainer import Trainer
+
+    with ExitStack() as held:
+        folder = folder_held(Path(job.config.job.dump_folder), logger.warning)
+        hold = partial(held.enter_context, folder)
+        raise_on_all_ranks(hold if get_rank() == 0 else lambda: None, device)
+        Trainer(job, device).train()
+
+
+def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]") -> int:
+    """Do the work of this rank in the job's process group, report how it ended, and return the exit code."""
+    from trainer.checkpoint.checkpointer import CheckpointError
     from trainer.runtime.out_of_memory import out_of_memory_explained
     from trainer.runtime.process_group import LOST_PEERS, Process, is_peer_failure, process_group
     from trainer.runtime.reports import Reports
-    from trainer.trainer import Trainer, TrainingError
+    from trainer.trainer import TrainingError
 
     config = job.config
     process = Process.from_environment(config.job.device)
@@ -82,13 +104,9 @@ def train(job: ResolvedJob) -> int:
         with (
             process_group(process, config.comm, records, reports.store, cpu_tensors=config.training.enable_cpu_offload),
             _shared_errors_printed_once(process.rank),
-            ExitStack() as held,
             out_of_memory_explained(job),
         ):
-            folder = folder_held(Path(config.job.dump_folder), logger.warning)
-            hold = partial(held.enter_context, folder)
-            raise_on_all_ranks(hold if process.rank == 0 else lambda: None, process.device)
-            Trainer(job, process.device).train()
+            work(job, process.device)
     except SharedConfigError:
         return 2
     except ConfigError as error:
@@ -138,15 +156,15 @@ def _shared_errors_printed_once(rank: int) -> Iterator[None]:
         raise
 
 
-def command_line() -> int:
-    """Run `main` in a shell: a closed pipe (`--help | head`) and Ctrl-C end it without a trace."""
+def command_line(program: Callable[..., int] = main) -> int:
+    """Run the program of a rank in a shell: a closed pipe (`--help | head`) and Ctrl-C end it without a trace."""
     launcher, arguments = launcher_of(sys.argv[1:], os.environ)
     if launcher is not None:
         end_with(launcher)
     faulthandler.register(signal.SIGUSR1)
     try:
         try:
-            code = main(arguments, launched=sys.argv[1:2] == ["--launched-by"])
+            code = program(arguments, launched=sys.argv[1:2] == ["--launched-by"])
         finally:
             sys.stdout.flush()
         if code not in (0, 2):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainer.commands.check import CPU_RANKS, acted
 from trainer.commands.notes import job_notes, opening
+from trainer.commands.ranks import ROOT, launch_options
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
 from trainer.job import resolve
@@ -22,7 +23,6 @@ from trainer.runtime.console import logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 from trainer.runtime.nodes import Nodes, whole_number
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
 
 
@@ -90,14 +90,4 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
         logger.info(text)
     if taken := holder_of(Path(config.job.dump_folder)):
         raise taken
-    # Ranks share the cores instead of fighting over them.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // here, 1)))
-    # Long sequences of changing sizes fragment the caching allocator.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if (ROOT / "train.py").is_file():  # a clone, which need not be installed
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    os.environ["PYTHONSAFEPATH"] = "1"  # a folder `trainer` where the user stands is not this program
-    options = ["--nproc-per-node", str(here), "--start-timeout", str(config.comm.init_timeout_seconds)]
-    if device_type == "cuda" and config.comm.trace_buf_size:
-        options += ["--flight-records", str(Path(config.job.dump_folder, config.comm.save_traces_folder).absolute())]
-    return options
+    return launch_options(config, here, device_type)

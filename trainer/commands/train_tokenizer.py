@@ -61,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", required=True, help="file to write, one `base64 rank` a line")
     args = parser.parse_args(argv)
     try:
+        if args.dataset == "chat":
+            raise ConfigError("--dataset chat has conversations, whose template needs a tokenizer; use text or jsonl")
         check_source(args.dataset, args.path, data_streams=1)
         source = open_source(args.dataset, args.path)
         tokens = train((source[i] for i in range(len(source))), args.vocab_size)

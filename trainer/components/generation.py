@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.components.logits import whole_logits, whole_sequence
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
@@ -59,9 +62,10 @@ def generate(
     """
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     texts, open_texts = [list(prompt) for prompt in prompts], list(range(len(prompts)))
-    steps = _cached if not any(isinstance(m, ShortConvolution) for m in model.modules()) else _again
+    again = any(isinstance(m, ShortConvolution) for m in model.modules())
     written: list[list[int]] = [[] for _ in prompts]
-    reading = steps(model, job, dims, texts)
+    most = min(job.config.training.seq_len, max(map(len, texts)) + tokens)
+    reading = _again(model, job, dims, texts) if again else _cached(model, job, dims, texts, most)
     for _ in range(tokens):
         logits = next(reading)
         for i in tuple(open_texts):
@@ -77,20 +81,25 @@ def generate(
     return written
 
 
-def _cached(model: nn.Module, job: ResolvedJob, dims: ParallelDims, texts: list[list[int]]) -> Iterator[torch.Tensor]:
-    """Yield the logits (B, V) of the token after each of the texts, which grow by a token in between."""
+def _cached(
+    model: nn.Module, job: ResolvedJob, dims: ParallelDims, texts: list[list[int]], most: int
+) -> Iterator[torch.Tensor]:
+    """Yield the logits (B, V) of the token after each of the texts, which grow by a token in between.
+
+    most: tokens that the cache has room for.
+    """
     longest, device = job.config.training.seq_len, torch.device(job.device_type)
     while True:
         read = [text[-longest:] if len(text) <= longest else text[-max(longest // 2, 1) :] for text in texts]
         length = max(map(len, read))
         padding = torch.tensor([length - len(text) for text in read], device=device)
         rows = [[0] * (length - len(text)) + text for text in read]
-        cache = KeyValueCache(padding, longest)
+        cache = KeyValueCache(padding, most, dims["tp"])
         with cache.used_by(model):
             hidden = cache.run(model, torch.tensor(rows, device=device))
             while True:
-                yield model.output(hidden[:, -1:])[:, -1]
-                if cache.length == longest:
+                yield whole_logits(model, hidden[:, -1:], dims["tp"])[:, -1]
+                if cache.length == most:
                     break  # read the younger half of the texts anew
                 hidden = cache.run(model, torch.tensor([text[-1:] for text in texts], device=device))
 
@@ -101,25 +110,28 @@ def _again(model: nn.Module, job: ResolvedJob, dims: ParallelDims, texts: list[l
     while True:
         rows = []
         for text in texts:
-            tokens = torch.tensor([text[-longest:]], device=device)
+            read = text[-longest:]
+            tokens = torch.tensor([[*read, *[0] * (-len(read) % dims.size("tp"))]], device=device)
             if job.attention is None:
                 hidden = model(tokens)
             else:  # windows and sinks exist in planned attention only; on one rank the plan has one stage
                 settings = {"buffers": [tokens], "buffer_seq_dims": [1], "options": job.attention, "sequences": 1}
                 with context_parallel(dims["cp"], **settings) as cp:
                     hidden = model(tokens, attention_plan=cp.attention_plan)
-            rows.append(model.output(hidden[:, -1:])[0, -1])
+            last = whole_sequence(hidden, dims["tp"])[:, len(read) - 1 : len(read)]
+            rows.append(whole_logits(model, last, dims["tp"])[0, -1])
         yield torch.stack(rows)
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far, of all attention modules of a model on one rank.
+    """Keys and values of the tokens so far, of all attention modules of a model, for the heads of this rank.
 
-    padding: (B,) number of tokens before the first one of each text; capacity: the most tokens.
+    padding: (B,) number of tokens before the first one of each text; capacity: the most tokens; tp: the ranks that
+    divide the heads.
     """
 
-    def __init__(self, padding: torch.Tensor, capacity: int) -> None:
-        self.length, self._padding, self._capacity = 0, padding, capacity
+    def __init__(self, padding: torch.Tensor, capacity: int, tp: DeviceMesh) -> None:
+        self.length, self._padding, self._capacity, self._tp = 0, padding, capacity, tp
         self._kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextmanager
@@ -138,11 +150,18 @@ class KeyValueCache:
                     module.forward = forward
 
     def run(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of new tokens (B, S), chunk by chunk, the last chunk's: (B, at most S, dim)."""
+        """Return the hidden states of new tokens (B, S), chunk by chunk, the last chunk's: (B, at most S, dim).
+
+        Tensor-parallel ranks divide a chunk, so it is filled up at its end. No token sees those behind it, and their
+        keys and values are overwritten by the next chunk.
+        """
         for chunk in tokens.split(_CHUNK, dim=1):
-            places = torch.arange(self.length, self.length + chunk.shape[1], device=tokens.device)
-            hidden = model(chunk, positions=(places - self._padding[:, None]).clamp(min=0))
-            self.length += chunk.shape[1]
+            new = chunk.shape[1]
+            filled = F.pad(chunk, (0, -new % self._tp.size()))
+            places = torch.arange(self.length, self.length + filled.shape[1], device=tokens.device)
+            positions = (places.clamp(max=self._capacity - 1) - self._padding[:, None]).clamp(min=0)
+            hidden = whole_sequence(model(filled, positions=positions), self._tp)[:, :new]
+            self.length += new
         return hidden
 
     def _attend(
@@ -173,10 +192,8 @@ class KeyValueCache:
         """Keep new keys and values, (B, K, S, D), and return all of them."""
         b, kv_heads, new, d = k.shape
         if module not in self._kept:
-            self._kept[module] = (
-                k.new_empty(b, kv_heads, self._capacity, d),
-                v.new_empty(b, kv_heads, self._capacity, d),
-            )
+            most = self._capacity + self._tp.size() - 1  # with what fills up the last chunk
+            self._kept[module] = k.new_empty(b, kv_heads, most, d), v.new_empty(b, kv_heads, most, d)
         end = self.length + new
         for kept, x in zip(self._kept[module], (k, v), strict=True):
             kept[:, :, self.length : end] = x

@@ -15,6 +15,7 @@ import torch
 from trainer.components.sinks import JsonLines, TensorBoard, WeightsAndBiases
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.job.lora import flops_beside
 from trainer.job.record import ResolvedJob
 from trainer.runtime.console import logger, show_progress
 
@@ -147,7 +148,8 @@ class MetricsLogger:
         self.settings, self.dims, self.device = job.config.metrics, dims, device
         training, dump_folder = job.config.training, Path(job.config.job.dump_folder)
         self.start_step, self.last_step, self.tokens_before = start_step, training.steps, tokens_before
-        self.flops_per_token = job.model.flops_per_token(job.positions)
+        beside = flops_beside(job.config, job.model)
+        self.flops_per_token = tuple(flops + beside for flops in job.model.flops_per_token(job.positions))
         self.tokens_per_step = job.sequences_per_step * job.positions
         self.position = "pts" if job.model.task == "fields" else "tok"
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))

@@ -26,7 +26,7 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
-    """Return AdamW or Adam over the parameters of all model parts.
+    """Return AdamW or Adam over all that is trained.
 
     Norms, biases and embeddings (also tied) do not decay. A group has parameters of one mesh, as its kernels need.
     """
@@ -35,7 +35,7 @@ def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torc
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
     biases = {bias for m in whole.modules() if isinstance(m, Experts) for bias in (m.b13, m.b2) if bias is not None}
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
-    for p in whole.parameters():
+    for p in (p for p in whole.parameters() if p.requires_grad):
         decays = p.ndim > 1 and p not in embeddings and p not in biases
         groups[decays, p.device_mesh if isinstance(p, DTensor) else None].append(p)
     ordered = sorted(groups.items(), key=lambda group: not group[0][0])

@@ -18,7 +18,8 @@ _SHARDING = "set parallelism.data_parallel_shard_degree: FSDP shards parameters,
 _SAVE = "set checkpoint.enable, with job.dump_folder and checkpoint.folder for the place"
 _LOAD = "set checkpoint.enable: the same command resumes from its latest checkpoint, or from checkpoint.load_step"
 _RECOMPUTE = "use activation_checkpoint.mode"
-_DATA = "set training.dataset = 'text' or 'jsonl', and training.dataset_path"
+_DATA = "set training.dataset = 'text', 'jsonl' or 'chat', and training.dataset_path"
+_ANSWERS = "leave it out: with training.dataset = 'chat' answers alone have labels"
 _TOKENIZER = "use model.tokenizer_path"
 _FLAVOR = "use model.flavor, a size or a Hugging Face folder, and checkpoint.initial_load_path for its weights"
 _WARMUP_SHARE = "set lr_scheduler.warmup_steps, a number of steps"
@@ -78,6 +79,8 @@ _GROUPS = (
     ("nproc_per_node num_gpus ngpu n_gpus gpus devices nnodes num_nodes", _LAUNCH),
     # Data and model
     ("data_path train_data_path train_file data_files dataset_name datasets dataset_dir data", _DATA),
+    ("chat_template_path chat_template_name apply_chat_template", "use model.chat_template"),
+    ("train_on_inputs train_on_prompt completion_only_loss assistant_only_loss", _ANSWERS),
     ("tokenizer tokenizer_model tokenizer_name tokenizer_name_or_path vocab_file tokenizer_type", _TOKENIZER),
     ("model_name_or_path base_model model_name model_type pretrained_model_name_or_path", _FLAVOR),
     ("num_layers n_layers hidden_size num_attention_heads ffn_hidden_size num_query_groups n_heads", _HEADS),

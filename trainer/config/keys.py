@@ -73,6 +73,9 @@ def unless(key: str, value: object, why: str = "", remedy: str = "") -> Conditio
     return Condition(lambda config, _: attrgetter(key)(config) != value, f"with {key} = {value!r}{why}", remedy)
 
 
+TOKENS = Condition(lambda config, _: not config.trains_fields, "with training.dataset = 'fields', which has no tokens")
+
+
 @dataclass(frozen=True)
 class Key:
     """Everything about a key except its text, which is the docstring below its field.

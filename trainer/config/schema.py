@@ -16,14 +16,15 @@ from trainer.config.keys import (
     POSITIVE_OR_OFF,
     SECONDS,
     SHARE,
+    TOKENS,
     Bounds,
     Condition,
     key,
     needs,
-    needs_value,
     unless,
 )
-from trainer.config.parallelism import SHARDED, Comm, Parallelism
+from trainer.config.parallelism import Comm, Parallelism
+from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 
 TOKENIZER_FILES = ("original/tokenizer.model", "tokenizer.json", "tokenizer.model")
 """Files of a tokenizer in a folder; the first one that it has is taken."""
@@ -32,9 +33,11 @@ _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python
 # ---- when keys have an effect
 
 _FIELDS = Condition(lambda config, _: config.trains_fields, "without training.dataset = 'fields'")
-_TOKENS = Condition(
-    lambda config, _: not config.trains_fields,
-    "with training.dataset = 'fields', which has no tokens",
+_CHAT = Condition(
+    lambda config, _: (
+        config.training.dataset == "chat" or (config.validation.enable and config.validation.dataset == "chat")
+    ),
+    "without training.dataset = 'chat'",
 )
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
@@ -61,13 +64,7 @@ _REDUCED = Condition(
     lambda _, degrees: degrees.dp * degrees.cp > 1,
     "where gradients are not reduced (data-parallel degree x context_parallel_degree = 1)",
 )
-_SAVING, _COMPILED, _FLOAT8 = needs("checkpoint.enable"), needs("compile.enable"), needs("float8.enable")
-_VALIDATING = needs("validation.enable")
-_NO_OFFLOAD = Condition(
-    lambda config, _: not config.training.enable_cpu_offload,
-    "with training.enable_cpu_offload, which copies weights to the GPU without the scales found for them",
-    general="with training.enable_cpu_offload",
-)
+_SAVING, _VALIDATING = needs("checkpoint.enable"), needs("validation.enable")
 WITHOUT_GATHERED_LOGITS = Condition(
     lambda config, degrees: degrees.tp == 1 or not config.parallelism.disable_loss_parallel,
     "with parallelism.disable_loss_parallel, which gathers all logits",
@@ -141,30 +138,32 @@ class Model:
     """Model family: llama3, qwen3, qwen3_moe, gpt_oss, qwen2, mistral, or for fields unet or nat."""
     flavor: str = "debugmodel"
     """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json."""
-    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=_TOKENS)
+    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
-    tokenizer_path: str | None = key(None, when=_TOKENS)
+    tokenizer_path: str | None = key(None, when=TOKENS)
     """tokenizer.json, or tokenizer.model of tiktoken or sentencepiece, or its folder; None: the small shipped one."""
-    rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=_TOKENS)
+    chat_template: str | None = key(None, when=_CHAT)
+    """Jinja file of the chat template; None: the one beside the tokenizer; "none": prompt and answer as plain text."""
+    rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=TOKENS)
     """Base of the rotary frequencies; None: the flavor's."""
-    sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=(_TOKENS, _SHORT_WINDOW))
+    sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=(TOKENS, _SHORT_WINDOW))
     """Number of tokens that a token sees, itself included; None: the flavor's, mostly all before it."""
     sliding_window_every: int = key(1, AT_LEAST_ONE, "layers", when=(_WINDOW, _SHORT_WINDOW))
     """Every n-th layer has the window, from the first on; the other layers see all tokens."""
-    attention_sinks: bool = key(False, when=_TOKENS)
+    attention_sinks: bool = key(False, when=TOKENS)
     """A learnt logit per head that takes a share of the attention without a value."""
     short_conv_kernel: int = key(
-        0, Bounds(lambda x: x == 0 or 2 <= x <= 64, "0 (none) or in [2, 64]"), "tokens", when=_TOKENS
+        0, Bounds(lambda x: x == 0 or 2 <= x <= 64, "0 (none) or in [2, 64]"), "tokens", when=TOKENS
     )
     """Tokens of a causal convolution of queries, keys and values, such as 4, within each packed document; 0: none."""
     rope_scaling: float | None = key(
-        None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0, when=_TOKENS
+        None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0, when=TOKENS
     )
     """Factor by which rotary frequencies are stretched; None: the flavor's."""
-    rope_scaling_type: Literal["llama3", "linear", "yarn"] = key("llama3", when=(_TOKENS, _SCALED))
+    rope_scaling_type: Literal["llama3", "linear", "yarn"] = key("llama3", when=(TOKENS, _SCALED))
     """Which frequencies are stretched: as in Llama 3.1, all, or as in YaRN, which also scales attention."""
     rope_original_seq_len: int | None = key(
-        None, AT_LEAST_ONE, "tokens", example=32768, when=(_TOKENS, _SCALED, _BY_LENGTH)
+        None, AT_LEAST_ONE, "tokens", example=32768, when=(TOKENS, _SCALED, _BY_LENGTH)
     )
     """Longest sequences before the extension; None: the flavor's, but 8192 with llama3 if it has no scaling."""
     router_aux_loss_coef: float | None = key(None, NOT_NEGATIVE, example=0.001)
@@ -239,17 +238,17 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: str = "python_stdlib"
-    """python_stdlib (the interpreter's own sources), text (a document a file), jsonl (one a line), or fields (zarr)."""
+    """python_stdlib (Python's own sources), text (a document a file), jsonl (one a line), chat, or fields (zarr)."""
     dataset_path: str | None = None
-    """File, folder or glob of text and jsonl; folder that `lct make-fields` made; python_stdlib takes none."""
+    """File, folder or glob of text, jsonl and chat; folder that `lct make-fields` made; python_stdlib takes none."""
     local_batch_size: int = key(8, AT_LEAST_ONE, "sequences")
     """Sequences of a micro-batch on each data-parallel rank."""
     global_batch_size: int = key(-1, unit="sequences")
     """Sequences of a step: a multiple of local_batch_size x data-parallel degree (accumulation); -1: that product."""
-    seq_len: int = key(2048, AT_LEAST_ONE, "tokens", when=_TOKENS)
+    seq_len: int = key(2048, AT_LEAST_ONE, "tokens", when=TOKENS)
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
-    attention_mask: Literal["causal", "document"] = key("causal", when=_TOKENS)
-    """A token sees all tokens before it in its sequence, or in its document, from whose start positions then count."""
+    attention_mask: Literal["causal", "document"] = key("causal", when=TOKENS)
+    """A token sees those before it in its sequence, or in its document, with positions from 0; chat: document."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
     loss_chunk_tokens: int | None = key(
@@ -257,7 +256,7 @@ class Training:
         Bounds(NOT_NEGATIVE.test, "at least 0 (0: all logits at once)"),
         "tokens",
         example=2048,
-        when=(_TOKENS, WITHOUT_GATHERED_LOGITS, OUTPUT_IN_HIGH_PRECISION),
+        when=(TOKENS, WITHOUT_GATHERED_LOGITS, OUTPUT_IN_HIGH_PRECISION),
     )
     """Tokens whose logits exist at once, in the loss; 0: all; None: 2048 for a vocabulary of more than 32,000."""
     steps: int = key(10000, AT_LEAST_ONE, "steps")
@@ -315,10 +314,10 @@ class Checkpoint:
     """async: write a copy in the background while training goes on."""
     initial_load_path: str | None = None
     """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
-    last_save_in_hf: bool = key(False, when=(_SAVING, _TOKENS))
+    last_save_in_hf: bool = key(False, when=(_SAVING, TOKENS))
     """Also save the weights of the last step as a Hugging Face folder, step-N-hf beside the checkpoint."""
     export_dtype: Literal["float32", "float64", "bfloat16", "float16"] = key(
-        "float32", when=(_SAVING, needs("checkpoint.last_save_in_hf"), _TOKENS)
+        "float32", when=(_SAVING, needs("checkpoint.last_save_in_hf"), TOKENS)
     )
     """Data type of the weights in the Hugging Face folder."""
     stop_timeout_seconds: int = key(120, SECONDS, "seconds")
@@ -329,7 +328,7 @@ class Checkpoint:
 class Validation:
     """The loss on data that are not trained on."""
 
-    enable: bool = key(False, when=_TOKENS)
+    enable: bool = key(False, when=TOKENS)
     """Measure loss and perplexity on validation data every freq steps, and after the last one."""
     freq: int = key(100, AT_LEAST_ONE, "steps", when=_VALIDATING)
     """Steps from one validation to the next."""
@@ -352,57 +351,6 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class ActivationCheckpoint:
-    """Activations that the backward recomputes."""
-
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """Keep all activations; each layer's input only (full); see selective_ac_option; or as much as fits a budget."""
-    selective_ac_option: str = key("op", when=needs_value("activation_checkpoint.mode", "selective"))
-    """For selective: "op" keeps attention and every second matrix product; "2" recomputes every 2nd layer in full."""
-    memory_budget: float = key(
-        0.5, Bounds(lambda x: 0 < x < 1, "in (0, 1)"), when=needs_value("activation_checkpoint.mode", "memory_budget")
-    )
-    """For memory_budget: share of the activations that the compiler may keep."""
-
-    @property
-    def every(self) -> int | None:
-        """For selective: every how many layers are checkpointed in full; None for "op"."""
-        return None if self.selective_ac_option == "op" else int(self.selective_ac_option)
-
-
-@dataclass(frozen=True)
-class Compile:
-    """torch.compile of each layer, as one graph, and of the loss."""
-
-    enable: bool = False
-    """Compile: less time and memory a step, but some minutes at the start."""
-    components: tuple[Literal["model", "loss"], ...] = key(("model", "loss"), when=_COMPILED)
-    """Compile the layers, the loss, or both."""
-    backend: Literal["inductor", "aot_eager", "eager"] = key("inductor", when=_COMPILED)
-    """inductor generates kernels; aot_eager and eager only trace, to find the cause of an error."""
-
-
-@dataclass(frozen=True)
-class Float8:
-    """Matrix products in float8, through torchao (an optional extra)."""
-
-    enable: bool = False
-    """Multiply in float8 in the linear modules; on GPUs of compute capability 8.9 or more, or emulated."""
-    recipe_name: Literal["tensorwise", "rowwise"] = key("tensorwise", when=_FLOAT8)
-    """One scale a tensor (fastest), or one for each row and column (closer to high precision)."""
-    enable_fsdp_float8_all_gather: bool = key(False, when=(_FLOAT8, SHARDED))
-    """FSDP casts its shards and gathers weights in float8: less traffic; tensorwise only."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = key(
-        False, when=(_FLOAT8, needs("float8.enable_fsdp_float8_all_gather"), SHARDED, _NO_OFFLOAD)
-    )
-    """For this all-gather, find all weights' scales in one all-reduce a step instead of one a weight."""
-    filter_fqns: tuple[str, ...] = key(("output",), when=_FLOAT8)
-    """Modules whose name contains one of these stay in high precision, such as "output", "layers.0." or "wk"."""
-    emulate: bool = key(False, when=_FLOAT8)
-    """Round as float8 without its kernels: slow, on any machine."""
-
-
-@dataclass(frozen=True)
 class JobConfig:
     """A whole configuration; the attributes are the tables of the TOML file."""
 
@@ -417,6 +365,7 @@ class JobConfig:
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
+    lora: LoRA = field(default_factory=LoRA)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
@@ -428,7 +377,12 @@ class JobConfig:
         return self.training.dataset == "fields"
 
     @property
+    def masks_documents(self) -> bool:
+        """Whether a token sees its own document only."""
+        return self.training.attention_mask == "document" or self.training.dataset == "chat"
+
+    @property
     def plans_attention(self) -> bool:
         """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
-        masked = self.training.attention_mask != "causal" or self.model.sliding_window is not None
+        masked = self.masks_documents or self.model.sliding_window is not None
         return self.parallelism.context_parallel_degree > 1 or masked or self.model.attention_sinks

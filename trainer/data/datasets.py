@@ -1,4 +1,4 @@
-"""Sources of documents: the standard library, text files, JSON lines. Random access, torch-free, no network.
+"""Sources of documents: the standard library, text, JSON lines, conversations. Random access, torch-free, no network.
 
 `check_source` checks a source at once, before the job starts; `open_source` returns the documents.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trainer.config.errors import ConfigError, MissingFile, did_you_mean
+from trainer.data.chat import as_text, conversation
 from trainer.data.tokenizer import replace_surrogates
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class DocumentSource(Protocol):
 class Source:
     """A kind of data set.
 
-    open: files -> documents; start: files -> one item per document, lazily, with the first one checked; ending: of the
+    open: files -> documents; start: files -> one item per document, lazily, the first one checked; ending: of the
     files in a folder; None: the data set has no files.
     """
 
@@ -51,7 +52,8 @@ class Source:
 DATASETS = {
     "python_stdlib": Source(lambda _: list(_python_stdlib()), lambda _: _python_stdlib()),
     "text": Source(lambda files: TextFiles(tuple(_not_empty(files))), lambda files: _checked_texts(files), ".txt"),
-    "jsonl": Source(lambda files: _open_jsonl(files), lambda files: _checked_lines(files), ".jsonl"),
+    "jsonl": Source(lambda files: _open_lines(files, _texts), lambda files: _checked(files, _Line.text), ".jsonl"),
+    "chat": Source(lambda files: _open_lines(files, _chats), lambda files: _checked(files, _Line.chat), ".jsonl"),
 }
 
 
@@ -63,6 +65,16 @@ def open_source(name: str, path: str | None = None) -> DocumentSource:
     """
     source, files = _found(name, path)
     return source.open(files)
+
+
+def first_document(name: str, path: str | None) -> str:
+    """Return the first document of a data set in files, of which no more is read.
+
+    Raises:
+        ConfigError: see `check_source`.
+    """
+    source, files = _found(name, path)
+    return str(next(iter(source.start(files))))
 
 
 def check_source(name: str, path: str | None, data_streams: int, *, dp_degree: int = 1) -> None:
@@ -153,7 +165,7 @@ def _files(name: str, path: str, ending: str) -> list[str]:
     _check_folders_can_be_read(path, expanded)
     what = f"a folder without *{ending} files" if is_folder else "neither a file nor a folder"
     what = "a glob that matches no file" if glob.has_magic(path) and not is_folder else what
-    others = {source.ending: other for other, source in DATASETS.items() if source.ending and is_folder}
+    others = {source.ending: other for other, source in reversed(DATASETS.items()) if source.ending and is_folder}
     there = next((other for end, other in others.items() if any(Path(expanded).rglob(f"*{end}"))), None)
     advice = f"for training.dataset = {name!r} give a {ending} file, a folder of them, or a glob"
     if there is not None:
@@ -239,7 +251,7 @@ def _not_utf8(file: str, error: UnicodeDecodeError) -> ConfigError:
 # --- jsonl
 
 
-def _open_jsonl(files: list[str]) -> DocumentSource:
+def _open_lines(files: list[str], records: Callable[..., Iterator[dict[str, str]]]) -> DocumentSource:
     """Return the lines' texts as a memory-mapped Arrow file in the cache of `datasets`; one rank of a node writes it.
 
     `load_dataset("json")` is not used: it infers a type for every column, and fails if the types of other columns
@@ -252,7 +264,7 @@ def _open_jsonl(files: list[str]) -> DocumentSource:
     try:
         with _no_progress_bars():
             table = Dataset.from_generator(
-                _texts,
+                records,
                 features=Features({"text": Value("large_string")}),  # `string` ends at 2 GiB per written batch
                 gen_kwargs={"stamps": stamps},
             )
@@ -286,6 +298,12 @@ def _texts(stamps: tuple[tuple[str, int, int], ...]) -> Iterator[dict[str, str]]
         raise ConfigError(f'{stamps[0][0]} holds no text; at least one line needs a "text" that is not empty')
 
 
+def _chats(stamps: tuple[tuple[str, int, int], ...]) -> Iterator[dict[str, str]]:
+    """Yield records for `datasets`: every conversation, checked."""
+    for line in _lines([file for file, _, _ in stamps]):
+        yield {"text": line.chat()}
+
+
 @dataclass(frozen=True)
 class _Line:
     file: str
@@ -307,6 +325,9 @@ class _Line:
             text = replace_surrogates(text)
         return text
 
+    def chat(self) -> str:
+        return as_text(conversation(self.content, f"{self.file}, line {self.number}"))
+
 
 def _lines(files: Iterable[str]) -> Iterator[_Line]:
     """Yield the lines of all files, without blank lines."""
@@ -320,11 +341,10 @@ def _lines(files: Iterable[str]) -> Iterator[_Line]:
             raise ConfigError(f"{file} cannot be read ({error.strerror}); give files that you may read") from None
 
 
-def _checked_lines(files: list[str]) -> Iterator[_Line]:
+def _checked(files: list[str], document: Callable[[_Line], str]) -> Iterator[str]:
+    """Yield something for each line: the document of the first one, and nothing read of the others."""
     for i, line in enumerate(_lines(files)):
-        if i == 0:
-            line.text()
-        yield line
+        yield document(line) if i == 0 else ""
 
 
 @contextmanager

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import DocumentSource, check_streams
+from trainer.config.schema import Model
+from trainer.data.best_fit import ConversationStream
+from trainer.data.chat import ConversationEncoder
+from trainer.data.chat_template import find_template
+from trainer.data.datasets import DocumentSource, check_streams, open_source
 from trainer.data.packing import PackedSequence, SequenceBuilder
 from trainer.data.streams import ItemStream, StreamLoader, StreamState, dealt
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.runtime.agreement import content_hash
 
 
@@ -83,7 +87,7 @@ class DocumentStream(ItemStream):
         super().advance()
 
 
-class BatchLoader(StreamLoader[DocumentStream]):
+class BatchLoader(StreamLoader[DocumentStream | ConversationStream]):
     """Endless batches of the streams that one data-parallel rank owns, in global order.
 
     A batch is a dict of int64 tensors (local_batch_size, seq_len), each in a storage of its own that torch may resize:
@@ -91,7 +95,8 @@ class BatchLoader(StreamLoader[DocumentStream]):
     The ranks of one `dp_rank` get the same batches. All iterators share the position: a new one goes on where the last
     one stopped.
 
-    plan: computes from the arrays of a batch what stands under "plan" in it.
+    stream: packs what `tokenizer` makes of documents; plan: computes from the arrays of a batch what stands under
+    "plan" in it.
 
     Raises:
         ConfigError: `dp_degree` does not divide `data_streams`, or there are fewer documents than streams.
@@ -100,7 +105,8 @@ class BatchLoader(StreamLoader[DocumentStream]):
     def __init__(
         self,
         source: DocumentSource,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | ConversationEncoder,
+        stream: type[DocumentStream | ConversationStream] = DocumentStream,
         *,
         seq_len: int,
         local_batch_size: int,
@@ -113,7 +119,7 @@ class BatchLoader(StreamLoader[DocumentStream]):
         check_streams("the data set", len(source), data_streams, dp_degree)
         self._batch_size, self._plan = local_batch_size, plan
         streams = {
-            s: DocumentStream(source, tokenizer, documents, stream=s, seq_len=seq_len, seed=seed)
+            s: stream(source, tokenizer, documents, stream=s, seq_len=seq_len, seed=seed)
             for s, documents in dealt(len(source), data_streams, seed, dp_rank, dp_degree)
         }
         super().__init__(streams, {"data_streams": data_streams, "documents": len(source), "seed": seed})
@@ -126,6 +132,30 @@ class BatchLoader(StreamLoader[DocumentStream]):
             # Cloned, because torch never resizes memory that numpy has seen.
             batch = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
             yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
+
+
+class TextData(NamedTuple):
+    """The documents of a data set, what makes tokens of them, and the streams that pack these."""
+
+    source: DocumentSource
+    tokenizer: Tokenizer | ConversationEncoder
+    stream: type[DocumentStream | ConversationStream]
+
+
+def open_text(model: Model, dataset: str, path: str | None) -> TextData:
+    """Return the data set `dataset` at `path`, for the tokenizer and the chat template of table [model].
+
+    Raises:
+        ConfigError: see `open_source`, `open_tokenizer`, `find_template`; conversations for a model of sentencepiece.
+    """
+    source, tokenizer = open_source(dataset, path), open_tokenizer(model.tokenizer_file)
+    if dataset != "chat":
+        return TextData(source, tokenizer, DocumentStream)
+    tokenizer.encode_with_places("", special=True)  # refuses a format that cannot
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
+    template = find_template(model.tokenizer_file, model.chat_template, ends)
+    return TextData(source, ConversationEncoder(tokenizer, template), ConversationStream)
 
 
 def batch_hash(batch: Mapping[str, Any]) -> int:

@@ -87,9 +87,12 @@ class ItemStream:
         return item
 
     def _current_item(self) -> int:
+        return self._item_at(self._place)
+
+    def _item_at(self, place: int) -> int:
         if self._order is None:
             self._order = shuffled(len(self._items), self._seed, _EPOCH, self._stream, self._epoch)
-        return int(self._items[self._order[self._place]])
+        return int(self._items[self._order[place]])
 
     def advance(self) -> None:
         """Go to the next item, of the next epoch after the last one."""
@@ -130,13 +133,18 @@ class StreamLoader(Generic[S]):
         Raises:
             ConfigError: a stream is missing, or the entries are of another data set, seed or number of streams.
         """
-        for s in self._streams:
+        for s, stream in self._streams.items():
             if s not in states:
                 raise ConfigError(
                     f"the saved data state lacks stream {s}; it must hold the streams of all ranks, merged"
                 )
             for key, now in self._fixed.items():
                 self._check_same(key, now, states[s])
+            if states[s].keys() != stream.state.keys() | self._fixed.keys():
+                raise ConfigError(
+                    "the saved data state is of another kind of data; resume with the kind of data that it was saved "
+                    "with, or start the data anew"
+                )
         for s, stream in self._streams.items():
             stream.restart(states[s])
 

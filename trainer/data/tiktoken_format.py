@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,7 @@ _NAMES = (
 )
 # Llama 3.1's names in the order of their ids: 128,000 ranks give <|begin_of_text|> = 128000, vocab_size = 128256.
 SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES)
+_SPECIAL = re.compile(f"({'|'.join(map(re.escape, SPECIAL_TOKENS))})")
 
 # The longest run of white space, or of anything else, that is passed to tiktoken (characters, as Llama 3 has it). Its
 # regex overflows its stack on a million blanks, and its merges are slow on very long words.
@@ -51,7 +53,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         ranks = read_ranks(file, given)
-        special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
+        special = self._special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self._encoding = tiktoken.Encoding(
             "llama3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
@@ -60,6 +62,19 @@ class TiktokenTokenizer(Tokenizer):
 
     def ids_of(self, text: str) -> Sequence[np.ndarray]:
         return [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in split_long_runs(text)]
+
+    def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
+        parts = _SPECIAL.split(text) if special else [text]
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            ids += [self._special[part]] if number % 2 else self.encode(part)
+        lengths = [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
+        stops = np.cumsum(lengths, dtype=np.int64)
+        # The character of each byte; a character that is cut belongs to both tokens.
+        starts_one = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
+        character = np.cumsum(starts_one, dtype=np.int64) - 1
+        places = np.stack([character[stops - lengths], character[stops - 1] + 1], axis=1) if ids else np.empty((0, 2))
+        return np.array(ids, dtype=np.int64), places.astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))

@@ -50,6 +50,19 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with special tokens by name, and bytes that are not UTF-8 as U+FFFD."""
 
+    def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids (n,) of legal Unicode, and the characters [start, stop) of each token, (n, 2), int64.
+
+        special: read the names of special tokens in `text` as these tokens.
+
+        Raises:
+            ConfigError: this format cannot tell.
+        """
+        raise ConfigError(
+            "conversations need a tokenizer that reads special tokens out of text, and this format cannot; use the "
+            "model's tokenizer.json (model.tokenizer_path)"
+        )
+
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the token ids of `text` as a list; see `encode_to_numpy`."""
         return self.encode_to_numpy(text, bos=bos, eos=eos).tolist()

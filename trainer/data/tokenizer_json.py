@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizer import Tokenizer
 
@@ -24,6 +26,7 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, file: str, given: str) -> None:
         from tokenizers import Tokenizer as FastTokenizer
+        from tokenizers import processors
 
         self.vocab_size = vocab_size(file, given)
         try:
@@ -33,20 +36,28 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = True  # their names in a text are ordinary text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # One that adds tokens is not wanted, and one for bytes takes blanks out of the places of tokens.
+        self._tokenizer.post_processor = processors.Sequence([])
         self.bos_id, self.eos_id = self._ends(Path(file).parent, given)
 
     def ids_of(self, text: str) -> Sequence[Sequence[int]]:
         text.encode()  # a lone surrogate raises here as in other formats
         return [self._tokenizer.encode(text, add_special_tokens=False).ids]
 
+    def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
+        self._tokenizer.encode_special_tokens = not special
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        self._tokenizer.encode_special_tokens = True
+        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _ends(self, folder: Path, given: str) -> tuple[int | None, int]:
-        settings = _settings(folder / "tokenizer_config.json")
+        settings = read_settings(folder / "tokenizer_config.json")
         ends = [self._named(settings.get(f"{which}_token")) for which in ("bos", "eos")]
         for name in ("generation_config.json", "config.json"):
-            others = _settings(folder / name)
+            others = read_settings(folder / name)
             for i, which in enumerate(("bos", "eos")):
                 if ends[i] is None and f"{which}_token" not in settings:
                     ends[i] = _first(others.get(f"{which}_token_id"))
@@ -74,7 +85,7 @@ def _first(ids: int | list[int] | None) -> int | None:
     return ids if not isinstance(ids, list) else ids[0] if ids else None
 
 
-def _settings(file: Path) -> Mapping[str, Any]:
+def read_settings(file: Path) -> Mapping[str, Any]:
     """Return the content of a JSON object; empty if there is no such file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

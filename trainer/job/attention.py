@@ -49,7 +49,7 @@ def resolve_attention(
     )
     reason = ""
     if method == "auto":
-        documents = config.training.attention_mask == "document"
+        documents = config.masks_documents
         local = _local_shape(config, model, device_type)
         masks = _layer_masks(model, config.training.seq_len)
         options, reason = choose(options, masks, degree, local, hybrids=not documents)
@@ -77,7 +77,7 @@ def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: Co
     able = able_kernels(options.kernel, *kind, bands=windows, deterministic=training.deterministic)
     if options.kernel != "auto":
         return options.kernel
-    documents = training.attention_mask == "document"
+    documents = config.masks_documents
     tiles = 100 if documents else _tiles_of_a_stage(config, model, options)  # packed documents make many
     other = auto_kernel(able, tiles)
     hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=not (documents or windows))
@@ -109,7 +109,7 @@ def batch_chooser(
     options: of the run; only their method changes, and never to `hybrid`, whose mesh exists before the first batch.
     """
     degree = config.parallelism.context_parallel_degree
-    documents = config.training.attention_mask == "document"
+    documents = config.masks_documents
     if config.parallelism.context_parallel_method != "auto" or degree == 1 or not documents:
         return None
     local = _local_shape(config, model, device_type)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from trainer.config.errors import ConfigError
+from trainer.job.lora import adapter_sizes
 from trainer.models.args import experts_of
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
     modules = model.module_names()
     if job.pipeline is not None:
         modules = tuple(name for stage in job.pipeline.stages_of(pp_rank) for name in job.pipeline.stages[stage])
+    adapters = _by_module(adapter_sizes(job.config, model, degrees.tp))
     sizes = _parameters(job)
     own = [sizes.get(name, 0) for name in modules]
     shards = degrees.dp_shard * degrees.cp
@@ -115,6 +117,7 @@ def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
     # Weights of a rank's experts in one layer, which its `efsdp` ranks divide.
     of_experts = len(layers) and _experts(job)
     local = math.ceil(sum(own) / shards) + len(layers) * math.ceil(of_experts / degrees.efsdp)
+    trained = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards) if adapters else local
     gathered = max(own) * (shards > 1) + of_experts * (degrees.efsdp > 1)
     all_gathered = sum(own) * (shards > 1) + len(layers) * of_experts * (degrees.efsdp > 1)
     kept_whole = job.config.parallelism.fsdp_reshard_after_forward == "never" or degrees.pp > 1
@@ -122,9 +125,9 @@ def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
     logits = _logits(job, tokens, compute) if "output" in modules else 0
     table = training.seq_len * model.head_dim * max(stored, 4)
     return RankMemory(
-        weights=local * stored,
-        gradients=local * stored,
-        optimizer=2 * local * stored,
+        weights=(local + (trained if adapters else 0)) * stored,
+        gradients=trained * stored,
+        optimizer=2 * trained * stored,
         gathered=(all_gathered if kept_whole else 2 * gathered) * compute + gathered * max(compute, 4),
         activations=in_flight * tokens * compute * _kept(job, layers) // degrees.tp,
         logits=logits,
@@ -135,13 +138,19 @@ def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
 def _parameters(job: "ResolvedJob") -> dict[str, int]:
     """Return the parameters of each module that a pipeline can divide, on one tensor-parallel rank."""
     model, tp = job.model, job.degrees.tp
-    sizes: dict[str, int] = {}
-    for name, shape in model.linear_shapes(tp).items():
-        module = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
-        sizes[module] = sizes.get(module, 0) + math.prod(shape)
+    sizes = _by_module({name: math.prod(shape) for name, shape in model.linear_shapes(tp).items()})
     if not model.tie_embeddings:
         sizes["tok_embeddings"] = model.vocab_size * model.dim // tp
     return sizes
+
+
+def _by_module(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sums over the linear modules, by name, of each module that a pipeline can divide."""
+    sums: dict[str, int] = {}
+    for name, size in sizes.items():
+        module = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+        sums[module] = sums.get(module, 0) + size
+    return sums
 
 
 def _experts(job: "ResolvedJob") -> int:

@@ -14,6 +14,7 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.job.attention import batch_chooser, kernel_of, resolve_attention, with_head_degree
+from trainer.job.chat import check_chat
 from trainer.job.compilation import CompileOptions, resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
 from trainer.job.experts import with_experts
@@ -21,6 +22,7 @@ from trainer.job.fields import check_samples, resolve_fields
 from trainer.job.files import check_checkpoint, check_dump_folder
 from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
+from trainer.job.lora import check_lora
 from trainer.job.loss import loss_chunk
 from trainer.job.model import check_tensor_parallel_sizes, resolve_model, with_windows_of_flavor
 from trainer.job.pipeline import resolve_pipeline
@@ -152,6 +154,7 @@ def resolve(
         pipeline = resolve_pipeline(config, model)
         attention, reason = resolve_attention(config, model, device_type)
         check_float8(config, model, degrees)
+        check_lora(config, model, pipeline)
     splits_backward = pipeline is not None and pipeline.splits_backward
     compilation = resolve_compilation(config, splits_backward=splits_backward, planned_attention=attention is not None)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
@@ -167,7 +170,8 @@ def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing:
     text = partial(check_source, training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
     data = partial(check_samples, config, degrees) if config.trains_fields else text
     weights = partial(check_initial_weights, config, model)
-    for check in (data, partial(check_validation_data, config), partial(check_trackers, config), weights):
+    chat = partial(check_chat, config)
+    for check in (data, partial(check_validation_data, config), chat, partial(check_trackers, config), weights):
         try:
             check()
         except MissingFile as error:

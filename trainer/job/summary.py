@@ -4,6 +4,7 @@ from pathlib import Path
 from textwrap import TextWrapper
 
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
+from trainer.job.lora import adapter_sizes
 from trainer.job.memory import ITEMSIZE, rank_memory, size_words
 from trainer.job.mesh_picture import mesh_picture
 from trainer.job.record import ResolvedJob
@@ -68,7 +69,11 @@ def closing(job: ResolvedJob, *, checkpoint: Path | None, program: str) -> str:
 
 def _model(job: ResolvedJob) -> str:
     settings, model = job.config.model, job.model
-    return f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.words()}"
+    text = f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.words()}"
+    if adapters := sum(adapter_sizes(job.config, model).values()):
+        lora = job.config.lora
+        text += f"; trained are {adapters:,} of adapters of rank {lora.rank} on {', '.join(lora.modules)} (LoRA)"
+    return text
 
 
 def _data(job: ResolvedJob) -> str:
@@ -169,7 +174,7 @@ def _attention(job: ResolvedJob) -> str:
         return ""
     if options is None:
         return "causal, by PyTorch itself: one rank has the whole sequence"
-    mask = {"causal": "causal mask", "document": "causal mask within packed documents"}[config.training.attention_mask]
+    mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
     if has_windows(job.model):
         layers = [layer for layer in range(job.model.n_layers) if job.model.window_of_layer(layer) is not None]
         every = layers[1] if len(layers) > 1 else job.model.n_layers

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.distributed.ties import preserve_ties
 from trainer.models.model_spec import Decoder
+from trainer.transforms.lora import init_adapter, is_adapter
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -31,7 +32,7 @@ def initialize(model: nn.Module | Decoder, *, seed: int, device: torch.device, o
     for name, parameter in model.named_parameters():
         generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        model.init_parameter(name, whole, generator)
+        (init_adapter if is_adapter(name) else model.init_parameter)(name, whole, generator)
         if isinstance(parameter, DTensor):
             # Every rank drew the same numbers, so no rank sends them.
             local = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

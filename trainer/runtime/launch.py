@@ -68,8 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         if name.startswith("torch.distributed.elastic"):  # each of these loggers has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # one line of ours reports the error
     watchdog = Watchdog(given.flight_records)
+    program = _PROGRAM if given.program is None else ["-m", given.program]
     with _passing_signals_on() as received, _killing_stragglers(watchdog):
-        return _run(nodes, ranks, timeout, train_arguments, received, watchdog)
+        command = [*program, "--launched-by", str(os.getpid()), *train_arguments]
+        return _run(nodes, ranks, timeout, command, received, watchdog)
 
 
 @contextmanager
@@ -125,15 +127,14 @@ def _run(
     nodes: Nodes,
     ranks: int,
     timeout_seconds: int,
-    train_arguments: list[str],
+    command: list[str],
     received: list[int],
     watchdog: Watchdog,
 ) -> int:
     """Run the job and return its exit code; report a failure or stop in one line. `received`: signals passed on."""
     try:
-        launched_by = ("--launched-by", str(os.getpid()))
         with _configured(nodes, ranks, timeout_seconds) as config:
-            elastic_launch(config, sys.executable)("-u", *_PROGRAM, *launched_by, *train_arguments)
+            elastic_launch(config, sys.executable)("-u", *command)
     except (ConfigError, NodesMissing) as error:
         report(f"error: {error}")
         return 2 if isinstance(error, ConfigError) else 1
@@ -276,6 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--nproc-per-node", required=True, help="ranks on this node")
     parser.add_argument("--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)")
+    parser.add_argument("--program", help="module that each rank runs (default: the training of train.py)")
     text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is told as one that crashed"
     parser.add_argument("--flight-records", type=Path, help=text)
     for variable, (option, text) in _VARIABLES.items():

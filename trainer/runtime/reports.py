@@ -18,6 +18,7 @@ from trainer.runtime.process_group import Process
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LOST = "lost its peers"
 _CAUSE_LENGTH = 200
+_AROUND = ("rank.py", "process_group.py")  # what every rank runs around its work
 _TIMED_OUT = re.compile(r"(?:Timed out waiting|timeout after) (\d+)ms")
 
 
@@ -105,7 +106,7 @@ def _place(error: Exception) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(_PACKAGE) and Path(frame.filename).name != "process_group.py"
+        if Path(frame.filename).is_relative_to(_PACKAGE) and Path(frame.filename).name not in _AROUND
     ]
     if not frames:
         return "at the start of the process group"

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 
 from trainer.components.loss import count_valid, token_losses
-from trainer.data.datasets import open_source
-from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.loader import BatchLoader, batch_hash, open_text
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
@@ -37,8 +35,7 @@ class LanguageTask:
     def build_loader(self) -> BatchLoader:
         training = self.config.training
         return BatchLoader(
-            open_source(training.dataset, training.dataset_path),
-            open_tokenizer(self.config.model.tokenizer_file),
+            *open_text(self.config.model, training.dataset, training.dataset_path),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,
@@ -51,7 +48,7 @@ class LanguageTask:
     @property
     def batch_planner(self) -> Callable[[Mapping[str, np.ndarray]], BatchPlan] | None:
         """A function that plans the attention of a batch when the batch is made; None without packed documents."""
-        if self.config.training.attention_mask != "document":
+        if not self.config.masks_documents:
             return None
         settings = {"options": self.job.attention, "choose": self.job.method_chooser()}
         return partial(BatchPlan.of, degree=self.dims.size("cp"), **settings)
@@ -109,5 +106,5 @@ class LanguageTask:
 
         A batch can ask for its positions to be used (`uses_positions`).
         """
-        used = self.config.training.attention_mask == "document" or batch.get("uses_positions")
+        used = self.config.masks_documents or batch.get("uses_positions")
         return batch["positions"] if used else None

@@ -5,7 +5,7 @@ sequences, and the loss up to rounding, are the same on every layout. Every rank
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -15,19 +15,65 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import open_source
-from trainer.data.loader import DocumentStream
+from trainer.data.loader import open_text
 from trainer.data.packing import IGNORE_INDEX, PackedSequence
-from trainer.data.tokenizer import open_tokenizer
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.record import ResolvedJob
+from trainer.models.model_spec import Decoder
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.task import Batch
+from trainer.tasks.task import Batch, Share
 from trainer.transforms.float8 import precompute_scales
 
 _ARRAYS = ("tokens", "labels", "positions", "document_ids")
+Measure = Callable[[Decoder, torch.Tensor, Share], None]
+"""What is done with the hidden states of a forward: (part with the output, hidden states, this rank's share)."""
+
+
+def dealt(
+    sequences: Iterable[PackedSequence], rows: int, dims: ParallelDims
+) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
+    """Yield the forwards of this rank, as many as of every other rank: the numbers of its sequences, and arrays.
+
+    rows: sequences of a forward; the arrays have so many: tokens, labels, positions, document ids, (rows, S). Rows that
+    fill up the last forward have no label and no number.
+    """
+    rank, degree, done, sequences = dims.rank("dp"), dims.size("dp"), 0, iter(sequences)
+    for first in sequences:
+        together = [first, *islice(sequences, rows * degree - 1)]
+        mine = together[rank::degree]
+        filling = [first] * (rows - len(mine))
+        arrays = {name: np.stack([getattr(row, name) for row in chain(mine, filling)]) for name in _ARRAYS}
+        arrays["labels"][len(mine) :] = IGNORE_INDEX
+        yield list(range(done + rank, done + len(together), degree)), arrays
+        done += len(together)
+
+
+def tensors_of(arrays: Mapping[str, np.ndarray]) -> Batch:
+    """Return the arrays as tensors, cloned, because torch never resizes memory that numpy has seen."""
+    return {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
+
+
+@torch.no_grad()
+def forward_only(
+    task: LanguageTask,
+    model_parts: Sequence[nn.Module],
+    pipeline: Pipeline | None,
+    batches: Iterable[Batch],
+    measure: Measure,
+) -> None:
+    """Run the forwards of batches, and call `measure` after each, on ranks that have its hidden states."""
+    for part in model_parts:
+        precompute_scales(part, task.config.float8)  # those of the step are of the weights before its update
+    for batch in batches:
+        with task.opened(batch, model_parts) as share:
+            hidden = (pipeline or model_parts[0])(share.inputs, **share.arguments)
+            if hidden is not None:
+                measure(model_parts[-1], hidden, share)
+    for module in chain.from_iterable(part.modules() for part in model_parts):
+        if isinstance(module, FSDPModule):
+            module.reshard()  # no backward does it
 
 
 @dataclass(frozen=True)
@@ -55,11 +101,9 @@ class Validation:
         self.dims, self.task, self._to_device = dims, task, to_device
         settings, training = job.config.validation, job.config.training
         self.settings, self.seq_len = settings, settings.seq_len or training.seq_len
-        self._float8 = job.config.float8
         self._other_length = self.seq_len != training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
-        self._source = open_source(*settings.source(training))
-        self._tokenizer = open_tokenizer(job.config.model.tokenizer_file)
+        self._data = open_text(job.config.model, *settings.source(training))
         if next(self.sequences(), None) is None:
             raise ConfigError(
                 f"the validation data hold less than one sequence of {self.seq_len} tokens; give more data or a lower "
@@ -72,31 +116,22 @@ class Validation:
 
     def sequences(self) -> Iterator[PackedSequence]:
         """Yield whole packed sequences of one pass over the documents, at most `validation.sequences` of them."""
-        number = len(self._source)
-        documents = np.arange(number, dtype=np.int64)
-        stream = DocumentStream(self._source, self._tokenizer, documents, stream=0, seq_len=self.seq_len, seed=0)
+        source, encoder, kind = self._data
+        stream = kind(source, encoder, np.arange(len(source), dtype=np.int64), stream=0, seq_len=self.seq_len, seed=0)
         wanted = self.settings.sequences
         while not wanted or stream.samples < wanted:
             sequence = stream.next_sequence()
-            if stream.passes > 1 or (stream.passes == 1 and stream.state["token"]):
+            if stream.passes > 1 or (stream.passes == 1 and stream.state.get("token")):
                 return  # it begins at the end of the last document and goes on with the first
             yield sequence
 
     def batches(self) -> Iterator[Batch]:
         """Yield this rank's batches, as many as every other rank has; rows that fill up the last one have no label."""
-        rank, degree = self.dims.rank("dp"), self.dims.size("dp")
-        sequences = self.sequences()
-        for first in sequences:
-            together = [first, *islice(sequences, self._rows * degree - 1)]
-            mine = together[rank::degree]
-            filling = [first] * (self._rows - len(mine))
-            arrays = {name: np.stack([getattr(row, name) for row in chain(mine, filling)]) for name in _ARRAYS}
-            arrays["labels"][len(mine) :] = IGNORE_INDEX
+        for _, arrays in dealt(self.sequences(), self._rows, self.dims):
             yield self._batch(arrays)
 
     def _batch(self, arrays: Mapping[str, np.ndarray]) -> Batch:
-        # Cloned, because torch never resizes memory that numpy has seen.
-        batch: Batch = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
+        batch = tensors_of(arrays)
         if self.task.batch_planner is not None:
             batch["plan"] = self.task.batch_planner(arrays)
         elif self._other_length:  # the rotary tables have the rows of training's sequences
@@ -104,21 +139,19 @@ class Validation:
             batch["uses_positions"] = True
         return batch
 
-    @torch.no_grad()
     def run(self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None) -> ValidationResult:
         """Return the loss of the whole validation set. A collective over all ranks."""
-        for part in model_parts:
-            precompute_scales(part, self._float8)  # those of the step are of the weights before its update
-        losses = counts = torch.zeros((), dtype=torch.float64, device=self.dims["world"].device_type)
-        for batch in map(self._to_device, self.batches()):
-            counts = counts + self.task.counts(batch).sum()
-            with self.task.opened(batch, model_parts) as (inputs, arguments, targets):
-                hidden = (pipeline or model_parts[0])(inputs, **arguments)
-                if hidden is not None:
-                    losses = losses + self.task.losses(model_parts[-1], hidden, targets).double().sum()
-        for module in chain.from_iterable(part.modules() for part in model_parts):
-            if isinstance(module, FSDPModule):
-                module.reshard()  # no backward does it
+        losses, counts = torch.zeros(2, 1, dtype=torch.float64, device=self.dims["world"].device_type)
+
+        def counted() -> Iterator[Batch]:
+            for batch in map(self._to_device, self.batches()):
+                counts.add_(self.task.counts(batch).sum())
+                yield batch
+
+        def measure(part: Decoder, hidden: torch.Tensor, share: Share) -> None:
+            losses.add_(self.task.losses(part, hidden, share.targets).double().sum())
+
+        forward_only(self.task, model_parts, pipeline, counted(), measure)
         total = all_reduce(losses / self.dims.size("tp"), self.dims["world"]).item()
         tokens = int(all_reduce(counts, self.dims["dp"]).item())
         return ValidationResult(total / max(tokens, 1), tokens)

@@ -1,5 +1,6 @@
 """The only function that replaces a module's forward from outside, in a fixed order of features.
 
+    adapters                 a linear module also multiplies by low-rank adapters
     context parallelism      attention of a module becomes attention over ranks
     expert parallelism       tokens travel to the ranks of their experts
     loss in chunks           the projection to logits also returns losses
@@ -15,7 +16,14 @@ from typing import Any
 
 from torch import nn
 
-ORDER = ("context parallelism", "expert parallelism", "loss in chunks", "activation checkpointing", "compile")
+ORDER = (
+    "adapters",
+    "context parallelism",
+    "expert parallelism",
+    "loss in chunks",
+    "activation checkpointing",
+    "compile",
+)
 
 
 def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]) -> None:

@@ -33,6 +33,7 @@ from trainer.models.common.moe import MoE
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.compile import apply_compile, share_memory
 from trainer.transforms.float8 import apply_float8
+from trainer.transforms.lora import apply_lora
 
 
 def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
@@ -41,6 +42,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     apply_float8(model, config.float8, sharded=dims.size("dp_shard_cp") > 1)
     if dims.size("tp") > 1:
         _tensor_parallel(model, dims, job)
+    apply_lora(model, config.lora)
     blocks = list(model.layers.values())
     experts = {block: block.feed_forward.experts for block in blocks if isinstance(block.feed_forward, MoE)}
     if dims.degrees.ep not in (None, 1):

@@ -1,0 +1,291 @@
+"""Law: adapters train as peft's do, on every layout; nothing else changes, is saved, or is merged wrongly."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
+
+from tests.distributed import harness
+from tests.distributed.harness import Record, RecordingTrainer, resolved
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_checkpoint import load_step_save, merged, trainer_in
+from tests.distributed.test_hugging_face import LLAMA, SETTINGS, STEPS, error, initial, logits_of, precise, rows
+from tests.distributed.test_parity import LAYOUTS
+from trainer.checkpoint.export import export
+from trainer.commands import convert
+from trainer.commands.finished_run import loaded_model, text_configuration
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.data.packing import IGNORE_INDEX
+from trainer.data.tokenizer import default_tokenizer_path
+from trainer.job import resolve
+from trainer.runtime.process_group import Process, process_group
+from trainer.transforms import lora
+
+RANK, ALPHA = 4, 8.0
+LORA = [f"--lora.rank={RANK}", f"--lora.alpha={ALPHA}"]
+POSITION = {0: {"samples": 0, "seed": 0, "data_streams": 8}}
+SAVED = ["--checkpoint.enable", "--training.data_streams=8"]
+
+
+def sums_of_one_rank(module: nn.Linear, linear: lora.Linear, scale: float, x: DTensor) -> DTensor:
+    """The planted mistake: what an adapter adds is the part of the first rank."""
+    only = x.device_mesh.get_local_rank() == 0
+    return lora_row_wise(module, linear, scale * only, x)
+
+
+lora_row_wise = lora._row_wise
+
+
+def train(folder: str, hf: str, arguments: list[str], fault: bool = False) -> dict:
+    """On each rank: train adapters of the weights in `hf`, save and export them."""
+    process = Process.from_environment()
+    given = [f"--model.flavor={hf}", f"--checkpoint.initial_load_path={hf}", f"--job.dump_folder={folder}"]
+    given += ["--training.dtype=float64", "--checkpoint.export_dtype=float64", *SAVED, *LORA, *arguments]
+    config = parse_command_line([*SETTINGS, *given]).config
+    planted = mock.patch.object(lora, "_row_wise", sums_of_one_rank) if fault else nullcontext()
+    made = mock.patch.object(harness, "VOCAB", LLAMA.vocab_size)
+    position = mock.patch.object(harness.Rows, "state_dict", return_value=POSITION)
+    with made, position, planted, process_group(process, config.comm):
+        record = Record()
+        trainer = RecordingTrainer(resolved(config, process), process.device, record=record)
+        before = trainer.of_all_stages(lambda p: p)
+        for step in range(1, STEPS + 1):
+            trainer.train_step(step)
+        after = trainer.of_all_stages(lambda p: p)
+        trainer.checkpoint.save(STEPS, tokens_seen=0, last=True)
+        output = export(trainer.job, trainer.dims, trainer.model_parts, STEPS)
+        trainer.metrics.close()
+    if process.rank:
+        return {}
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return {"metrics": lines, "before": before, "after": after, "gradients": record.gradients, "output": output}
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora") / "hf"
+    initial("plain").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(pool: WorkerPool, hf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """A run of one process."""
+    return pool.run(1, train, str(tmp_path_factory.mktemp("one") / "run"), str(hf), [])[0]
+
+
+def exported(run: dict) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(run["output"] / "model.safetensors")
+
+
+def differences(got: dict, wanted: dict) -> list[str]:
+    """What differs by more than 1e-10, relative to its norm."""
+    compared = [("after", got["after"], wanted["after"]), ("merged", exported(got), exported(wanted))]
+    compared += [("gradient", *of_step) for of_step in zip(got["gradients"], wanted["gradients"], strict=True)]
+    for mine, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
+        numbers = ({key: torch.tensor(line[key]) for key in ("loss", "grad_norm")} for line in (mine, theirs))
+        compared.append((f"step {mine['step']}", *numbers))
+    found = []
+    for what, mine, theirs in compared:
+        assert mine.keys() == theirs.keys()
+        found += [f"{what} {name}" for name, x in theirs.items() if not (mine[name] - x).norm() <= 1e-10 * x.norm()]
+    return found
+
+
+QUICK = ["fsdp2+tp2", "cp2+tp2", "tp2+pp2"]
+SLOW = ["fsdp2", "tp2", "pp2", "hsdp2x2", "fsdp2+cp2", "fsdp2+pp2", "cp2+pp2", "ddp2+tp2"]
+
+
+@pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)])
+def test_layouts_train_the_same_adapters(pool: WorkerPool, hf: Path, one: dict, tmp_path: Path, layout: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    got = pool.run(world_size, train, str(tmp_path / "run"), str(hf), arguments)[0]
+    assert differences(got, one) == []
+
+
+def test_the_comparison_sees_a_sum_over_inputs_that_misses_a_rank(
+    pool: WorkerPool, hf: Path, one: dict, tmp_path: Path
+) -> None:
+    got = pool.run(2, train, str(tmp_path / "run"), str(hf), LAYOUTS["tp2"][1], True)[0]
+    assert any(what.startswith("gradient layers.0.feed_forward.w2.lora_b") for what in differences(got, one))
+
+
+def test_features_train_the_same_adapters(pool: WorkerPool, hf: Path, one: dict, tmp_path: Path) -> None:
+    """Recomputed, compiled and in chunks of the loss, at once."""
+    arguments = ["--activation_checkpoint.mode=full", "--compile.enable", "--compile.backend=aot_eager"]
+    arguments += ["--training.loss_chunk_tokens=3"]
+    got = pool.run(1, train, str(tmp_path / "run"), str(hf), arguments)[0]
+    assert differences(got, one) == []
+
+
+def test_frozen_weights_stay(one: dict) -> None:
+    changed = {name for name, x in one["after"].items() if not torch.equal(x, one["before"][name])}
+    adapters = {name for name in one["after"] if lora.is_adapter(name)}
+    assert changed == adapters
+    assert len(adapters) == 2 * 2 * 7
+    assert all(gradients.keys() == adapters for gradients in one["gradients"])
+
+
+# ---- peft
+
+
+def of_peft(name: str) -> str:
+    """Our name of the tensor that peft calls so."""
+    names = {"q_proj": "attention.wq", "o_proj": "attention.wo", "down_proj": "feed_forward.w2"}
+    _, _, _, _, layer, _, module, matrix, *_ = name.split(".")
+    return f"layers.{layer}.{names[module]}.{ {'lora_A': 'lora_a', 'lora_B': 'lora_b'}[matrix] }"
+
+
+def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+    """From the same start: losses; then what is converted there, alone and merged, has the logits of their loop."""
+    run = tmp_path / "run"
+    got = pool.run(1, train, str(run), str(hf), ["--lora.modules", "wq", "wo", "w2"])[0]
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "o_proj", "down_proj"])
+    theirs = get_peft_model(LlamaForCausalLM.from_pretrained(hf, dtype=torch.float64), settings).to(torch.float64)
+    trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            if "lora_A" in name:
+                parameter.copy_(got["before"][of_peft(name)])
+    optimizer = torch.optim.AdamW(trained.values(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    with precise("plain", "float64"):
+        for step, line in enumerate(got["metrics"]):
+            assert abs(peft_step(theirs, optimizer, step, line["lr"]) - line["loss"]) < 1e-10 * line["loss"]
+        convert.to_peft(run, tmp_path / "adapters", step=-1)
+        convert.to_hf(run, tmp_path / "merged", step=-1, dtype=None, most_bytes=10**9)
+        base = LlamaForCausalLM.from_pretrained(hf, dtype=torch.float64)
+        loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").to(torch.float64)
+        assert error(logits_of(loaded), logits_of(theirs)) < 1e-7  # the file is float32
+        whole = LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+        assert error(logits_of(whole), logits_of(theirs)) < 1e-10
+        assert error(logits_of(base), logits_of(initial("plain"))) > 1e-4  # peft has changed it: there is a difference
+
+
+def test_commands_of_text_open_a_run_with_its_adapters(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+    """On two ranks: the weights with adapters added are those that `convert to-hf` writes."""
+    run = tmp_path / "run"
+    pool.run(1, train, str(run), str(hf), [])
+    convert.to_hf(run, tmp_path / "merged", step=-1, dtype=None, most_bytes=10**9)
+    merged, plain = (pool.run(2, opened, str(path)) for path in (tmp_path / "merged", hf))
+    adapted = pool.run(2, opened, str(run))
+    for a, b, c in zip(adapted, merged, plain, strict=True):
+        assert error(a, b) < 1e-12
+        assert error(a, c) > 1e-4
+
+
+def opened(folder: str) -> torch.Tensor:
+    """Logits of the model that the text commands open."""
+    process = Process.from_environment()
+    settings = ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunk_tokens=0"]
+    tokenizer = default_tokenizer_path()
+    config, _ = text_configuration(Path(folder), -1, command="generate", tokenizer=tokenizer, settings=settings)
+    with process_group(process, config.comm):
+        model, _ = loaded_model(resolve(config, process.world_size, process.device.type), process.device)
+        with torch.no_grad():
+            logits = model.output(model(rows(0)["tokens"]))
+        return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def peft_step(theirs: PeftModel, optimizer: torch.optim.Optimizer, step: int, lr: float) -> float:
+    batch = rows(step)
+    valid = int((batch["labels"] != IGNORE_INDEX).sum())
+    logits = theirs(batch["tokens"], use_cache=False).logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / valid
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.param_groups[0]["lr"] = lr
+    gradients = [p.grad for p in optimizer.param_groups[0]["params"]]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient *= min(0.5 / norm, 1.0)
+    optimizer.step()
+    return loss.item()
+
+
+# ---- checkpoints
+
+
+def state_after(folder: str, start: str, arguments: list[str], steps: int) -> dict:
+    return load_step_save(folder, ["--model.flavor=tiny", *arguments, *start_of(start)], steps)
+
+
+def start_of(start: str) -> list[str]:
+    return [f"--checkpoint.initial_load_path={start}"] if start else []
+
+
+@pytest.fixture(scope="module")
+def base(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A step of a run of all weights."""
+    folder = tmp_path_factory.mktemp("base")
+    pool.run(1, state_after, str(folder), "", [], 1)
+    return str(folder / "checkpoint" / "step-1")
+
+
+def test_a_checkpoint_has_adapters_only_and_resumes_on_another_layout(
+    pool: WorkerPool, base: str, tmp_path: Path
+) -> None:
+    run = str(tmp_path / "run")
+    saved = pool.run(4, state_after, run, base, [*LORA, *LAYOUTS["fsdp2+tp2"][1]], 2)
+    assert all(name.split(".")[-1] in ("lora_a", "lora_b") for name in saved[0]["after"] if name.startswith("model."))
+    files = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoint" / "step-2").iterdir())
+    whole = sum(file.stat().st_size for file in Path(base).iterdir())
+    assert files < whole / 3
+    resumed = pool.run(2, state_after, run, base, [*LORA, *LAYOUTS["pp2"][1]], 0)
+    assert resumed[0]["step"] == 2
+    after, before = merged(saved, "after"), merged(resumed, "before")
+    assert after.keys() == before.keys()
+    assert [name for name, x in after.items() if isinstance(x, torch.Tensor) and not torch.equal(x, before[name])] == []
+
+
+def sum_of_weights(folder: str, start: str, arguments: list[str], steps: int) -> float:
+    """Of the frozen ones, on one rank, at the start."""
+    with trainer_in(folder, ["--model.flavor=tiny", *arguments, *start_of(start)]) as trainer:
+        total = sum(p.double().abs().sum().item() for p in trainer.model_parts[0].parameters() if not p.requires_grad)
+        for step in range(trainer.start_step + 1, trainer.start_step + steps + 1):
+            trainer.train_step(step)
+        trainer.checkpoint.save(trainer.start_step + steps, tokens_seen=7, last=True)
+        return total
+
+
+def test_frozen_weights_are_there_after_a_resume(pool: WorkerPool, base: str, tmp_path: Path) -> None:
+    first, resumed = (pool.run(1, sum_of_weights, str(tmp_path), base, LORA, steps)[0] for steps in (1, 0))
+    fresh = pool.run(1, sum_of_weights, str(tmp_path / "fresh"), "", [], 0)[0]
+    assert first == resumed
+    assert first != fresh
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start", "said"),
+    [
+        (["--lora.rank=2"], "base", "lora.rank = 2 is not the 4 of the checkpoint"),
+        ([*LORA, "--lora.modules", "wq"], "base", "lora.modules = ['wq'] is not the ["),
+        ([], "base", "lora.rank = 0 is not the 4 of the checkpoint"),
+        (LORA, "adapters", "holds adapters only; merge them into a Hugging Face folder with lct convert to-hf"),
+    ],
+)
+def test_other_adapters_are_refused(
+    pool: WorkerPool, base: str, tmp_path: Path, arguments: list[str], start: str, said: str
+) -> None:
+    run = tmp_path / "run"
+    pool.run(1, state_after, str(run), base, LORA, 1)
+    if start == "adapters":
+        base, run = str(run / "checkpoint" / "step-1"), tmp_path / "other"
+    assert said in pool.run(1, refused, str(run), base, arguments)[0]
+
+
+def refused(folder: str, start: str, arguments: list[str]) -> str:
+    try:
+        state_after(folder, start, arguments, 0)
+    except ConfigError as error:
+        return str(error)
+    return ""

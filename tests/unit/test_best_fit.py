@@ -1,0 +1,211 @@
+"""Laws of packed conversations: each once an epoch and whole, little padding, the same data on every degree."""
+
+import json
+import logging
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config.errors import ConfigError
+from trainer.data.best_fit import WINDOW, ConversationStream
+from trainer.data.chat import ConversationEncoder, Sample
+from trainer.data.loader import BatchLoader, DocumentStream
+from trainer.data.packing import IGNORE_INDEX
+
+KEYS = ("tokens", "labels", "positions", "document_ids")
+
+
+class Numbers(ConversationEncoder):
+    """An encoder of `number length`: tokens are number * 1000 + 1, 2, ...; the second half has labels."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    def sample(self, text: str) -> Sample:
+        number, length = map(int, text.split())
+        tokens = np.arange(1, length + 1, dtype=np.int32) + 1000 * number
+        labels = np.full(length, IGNORE_INDEX, dtype=np.int32)
+        labels[length // 2 : -1] = tokens[length // 2 + 1 :]
+        return Sample(tokens, labels)
+
+
+def source_of(lengths: list[int]) -> list[str]:
+    return [f"{number} {length}" for number, length in enumerate(lengths)]
+
+
+def log_normal(n: int, seed: int = 0, *, longest: int = 64) -> list[int]:
+    """Lengths from 4, with a median of 12."""
+    return np.clip(np.random.default_rng(seed).lognormal(2.5, 0.8, n), 4, longest).astype(int).tolist()
+
+
+def loader(lengths, *, n=4, r=0, d=1, seq_len=64, b=1, seed=0):
+    source, stream = source_of(lengths), ConversationStream
+    settings = {"data_streams": n, "seed": seed, "dp_rank": r, "dp_degree": d}
+    return BatchLoader(source, Numbers(), stream, seq_len=seq_len, local_batch_size=b, **settings)
+
+
+def stream_of(lengths, seq_len=64) -> ConversationStream:
+    everything = np.arange(len(lengths))
+    return ConversationStream(source_of(lengths), Numbers(), everything, stream=0, seq_len=seq_len, seed=0)
+
+
+def documents(sequence) -> list[tuple[int, ...]]:
+    """The conversations of a sequence, whole; its padding must be what padding is."""
+    ids, found = sequence.document_ids, []
+    for number in range(int(ids[-1]) + 1):
+        inside = ids == number
+        tokens, labels = sequence.tokens[inside], sequence.labels[inside]
+        assert sequence.positions[inside].tolist() == list(range(inside.sum()))
+        if (tokens == 0).all():
+            assert number == ids[-1]
+            assert (labels == IGNORE_INDEX).all()
+            continue
+        wanted = Numbers().sample(f"{tokens[0] // 1000} {len(tokens)}")
+        assert tokens.tolist() == wanted.tokens.tolist()
+        assert labels.tolist() == wanted.labels.tolist()
+        found.append((int(tokens[0]) // 1000, len(tokens)))
+    assert ids.tolist() == sorted(ids.tolist())
+    return found
+
+
+def an_epoch(stream) -> list:
+    epoch, sequences = stream.state["epoch"], []
+    while stream.state["epoch"] == epoch:
+        sequences.append(stream.next_sequence())
+    return sequences
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(3, 20), min_size=1, max_size=60))
+def test_an_epoch_has_every_conversation_once_and_whole(lengths):
+    stream = stream_of(lengths, seq_len=20)
+    orders = []
+    for epoch in range(3):
+        assert stream.passes == epoch
+        found = [document for sequence in an_epoch(stream) for document in documents(sequence)]
+        assert sorted(found) == list(enumerate(lengths))
+        orders.append(found)
+    assert len(lengths) < 6 or len({tuple(order) for order in orders}) > 1
+
+
+def test_a_sequence_begins_with_the_oldest_and_leaves_out_nothing_that_waits_and_fits():
+    stream = stream_of(log_normal(300))
+    while stream.state["epoch"] == 0:
+        sequence = stream.next_sequence()
+        padding = int((sequence.tokens == 0).sum())
+        assert all(len(sample.tokens) > padding for sample in stream._waiting.values())
+
+
+def test_there_is_little_padding():
+    """Conversations of log-normal lengths with a median of a fifth of a sequence, against packing in order."""
+    for seed in range(3):
+        lengths = np.clip(np.random.default_rng(seed).lognormal(6, 1, 4000), 4, 2048).astype(int).tolist()
+        sequences = an_epoch(stream_of(lengths, seq_len=2048))
+        in_order, room = 1, 2048
+        for length in lengths:
+            in_order, room = (in_order + 1, 2048 - length) if length > room else (in_order, room - length)
+        shares = [1 - sum(lengths) / 2048 / number for number in (len(sequences), in_order)]
+        assert shares[0] < 0.01
+        assert shares[1] > 0.15
+        assert sum(int((sequence.tokens == 0).sum()) for sequence in sequences) == 2048 * len(sequences) - sum(lengths)
+
+
+def test_memory_is_bounded():
+    stream = stream_of([4] * 3000, seq_len=4096)
+    stream.next_sequence()
+    assert len(stream._waiting) <= WINDOW
+    assert stream.state["waiting"].bit_length() <= WINDOW
+    stream = stream_of([50] * 3000)
+    stream.next_sequence()
+    assert len(stream._waiting) <= 8 * 64 // 50 + 1
+
+
+# --- order and resumption
+
+
+def rows(batches) -> list[tuple]:
+    return [
+        tuple(tuple(batch[key][i].tolist()) for key in KEYS) for batch in batches for i in range(len(batch["tokens"]))
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 9)), min_size=1, max_size=5), st.integers(1, 2))
+def test_resume_on_any_degree_is_exact(legs, b):
+    """Some steps on D ranks, merge through JSON, go on with D' ranks: each leg reads the next samples."""
+    lengths = log_normal(90)
+    everything = rows(islice(iter(loader(lengths)), sum(d * b * steps for d, steps in legs)))
+    states, done = None, 0
+    for d, steps in legs:
+        ranks = [loader(lengths, r=r, d=d, b=b) for r in range(d)]
+        for r, one in enumerate(ranks):
+            if states is not None:
+                one.load_state_dict(states)
+            window = range(done, done + d * b * steps)
+            assert rows(islice(iter(one), steps)) == [everything[i] for i in window if i % d == r]
+        merged = {s: entry for one in ranks for s, entry in one.state_dict().items()}
+        states = {int(s): entry for s, entry in json.loads(json.dumps(merged)).items()}
+        done += d * b * steps
+    assert all(type(value) is int for entry in states.values() for value in entry.values())
+
+
+def test_a_resume_in_the_middle_of_a_buffer():
+    """Negative control: without who waits, others come."""
+    lengths = log_normal(200)
+    first = loader(lengths, n=1)
+    rows(islice(iter(first), 7))
+    states = first.state_dict()
+    assert states[0]["waiting"] & 1 == 1
+    assert bin(states[0]["waiting"]).count("0") > 1  # some of the places have gone before others
+    expected = rows(islice(iter(first), 40))
+    second = loader(lengths, n=1)
+    second.load_state_dict(states)
+    assert rows(islice(iter(second), 40)) == expected
+    second.load_state_dict({0: states[0] | {"waiting": 0}})
+    assert rows(islice(iter(second), 40)) != expected
+
+
+def test_states_of_the_other_packing_are_refused():
+    lengths = log_normal(20)
+    other = BatchLoader(
+        ["text"] * 20,
+        None,
+        DocumentStream,
+        seq_len=8,
+        local_batch_size=1,
+        data_streams=4,
+        seed=0,
+        dp_rank=0,
+        dp_degree=1,
+    )
+    for one, states in ((loader(lengths), other.state_dict()), (other, loader(lengths).state_dict())):
+        with pytest.raises(ConfigError, match="another kind of data"):
+            one.load_state_dict(states)
+
+
+# --- too long, or without labels
+
+
+def test_a_long_conversation_loses_its_end_and_is_counted(caplog):
+    caplog.set_level(logging.WARNING, logger="trainer")
+    stream = stream_of([30, 8, 25, 5, 90], seq_len=20)
+    with caplog.at_level(logging.WARNING, logger="trainer"):
+        logging.getLogger("trainer").addHandler(caplog.handler)
+        sequences = an_epoch(stream)
+        logging.getLogger("trainer").removeHandler(caplog.handler)
+    numbers = Counter(int(token) // 1000 for sequence in sequences for token in sequence.tokens if token)
+    assert numbers == {0: 20, 1: 8, 2: 20, 3: 5}  # the labels of 4 begin after 45 tokens
+    (first,) = {record.getMessage() for record in caplog.records}
+    assert first.startswith("1 conversation was longer than 20 tokens so far (this one has ")
+    assert stream._encoder._too_long == 3
+
+
+def test_a_stream_without_an_answer_is_refused_instead_of_turning_for_ever():
+    with pytest.raises(ConfigError, match="the 3 conversations of data stream 0 have no answer within 4 tokens"):
+        stream_of([20, 30, 40], seq_len=4).next_sequence()
+    stream = stream_of([20, 4, 40], seq_len=4)
+    assert [documents(stream.next_sequence()) for _ in range(3)] == [[(1, 4)]] * 3

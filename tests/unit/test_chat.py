@@ -1,0 +1,280 @@
+"""Laws of conversations: texts and tokens are those of transformers, labels are on answers, bad lines are told."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from tests.chat_files import CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations, write_lines
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.schema import Model
+from trainer.data.chat import ConversationEncoder, as_text, conversation
+from trainer.data.chat_template import ChatTemplate, find_template
+from trainer.data.loader import open_text
+from trainer.data.packing import IGNORE_INDEX
+from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer
+
+SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|eos|>"}
+TURNS = [
+    {"role": "user", "content": "two and three?"},
+    {"role": "assistant", "content": "five"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes, the quick fox\n"},
+]
+
+
+def read(line: object, where: str = "a.jsonl, line 1") -> dict:
+    content = line if isinstance(line, bytes) else json.dumps(line).encode()
+    return json.loads(as_text(conversation(content, where)))
+
+
+def refusal(call, *args) -> str:
+    with pytest.raises(ConfigError) as error:
+        call(*args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("chat")
+    return {name: chat_folder(root / name, text, file=name == "chatml") for name, text in TEMPLATES.items()}
+
+
+def encoder(folder: Path) -> ConversationEncoder:
+    return ConversationEncoder(open_tokenizer(str(folder)), find_template(str(folder), None))
+
+
+def learnt(sample, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(sample.labels[sample.labels != IGNORE_INDEX].tolist())
+
+
+# --- equal to transformers
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_and_tokens_are_those_of_transformers(name, folders):
+    theirs = AutoTokenizer.from_pretrained(folders[name])
+    template, ours = find_template(str(folders[name]), None), encoder(folders[name])
+    lines = [
+        *conversations(20),
+        {"messages": TURNS},
+        {"messages": [{"role": "user", "content": "<|end|> x"}, TURNS[1]]},
+    ]
+    lines += [{"messages": [{"role": "system", "content": " be brief "}, *TURNS]}] if name != "instruct" else []
+    lines += [{"messages": TURNS, "tools": [{"name": "é<"}]}]
+    for line in lines:
+        found = read(line)
+        given = {"tools": line.get("tools"), "date_string": "26 Jul 2024"}  # a template has no clock here
+        wanted = theirs.apply_chat_template(line["messages"], tokenize=False, **given)
+        assert template.render(found)[0] == wanted
+        ids = theirs.apply_chat_template(line["messages"], return_dict=False, **given)
+        assert ours.sample(as_text(found)).tokens.tolist() == ids
+
+
+def test_marked_answers_are_those_of_transformers(folders):
+    theirs, ours = AutoTokenizer.from_pretrained(folders["marked"]), encoder(folders["marked"])
+    for line in conversations(30):
+        out = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        sample = ours.sample(as_text(read(line)))
+        pairs = zip(out["input_ids"][1:], out["assistant_masks"][1:], strict=True)
+        assert sample.labels[:-1].tolist() == [i if mask else IGNORE_INDEX for i, mask in pairs]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("llama3", "five<|end|>yes, the quick fox<|end|>"),
+        ("chatml", "five<|end|>yes, the quick fox\n<|end|>"),
+        ("marked", "five<|end|>yes, the quick fox\n<|end|>"),
+        ("instruct", " five<|eos|> yes, the quick fox\n<|eos|>"),
+    ],
+)
+def test_labels_are_the_answers_and_their_ends(name, wanted, folders):
+    sample = encoder(folders[name]).sample(as_text(read({"messages": TURNS})))
+    assert learnt(sample, open_tokenizer(str(folders[name]))) == wanted
+    assert sample.labels[-1] == IGNORE_INDEX
+    has = sample.labels[:-1] != IGNORE_INDEX
+    assert (sample.labels[:-1][has] == sample.tokens[1:][has]).all()
+
+
+def test_both_ways_to_find_answers_agree(folders):
+    both = [encoder(folders[name]) for name in ("chatml", "marked")]
+    for line in conversations(30, seed=1):
+        a, b = (one.sample(as_text(read(line))) for one in both)
+        assert (a.labels == b.labels).all()
+
+
+def test_a_prompt_and_its_answer_are_a_conversation_for_a_template(folders):
+    ours = encoder(folders["llama3"])
+    samples = [ours.sample(as_text(read({"prompt": "two and three?", key: "five"}))) for key in ("answer", "response")]
+    wanted = ours.sample(as_text(read({"messages": TURNS[:2]})))
+    assert all((sample.tokens == wanted.tokens).all() for sample in samples)
+
+
+def test_parts_of_text_are_joined(folders):
+    parts = [{"type": "text", "text": "fi"}, {"type": "text", "text": "ve"}]
+    assert (
+        read({"messages": [TURNS[0], {"role": "assistant", "content": parts, "name": None}]})["messages"] == TURNS[:2]
+    )
+
+
+# --- plain text, and borders
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXT, TEXT.filter(str.strip))
+def test_plain_text_is_begin_prompt_answer_end(prompt, answer):
+    tokenizer = open_tokenizer()
+    sample = ConversationEncoder(tokenizer, None).sample(as_text(read({"prompt": prompt, "completion": answer})))
+    assert sample.tokens.tolist() == tokenizer.encode(prompt + answer, bos=True, eos=True)
+    first = int(np.argmax(sample.labels != IGNORE_INDEX))
+    assert (sample.labels[first:-1] == sample.tokens[first + 1 :]).all()
+    # Tokens before the first label have all bytes of the prompt, and the last of them has one.
+    before = [len(token) for token in tokenizer._encoding.decode_tokens_bytes(sample.tokens[1 : first + 1].tolist())]
+    assert sum(before) >= len(prompt.encode())
+    assert not before or sum(before[:-1]) < len(prompt.encode())
+
+
+@pytest.mark.parametrize("name", ["tiktoken", "json"])
+def test_a_token_across_the_border_has_no_label(name, folders):
+    """` the` is one token: with the blank in the prompt, it is a part of the prompt."""
+    tokenizer = open_tokenizer(default_tokenizer_path() if name == "tiktoken" else str(folders["llama3"]))
+    assert len(tokenizer.encode(" the")) == 1
+    ours = ConversationEncoder(tokenizer, None)
+    for prompt, answer, wanted in (("and ", "the fox", " fox"), ("and", " the fox", " the fox")):
+        sample = ours.sample(as_text(read({"prompt": prompt, "answer": answer})))
+        assert learnt(sample, tokenizer) == wanted + tokenizer.decode([tokenizer.eos_id])
+
+
+def test_names_of_special_tokens_are_text_in_plain_text_and_tokens_in_rendered_text(folders):
+    json_folder = str(folders["llama3"])
+    for tokenizer, name in ((open_tokenizer(), "<|eot_id|>"), (open_tokenizer(json_folder), "<|end|>")):
+        text = f"naïve 漢字 😀{name} x"
+        ids, places = tokenizer.encode_with_places(text, special=False)
+        assert ids.tolist() == tokenizer.encode(text)
+        special, places = tokenizer.encode_with_places(text, special=True)
+        assert len(special) < len(ids)
+        (at,) = [i for i, (a, b) in enumerate(places.tolist()) if text[a:b] == name]
+        assert tokenizer.decode([special[at]]) == name
+        assert tokenizer.decode(special.tolist()) == text
+        assert (places[1:, 0] >= places[:-1, 0]).all()
+        assert places[0, 0] == 0
+        assert places[-1, 1] == len(text)
+
+
+def test_llama_3_in_both_formats(tmp_path):
+    """A file of ranks has no settings beside it: begin and end are those of the format."""
+    (tmp_path / "t.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}")
+    tokenizer = open_tokenizer()
+    ends = {"bos_token": "<|begin_of_text|>"}
+    template = find_template(default_tokenizer_path(), str(tmp_path / "t.jinja"), ends)
+    sample = ConversationEncoder(tokenizer, template).sample(as_text(read({"messages": TURNS[:2]})))
+    assert tokenizer.decode(sample.tokens.tolist()) == "<|begin_of_text|>two and three?<|eot_id|>five<|eot_id|>"
+    assert learnt(sample, tokenizer) == "five<|eot_id|>"
+
+
+# --- where a template is found
+
+
+def test_a_file_goes_before_the_configuration_and_a_key_before_both(tmp_path):
+    folder = chat_folder(tmp_path / "model", CHATML)
+    texts = []
+    found = read({"messages": TURNS[:2]})
+    texts.append(find_template(str(folder), None).render(found)[0])
+    (folder / "chat_template.jinja").write_text(INSTRUCT)
+    texts.append(find_template(str(folder / "tokenizer.json"), None).render(found)[0])
+    (tmp_path / "mine.jinja").write_text(LLAMA3)
+    texts.append(find_template(str(folder), str(tmp_path / "mine.jinja")).render(found)[0])
+    assert [text[:9] for text in texts] == ["<|head|>u", "<|begin|>", "<|begin|>"]
+    assert texts[1] != texts[2]
+    assert find_template(str(folder), "none") is None
+    assert find_template(str(chat_folder(tmp_path / "bare", None)), None) is None
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
+    config = json.dumps({"chat_template": several, "bos_token": {"content": "<|begin|>"}})
+    (tmp_path / "bare" / "tokenizer_config.json").write_text(config)
+    assert find_template(str(tmp_path / "bare"), None).render(found)[0] == texts[0]
+
+
+def test_a_template_that_is_not_there_or_no_template_is_refused(tmp_path):
+    folder = chat_folder(tmp_path, None)
+    with pytest.raises(MissingFile, match=r"model.chat_template = 'no.jinja' cannot be read"):
+        find_template(str(folder), "no.jinja")
+    assert "is no Jinja template" in refusal(ChatTemplate, "{% if %}", "x.jinja", {})
+
+
+# --- refused
+
+REWRITES = CHATML.replace("message['content'] + ", "(message['content'] if loop.last else '...') + ")
+HEADERS = CHATML[: CHATML.index("{% if add_generation")]
+CLOCK = "{{ strftime_now('%Y') }}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [
+        (REWRITES, "writes message 2 otherwise when others follow"),
+        (HEADERS, "has no generation prompt before message 2"),
+        (CLOCK, "refuses it ('strftime_now' is undefined)"),
+        ("{{ raise_exception('no!') }}", "refuses it (no!)"),
+        ("{{ messages.__class__ }}{{ messages.__class__.mro() }}", "refuses it (access to attribute"),
+        (MARKED.replace("message.role == 'assistant'", "false"), "marks no answer"),
+        ("{% set x %}{% generation %} a{% endgeneration %}{% endset %}{{ x | trim | length }}", "changes text after"),
+    ],
+)
+def test_a_template_that_cannot_be_right_is_refused_with_line_and_name(template, part):
+    made = ChatTemplate(template, "my.jinja", SPECIAL)
+    message = refusal(made.render, read({"messages": TURNS}, "b.jsonl, line 7"))
+    assert message.startswith("b.jsonl, line 7: the chat template my.jinja ")
+    assert part in message
+
+
+BAD = [
+    (b'{"prompt": ', "must be a JSON object"),
+    (b"\xff", "must be a JSON object"),
+    (b"[1]", "must be a JSON object"),
+    ({"text": "a"}, 'has neither "messages" nor "prompt"'),
+    ({"prompt": "a"}, 'has neither "messages" nor "prompt"'),
+    ({"prompt": ["a"], "answer": "b"}, '"prompt" must be a string'),
+    ({"prompt": "a", "response": 3}, '"response" must be a string'),
+    ({"prompt": "a", "answer": " \n"}, '"answer" is empty'),
+    ({"messages": []}, '"messages" must be a list'),
+    ({"messages": ["a"]}, '"messages" must be a list'),
+    ({"messages": TURNS[:1]}, "no message is of the role 'assistant'"),
+    ({"messages": [*TURNS, {"role": "bot", "content": "a"}]}, "message 5: \"role\" = 'bot' must be one of 'system'"),
+    ({"messages": [{"content": "a"}]}, 'message 1: "role" = None must be'),
+    ({"messages": [{"role": "user", "content": None}]}, 'message 1: "content" must be a string'),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images, cannot be trained on"),
+    ({"messages": [TURNS[0], {"role": "assistant", "content": ""}]}, "message 2: the answer is empty"),
+]
+
+
+@pytest.mark.parametrize(("line", "part"), BAD)
+def test_a_bad_line_is_told_in_one_sentence(line, part):
+    message = refusal(read, line, "c.jsonl, line 3")
+    assert message.startswith("c.jsonl, line 3")
+    assert part in message
+
+
+def test_a_tokenizer_that_cannot_tell_special_tokens_is_refused_at_once(tmp_path):
+    (tmp_path / "words.txt").write_text("the quick fox adds two and three\n" * 20)
+    prefix = str(tmp_path / "tokenizer")
+    settings = {"input": f"{tmp_path}/words.txt", "model_prefix": prefix, "vocab_size": 40, "hard_vocab_limit": False}
+    sentencepiece.SentencePieceTrainer.train(**settings, minloglevel=9)
+    lines = write_lines(tmp_path / "chat.jsonl", [{"prompt": "a", "answer": "b"}])
+    model = Model(tokenizer_path=f"{prefix}.model")
+    assert "use the model's tokenizer.json" in refusal(open_text, model, "chat", str(lines))
+
+
+def test_messages_without_a_template_say_what_to_do(folders):
+    ours = ConversationEncoder(open_tokenizer(), None)
+    message = refusal(ours.sample, as_text(read({"messages": TURNS})))
+    assert "need a chat template" in message
+    assert "model.chat_template" in message

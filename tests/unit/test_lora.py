@@ -1,0 +1,141 @@
+"""Laws of adapters: what cannot work is one sentence, and memory and FLOPs are those of what is trained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.components.optimizer import build_optimizer
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import LoRA, Optimizer
+from trainer.job import resolve
+from trainer.job.lora import adapter_sizes, check_lora, flops_beside
+from trainer.job.memory import rank_memory
+from trainer.models.common.decoder import Transformer
+from trainer.models.initialization import initialize
+from trainer.models.llama3.args import FLAVORS
+from trainer.transforms.lora import A, B, apply_lora, is_adapter, merged
+
+INITIAL = "--checkpoint.initial_load_path=somewhere"
+
+
+def job_of(tmp_path: Path, *arguments: str, ranks: int = 1):
+    config = parse_command_line([f"--job.dump_folder={tmp_path}", *arguments]).config
+    return resolve(config, ranks, "cpu", missing=[])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "said"),
+    [
+        (["--lora.modules", "wq", "q_proj", INITIAL], 1, "'q_proj' must be a linear module of a layer"),
+        (["--lora.modules", "output", INITIAL], 1, "'output' must be a linear module of a layer"),
+        (["--lora.modules", INITIAL], 1, "lora.modules = []: '' must be a linear module of a layer"),
+        ([], 1, "lora.rank = 8 adapts given weights, which are never saved again; name them with checkpoint.initial"),
+        (
+            [INITIAL, "--float8.enable", "--float8.emulate"],
+            1,
+            "float8.enable = true multiplies weights that are",
+        ),
+        (
+            [
+                INITIAL,
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+            ],
+            2,
+            "freezes most weights; use the schedule 'Interleaved1F1B'",
+        ),
+        (
+            [
+                INITIAL,
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_split_points",
+                "layers.0",
+            ],
+            2,
+            "the first stage of a pipeline, and each of its ranks, must have a layer",
+        ),
+        (
+            [
+                INITIAL,
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_split_points",
+                "norm",
+            ],
+            2,
+            "the first stage of a pipeline, and each of its ranks, must have a layer",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(tmp_path: Path, arguments: list[str], ranks: int, said: str) -> None:
+    rows = ["--training.local_batch_size=4"]
+    with pytest.raises(ConfigError) as raised:
+        job_of(tmp_path, "--lora.rank=8", *rows, *arguments, ranks=ranks)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def model_with(settings: LoRA) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(FLAVORS["debugmodel"])
+    apply_lora(model, settings)
+    return model
+
+
+def test_adapters_are_what_is_counted(tmp_path: Path) -> None:
+    """In memory too: gradients and moments of adapters alone, weights of all."""
+    settings = ["--lora.rank=8", "--lora.modules", "wq", "w2", "--", INITIAL]
+    job = job_of(tmp_path, *(x for x in settings if x != "--"))
+    model = model_with(job.config.lora)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert set(map(is_adapter, trained)) == {True}
+    sizes = adapter_sizes(job.config, job.model)
+    assert sum(trained.values()) == sum(sizes.values()) == 4 * 8 * (256 + 256 + 512 + 256)
+    without, memory = rank_memory(job_of(tmp_path)), rank_memory(job)
+    assert memory.gradients == 4 * sum(sizes.values())
+    assert memory.optimizer == 2 * memory.gradients
+    assert memory.weights == without.weights + memory.gradients
+
+
+def test_a_frozen_weight_saves_a_third(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "--lora.rank=8", INITIAL)
+    weights = sum(rows * columns for rows, columns in job.model.linear_shapes().values())
+    assert flops_beside(job.config, job.model) == 6 * sum(adapter_sizes(job.config, job.model).values()) - 2 * weights
+    assert flops_beside(job_of(tmp_path).config, job.model) == 0
+
+
+def test_a_start_changes_nothing_and_the_optimizer_has_adapters_alone() -> None:
+    plain, adapted = (model_with(LoRA(rank=rank)) for rank in (0, 4))
+    for model in (plain, adapted):
+        initialize(model, seed=1, device=torch.device("cpu"))
+    tokens = torch.arange(12)[None]
+    torch.testing.assert_close(adapted(tokens), plain(tokens), rtol=0, atol=0)
+    held = build_optimizer([adapted], Optimizer()).param_groups
+    assert {p for group in held for p in group["params"]} == {p for p in adapted.parameters() if p.requires_grad}
+    module = adapted.layers["0"].attention.wq
+    with torch.no_grad():
+        getattr(module, B).normal_()
+        x = torch.randn(3, 256)
+        weight = merged(module.weight, getattr(module, A), getattr(module, B), LoRA(rank=4))
+        torch.testing.assert_close(module(x), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_preset_adapts_on_one_gpu_or_more(ranks: int) -> None:
+    config = parse_command_line(["--job.config_file=llama3_8b_lora"]).config
+    job = resolve(config, ranks, "cuda", missing=(missing := []))
+    assert len(missing) == 3  # weights, tokenizer, conversations
+    assert job.notes == ()
+    memory = rank_memory(job)
+    assert memory.total < 0.8 * 80e9
+    assert memory.optimizer < 0.02 * memory.weights
+
+
+def test_alpha_over_rank_is_the_factor() -> None:
+    assert LoRA(rank=4, alpha=8.0).scale == 2.0
+
+
+def test_check_takes_a_job_without_adapters(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    check_lora(job.config, job.model, None)

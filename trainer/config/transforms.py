@@ -1,0 +1,82 @@
+"""Settings of what is done to a model that is not distribution: adapters, recomputation, compilation, float8."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.keys import NOT_NEGATIVE, POSITIVE, TOKENS, Bounds, Condition, key, needs, needs_value
+from trainer.config.parallelism import SHARDED
+
+_COMPILED, _FLOAT8, _ADAPTING = needs("compile.enable"), needs("float8.enable"), needs("lora.rank")
+_NO_OFFLOAD = Condition(
+    lambda config, _: not config.training.enable_cpu_offload,
+    "with training.enable_cpu_offload, which copies weights to the GPU without the scales found for them",
+    general="with training.enable_cpu_offload",
+)
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters: only these are trained and saved; the weights are those of checkpoint.initial_load_path."""
+
+    rank: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: train all weights)"), when=TOKENS)
+    """Rank of the adapters; 0: none, all weights are trained."""
+    alpha: float = key(16.0, POSITIVE, when=_ADAPTING)
+    """What an adapter adds is multiplied by alpha / rank."""
+    modules: tuple[str, ...] = key(("wq", "wk", "wv", "wo", "w1", "w2", "w3"), when=_ADAPTING)
+    """Linear modules of each layer that have adapters: wq, wk, wv, wo of attention, w1, w2, w3 of the feed-forward."""
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's product is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    """Activations that the backward recomputes."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """Keep all activations; each layer's input only (full); see selective_ac_option; or as much as fits a budget."""
+    selective_ac_option: str = key("op", when=needs_value("activation_checkpoint.mode", "selective"))
+    """For selective: "op" keeps attention and every second matrix product; "2" recomputes every 2nd layer in full."""
+    memory_budget: float = key(
+        0.5, Bounds(lambda x: 0 < x < 1, "in (0, 1)"), when=needs_value("activation_checkpoint.mode", "memory_budget")
+    )
+    """For memory_budget: share of the activations that the compiler may keep."""
+
+    @property
+    def every(self) -> int | None:
+        """For selective: every how many layers are checkpointed in full; None for "op"."""
+        return None if self.selective_ac_option == "op" else int(self.selective_ac_option)
+
+
+@dataclass(frozen=True)
+class Compile:
+    """torch.compile of each layer, as one graph, and of the loss."""
+
+    enable: bool = False
+    """Compile: less time and memory a step, but some minutes at the start."""
+    components: tuple[Literal["model", "loss"], ...] = key(("model", "loss"), when=_COMPILED)
+    """Compile the layers, the loss, or both."""
+    backend: Literal["inductor", "aot_eager", "eager"] = key("inductor", when=_COMPILED)
+    """inductor generates kernels; aot_eager and eager only trace, to find the cause of an error."""
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Matrix products in float8, through torchao (an optional extra)."""
+
+    enable: bool = False
+    """Multiply in float8 in the linear modules; on GPUs of compute capability 8.9 or more, or emulated."""
+    recipe_name: Literal["tensorwise", "rowwise"] = key("tensorwise", when=_FLOAT8)
+    """One scale a tensor (fastest), or one for each row and column (closer to high precision)."""
+    enable_fsdp_float8_all_gather: bool = key(False, when=(_FLOAT8, SHARDED))
+    """FSDP casts its shards and gathers weights in float8: less traffic; tensorwise only."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = key(
+        False, when=(_FLOAT8, needs("float8.enable_fsdp_float8_all_gather"), SHARDED, _NO_OFFLOAD)
+    )
+    """For this all-gather, find all weights' scales in one all-reduce a step instead of one a weight."""
+    filter_fqns: tuple[str, ...] = key(("output",), when=_FLOAT8)
+    """Modules whose name contains one of these stay in high precision, such as "output", "layers.0." or "wk"."""
+    emulate: bool = key(False, when=_FLOAT8)
+    """Round as float8 without its kernels: slow, on any machine."""

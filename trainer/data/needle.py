@@ -1,0 +1,110 @@
+"""A needle in a haystack: one sentence to remember in a text about other things, and a question about it at the end.
+
+    <begin> haystack ... The magic number of Oslo is 4729183. ... haystack  What is the magic number of Oslo?
+    The magic number of Oslo is 4729183
+                                ^ the answer, whose tokens alone have labels
+
+The text is made by a generator from a seed, and is no text of a data set. After Kamradt's "Needle in a Haystack" (2023)
+and the retrieval tasks of RULER (arXiv 2404.06654). Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from random import Random
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.data.packing import IGNORE_INDEX, PackedSequence
+from trainer.data.tokenizer import Tokenizer
+
+_CITIES = (
+    *("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Turin", "Porto", "Dakar", "Hanoi", "Perth", "Riga", "Seoul"),
+    *("Lyon", "Bergen", "Havana", "Nairobi", "Toronto", "Valencia", "Krakow", "Santiago"),
+)
+_KINDS = ("old", "quiet", "young", "tall", "careful", "cheerful", "tired", "clever", "patient", "famous")
+_PEOPLE = ("baker", "sailor", "teacher", "gardener", "painter", "farmer", "doctor", "singer", "tailor", "miller")
+_DEEDS = ("watched", "carried", "painted", "found", "sold", "repaired", "hid", "borrowed", "praised", "remembered")
+_THINGS = ("lantern", "boat", "letter", "basket", "clock", "table", "coat", "wagon", "mirror", "kettle")
+_PLACES = ("river", "market", "bridge", "orchard", "harbour", "forest", "mill", "garden", "castle", "meadow")
+_TIMES = ("in the morning", "after the rain", "before noon", "at night", "during the winter", "without a word")
+
+
+@dataclass(frozen=True)
+class NeedlePrompt:
+    """A prompt with its answer.
+
+    depth: place of the needle, from 0 at the start of the text to 100 before the question; answer_tokens: its labels.
+    """
+
+    depth: float
+    sequence: PackedSequence
+    answer_tokens: int
+
+
+def needle_prompts(
+    tokenizer: Tokenizer, length: int, depths: Sequence[float], samples: int, seed: int
+) -> list[NeedlePrompt]:
+    """Return `samples` prompts of `length` tokens for each depth, one sample after another.
+
+    The prompts of a sample differ in the place of the needle alone. The last token of the answer is no part of the
+    sequence, but the last label.
+
+    Raises:
+        ConfigError: the length has no room for needle and question.
+    """
+    return [
+        prompt
+        for sample in range(samples)
+        for prompt in _of_one_text(tokenizer, length, depths, Random(f"needle {seed} {length} {sample}"))
+    ]
+
+
+def _of_one_text(tokenizer: Tokenizer, length: int, depths: Sequence[float], random: Random) -> Iterator[NeedlePrompt]:
+    city, number = random.choice(_CITIES), random.randrange(10**6, 10**7)
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    fact = tokenizer.encode(f" The magic number of {city} is")
+    answer = tokenizer.encode(f" {number}")  # encoded alone, so that needle and answer have the same tokens
+    needle = [*fact, *answer, *tokenizer.encode(".")]
+    question = [*tokenizer.encode(f" What is the magic number of {city}?"), *fact]
+    room = length + 1 - len(begin) - len(needle) - len(question) - len(answer)
+    if room < 1:
+        raise ConfigError(
+            f"--lengths {length} has no room for a text around needle and question, which have {length + 1 - room} "
+            f"tokens; use at least {2 * length - 2 * room}"
+        )
+    text = _haystack(tokenizer, random, room)
+    for depth in depths:
+        place = round(depth / 100 * len(text))
+        parts = (begin, *text[:place], needle, *text[place:], question, answer)
+        yield NeedlePrompt(depth, _sequence(np.fromiter(chain(*parts), np.int64), len(answer)), len(answer))
+
+
+def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]]:
+    """Return sentences that have `room` tokens together; the first one may lack its beginning."""
+    sentences: list[list[int]] = []
+    while room > 0:
+        sentences.append(tokenizer.encode(_sentence(random)))
+        room -= len(sentences[-1])
+    # The last one has -room tokens too many. The first one is cut instead, so that the text ends with a full stop.
+    too_many, first = -room, sentences[0]
+    if too_many >= len(first):
+        sentences[-1] = sentences[-1][too_many:]
+    else:
+        sentences[0] = first[too_many:]
+    return sentences
+
+
+def _sentence(random: Random) -> str:
+    words = (random.choice(of) for of in (_KINDS, _PEOPLE, _DEEDS, _KINDS, _THINGS, _PLACES, _TIMES))
+    return " The {} {} {} the {} {} near the {} {}.".format(*words)
+
+
+def _sequence(ids: np.ndarray, answer_tokens: int) -> PackedSequence:
+    """Return all ids but the last one as a sequence, of which the answer has labels."""
+    labels = np.full(len(ids) - 1, IGNORE_INDEX, dtype=np.int64)
+    labels[-answer_tokens:] = ids[-answer_tokens:]
+    return PackedSequence(ids[:-1].copy(), labels, np.arange(len(labels)), np.zeros(len(labels), dtype=np.int64))

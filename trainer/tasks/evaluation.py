@@ -1,0 +1,128 @@
+"""Measurements of a language model by forwards alone: loss by position, and retrieval of a needle.
+
+Ranks share sequences and forwards as in validation, so that the numbers do not depend on the layout.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from trainer.components.logits import whole_logits, whole_sequence
+from trainer.components.loss import token_losses
+from trainer.data.needle import NeedlePrompt
+from trainer.data.packing import IGNORE_INDEX, PackedSequence
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
+from trainer.models.model_spec import Decoder
+from trainer.tasks.language import LanguageTask
+from trainer.tasks.task import Batch, Share
+from trainer.tasks.validation import dealt, forward_only, tensors_of
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The tokens of all sequences at the positions `first` to `last` - 1; loss: their mean cross entropy."""
+
+    first: int
+    last: int
+    tokens: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); inf where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """The answer to one prompt, each token given the true ones before it.
+
+    correct: every token is the likeliest one; log_probability: mean of its tokens.
+    """
+
+    correct: bool
+    log_probability: float
+
+
+class Evaluation:
+    """Measurements with the model of a job. rows: sequences of a forward on each data-parallel rank."""
+
+    def __init__(self, task: LanguageTask, dims: ParallelDims, model: nn.Module, *, rows: int) -> None:
+        self.task, self.dims, self.model, self.rows = task, dims, model, rows
+        self.device = torch.device(dims["world"].device_type)
+
+    def by_position(self, sequences: Iterable[PackedSequence], edges: Sequence[int]) -> list[Bucket]:
+        """Return the mean loss of the tokens between each two edges. A collective over all ranks.
+
+        sequences: the same on every rank; edges: rising positions, the first one 0, the last one the length.
+        """
+        places = list(pairwise(edges))
+        sums = torch.zeros(len(places), 2, dtype=torch.float64, device=self.device)
+
+        def measure(part: Decoder, hidden: torch.Tensor, share: Share) -> None:
+            losses = self.task.losses(part, hidden, share.targets).double()
+            positions = share.arguments["positions"]  # of the tokens of this rank
+            for number, (first, last) in enumerate(places):
+                counted = (positions >= first) & (positions < last) & (share.targets != IGNORE_INDEX)
+                sums[number, 0] += losses.where(counted, 0).sum()
+                sums[number, 1] += counted.sum()
+
+        batches = (self._batch(arrays) for _, arrays in dealt(sequences, self.rows, self.dims))
+        forward_only(self.task, [self.model], None, batches, measure)
+        totals = self._total(sums).tolist()
+        return [Bucket(*place, round(n), total / max(n, 1)) for place, (total, n) in zip(places, totals, strict=True)]
+
+    def needles(self, prompts: Sequence[NeedlePrompt]) -> list[Retrieved]:
+        """Return how each prompt, all of one length, is answered. A collective over all ranks.
+
+        Only the logits of the answers exist.
+        """
+        most = max(prompt.answer_tokens for prompt in prompts)
+        numbers: list[list[int]] = []
+        rows: list[torch.Tensor] = []
+
+        def batches() -> Iterator[Batch]:
+            for mine, arrays in dealt((prompt.sequence for prompt in prompts), self.rows, self.dims):
+                numbers.append(mine)
+                yield self._batch(arrays)
+
+        def measure(part: Decoder, hidden: torch.Tensor, share: Share) -> None:
+            rows.append(answered(part, hidden, share.targets, most, self.dims))
+
+        forward_only(self.task, [self.model], None, batches(), measure)
+        sums = torch.zeros(len(prompts), 2, dtype=torch.float64, device=self.device)
+        for mine, found in zip(numbers, rows, strict=True):
+            for number, row in zip(mine, found, strict=False):  # rows that fill up a forward have no number
+                sums[number] = row
+        return [
+            Retrieved(round(hits) == prompt.answer_tokens, -loss / prompt.answer_tokens)
+            for prompt, (hits, loss) in zip(prompts, self._total(sums).tolist(), strict=True)
+        ]
+
+    def _batch(self, arrays: dict) -> Batch:
+        batch = {name: x.to(self.device) for name, x in tensors_of(arrays).items()}
+        return batch | {"uses_positions": True}  # context parallelism then cuts them, and a share has its own
+
+    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sums of all ranks; those of one tensor-parallel group have the same."""
+        return all_reduce(sums / self.dims.size("tp"), self.dims["world"])
+
+
+def answered(part: Decoder, hidden: torch.Tensor, targets: torch.Tensor, most: int, dims: ParallelDims) -> torch.Tensor:
+    """Return for each sequence (targets of this rank that have the largest logit, sum of their losses): (B, 2) float64.
+
+    hidden: of this rank; targets: (B, S of this context-parallel rank), at most `most` of which are labels.
+    """
+    hidden = whole_sequence(hidden, dims["tp"])
+    # Labelled tokens first. Each rank takes as many, so that the output has one shape on all of a group.
+    taken = (targets != IGNORE_INDEX).int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    labels = targets.gather(1, taken)
+    wanted = hidden.gather(1, taken[..., None].expand(-1, -1, hidden.shape[-1]))
+    logits = whole_logits(part, wanted, dims["tp"])
+    hits = (logits.argmax(-1) == labels).sum(1)
+    return torch.stack([hits.double(), token_losses(logits, labels).double().sum(1)], dim=1)
