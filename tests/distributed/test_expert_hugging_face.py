@@ -35,7 +35,6 @@ def here_case(family: str, folder: str, texts: list[list[int]]) -> torch.Tensor:
     with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
         load_weights(HFReader(Path(folder), model_spec(family), job.model), [part])
         logits = next(islice(generation._again(part, job, dims, texts), 1))
-    torch.distributed.destroy_process_group()  # which the mesh of one rank made
     return logits
 
 
