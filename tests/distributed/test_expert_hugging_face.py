@@ -34,8 +34,7 @@ def here_case(family: str, folder: str, texts: list[list[int]]) -> torch.Tensor:
     """Logits of the token after each text."""
     with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
         load_weights(HFReader(Path(folder), model_spec(family), job.model), [part])
-        logits = next(islice(generation._again(part, job, dims, texts), 1))
-    return logits
+        return next(islice(generation._again(part, job, dims, texts), 1))
 
 
 @pytest.mark.parametrize("family", MODELS)
