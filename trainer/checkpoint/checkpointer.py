@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import export
@@ -46,6 +47,8 @@ from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.full_disk import full_disk
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout, set_timeout
+
+_WORD = 63  # bits of a number that an int64 holds
 
 
 class CheckpointError(RuntimeError):
@@ -280,10 +283,8 @@ class Checkpointer:
         """Return the position of every data stream of all data-parallel ranks."""
         mine = self._loader.state_dict()
         keys = sorted(next(iter(mine.values())))
-        rows = [[stream, *(entry[key] for key in keys)] for stream, entry in mine.items()]
-        device = self._dims["dp"].device_type
-        gathered = all_gather(torch.tensor(rows, dtype=torch.int64, device=device), self._dims["dp"])
-        return {row[0]: dict(zip(keys, row[1:], strict=True)) for row in sorted(gathered.flatten(0, 1).tolist())}
+        rows = _rows_of_all_ranks([[s, *(entry[key] for key in keys)] for s, entry in mine.items()], self._dims["dp"])
+        return {row[0]: dict(zip(keys, row[1:], strict=True)) for row in sorted(rows)}
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -299,3 +300,15 @@ class Checkpointer:
             if kind is None:
                 raise
             logger.error(str(also))  # the run ends with the error that is being raised
+
+
+def _rows_of_all_ranks(rows: Sequence[Sequence[int]], over: DeviceMesh) -> list[list[int]]:
+    """Return the rows of all ranks of a mesh. A number is 0 or more, and may have more bits than one of a tensor."""
+    device, bits = over.device_type, max(number.bit_length() for row in rows for number in row)
+    words = int(all_reduce(torch.tensor(max(-(-bits // _WORD), 1), device=device), over, "max"))
+    shifts = [_WORD * i for i in range(words)]
+    cut = [[[number >> shift & 2**_WORD - 1 for shift in shifts] for number in row] for row in rows]
+    gathered = all_gather(torch.tensor(cut, dtype=torch.int64, device=device), over).flatten(0, 1).tolist()
+    return [
+        [sum(word << shift for word, shift in zip(number, shifts, strict=True)) for number in row] for row in gathered
+    ]
