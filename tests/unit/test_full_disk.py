@@ -66,8 +66,7 @@ def test_metrics_that_do_not_fit_are_told_and_wait(tmp_path: Path, caplog: pytes
     """The run goes on to its next checkpoint, whose error says what to do."""
     metrics = JsonLines(tmp_path / "metrics.jsonl")
     metrics._file.close()
-    metrics._file = Path("/dev/full").open("a", encoding="utf-8")  # every flush fails
-    with caplog.at_level("WARNING", logger="trainer"):
+    with Path("/dev/full").open("a", encoding="utf-8") as metrics._file, caplog.at_level("WARNING", logger="trainer"):
         metrics.write({"step": 1})
         metrics.write({"step": 2})
         metrics.close()
