@@ -14,18 +14,16 @@ from pathlib import Path
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import check_source, check_streams, open_source
+from trainer.data import file_index, json_lines
+from trainer.data.datasets import Reading, check_source, check_streams, open_source
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """The cache of `datasets`, for this process and for those that a test starts."""
-    folder = str(tmp_path_factory.mktemp("hf"))
-    monkeypatch.setenv("HF_HOME", folder)
-    monkeypatch.setenv("HF_DATASETS_CACHE", folder)
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(folder))
+    """The cache of indices, for this process and for those that a test starts."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -135,8 +133,8 @@ def test_jsonl_is_a_file_a_folder_or_a_glob_without_network(tmp_path, no_network
     write_jsonl(tmp_path / "a" / "a.jsonl", [{"text": "a0\n\U0001f600"}])
     with open(tmp_path / "b.jsonl", "a") as file:
         file.write("\n  \n")  # blank lines are none
-    assert texts("jsonl", tmp_path) == ["a0\n\U0001f600", "b0", "b1"]
-    assert texts("jsonl", tmp_path / "b.jsonl") == ["b0", "b1"]
+    assert texts("jsonl", tmp_path) == ["a0\n\U0001f600", "b0", "", "b1"]
+    assert texts("jsonl", tmp_path / "b.jsonl") == ["b0", "", "b1"]
     assert texts("jsonl", tmp_path / "*" / "*.jsonl") == ["a0\n\U0001f600"]
 
 
@@ -180,7 +178,7 @@ def test_several_ranks_may_open_the_same_data_at_once(tmp_path):
 def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n\n' + line + "\n")
-    message = refusal(open_source, "jsonl", str(file))
+    message = refusal(open_source("jsonl", str(file)).__getitem__, 1)
     assert message == f'{file}, line 3, must be a JSON object with a string field "text", in UTF-8'
     check_source("jsonl", str(file), 2)  # reads the start only
     file.write_text(line)
@@ -190,12 +188,100 @@ def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line):
 def test_a_line_that_is_not_utf8_is_refused_by_file_and_number(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
-    assert f"{file}, line 2, must be" in refusal(open_source, "jsonl", str(file))
+    assert f"{file}, line 2, must be" in refusal(open_source("jsonl", str(file)).__getitem__, 1)
 
 
-def test_jsonl_without_a_single_text_is_refused(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)
-    assert f"{file} holds no text" in refusal(open_source, "jsonl", str(file))
+def test_jsonl_without_a_line_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n \n")
+    assert "a.jsonl holds no line" in refusal(open_source, "jsonl", str(tmp_path / "a.jsonl"))
+
+
+def test_the_text_may_have_another_name(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"content": "a", "text": 1}])
+    source = open_source("jsonl", str(file), Reading(text_field="content"))
+    assert source[0] == "a"
+    check_source("jsonl", str(file), 1, how=Reading(text_field="content"))
+    assert 'with a string field "body"' in refusal(
+        lambda: check_source("jsonl", str(file), 1, how=Reading(text_field="body"))
+    )
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+def test_an_index_has_every_line_whatever_the_blocks(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(file_index, "BLOCK", block)
+    lines = [
+        b'{"text": "a"}',
+        b"",
+        b"  ",
+        b' {"text": "b"}',
+        b'{"text": "' + b"c" * 100 + b'"}\r',
+        b"\t",
+        b'{"text": "d"}',
+    ]
+    (file := tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    assert texts("jsonl", file) == ["a", "b", "c" * 100, "d"]
+
+
+def test_an_index_is_built_once_and_anew_for_another_content(tmp_path, cache, monkeypatch):
+    file, built = write_jsonl(tmp_path / "a.jsonl", [{"text": "old"}] * 3), []
+    scan = json_lines.line_starts
+    monkeypatch.setattr(json_lines, "line_starts", lambda file: built.append(file) or scan(file))
+    assert texts("jsonl", file) == texts("jsonl", file) == ["old"] * 3
+    assert len(built) == 1
+    time_before = file.stat().st_mtime_ns
+    write_jsonl(file, [{"text": "new"}] * 3)
+    os.utime(file, ns=(time_before, time_before))  # neither size nor time tell it
+    assert texts("jsonl", file) == ["new"] * 3
+    assert len(built) == 2
+    (index,) = (cache / "long-context-trainer").glob("*.index")
+    index.write_bytes(index.read_bytes()[:-8])  # of a process that was killed
+    assert texts("jsonl", file) == ["new"] * 3
+    assert len(built) == 3
+
+
+def test_without_a_cache_the_index_is_kept_in_memory(tmp_path, monkeypatch, caplog):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    assert texts("jsonl", file) == ["a", "b"]
+    assert "is kept in memory" in caplog.text
+
+
+def test_a_long_scan_says_how_far_it_is(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(file_index, "_SAY_SECONDS", 0)
+    monkeypatch.setattr(file_index, "BLOCK", 64)
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(100)])
+    with caplog.at_level("INFO"):
+        open_source("jsonl", str(file))
+    assert f"indexing {file}: 0.0 of 0.0 GiB" in caplog.text
+
+
+# --- bad records
+
+
+def test_bad_records_are_left_out_in_their_places_and_counted(tmp_path, caplog):
+    (file := tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n{"text": "b"}\n' + b"{\n" * 12)
+    source = open_source("jsonl", str(file), Reading(skips=True))
+    for _ in range(2):  # every epoch meets them again
+        assert [source[i] for i in range(len(source))] == ["a", "", "b", *[""] * 12]
+    said = [record.getMessage().partition(";")[0] for record in caplog.records]
+    assert said == ["1 bad record left out so far", "10 bad records left out so far"]
+    (tmp_path / "a.txt").write_bytes(b"gr\xfc\xdfe")
+    assert open_source("text", str(tmp_path / "a.txt"), Reading(skips=True))[0] == ""
+
+
+def test_a_file_that_goes_away_or_shrinks_is_no_bad_record(tmp_path):
+    """So many documents are gone with it that the run stops, whatever `on_bad_record` says."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    source = open_source("text", str(tmp_path), Reading(skips=True))
+    (tmp_path / "b.txt").unlink()
+    assert "b.txt cannot be read (No such file or directory); restore it" in refusal(source.__getitem__, 1)
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 9)
+    source = open_source("jsonl", str(file), Reading(skips=True))
+    os.truncate(file, 20)
+    assert source[0] == "a"
+    assert "a.jsonl is shorter than when the run began to read it" in refusal(source.__getitem__, 8)
 
 
 # --- check_source
@@ -213,7 +299,7 @@ def test_what_works_is_accepted(folder):
     ("name", "path", "message"),
     [
         ("python_stdlb", None, "'python_stdlb' is not a known data set; did you mean 'python_stdlib'?"),
-        ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat"),
+        ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat, tokens"),
         ("c4", None, "'c4' would be downloaded, and nothing is downloaded here; save its documents as JSON lines"),
         ("text", None, "training.dataset = 'text' needs training.dataset_path; give a .txt file"),
         ("jsonl", "", "training.dataset = 'jsonl' needs training.dataset_path; give a .jsonl file"),
@@ -345,12 +431,12 @@ def test_checks_import_neither_torch_nor_arrow_and_answer_at_once(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     code = f"""
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import trainer.data.tokenizer, trainer.data.datasets, trainer.data.packing
 trainer.data.datasets.check_source("python_stdlib", None, 64)
 trainer.data.datasets.check_source("jsonl", {str(tmp_path)!r}, 1)
 trainer.data.tokenizer.vocab_size_of()
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print([name for name in ("torch", "datasets", "pyarrow", "tiktoken") if name in sys.modules], seconds < 1)
 trainer.data.tokenizer.open_tokenizer(); trainer.data.datasets.open_source("python_stdlib")
 print("torch" in sys.modules)

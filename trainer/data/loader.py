@@ -9,15 +9,18 @@ import numpy as np
 import torch
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Model
+from trainer.config.schema import Model, Training
 from trainer.data.best_fit import ConversationStream
 from trainer.data.chat import ConversationEncoder
 from trainer.data.chat_template import find_template
-from trainer.data.datasets import DocumentSource, check_streams, open_source
+from trainer.data.datasets import DocumentSource, Reading, check_streams, ids_of_document, open_source
 from trainer.data.packing import PackedSequence, SequenceBuilder
 from trainer.data.streams import ItemStream, StreamLoader, StreamState, dealt
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.runtime.agreement import content_hash
+
+
+_DEFAULTS = Training()
 
 
 class DocumentStream(ItemStream):
@@ -77,8 +80,7 @@ class DocumentStream(ItemStream):
     def _current(self) -> np.ndarray:
         """Return the current document's tokens between begin and end of text; none at all if it has no text."""
         if self._ids is None:
-            text = self._source[self._current_item()]
-            self._ids = self._tokenizer.encode_to_numpy(text, bos=bool(text), eos=bool(text))
+            self._ids = ids_of_document(self._source[self._current_item()], self._tokenizer)
         return self._ids
 
     def advance(self) -> None:
@@ -142,13 +144,16 @@ class TextData(NamedTuple):
     stream: type[DocumentStream | ConversationStream]
 
 
-def open_text(model: Model, dataset: str, path: str | None) -> TextData:
+def open_text(model: Model, dataset: str, path: str | None, training: Training = _DEFAULTS) -> TextData:
     """Return the data set `dataset` at `path`, for the tokenizer and the chat template of table [model].
+
+    training: says how records are read.
 
     Raises:
         ConfigError: see `open_source`, `open_tokenizer`, `find_template`; conversations for a model of sentencepiece.
     """
-    source, tokenizer = open_source(dataset, path), open_tokenizer(model.tokenizer_file)
+    how = Reading.of(training, model.tokenizer_file)
+    source, tokenizer = open_source(dataset, path, how), open_tokenizer(model.tokenizer_file)
     if dataset != "chat":
         return TextData(source, tokenizer, DocumentStream)
     tokenizer.encode_with_places("", special=True)  # refuses a format that cannot
