@@ -87,7 +87,7 @@ def test_a_source_from_outside_is_checked_and_read_by_any_number_of_ranks(book: 
 
 def test_a_source_from_outside_is_refused_like_the_others(book: list[str]) -> None:
     for arguments, message in (
-        ([*book, "--training.data_streams=16"], "the largest that works is 15"),
+        ([*book, "--training.data_streams=16"], "use at most 15"),
         (book[:1], "training.dataset = 'markdown' needs training.dataset_path; give a .md file, a folder, or a glob"),
         (book[1:], "choose training.dataset = 'text' or 'jsonl' or 'chat' or 'tokens' or 'markdown'"),
     ):

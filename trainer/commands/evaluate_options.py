@@ -179,7 +179,7 @@ def _resolved(wanted: Wanted, config: JobConfig) -> ResolvedJob:
         ConfigError: as `resolve`.
     """
     ranks = all_ranks(wanted.ranks_here)
-    shape = {"seq_len": max(wanted.all_lengths), "local_batch_size": wanted.rows, "data_streams": ranks}
+    shape = {"seq_len": max(wanted.all_lengths), "local_batch_size": wanted.rows, "data_streams": None}
     own = replace(config.job, dump_folder=str(wanted.output))
     config = replace(config, job=own, training=replace(config.training, **shape))
     job = resolve(config, ranks, this_machine().device_type(config.job.device))
@@ -187,7 +187,7 @@ def _resolved(wanted: Wanted, config: JobConfig) -> ResolvedJob:
         check_batch(replace(config, training=replace(config.training, seq_len=length)), job.degrees)
     if "positions" in wanted.tasks:
         how = Reading.of(config.training, config.model.tokenizer_file)
-        check_source(wanted.dataset, wanted.dataset_path, data_streams=1, how=how)
+        check_source(wanted.dataset, wanted.dataset_path, how=how)
     return job
 
 

@@ -60,7 +60,7 @@ def tokenize(args: argparse.Namespace) -> str:
 
 def _files(args: argparse.Namespace, how: Reading) -> list[str]:
     if args.dataset == "python_stdlib":
-        check_source(args.dataset, args.path, data_streams=1)
+        check_source(args.dataset, args.path)
         return []
     if not args.path:
         raise ConfigError(f"--dataset {args.dataset} needs --path; give a file, a folder, or a glob")

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError("--dataset chat has conversations, whose template needs a tokenizer; use text or jsonl")
         if args.dataset == "tokens":
             raise ConfigError("--dataset tokens has the token ids of a tokenizer; use the text that they were made of")
-        check_source(args.dataset, args.path, data_streams=1)
+        check_source(args.dataset, args.path)
         source = open_source(args.dataset, args.path)
         tokens = train((source[i] for i in range(len(source))), args.vocab_size)
     except ConfigError as error:

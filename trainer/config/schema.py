@@ -285,8 +285,8 @@ class Training:
     """Seed of the initial weights and of the order of the data."""
     deterministic: bool = False
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
-    data_streams: int = key(64, AT_LEAST_ONE, "streams")
-    """Logical streams of documents, which fix the order of the data; a multiple of the data-parallel degree."""
+    data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
+    """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""

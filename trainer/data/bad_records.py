@@ -34,14 +34,14 @@ class Skipping:
     """
 
     def __init__(self, source: Any) -> None:
-        self._source, self._bad, self._skipped = source, set[int](), Skipped()
+        self.source, self._bad, self._skipped = source, set[int](), Skipped()
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def __getitem__(self, i: int) -> Any:
         try:
-            return self._source[i]
+            return self.source[i]
         except BadRecord as error:
             if i not in self._bad:  # every epoch meets it again
                 self._bad.add(i)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import glob
+import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ import numpy as np
 from trainer.config.errors import ConfigError, MissingFile, did_you_mean
 from trainer.config.schema import Training
 from trainer.data.bad_records import BadRecord, Skipping
-from trainer.data.file_index import unreadable
+from trainer.data.file_index import stamp_of, unreadable
 from trainer.data.json_lines import JsonLines, Line, lines_of
 from trainer.data.token_files import open_token_files, token_documents
 from trainer.data.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ from trainer.data.tokenizer import Tokenizer
 STREAMED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 """Endings of files without random access to documents, which `lct tokenize` reads from their start to their end."""
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_HASHED_FILES = 256  # whose content tells whether text files have changed
 _HEAD = 1 << 16  # bytes of a text file that `check_source` looks at
 
 
@@ -119,9 +121,7 @@ def first_document(name: str, path: str | None) -> str:
     return str(next(iter(source.start(files, Reading()))))
 
 
-def check_source(
-    name: str, path: str | None, data_streams: int, *, dp_degree: int = 1, how: Reading = Reading()
-) -> None:
+def check_source(name: str, path: str | None, data_streams: int | None = None, *, how: Reading = Reading()) -> None:
     """Check a data set without converting it; only the start of large data is read.
 
     Raises:
@@ -129,47 +129,42 @@ def check_source(
             first line that is no object with its text; `data_streams` that do not fit, see `check_streams`.
     """
     source, files = _found(name, path)
-    documents = sum(1 for _ in islice(source.start(files, how), _next_multiple(data_streams, dp_degree)))
+    documents = sum(1 for _ in islice(source.start(files, how), data_streams or 1))
     where = f"training.dataset_path = {path!r}" if path else f"training.dataset = {name!r}"
-    check_streams(where, documents, data_streams, dp_degree)
+    check_streams(where, documents, data_streams)
 
 
-def check_streams(where: str, documents: int, data_streams: int, dp_degree: int, *, item: str = "document") -> None:
-    """Check that every data stream has a document, and every data-parallel rank the same number of streams.
+def check_streams(where: str, items: int, data_streams: int | None, *, item: str = "document") -> None:
+    """Check that every data stream has a document; None: the number is chosen to fit.
 
     where: the data set, as the message names it; item: what it has in place of documents.
 
     Raises:
-        ConfigError: there are fewer documents than ranks or streams, or the degree does not divide the streams.
+        ConfigError: there is none, or there are fewer than streams.
     """
-    streams = f"training.data_streams = {data_streams}"
-    above = _next_multiple(data_streams, dp_degree)
-    if not documents:
-        also = "" if above == data_streams else f" and training.data_streams = {above}"
-        raise ConfigError(f"{where} holds no text, and {streams} needs as many {item}s; give {above} {item}s{also}")
-    if documents < dp_degree:
-        held = f"{documents} {item}{'s' if documents > 1 else ''}"
-        ranks = f"{documents} data-parallel rank{'s' if documents > 1 else ''}"
+    if not items:
+        raise ConfigError(f"{where} holds no text; give at least one {item}")
+    if data_streams is not None and data_streams > items:
         raise ConfigError(
-            f"{where} has {held}, and each of {dp_degree} data-parallel ranks needs one of its own; give {dp_degree} "
-            f"{item}s and training.data_streams = {dp_degree}, or use {ranks} (more ranks can be context-parallel) "
-            f"and training.data_streams = {documents}"
-        )
-    below = min(data_streams, documents) // dp_degree * dp_degree
-    if data_streams > documents:
-        multiple = f", a multiple of the data-parallel degree {dp_degree}" if dp_degree > 1 else ""
-        raise ConfigError(
-            f"{streams} needs as many {item}s and {where} has {documents}; the largest that works is {below}{multiple}"
-        )
-    if data_streams % dp_degree:
-        works = " or ".join(str(number) for number in (below, above) if 0 < number <= documents)
-        raise ConfigError(
-            f"{streams} must be a multiple of the data-parallel degree {dp_degree} (replicas x shards); use {works}"
+            f"training.data_streams = {data_streams} needs as many {item}s and {where} has {items}; leave it out, or "
+            f"use at most {items}"
         )
 
 
-def _next_multiple(number: int, factor: int) -> int:
-    return -(-number // factor) * factor
+def fingerprint(source: DocumentSource, documents: int) -> int:
+    """Return a 63-bit hash of the content of the first documents; 0: they end within a file.
+
+    Of files it is that of sizes, heads and tails; of many text files heads and tails of some.
+    """
+    source = source.source if isinstance(source, Skipping) else source
+    of_files = getattr(source, "digests", None)
+    digests = of_files(documents) if of_files else (source[i] for i in range(documents))
+    if digests is None:
+        return 0
+    digest = hashlib.blake2b(digest_size=8)
+    for part in digests:
+        digest.update(f"{part}\0".encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _found(name: str, path: str | None) -> tuple[Source, list[str]]:
@@ -288,6 +283,12 @@ class TextFiles:
             raise _not_utf8(self.files[i], error) from None
         except OSError as error:
             raise unreadable(self.files[i], error) from None
+
+    def digests(self, documents: int) -> Iterator[int]:
+        """Yield the size of each of the first files, and the hash of some that are spread over them."""
+        files = self.files[:documents]
+        yield from (os.path.getsize(file) for file in files)
+        yield from (stamp_of(file).content for file in files[:: -(-len(files) // _HASHED_FILES)])
 
 
 def _not_empty(files: list[str]) -> list[str]:

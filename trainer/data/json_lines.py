@@ -92,6 +92,11 @@ class JsonLines:
 
         return self.document(Line(content, lambda: f"{self.files[number]}, line {self._line_number(number, i)}"))
 
+    def digests(self, documents: int) -> list[int] | None:
+        """Return a hash of each file of the first documents; None: these end within a file."""
+        files = int(np.searchsorted(self.ends, documents)) + 1
+        return [index.stamp.content for index in self.indices[:files]] if self.ends[files - 1] == documents else None
+
     def _line_number(self, number: int, i: int) -> int:
         """Return the line of document i of file `number`; for a file with blank lines, the lines are counted once."""
         index = self.indices[number]

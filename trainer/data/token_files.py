@@ -208,6 +208,11 @@ class TokenFiles:
             )
         return ids
 
+    def digests(self, documents: int) -> list[int] | None:
+        """Return a hash of each file of the first documents; None: these end within a file."""
+        files = int(np.searchsorted(self.ends, documents)) + 1
+        return [part.stamp.content for part in self.parts[:files]] if self.ends[files - 1] == documents else None
+
 
 def open_token_files(files: Sequence[str], tokenizer_file: str | None) -> TokenFiles:
     """Return the documents of .idx and flat files.

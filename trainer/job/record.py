@@ -169,8 +169,8 @@ def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing:
     training = config.training
     how = Reading.of(training, config.model.tokenizer_file)
     given = training.dataset, training.dataset_path, training.data_streams
-    text = partial(check_source, *given, dp_degree=degrees.dp, how=how)
-    data = partial(check_samples, config, degrees) if config.trains_fields else text
+    text = partial(check_source, *given, how=how)
+    data = partial(check_samples, config) if config.trains_fields else text
     weights = partial(check_initial_weights, config, model)
     chat = partial(check_chat, config)
     for check in (data, partial(check_validation_data, config), chat, partial(check_trackers, config), weights):

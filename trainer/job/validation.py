@@ -43,7 +43,7 @@ def check_validation_data(config: JobConfig) -> None:
     """
     if config.validation.enable and not config.trains_fields:
         how = Reading.of(config.training, config.model.tokenizer_file)
-        _in_validation(lambda: check_source(*config.validation.source(config.training), data_streams=1, how=how))
+        _in_validation(lambda: check_source(*config.validation.source(config.training), how=how))
 
 
 def _in_validation(check: Callable[[], None]) -> None:
