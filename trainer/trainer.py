@@ -48,6 +48,8 @@ from trainer.transforms.compile import (
 )
 from trainer.transforms.float8 import check_float8_machine, precompute_scales
 
+_NO_DATA = "the data of the next step cannot be read: stopped"
+
 
 class TrainingError(RuntimeError):
     """The run cannot go on. The message says why, so that no trace is needed."""
@@ -164,6 +166,7 @@ class Trainer:
         Raises:
             TrainingError: a loss or a gradient that is not finite.
             CheckpointError: a checkpoint could not be written.
+            SharedConfigError: the data of a step cannot be read; the step before is saved.
         """
         training = self.config.training
         try:
@@ -193,6 +196,8 @@ class Trainer:
                     saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last, best=best)
                     if reason:
                         logger.info(f"{reason} after step {step}; {'checkpoint saved' if saved else 'nothing saved'}")
+                        if reason == _NO_DATA:
+                            raise_on_all_ranks(self.data.take, self.dims["world"])
                         return
             self._say_end()
         finally:
@@ -248,8 +253,9 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Do one optimizer step over the whole global batch."""
         with self.metrics.loading_data(), region("data_loading"):
-            batches = self.data.take()
-        if step == self.start_step + 1:
+            first = step == self.start_step + 1  # of later steps the step before has told
+            batches = raise_on_all_ranks(self.data.take, self.dims["world"]) if first else self.data.take()
+        if first:
             self._check_same_batch(batches[0])
         # One count for the whole step, before any backward: a mean of means is wrong if ranks have different counts.
         valid = all_reduce(sum(self.task.counts(batch).sum() for batch in batches), self.dims["dp"])
@@ -263,15 +269,16 @@ class Trainer:
             for i, batch in enumerate(batches)
         ]
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
+        if step < self.config.training.steps:
+            self._make_next_batches()  # while the device works; all ranks learn of bad data with the totals
         with region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
-            totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), self.stop.votes(), self.dims)
+            votes = [*self.stop.votes(), float(self.data.failed)]
+            totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), votes, self.dims)
         if self.updates_masked:
             mask_update(self.optimizer, totals.not_finite)
             self.update(totals.norm)
-        if step < self.config.training.steps:
-            self._make_next_batches()  # while the device works
         loss, grad_norm = self.read(step, totals)
         if not self.updates_masked:
             self.update(grad_norm)
@@ -323,8 +330,8 @@ class Trainer:
         Raises:
             TrainingError: on every rank, if the loss or the norm is not finite; no weight has changed.
         """
-        loss, norm, votes = totals.read()
-        self.stop_reason = self.stop.reason(votes)
+        loss, norm, (*votes, no_data) = totals.read()
+        self.stop_reason = self.stop.reason(votes) or (_NO_DATA if no_data else None)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingError(
                 f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; the weights are "

@@ -4,6 +4,7 @@ Entries are named by parameter, never by rank: `model.<name>`, `optimizer.<name>
 a checkpoint of one layout loads on every other. `folder.py` has the files and their names.
 """
 
+import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -255,12 +256,14 @@ class Checkpointer:
 
     def _all_streams(self) -> Mapping[int, Mapping[str, int]]:
         """Return the position of every data stream of all data-parallel ranks."""
-        mine = self._loader.state_dict()
-        keys = sorted(next(iter(mine.values())))
-        rows = [[stream, *(entry[key] for key in keys)] for stream, entry in mine.items()]
-        device = self._dims["dp"].device_type
-        gathered = all_gather(torch.tensor(rows, dtype=torch.int64, device=device), self._dims["dp"])
-        return {row[0]: dict(zip(keys, row[1:], strict=True)) for row in sorted(gathered.flatten(0, 1).tolist())}
+        # As text: an entry may have more bits than a number of a tensor (conversations that wait).
+        mine, dp = json.dumps(self._loader.state_dict()).encode(), self._dims["dp"]
+        length = all_reduce(torch.tensor(len(mine), device=dp.device_type), dp, "max").item()
+        text = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8)
+        streams: dict[str, Mapping[str, int]] = {}
+        for row in all_gather(text.to(dp.device_type), dp).cpu():
+            streams |= json.loads(row.numpy().tobytes())
+        return {stream: streams[str(stream)] for stream in sorted(map(int, streams))}
 
     def __enter__(self) -> "Checkpointer":
         return self
