@@ -53,10 +53,12 @@ OF_PAIRS = (
     ),
     *("CP all_to_all", "CP hybrid", "PP Interleaved1F1B", "PP InterleavedZeroBubble", "recompute operators", "compile"),
     "tied embeddings",
+    *("experts divided over ranks", "gpt-oss: experts, windows, sinks, documents"),
 )
 OF_TRIPLES = ("as it is", "packed documents", "recompute operators")
 # Of the harness's model of two layers: four stages, for schedules with two a rank.
 _FOUR_STAGES = ("--parallelism.pipeline_parallel_module_fqns", "tok_embeddings", "layers.0", "layers.1", "norm,output")
+_DIVIDED = ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2")
 _COMPILE = ("--compile.enable", "--compile.backend=aot_eager")
 
 
@@ -146,6 +148,11 @@ FEATURES: dict[str, Feature] = {
     "YaRN": Feature(
         ("--model.rope_scaling=8", "--model.rope_scaling_type=yarn", "--model.rope_original_seq_len=8"), of_model=True
     ),
+    "experts": Feature(("--model.name=qwen3_moe",), of_model=True),
+    "experts divided over ranks": Feature(_DIVIDED, of_model=True),
+    "gpt-oss: experts, windows, sinks, documents": Feature(
+        ("--model.name=gpt_oss", "--training.attention_mask=document"), of_model=True
+    ),
     "fused AdamW": Feature(("--optimizer.implementation=fused",)),
     "Adam, parameter by parameter": Feature(
         ("--optimizer.name=Adam", "--optimizer.implementation=for-loop"), of_model=True
@@ -186,9 +193,8 @@ class Cell:
     def reference_arguments(self) -> list[str]:
         """Of the single process: what changes the model or its data, not how the work is shared."""
         feature = FEATURES[self.feature]
-        shared = [
-            a for a in feature.arguments if feature.of_model or a.startswith(("--training.seq", "--training.att"))
-        ]
+        of_model = [a for a in feature.arguments if not a.startswith("--parallelism.")]
+        shared = [a for a in of_model if feature.of_model or a.startswith(("--training.seq", "--training.att"))]
         if "--training.global_batch_size=-1" in shared:  # the rows that all data-parallel ranks have together
             degrees = layout_degrees(self.layout)
             shared.append(f"--training.local_batch_size={2 * degrees.get('ddp', 1) * degrees.get('fsdp', 1)}")
@@ -203,7 +209,7 @@ class Cell:
             if f"--model.name={family}" in self.arguments:
                 flavors |= {f"{family} {name}": _set_fields(shape) for name, shape in shapes.items()}
         run = [*BASE, STEPS, VOCAB, flavors]
-        text = json.dumps([self.arguments, self.reference_arguments, tolerance, run])
+        text = json.dumps([self.arguments, self.reference_arguments, tolerance, run], default=repr)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     def check(self, arguments: list[str]) -> Degrees:

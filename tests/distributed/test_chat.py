@@ -31,6 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "many.jsonl", conversations(60, longest=4))
     questions = [{"prompt": "the quick fox adds five " * 14 + f"{i}", "answer": "five"} for i in range(16)]
     write_lines(folder / "questions.jsonl", questions)
+    write_lines(folder / "short.jsonl", [{"prompt": f"{i}", "answer": "five"} for i in range(600)])
     return folder
 
 
@@ -132,8 +133,14 @@ def run_case(arguments: list[str], folder: str) -> list[dict]:
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_resumes_with_other_ranks_on_the_same_data(pool: WorkerPool, files: Path, tmp_path: Path) -> None:
-    arguments = [*chat(files), "--checkpoint.enable", "--training.global_batch_size=4", "--lr_scheduler.total_steps=6"]
+@pytest.mark.parametrize(
+    "data", [["many"], pytest.param(["short", "--training.seq_len=256"], id="more than 63 conversations wait")]
+)
+def test_a_run_resumes_with_other_ranks_on_the_same_data(
+    pool: WorkerPool, files: Path, tmp_path: Path, data: list[str]
+) -> None:
+    arguments = [*chat(files, data[0]), *data[1:], "--checkpoint.enable"]
+    arguments += ["--training.global_batch_size=4", "--lr_scheduler.total_steps=6"]
     (wanted,) = pool.run(1, run_case, [*arguments, "--training.steps=6"], str(tmp_path / "whole"))
     first, ranks = [*arguments, "--training.steps=3"], LAYOUTS["fsdp2"][1]
     pool.run(1, run_case, first, str(tmp_path / "run"))

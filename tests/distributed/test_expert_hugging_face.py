@@ -3,11 +3,13 @@
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.distributed.harness import BASE, Record, RecordingTrainer
+from tests.distributed import harness
+from tests.distributed.harness import BASE, Record, RecordingTrainer, assert_parity
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_experts import ep
 from tests.distributed.test_generation import opened
@@ -32,9 +34,7 @@ def here_case(family: str, folder: str, texts: list[list[int]]) -> torch.Tensor:
     """Logits of the token after each text."""
     with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
         load_weights(HFReader(Path(folder), model_spec(family), job.model), [part])
-        logits = next(islice(generation._again(part, job, dims, texts), 1))
-    torch.distributed.destroy_process_group()  # which the mesh of one rank made
-    return logits
+        return next(islice(generation._again(part, job, dims, texts), 1))
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -80,3 +80,20 @@ def test_ranks_read_their_experts_and_write_all(
     given, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
     assert given.keys() == back.keys()
     assert [name for name, x in given.items() if not torch.equal(back[name], x)] == []
+
+
+def adapted_case(folder: str, arguments: list[str]) -> Record:
+    """Train adapters of attention beside given experts."""
+    with mock.patch.object(harness, "VOCAB", 4354):
+        given = ["--model.name=qwen3_moe", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
+        adapters = ["--lora.rank=4", "--lora.modules", "wq", "wv", "wo"]
+        return harness.run_layout([*given, *adapters, "--training.dtype=float64", *arguments])
+
+
+def test_adapters_train_beside_frozen_experts(pool: WorkerPool, tmp_path: Path) -> None:
+    args = replace(MODELS["qwen3_moe"], n_heads=8, n_kv_heads=4)
+    hf_experts("qwen3_moe", args).save_pretrained(tmp_path)
+    wanted = pool.run(1, adapted_case, str(tmp_path), [])[0]
+    got = pool.run(2, adapted_case, str(tmp_path), [*degrees(tp=2), ep(2)])[0]
+    assert_parity(got, wanted, 1e-10)
+    assert {name.rpartition(".")[2] for name in got.gradients[0]} == {"lora_a", "lora_b"}

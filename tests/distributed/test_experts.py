@@ -11,16 +11,23 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged, same
 from tests.distributed.test_parity import degrees, reference
+from trainer.config.loader import parse_command_line
 from trainer.distributed import expert_parallel
+from trainer.distributed.expert_parallel import ExpertParallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.models.common import moe
+from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.experts import Experts
 from trainer.models.common.moe import Router
 from trainer.models.initialization import initialize
+from trainer.runtime.process_group import Process, process_group
 from trainer.transforms.compile import compiled_graphs
 
 FAMILY = "--model.name=qwen3_moe"
@@ -157,6 +164,20 @@ def test_negative_control(pool: WorkerPool, fault: str, layout: str, seen: str) 
     got = pool.run(world_size, faulty_case, [*EXPERTS, "--optimizer.implementation=for-loop", *arguments], fault)[0]
     with pytest.raises(AssertionError, match=seen):
         assert_parity(got, reference(pool, *EXPERTS, "--optimizer.implementation=for-loop"), 1e-3)
+
+
+def frozen_case() -> list[bool]:
+    """Which parameters of experts, frozen before they are divided, are trained."""
+    process = Process.from_environment()
+    with process_group(process, parse_command_line([]).config.comm), torch.device("meta"):
+        module = Experts(8, ExpertArgs(4, 2, 8, biases=True)).requires_grad_(False)
+        mesh = init_device_mesh("cpu", (2,))
+        return [p.requires_grad for p in parallelize_module(module, mesh, ExpertParallel()).parameters()]
+
+
+def test_frozen_experts_stay_frozen(pool: WorkerPool) -> None:
+    """As those of a model with adapters are."""
+    assert pool.run(2, frozen_case) == [[False] * 4] * 2
 
 
 # ---- balance

@@ -12,6 +12,7 @@ import transformers
 from tests.hf_experts import hf_experts, in_float64
 from trainer.checkpoint import hf_reader
 from trainer.checkpoint.hf_reader import HFReader
+from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.models.common.decoder_args import TransformerArgs
@@ -35,7 +36,6 @@ QWEN = TransformerArgs(
     qk_norm=True,
     norm_eps=1e-6,
     experts=ExpertArgs(6, 2, 24),
-    router_aux_loss_coef=0.01,
 )
 GPT_OSS = TransformerArgs(
     dim=32,
@@ -54,7 +54,6 @@ GPT_OSS = TransformerArgs(
     attention_bias=True,
     output_bias=True,
     experts=ExpertArgs(6, 2, 24, biases=True, clamped=True),
-    router_aux_loss_coef=0.01,
 )
 MODELS = {
     "qwen3_moe": ("qwen3_moe", QWEN),
@@ -184,6 +183,31 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             hf_config("qwen3_moe").read(read_config(tmp_path))
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_balancing_loss_is_that_of_transformers(tmp_path: Path, family: str) -> None:
+    """Off unless `output_router_logits` is set, as in published folders, whose coefficient of gpt-oss is 0.9."""
+    saved(tmp_path, family)
+    file = tmp_path / "config.json"
+    entries = json.loads(file.read_text()) | {"router_aux_loss_coef": 0.9}
+    for switch, coefficient in ((False, 0.0), (True, 0.9)):
+        file.write_text(json.dumps(entries | {"output_router_logits": switch}))
+        assert hf_config(family).read(read_config(tmp_path)).router_aux_loss_coef == coefficient
+    file.write_text(json.dumps(entries | {"output_router_logits": True, "router_aux_loss_coef": "much"}))
+    with pytest.raises(ConfigError, match="router_aux_loss_coef = 'much' must be a number above 0"):
+        hf_config(family).read(read_config(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_weights_fit_a_flavor_with_another_balancing_loss(tmp_path: Path, family: str) -> None:
+    args = replace(MODELS[family][1], router_aux_loss_coef=0.5)
+    saved(tmp_path, family)
+    config = parse_command_line([f"--model.name={family}", f"--checkpoint.initial_load_path={tmp_path}"]).config
+    config = replace(config, training=replace(config.training, seq_len=args.max_seq_len))
+    check_initial_weights(config, args)
+    with pytest.raises(ConfigError, match="norm_eps"):
+        check_initial_weights(config, replace(args, norm_eps=0.1))
 
 
 def test_quantised_experts_are_refused(tmp_path: Path) -> None:

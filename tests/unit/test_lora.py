@@ -30,7 +30,8 @@ def job_of(tmp_path: Path, *arguments: str, ranks: int = 1):
     [
         (["--lora.modules", "wq", "q_proj", INITIAL], 1, "'q_proj' must be a linear module of a layer"),
         (["--lora.modules", "output", INITIAL], 1, "'output' must be a linear module of a layer"),
-        (["--lora.modules", INITIAL], 1, "lora.modules = []: '' must be a linear module of a layer"),
+        (["--model.name=qwen3_moe", "--lora.modules", "w1", INITIAL], 1, "'w1' must be a linear module of a layer"),
+        (["--model.name=qwen3_moe", "--lora.modules", "gate", INITIAL], 1, "'gate' must be a linear module of a layer"),
         ([], 1, "lora.rank = 8 adapts given weights, which are never saved again; name them with checkpoint.initial"),
         (
             [INITIAL, "--float8.enable", "--float8.emulate"],

@@ -295,3 +295,13 @@ def test_yarn_takes_its_original_length_from_key_flavor_or_scaling() -> None:
     assert given(scaled, Model()) == scaled.rope_scaling
     assert given(scaled, Model(rope_scaling=1.0)) is None
     assert given(args, Model(rope_scaling=8.0)) == RopeScaling(8.0)
+
+
+def test_another_factor_keeps_the_rest_of_the_flavors_scaling() -> None:
+    given = lambda args, **keys: args.configured(Model(**keys), vocab_size=1, max_seq_len=99).rope_scaling  # noqa: E731
+    yarn = MODELS["gpt_oss"][0]["20b"]
+    assert given(yarn, rope_scaling=64.0) == replace(yarn.rope_scaling, factor=64.0)
+    assert given(yarn, rope_scaling=64.0, rope_scaling_type="llama3") == RopeScaling(64.0, original_max_seq_len=4096)
+    linear = replace(ARGS, max_seq_len=64, rope_scaling=RopeScaling(2.0, kind="linear"))
+    assert given(linear, rope_scaling=4.0) == RopeScaling(4.0, kind="linear")
+    assert given(linear, rope_scaling=4.0, rope_scaling_type="yarn").original_max_seq_len == 64

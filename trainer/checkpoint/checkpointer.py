@@ -4,7 +4,6 @@ Entries are named by parameter, never by rank: `model.<name>`, `optimizer.<name>
 a checkpoint of one layout loads on every other. `folder.py` has the files and their names.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import export
@@ -47,6 +47,8 @@ from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.full_disk import full_disk
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout, set_timeout
+
+_WORD = 63  # bits of a number that an int64 holds
 
 
 class CheckpointError(RuntimeError):
@@ -256,14 +258,10 @@ class Checkpointer:
 
     def _all_streams(self) -> Mapping[int, Mapping[str, int]]:
         """Return the position of every data stream of all data-parallel ranks."""
-        # As text: an entry may have more bits than a number of a tensor (conversations that wait).
-        mine, dp = json.dumps(self._loader.state_dict()).encode(), self._dims["dp"]
-        length = all_reduce(torch.tensor(len(mine), device=dp.device_type), dp, "max").item()
-        text = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8)
-        streams: dict[str, Mapping[str, int]] = {}
-        for row in all_gather(text.to(dp.device_type), dp).cpu():
-            streams |= json.loads(row.numpy().tobytes())
-        return {stream: streams[str(stream)] for stream in sorted(map(int, streams))}
+        mine = self._loader.state_dict()
+        keys = sorted(next(iter(mine.values())))
+        rows = _rows_of_all_ranks([[s, *(entry[key] for key in keys)] for s, entry in mine.items()], self._dims["dp"])
+        return {row[0]: dict(zip(keys, row[1:], strict=True)) for row in sorted(rows)}
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -279,3 +277,15 @@ class Checkpointer:
             if kind is None:
                 raise
             logger.error(str(also))  # the run ends with the error that is being raised
+
+
+def _rows_of_all_ranks(rows: Sequence[Sequence[int]], over: DeviceMesh) -> list[list[int]]:
+    """Return the rows of all ranks of a mesh. A number is 0 or more, and may have more bits than one of a tensor."""
+    device, bits = over.device_type, max(number.bit_length() for row in rows for number in row)
+    words = int(all_reduce(torch.tensor(max(-(-bits // _WORD), 1), device=device), over, "max"))
+    shifts = [_WORD * i for i in range(words)]
+    cut = [[[number >> shift & 2**_WORD - 1 for shift in shifts] for number in row] for row in rows]
+    gathered = all_gather(torch.tensor(cut, dtype=torch.int64, device=device), over).flatten(0, 1).tolist()
+    return [
+        [sum(word << shift for word, shift in zip(number, shifts, strict=True)) for number in row] for row in gathered
+    ]

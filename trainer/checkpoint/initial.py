@@ -68,10 +68,11 @@ def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
     family.write(model)  # refuses what transformers does not have
     args = family.read(read_config(path))
     theirs = args.configured(config.model, vocab_size=args.vocab_size, max_seq_len=config.training.seq_len)
+    balance = {"router_aux_loss_coef"}  # of training, not of the weights
     different = [
         f"{field.name} = {getattr(model, field.name)} (there {getattr(theirs, field.name)})"
         for field in fields(model)
-        if getattr(model, field.name) != getattr(theirs, field.name)
+        if field.name not in balance and getattr(model, field.name) != getattr(theirs, field.name)
     ]
     if different:
         name = "the folder" if is_folder(config.model.flavor) else f"model.flavor = {config.model.flavor!r}"

@@ -166,8 +166,8 @@ class Model:
         None, Bounds(AT_LEAST_ONE.test, "at least 1 (1.0: no scaling)"), example=8.0, when=TOKENS
     )
     """Factor by which rotary frequencies are stretched; None: the flavor's."""
-    rope_scaling_type: Literal["llama3", "linear", "yarn"] = key("llama3", when=(TOKENS, _SCALED))
-    """Which frequencies are stretched: as in Llama 3.1, all, or as in YaRN, which also scales attention."""
+    rope_scaling_type: Literal["llama3", "linear", "yarn"] | None = key(None, when=(TOKENS, _SCALED))
+    """Which frequencies are stretched: as in Llama 3.1, all, or as in YaRN; None: as the flavor's, or llama3."""
     rope_original_seq_len: int | None = key(
         None, AT_LEAST_ONE, "tokens", example=32768, when=(TOKENS, _SCALED, _BY_LENGTH)
     )

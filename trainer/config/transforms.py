@@ -22,13 +22,18 @@ class LoRA:
     """Rank of the adapters; 0: none, all weights are trained."""
     alpha: float = key(16.0, POSITIVE, when=_ADAPTING)
     """What an adapter adds is multiplied by alpha / rank."""
-    modules: tuple[str, ...] = key(("wq", "wk", "wv", "wo", "w1", "w2", "w3"), when=_ADAPTING)
-    """Linear modules of each layer that have adapters: wq, wk, wv, wo of attention, w1, w2, w3 of the feed-forward."""
+    modules: tuple[str, ...] = key((), when=_ADAPTING)
+    """Linear modules of each layer that have adapters, such as "wq" and "w2"; [] means all but routers and experts."""
 
     @property
     def scale(self) -> float:
         """What an adapter's product is multiplied by."""
         return self.alpha / self.rank
+
+    def adapts(self, name: str) -> bool:
+        """Return whether the linear module of that name has an adapter."""
+        module = name.rpartition(".")[2]
+        return name.startswith("layers.") and (module in self.modules if self.modules else module != "gate")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -59,6 +59,16 @@ class InnerUnits:
     placement: Callable[[nn.Parameter], Shard] | None = None
     """Which dimension of a parameter to shard; None: the first."""
 
+    def in_order(self, units: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return all units, each outer one before its inner one."""
+        return [module for unit in units for module in (unit, self.of_unit.get(unit)) if module is not None]
+
+    def ahead(self, options: DataParallelOptions) -> DataParallelOptions:
+        """Return the options for all units. Each gathers the next one at least: a host that waits for the routing of
+        tokens is not ahead of the device."""
+        forward = max(2 * options.forward_prefetch, 1)
+        return replace(options, forward_prefetch=forward, backward_prefetch=2 * options.backward_prefetch)
+
 
 def apply_data_parallel(
     model: nn.Module,
@@ -72,9 +82,9 @@ def apply_data_parallel(
 
     units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose parameters
     the backward needs first; it stays gathered unless `reshard_last`. inner: units within `units`. All other
-    parameters belong to the root. The
-    model is left as it is where there is nothing to shard, to cast or to offload; but plain parameters beside
-    tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
+    parameters belong to the root. The model is left as it is where there is nothing to shard, to cast or to offload;
+    but plain parameters beside tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind
+    only.
     """
     storage = next(model.parameters()).dtype
     mixed = len({isinstance(parameter, DTensor) for parameter in model.parameters()}) > 1
@@ -97,35 +107,27 @@ def apply_data_parallel(
     for unit, after_forward in reshard.items():
         fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
-    _prefetch([*reshard], options, {} if inner is None else inner.of_unit, last_is_apart=last is not None)
+    in_order = [*reshard]
+    if inner is not None:
+        in_order, options = inner.in_order(in_order), inner.ahead(options)
+    _prefetch(in_order, options, last_is_apart=last is not None)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
 
 
-def _prefetch(
-    units: Sequence[FSDPModule],
-    options: DataParallelOptions,
-    inner: Mapping[nn.Module, nn.Module],
-    *,
-    last_is_apart: bool,
-) -> None:
+def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:
     """Tell each unit which units to gather while it runs.
 
     last_is_apart: the last unit runs after the model's forward. There FSDP waits for all layers before it gathers, so
-    that the unit before always gathers it. inner: units within units: the outer one gathers its inner one ahead, and
-    this one the next unit, because the host, which waits for the routing of tokens, is not ahead of the device.
+    that the unit before always gathers it.
     """
-    forward, backward = options.forward_prefetch, options.backward_prefetch
-    if inner:
-        units = [module for unit in units for module in (unit, inner.get(unit)) if module is not None]
-        forward, backward = max(2 * forward, 1), 2 * backward
     for i, unit in enumerate(units):
-        ahead = max(forward, int(last_is_apart and i == len(units) - 2))
+        ahead = max(options.forward_prefetch, int(last_is_apart and i == len(units) - 2))
         if ahead:
             unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + ahead]))
-        if backward:
-            unit.set_modules_to_backward_prefetch(list(units[max(i - backward, 0) : i][::-1]))
+        if options.backward_prefetch:
+            unit.set_modules_to_backward_prefetch(list(units[max(i - options.backward_prefetch, 0) : i][::-1]))
 
 
 def sum_gradients(module: FSDPModule) -> None:

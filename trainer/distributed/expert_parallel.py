@@ -46,7 +46,7 @@ class ExpertParallel(ParallelStyle):
         def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
             for name, parameter in list(part.named_parameters(recurse=False)):
                 shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-                part.register_parameter(name, nn.Parameter(shard))
+                part.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
         group = device_mesh.get_group()
 

@@ -19,11 +19,11 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
     if not settings.rank:
         return
     names = sorted({name.split(".")[-1] for name in model.linear_shapes() if name.startswith("layers.")})
-    for module in settings.modules or ("",):
-        if module not in names:
+    for module in settings.modules:
+        if module not in names or module == "gate":
             raise ConfigError(
                 f"lora.modules = {list(settings.modules)}: {module!r} must be a linear module of a layer"
-                f"{did_you_mean(module, names)}"
+                f"{did_you_mean(module, [name for name in names if name != 'gate'])}"
             )
     if config.checkpoint.initial_load_path is None:
         raise ConfigError(
@@ -57,9 +57,7 @@ def adapter_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str,
     if not settings.rank:
         return {}
     return {
-        name: settings.rank * sum(shape)
-        for name, shape in model.linear_shapes(tp).items()
-        if name.startswith("layers.") and name.split(".")[-1] in settings.modules
+        name: settings.rank * sum(shape) for name, shape in model.linear_shapes(tp).items() if settings.adapts(name)
     }
 
 
@@ -69,7 +67,9 @@ def flops_beside(config: JobConfig, model: ModelArgs) -> float:
     A frozen weight has no gradient, which saves a third of its 6 FLOPs; a weight of an adapter has 6.
     """
     sizes = adapter_sizes(config, model)
+    if not sizes:
+        return 0.0
     frozen = sum(map(math.prod, model.linear_shapes().values()))
     if (experts := experts_of(model)) is not None:
         frozen += model.n_layers * experts.per_token * experts.weights(model.dim)
-    return 6.0 * sum(sizes.values()) - 2.0 * frozen if sizes else 0.0
+    return 6.0 * sum(sizes.values()) - 2.0 * frozen

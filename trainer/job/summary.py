@@ -72,7 +72,8 @@ def _model(job: ResolvedJob) -> str:
     text = f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.words()}"
     if adapters := sum(adapter_sizes(job.config, model).values()):
         lora = job.config.lora
-        text += f"; trained are {adapters:,} of adapters of rank {lora.rank} on {', '.join(lora.modules)} (LoRA)"
+        where = ", ".join(lora.modules) or "all linear modules of layers"
+        text += f"; trained are {adapters:,} of adapters of rank {lora.rank} on {where} (LoRA)"
     return text
 
 

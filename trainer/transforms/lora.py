@@ -29,7 +29,7 @@ def apply_lora(model: nn.Module, settings: LoRA) -> None:
         return
     model.requires_grad_(False)
     for name, module in model.named_modules():
-        if name.startswith("layers.") and name.split(".")[-1] in settings.modules and isinstance(module, nn.Linear):
+        if settings.adapts(name) and isinstance(module, nn.Linear):
             _adapt(module, settings.rank, settings.scale)
 
 

@@ -80,17 +80,20 @@ class TransformerArgs:
         )
 
     def _scaled(self, settings: Model) -> RopeScaling | None:
-        """Return the scaling that the settings ask for; the original length is theirs, the flavor's, or the usual."""
-        factor, kind, original = settings.rope_scaling, settings.rope_scaling_type, settings.rope_original_seq_len
-        if factor == 1.0:
+        """Return the scaling that the settings ask for; what they leave open is the flavor's, or the usual."""
+        flavors, original = self.rope_scaling, settings.rope_original_seq_len
+        kind = settings.rope_scaling_type or ("llama3" if flavors is None else flavors.kind)
+        if settings.rope_scaling == 1.0:
             return None
+        usual = RopeScaling(settings.rope_scaling, kind=kind)
         if kind == "linear":
-            return RopeScaling(factor, kind=kind)
-        if original is None and self.rope_scaling is not None:
-            original = self.rope_scaling.original_max_seq_len
+            return usual
+        if original is None and flavors is not None and flavors.kind != "linear":
+            original = flavors.original_max_seq_len
         if original is None:
-            original = RopeScaling.original_max_seq_len if kind == "llama3" else self.max_seq_len
-        return RopeScaling(factor, original_max_seq_len=original, kind=kind)
+            original = usual.original_max_seq_len if kind == "llama3" else self.max_seq_len
+        same = flavors if flavors is not None and flavors.kind == kind else usual
+        return replace(same, factor=settings.rope_scaling, original_max_seq_len=original)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return {

@@ -199,8 +199,19 @@ def write_windows(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
+def read_balance(config: Entries) -> float:
+    """Return the coefficient of the loss that balances experts. transformers adds it with `output_router_logits` only.
+
+    Published models have the switch off, and some a coefficient (gpt-oss: 0.9), which nobody trains with.
+    """
+    if not (config.switch("output_router_logits") and config.content.get("router_aux_loss_coef")):
+        return 0.0
+    return float(config.number("router_aux_loss_coef"))
+
+
 def _computed(args: TransformerArgs) -> dict[str, Any]:
-    """Return what a model computes with, by the names of its fields: the windows of all layers as one."""
+    """Return what a model's forward depends on, by the names of its fields: the windows of all layers as one."""
     windows = [args.window_of_layer(layer) for layer in range(args.n_layers)]
     fields = asdict(args) | {"sliding_window": windows}
-    return {name: value for name, value in fields.items() if name not in ("max_seq_len", "sliding_window_every")}
+    others = "max_seq_len", "sliding_window_every", "router_aux_loss_coef"
+    return {name: value for name, value in fields.items() if name not in others}

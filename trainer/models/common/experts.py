@@ -80,7 +80,7 @@ def expert_sums(
     order = chosen.flatten().argsort(stable=True)[:pairs]
     owner, token = chosen.flatten()[order], order.div(chosen.shape[1], rounding_mode="floor")
     rows = x.index_select(0, token)
-    if pairs and _has_grouped_product(rows):
+    if pairs and _has_grouped_product(rows, experts):
         rows = _grouped(rows, owner, experts, clamped=clamped)
     else:
         if sizes is None:
@@ -91,8 +91,10 @@ def expert_sums(
     return total.index_add(0, token, rows.to(total.dtype)).to(x.dtype)
 
 
-def _has_grouped_product(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16
+def _has_grouped_product(rows: torch.Tensor, experts: ExpertWeights) -> bool:
+    """Return whether one kernel computes all experts; it wants rows of matrices at multiples of 16 bytes."""
+    aligned = rows.shape[1] % 8 == 0 and experts.w2.shape[2] % 8 == 0
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
 
 
 def _grouped(rows: torch.Tensor, owner: torch.Tensor, experts: ExpertWeights, *, clamped: bool) -> torch.Tensor:

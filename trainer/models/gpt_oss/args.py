@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.decoder_hf_config import HFDecoder, read_windows, write_windows
+from trainer.models.common.decoder_hf_config import HFDecoder, read_balance, read_windows, write_windows
 from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.hf_config import Entries
@@ -60,7 +60,6 @@ def _read(config: Entries) -> dict[str, Any]:
     if kinds is None:
         kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(config.whole("num_hidden_layers"))]
     windows = {"use_sliding_window": config.content.get("sliding_window") is not None, "layer_types": kinds}
-    coefficient = float(config.content.get("router_aux_loss_coef") or 0.0)
     return {
         "attention_sinks": True,
         "attention_bias": True,
@@ -68,7 +67,7 @@ def _read(config: Entries) -> dict[str, Any]:
         "experts": _experts(
             config.whole("num_local_experts"), config.whole("num_experts_per_tok"), config.whole("intermediate_size")
         ),
-        "router_aux_loss_coef": coefficient,
+        "router_aux_loss_coef": read_balance(config),
         **read_windows(Entries(config.file, {**config.content, **windows})),
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.decoder_hf_config import HFDecoder
+from trainer.models.common.decoder_hf_config import HFDecoder, read_balance
 from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.hf_config import Entries
 
@@ -62,8 +62,7 @@ def _read(config: Entries) -> dict[str, Any]:
         raise ConfigError(f"{config.file}: num_experts_per_tok = {per_token} must be at most num_experts = {number}")
     normalise = config.switch("norm_topk_prob")
     experts = ExpertArgs(number, per_token, config.whole("moe_intermediate_size"), normalise=normalise)
-    coefficient = float(config.content.get("router_aux_loss_coef") or 0.0)
-    return {"qk_norm": True, "experts": experts, "router_aux_loss_coef": coefficient}
+    return {"qk_norm": True, "experts": experts, "router_aux_loss_coef": read_balance(config)}
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
