@@ -48,6 +48,8 @@ from trainer.transforms.compile import (
 )
 from trainer.transforms.float8 import check_float8_machine, precompute_scales
 
+_NO_DATA = "the data of the next step cannot be read: stopped"
+
 
 class Trainer:
     """One training run of a resolved job on this rank, in an initialised process group.
@@ -163,6 +165,7 @@ class Trainer:
         Raises:
             TrainingError: a loss or a gradient that is not finite.
             CheckpointError: a checkpoint could not be written.
+            SharedConfigError: the data of a step cannot be read; the step before is saved.
         """
         training = self.config.training
         try:
@@ -195,6 +198,8 @@ class Trainer:
                     )
                     if reason:
                         logger.info(f"{reason} after step {step}; {'checkpoint saved' if saved else 'nothing saved'}")
+                        if reason == _NO_DATA:
+                            raise_on_all_ranks(self.data.take, self.dims["world"])
                         return
             self._say_end()
         finally:
@@ -249,8 +254,9 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Do one optimizer step over the whole global batch."""
         with self.metrics.loading_data(), region("data_loading"):
-            batches = self.data.take()
-        if step == self.start_step + 1:
+            first = step == self.start_step + 1  # of later steps the step before has told
+            batches = raise_on_all_ranks(self.data.take, self.dims["world"]) if first else self.data.take()
+        if first:
             self._check_same_batch(batches[0])
         # One count for the whole step, before any backward: a mean of means is wrong if ranks have different counts.
         valid = all_reduce(sum(self.task.counts(batch).sum() for batch in batches), self.dims["dp"])
@@ -264,16 +270,16 @@ class Trainer:
             for i, batch in enumerate(batches)
         ]
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
+        if step < self.config.training.steps:
+            self._make_next_batches()  # while the device works; all ranks learn of bad data with the totals
         with region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
-            votes = [*self.stop.votes(), self.checkpoint.vote()]
+            votes = [*self.stop.votes(), self.checkpoint.vote(), float(self.data.failed)]
             totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), votes, self.dims)
         if self.updates_masked:
             mask_update(self.optimizer, totals.not_finite)
             self.update(totals.norm)
-        if step < self.config.training.steps:
-            self._make_next_batches()  # while the device works
         loss, grad_norm, updated = self.read(step, totals)
         if updated and not self.updates_masked:
             self.update(grad_norm)
@@ -325,8 +331,8 @@ class Trainer:
         Raises:
             TrainingError: on every rank, if the loss or the norm is not finite; no weight has changed.
         """
-        loss, norm, (*votes, save) = totals.read()
-        self.stop_reason, self.save_is_due = self.stop.reason(votes), save > 0
+        loss, norm, (*votes, save, no_data) = totals.read()
+        self.stop_reason, self.save_is_due = self.stop.reason(votes) or (_NO_DATA if no_data else None), save > 0
         return loss, norm, not self.guard.leaves_out(step, loss, norm)
 
     def update(self, norm: float | torch.Tensor) -> None:

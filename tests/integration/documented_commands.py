@@ -365,6 +365,21 @@ RULES = [
         says="300 tokens",
     ),
     Rule(
+        r"lct tokenize .*--tokenizer-path assets/tokenizer --output tokens",
+        "lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        why="the shipped tokenizer stands for that of Llama 3",
+        first=DATA,
+        says="tokens of",
+        slow=False,
+    ),
+    Rule(
+        r"(lct train --training\.dataset tokens --training\.dataset_path tokens) .*",
+        rf"\1 {SHORT} --training.data_streams=2",
+        OWN,
+        first=f"{DATA}; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        says="training done",
+    ),
+    Rule(
         r"(lct make-fields --output \S+).*",
         r"trap 'rm -rf *.zarr' EXIT; \1 --trajectories 2 --frames 2 --height 16 --width 16",
         why="the default size takes 15 s, and larger grids an hour",

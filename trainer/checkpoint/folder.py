@@ -184,7 +184,7 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     first = next(iter(state.streams.values()), {})
     for key, now in (("seed", config.training.seed), ("data_streams", config.training.data_streams)):
         saved = first.get(key)
-        if saved != now:
+        if now is not None and saved != now:  # None: the number of streams is that of the checkpoint
             raise ConfigError(
                 f"training.{key} = {now} is not the {saved} of the checkpoint {path}, whose positions would mean other "
                 f"data; resume with {saved}, {elsewhere}"

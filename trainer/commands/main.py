@@ -28,6 +28,11 @@ COMMANDS = {
         "train a tokenizer on your text",
         "lct train-tokenizer --output my.tiktoken",
     ),
+    "tokenize": (
+        "tokenize_text",
+        "turn text into files of token ids, which train faster",
+        "lct tokenize --path 'data/*.jsonl' --output tokens",
+    ),
     "make-fields": (
         "make_fields",
         "make 2-D fields to learn from, by solving equations",

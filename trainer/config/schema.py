@@ -40,6 +40,12 @@ _CHAT = Condition(
     ),
     "without training.dataset = 'chat'",
 )
+_LINES = Condition(
+    lambda config, _: (
+        config.training.dataset == "jsonl" or (config.validation.enable and config.validation.dataset == "jsonl")
+    ),
+    "without training.dataset = 'jsonl'",
+)
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
 _SCALED = Condition(
@@ -239,9 +245,13 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: str = "python_stdlib"
-    """python_stdlib (Python's own sources), text (a document a file), jsonl (one a line), chat, or fields (zarr)."""
+    """python_stdlib (Python's own sources), text (a file each), jsonl (a line each), tokens, chat, or fields (zarr)."""
     dataset_path: str | None = None
-    """File, folder or glob of text, jsonl and chat; folder that `lct make-fields` made; python_stdlib takes none."""
+    """File, folder or glob; for tokens what `lct tokenize` made, for fields `lct make-fields`; python_stdlib: none."""
+    dataset_text_field: str = key("text", when=_LINES)
+    """Field of a line of jsonl that holds the text."""
+    on_bad_record: Literal["stop", "skip"] = key("stop", when=TOKENS)
+    """A document that cannot be read, or has a wrong token id: stop the run with a checkpoint, or leave it out."""
     local_batch_size: int = key(8, AT_LEAST_ONE, "sequences")
     """Sequences of a micro-batch on each data-parallel rank."""
     global_batch_size: int = key(-1, unit="sequences")
@@ -280,8 +290,8 @@ class Training:
     """Seed of the initial weights and of the order of the data."""
     deterministic: bool = False
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
-    data_streams: int = key(64, AT_LEAST_ONE, "streams")
-    """Logical streams of documents, which fix the order of the data; a multiple of the data-parallel degree."""
+    data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
+    """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""
