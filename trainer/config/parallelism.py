@@ -12,6 +12,14 @@ SHARDED = Condition(
     "where parameters are not sharded (data_parallel_shard_degree x context_parallel_degree = 1)",
     general="without sharding (FSDP or CP)",
 )
+NO_PIPELINE = Condition(
+    lambda _, degrees: degrees.pp == 1,
+    "in a pipeline (parallelism.pipeline_parallel_degree = {0.parallelism.pipeline_parallel_degree}), whose "
+    "micro-batches have one shape",
+    "leave it out, or use parallelism.pipeline_parallel_degree = 1",
+    general="in a pipeline",
+)
+DATA_PARALLEL = Condition(lambda _, degrees: degrees.dp > 1, "on one data-parallel rank")
 _WITH_CP, _WITH_PP, _WITH_TP = (
     unless(f"parallelism.{name}_parallel_degree", 1) for name in ("context", "pipeline", "tensor")
 )
