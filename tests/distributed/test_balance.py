@@ -45,6 +45,8 @@ CASES = {
     "fsdp2, recomputed": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mode=full"]),
     "fsdp2, loss in chunks": (2, [*degrees(dp_shard=2), "--training.loss_chunk_tokens=5"]),
     "ddp2, one micro-batch": (2, [*degrees(dp_replicate=2), "--training.local_batch_size=4"]),
+    "fsdp2, compiled": (2, [*degrees(dp_shard=2), "--compile.enable", "--compile.backend=aot_eager"]),
+    "fsdp2+cp2, compiled": (4, [*degrees(dp_shard=2, cp=2), "--compile.enable", "--compile.backend=aot_eager"]),
     "fsdp2+cp2+tp2": LAYOUTS["fsdp2+cp2+tp2"],
 }
 SLOW = {"hsdp2x2", "fsdp4", "fsdp2+cp2+tp2", "fsdp2, loss in chunks", "fsdp2+cp2, chosen for each batch"}

@@ -6,12 +6,35 @@ _PAIRS = "tests/distributed/test_pairs.py"
 _CHECKPOINT = "tests/distributed/test_checkpoint.py"
 _LOOP = "tests/distributed/test_loop.py"
 
+_BALANCE = "tests/distributed/test_balance.py"
+
 DATA = (
+    Mutant(
+        "a dealt document takes its neighbour's labels",
+        "trainer/tasks/balanced_batches.py",
+        '"labels": pairs[:, 1],',
+        '"labels": np.roll(pairs[:, 1], 1),',
+        _BALANCE,
+    ),
+    Mutant(
+        "positions of dealt documents go on",
+        "trainer/tasks/balanced_batches.py",
+        "np.concatenate([np.arange(length) for length in lengths])",
+        "np.minimum(np.arange(sum(lengths)), 15)",
+        _BALANCE,
+    ),
+    Mutant(
+        "documents are dealt in the order in which they were read",
+        "trainer/data/balance.py",
+        'np.argsort(-lengths, kind="stable")',
+        "np.arange(len(lengths))",
+        "tests/unit/test_balance.py",
+    ),
     Mutant(
         "replicas read the same data",
         "trainer/tasks/language.py",
-        'dp_rank=self.dims.rank("dp"),',
-        'dp_rank=self.dims.rank("dp_shard"),',
+        'dp_rank=dims.rank("dp"),',
+        'dp_rank=dims.rank("dp_shard"),',
         _CHECKPOINT,
     ),
     Mutant(
