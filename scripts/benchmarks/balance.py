@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import numpy as np
 
+from scripts.provenance import made_with
 from trainer.data.balance import deal, document_costs
 from trainer.distributed.context_parallel.planning.mask import documents_of
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
@@ -96,8 +97,8 @@ def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, o
 def main() -> None:
     s = parser().parse_args()
     rows = [measure(s, mean, micro_batches) for micro_batches in s.micro_batches for mean in s.mean]
-    settings = {name: value for name, value in vars(s).items() if name != "output"}
-    text = json.dumps({"command": "python " + " ".join(sys.argv), "settings": settings, "steps": rows}, indent=2)
+    result = made_with("scripts/benchmarks/balance.py", sys.argv[1:], device="cpu") | {"steps": rows}
+    text = json.dumps(result, indent=2)
     if s.output:
         s.output.write_text(text + "\n")
     print(text)
