@@ -28,7 +28,7 @@ DATA = (
         "trainer/data/balance.py",
         'np.argsort(-lengths, kind="stable")',
         "np.arange(len(lengths))",
-        "tests/unit/test_balance.py",
+        "tests/unit/test_step_balance.py",
     ),
     Mutant(
         "replicas read the same data",

@@ -89,7 +89,7 @@ class Parallelism:
     context_parallel_hybrid_degrees: tuple[int, ...] = key((), unit="ranks", when=(_WITH_CP, _HYBRID))
     """For hybrid, [all_to_all, ring]: ranks of a group that divides the heads, and number of groups in the ring."""
     context_parallel_load_balancer: Literal["head_tail", "contiguous", "balanced"] = key("head_tail", when=_WITH_CP)
-    """Tokens of a rank: two pieces, equal work under a causal mask; one piece; or blocks balanced for each batch."""
+    """Tokens of a rank: two pieces, equal causal work; one piece; or documents dealt by work for each batch."""
     context_parallel_heads_per_pass: int = key(
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "heads", when=(_WITH_CP, _NOT_RING)
     )
