@@ -353,6 +353,14 @@ RULES = [
         says="300 tokens",
     ),
     Rule(
+        r"lct tokenize --hub \S+ .*",
+        r"HF_ENDPOINT=http://hub.invalid \g<0>",
+        why="tests have no network",
+        says="the Hugging Face hub cannot be reached",
+        code=2,
+        slow=False,
+    ),
+    Rule(
         r"lct tokenize .*--tokenizer-path assets/tokenizer --output tokens",
         "lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
         why="the shipped tokenizer stands for that of Llama 3",

@@ -90,20 +90,27 @@ def test_text_files_and_the_standard_library_give_their_documents(tmp_path: Path
     assert library[7].tolist() == open_tokenizer().encode(source[7], bos=True, eos=True)
 
 
-@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "parquet"])
-def test_files_without_random_access_are_streamed(lines: Path, tmp_path: Path, ending: str):
+def packed(lines: Path, file: Path) -> Path:
+    """Write lines as a file of another format, which its ending names."""
     pyarrow = pytest.importorskip("pyarrow")
-    file = tmp_path / "packed" / f"a.{ending}"
-    file.parent.mkdir()
-    if ending == "parquet":
+    file.parent.mkdir(exist_ok=True)
+    if file.suffix == ".parquet":
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.table({"n": range(len(TEXTS)), "text": TEXTS}), file, row_group_size=2)
-    elif ending == "jsonl.gz":
+        rows = [json.loads(line) for line in lines.read_text().splitlines()]
+        table = pyarrow.table({name: [row[name] for row in rows] for name in ("n", "text")})
+        parquet.write_table(table, file, row_group_size=2)
+    elif file.suffix == ".gz":
         file.write_bytes(gzip.compress(lines.read_bytes()))
     else:
         with pyarrow.output_stream(str(file), compression="zstd") as stream:
             stream.write(lines.read_bytes())
+    return file
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "json.gz", "jsonl.zst", "parquet"])
+def test_files_without_random_access_are_streamed(lines: Path, tmp_path: Path, ending: str):
+    file = packed(lines, tmp_path / "packed" / f"a.{ending}")
     with pytest.raises(ConfigError, match=r"has no random access to documents; make token files of it with `lct tok"):
         check_source("jsonl", str(file), 1)
     with pytest.raises(ConfigError, match=r"has no random access"):
@@ -111,11 +118,39 @@ def test_files_without_random_access_are_streamed(lines: Path, tmp_path: Path, e
     assert hashes("tokens", made(file.parent, tmp_path / "tokens")) == hashes("jsonl", lines)
 
 
-def test_a_damaged_archive_is_told(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    file = tmp_path / "a.jsonl.gz"
-    file.write_bytes(gzip.compress(lines.read_bytes())[:-20])
+@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_a_damaged_archive_is_told(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture, ending: str):
+    """Its index is not written, so that the same command reads it again."""
+    file = packed(lines, tmp_path / f"a.{ending}")
+    file.write_bytes(file.read_bytes()[:-20])
     assert lct_tokenize("--path", file, "--output", tmp_path / "tokens") == 2
-    assert "a.jsonl.gz cannot be read to its end" in capsys.readouterr().err
+    assert f"a.{ending} cannot be read to its end" in capsys.readouterr().err
+    assert not list((tmp_path / "tokens").glob("*.idx"))
+
+
+def test_archives_in_several_parts_are_read_to_their_end(lines: Path, tmp_path: Path):
+    """As parallel compressors write them."""
+    parts = [packed(lines, tmp_path / "in" / f"part.jsonl.{end}").read_bytes() for end in ("gz", "zst")]
+    for end, content in zip(("gz", "zst"), parts, strict=True):
+        (tmp_path / f"two.jsonl.{end}").write_bytes(2 * content)
+        tokens = made(tmp_path / f"two.jsonl.{end}", tmp_path / end)
+        assert len(open_source("tokens", tokens)) == 2 * len(TEXTS)
+
+
+def test_bad_rows_and_columns_are_told(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = packed(lines, tmp_path / "a.parquet")
+    assert lct_tokenize("--path", file, "--output", tmp_path / "tokens", "--text-field", "body") == 2
+    assert 'a.parquet has no column "body" (n, text); name one with --text-field' in capsys.readouterr().err
+    assert lct_tokenize("--path", file, "--output", tmp_path / "numbers", "--text-field", "n") == 2
+    assert 'a.parquet, row 0, must have a text in the column "n", not int' in capsys.readouterr().err
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"gr\xfc\xdfe")
+    (tmp_path / "text" / "b.txt").write_text("fine")
+    text = ["--dataset", "text", "--path", tmp_path / "text", "--output"]
+    assert lct_tokenize(*text, tmp_path / "stopped") == 2
+    assert "a.txt is not UTF-8 text" in capsys.readouterr().err
+    assert lct_tokenize(*text, tmp_path / "skipped", "--on-bad-record", "skip") == 0
+    assert [len(document) > 0 for document in islice(open_source("tokens", str(tmp_path / "skipped")), 2)] == [0, 1]
 
 
 def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
@@ -134,6 +169,11 @@ def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
     files = sorted(path.name for path in expected.iterdir())
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == files
     assert all((tmp_path / "tokens" / name).read_bytes() == (expected / name).read_bytes() for name in files)
+    shipped = Path(tokenize_text.default_tokenizer_path()).read_text().splitlines(keepends=True)
+    (other := tmp_path / "other.tiktoken").write_text("".join(shipped[:-1]))
+    result = subprocess.run([*program, "--tokenizer-path", str(other)], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "holds token ids of other settings or data (tokenizer)" in result.stderr
     lines.write_text('{"text": "other"}\n')
     result = subprocess.run(program, capture_output=True, text=True, check=False)
     assert result.returncode == 2
