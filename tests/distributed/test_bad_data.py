@@ -31,14 +31,18 @@ def bad_line(data: Path) -> int:
 
 def train(folder: str, arguments: list[str]) -> tuple[str, int, dict]:
     """Train to the end; what stopped it, the steps that were done, the position of the data."""
-    with trainer_in(folder, [*JSONL, *arguments]) as trainer:
-        done, step = [], trainer.train_step
-        trainer.train_step = lambda number: (step(number), done.append(number))
-        try:
-            trainer.train()
-        except ConfigError as error:
-            return str(error), len(done), trainer.data.state_dict()
-        return "", len(done), trainer.data.state_dict()
+    done, state = [], {}
+    try:
+        with trainer_in(folder, [*JSONL, *arguments]) as trainer:
+            step = trainer.train_step
+            trainer.train_step = lambda number: (step(number), done.append(number))
+            try:
+                trainer.train()
+            finally:
+                state = trainer.data.state_dict()
+    except ConfigError as error:
+        return str(error), len(done), state
+    return "", len(done), state
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -72,6 +76,25 @@ def test_without_checkpoints_it_stops_as_well(pool: WorkerPool, tmp_path: Path, 
     assert told == other
     assert f"line {bad_line(data)}, must be" in told
     assert 1 < done == also < 12
+
+
+def test_changed_data_start_anew_on_purpose(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
+    given = [f"--training.dataset_path={data}", "--training.on_bad_record=skip"]
+
+    def run(folder: str, steps: int, *more: str) -> list[tuple[str, int, dict]]:
+        return pool.run(2, train, str(tmp_path / folder), [*given, f"--training.steps={steps}", *more])
+
+    assert {told for told, *_ in run("run", 4)} == {""}
+    data.write_text(data.read_text().replace("number", "figure")[: data.stat().st_size // 2])
+    ((told, done, _), _) = run("run", 8)
+    assert "the data set has 41 documents, and had 80 when the checkpoint was saved" in told
+    keys = ["--checkpoint.load_step=4", "--checkpoint.exclude_from_loading", "dataloader"]
+    assert told.endswith(
+        'or start the data anew with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
+    )
+    assert done == 0
+    assert [(told, done) for told, done, _ in run("run", 6, *keys)] == [("", 2)] * 2
+    assert run("run", 8) == [("", 2, state) for *_, state in run("new", 4)]
 
 
 def saved_positions(folder: str, data: str) -> dict:
