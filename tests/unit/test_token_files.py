@@ -245,13 +245,23 @@ def megatron(stem: Path, documents: list[list[list[int]]], dtype: str, code: int
     )
 
 
-@pytest.mark.parametrize(("dtype", "code"), [("<u2", 8), ("<i4", 4), ("<i8", 5)])
+@pytest.mark.parametrize(
+    ("dtype", "code"), [("<u1", 1), ("<i1", 2), ("<i2", 3), ("<i4", 4), ("<i8", 5), ("<u2", 8)], ids=str
+)
 def test_a_pair_of_megatron_is_read_as_it_is(tmp_path: Path, dtype: str, code: int):
-    documents = [[[5, 6, 7]], [[8], [9, 10]], [], [[4351]]]
+    """Several sequences of a document follow each other; a document may have none."""
+    last = min(4351, int(np.iinfo(dtype).max))
+    documents = [[[5, 6, 7]], [[8], [9, 10], [], [11]], [], [[last]]]
     megatron(tmp_path / "a", documents, dtype, code)
     source = open_source("tokens", str(tmp_path))
     assert [source[i].tolist() for i in range(4)] == [list(chain(*document)) for document in documents]
     check_source("tokens", str(tmp_path / "a.idx"), 4)
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("<f8", 6), ("<f4", 7), ("<u2", 9)])
+def test_a_pair_of_other_numbers_is_refused(tmp_path: Path, dtype: str, code: int):
+    megatron(tmp_path / "a", [[[5, 6]]], dtype, code)
+    assert "a.idx is no whole index of token ids (Megatron's format, version 1)" in refusal(tmp_path)
 
 
 def test_a_token_beyond_the_vocabulary_is_told(tmp_path: Path):
@@ -265,11 +275,16 @@ def test_a_token_beyond_the_vocabulary_is_told(tmp_path: Path):
 
 
 @pytest.mark.parametrize("header", [False, True])
-def test_a_flat_file_is_cut_behind_each_end_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bool):
-    monkeypatch.setattr("trainer.data.token_files.BLOCK", 6)  # documents go from block to block
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(4352, np.uint16), (1 << 16, np.uint16), (100_278, np.uint32)])
+def test_a_flat_file_is_cut_behind_each_end_of_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bool, vocab_size: int, dtype: type
+):
+    """As OLMo's: the bytes of an array, whose type follows from the vocabulary. Documents go from block to block."""
+    monkeypatch.setattr("trainer.data.token_files.BLOCK", 3 * np.dtype(dtype).itemsize)
+    monkeypatch.setattr("trainer.data.token_files.vocab_size_of", lambda _: vocab_size)
     eos = open_tokenizer().eos_id
-    documents = [[5, 6, 7, 8, 9, eos], [eos], [10, 11, eos], [12]]
-    ids = np.array(list(chain(*documents)), dtype=np.uint16)
+    documents = [[5, 6, 7, 8, 9, eos], [eos], [10, 11, eos], [vocab_size - 1]]
+    ids = np.array(list(chain(*documents)), dtype=dtype)
     if header:
         np.save(tmp_path / "part-0.npy", ids)
     else:
@@ -280,4 +295,4 @@ def test_a_flat_file_is_cut_behind_each_end_of_text(tmp_path: Path, monkeypatch:
     check_source("tokens", str(tmp_path), 4)
     with open(tmp_path / "part-0.npy", "ab") as file:
         file.write(b"x")
-    assert "which are no whole number of uint16 ids" in refusal(tmp_path) or header
+    assert f"which are no whole number of {np.dtype(dtype)} ids" in refusal(tmp_path) or header
