@@ -365,6 +365,14 @@ RULES = [
         says="300 tokens",
     ),
     Rule(
+        r"lct tokenize --hub \S+ .*",
+        r"HF_ENDPOINT=http://hub.invalid \g<0>",
+        why="tests have no network",
+        says="the Hugging Face hub cannot be reached",
+        code=2,
+        slow=False,
+    ),
+    Rule(
         r"lct tokenize .*--tokenizer-path assets/tokenizer --output tokens",
         "lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
         why="the shipped tokenizer stands for that of Llama 3",
@@ -387,7 +395,7 @@ RULES = [
         slow=False,
     ),
     # ---- measurements
-    Rule(rf"{BENCHMARK}data_loader\.py .*", r"\g<0> --batches 2 --seq-len 512", SLOW),
+    Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --steps 0 --json data.json", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
     Rule(rf"{BENCHMARK}experts\.py .*", r"\g<0> --tokens 64 --rounds 1", SLOW),
     Rule(rf"{BENCHMARK}chunked_loss\.py .*", r"\g<0> --tokens 64 --vocab 128 --rounds 1", SLOW),

@@ -17,7 +17,7 @@ from trainer.data.chat import ConversationEncoder
 from trainer.data.chat_template import find_template
 from trainer.data.datasets import DocumentSource, Reading, check_streams, fingerprint, ids_of_document, open_source
 from trainer.data.packing import PackedSequence, SequenceBuilder
-from trainer.data.streams import ItemStream, StreamLoader, StreamState
+from trainer.data.streams import ANEW, ItemStream, StreamLoader, StreamState
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.runtime.agreement import content_hash
 
@@ -149,9 +149,9 @@ class BatchLoader(StreamLoader[DocumentStream | ConversationStream]):
             return before
         if now != before:
             raise ConfigError(
-                f"the data set has {now:,} documents, and had {before:,} when the checkpoint was saved, so that its "
-                "positions would mean other data; restore the files (new ones may be added behind the last one), or "
-                "start the data anew"
+                f"the data set has {now:,} documents, and had {before:,} when the checkpoint was saved, so that "
+                f"its positions would mean other data; restore the files (new ones may be added behind the last one), "
+                + ANEW
             )
         return now
 
