@@ -22,6 +22,7 @@ from tests.distributed.test_hugging_face import LLAMA, SETTINGS, STEPS, error, i
 from tests.distributed.test_parity import LAYOUTS
 from trainer.checkpoint.export import export
 from trainer.commands import convert
+from trainer.commands.evaluate_options import checked
 from trainer.commands.finished_run import loaded_model, text_configuration
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -171,26 +172,34 @@ def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Pa
         assert error(logits_of(base), logits_of(initial("plain"))) > 1e-4  # peft has changed it: there is a difference
 
 
-def test_commands_of_text_open_a_run_with_its_adapters(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_commands_of_text_open_a_run_with_its_adapters(
+    pool: WorkerPool, hf: Path, tmp_path: Path, command: str
+) -> None:
     """On two ranks: the weights with adapters added are those that `convert to-hf` writes."""
     run = tmp_path / "run"
     pool.run(1, train, str(run), str(hf), [])
     convert.to_hf(run, tmp_path / "merged", step=-1, dtype=None, most_bytes=10**9)
-    merged, plain = (pool.run(2, opened, str(path)) for path in (tmp_path / "merged", hf))
-    adapted = pool.run(2, opened, str(run))
+    merged, plain = (pool.run(2, opened, str(path), command) for path in (tmp_path / "merged", hf))
+    adapted = pool.run(2, opened, str(run), command)
     for a, b, c in zip(adapted, merged, plain, strict=True):
         assert error(a, b) < 1e-12
         assert error(a, c) > 1e-4
 
 
-def opened(folder: str) -> torch.Tensor:
+def opened(folder: str, command: str) -> torch.Tensor:
     """Logits of the model that the text commands open."""
     process = Process.from_environment()
     settings = ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunk_tokens=0"]
     tokenizer = default_tokenizer_path()
-    config, _ = text_configuration(Path(folder), -1, command="generate", tokenizer=tokenizer, settings=settings)
-    with process_group(process, config.comm):
-        model, _ = loaded_model(resolve(config, process.world_size, process.device.type), process.device)
+    if command == "generate":
+        config, _ = text_configuration(Path(folder), -1, command=command, tokenizer=tokenizer, settings=settings)
+        job = resolve(config, process.world_size, process.device.type)
+    else:
+        options = ["--tasks", "needle", "--lengths", "512", "--ngpu", "2", "--tokenizer", tokenizer]
+        _, job = checked([folder, *options, "--output", f"{folder}-evaluated", *settings])
+    with process_group(process, job.config.comm):
+        model, _ = loaded_model(job, process.device)
         with torch.no_grad():
             logits = model.output(model(rows(0)["tokens"]))
         return logits.full_tensor() if isinstance(logits, DTensor) else logits

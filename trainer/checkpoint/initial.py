@@ -41,7 +41,10 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         return  # a run with checkpoints resumes from them; those of adapters hold nothing else
     path = Path(given)
     if not path.is_dir():
-        raise MissingFile(f"checkpoint.initial_load_path = {given!r} is no folder here; name a folder with weights")
+        raise MissingFile(
+            f"checkpoint.initial_load_path = {given!r} is no folder here; name a folder with weights (for a finished "
+            "run, in its config.toml)"
+        )
     step = saved_step(path)
     if step is not None:
         state = read_state(path.absolute().parent, step)

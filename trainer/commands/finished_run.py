@@ -92,7 +92,8 @@ def text_configuration(
         saved = replace(given, job=replace(given.job, dump_folder=str(folder)), checkpoint=own)
         weights = _saved_weights(saved)
         if given.lora.rank and step_to_load(saved) is not None:  # adapters, beside the weights that they adapt
-            adapted = {"checkpoint": own, "lora": given.lora, "job": saved.job}
+            there = str(checkpoint_folder(saved).absolute())  # wherever a command writes
+            adapted = {"checkpoint": replace(own, folder=there), "lora": given.lora}
     training = given.training
     data = given.validation.source(training) if given.validation.enable else (training.dataset, training.dataset_path)
     config = JobConfig(
