@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 _CHAT, _FIT = "tests/unit/test_chat.py", "tests/unit/test_best_fit.py"
+_WHOLE = "tests/unit/test_packing_whole.py"
 
 CHAT = (
     Mutant(
@@ -32,5 +33,26 @@ CHAT = (
         "if not self._waiting and self._place == len(self._items):",
         "if self._place == len(self._items):",
         f"{_FIT}::test_an_epoch_has_every_conversation_once_and_whole",
+    ),
+    Mutant(
+        "the last label of a piece of a document is lost",
+        "trainer/data/best_fit.py",
+        "labels[start : start + seq_len])",
+        "np.append(labels[start : start + seq_len - 1], np.int32(IGNORE_INDEX)))",
+        f"{_WHOLE}::test_each_token_of_each_document_is_trained_exactly_once_an_epoch",
+    ),
+    Mutant(
+        "a resumed stream begins a document of several pieces anew",
+        "trainer/data/best_fit.py",
+        "waiting | self._whole_left << WINDOW",
+        "waiting",
+        f"{_WHOLE}::test_a_resume_between_the_pieces_of_a_document_needs_their_number",
+    ),
+    Mutant(
+        "padding is counted on one rank",
+        "trainer/components/metrics.py",
+        'padded * self.dims.size("dp") / self.tokens_per_step',
+        "padded / self.tokens_per_step",
+        "tests/distributed/test_packing.py::test_the_share_of_padding_is_that_of_all_ranks",
     ),
 )

@@ -65,7 +65,7 @@ DATA = (
     ),
     Mutant(
         "a resumed stream begins its document anew",
-        "trainer/data/loader.py",
+        "trainer/data/text_data.py",
         '"token": self._token, "samples"',
         '"token": 0, "samples"',
         "tests/unit/test_data_loader.py",

@@ -198,8 +198,8 @@ class StreamLoader(Generic[S]):
                 self._check_same(key, fixed[key], states[s])
             if states[s].keys() | {_DATA} != stream.state.keys() | fixed.keys() | {_DATA}:
                 raise ConfigError(
-                    "the saved data state is of another kind of data; resume with the kind of data that it was saved "
-                    "with, or start the data anew"
+                    "the saved data state is of another kind of data, or of a training.packing that cuts documents "
+                    "where this one does not; resume with what it was saved with, or start the data anew"
                 )
             if _DATA in fixed and states[s].get(_DATA, fixed[_DATA]) != fixed[_DATA]:
                 raise ConfigError(

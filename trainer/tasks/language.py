@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from trainer.components.loss import count_valid, token_losses
-from trainer.data.loader import BatchLoader, batch_hash, open_text
+from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.text_data import open_text
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
