@@ -240,7 +240,11 @@ EFFECTS: dict[str, str | Seen] = {
         _other("losses"),
         "--training.dataset_path={data}/lines",
     ),
-    "training.packing": Seen("--training.packing=best_fit", _other("inputs")),
+    "training.packing": Seen(
+        "--training.packing=pad --training.dataset_path={data}/lines",
+        _other("losses"),
+        "--training.dataset_path={data}/lines",
+    ),
     "training.max_norm": Seen(
         "--training.max_norm=0.25", lambda off, on: abs(on.clipped - 0.25) < 1e-3 < off.clipped - 0.25
     ),
