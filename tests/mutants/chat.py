@@ -1,8 +1,9 @@
-"""Mistakes in conversations: labels and packing."""
+"""Mistakes in conversations, packing and data workers."""
 
 from tests.mutants.mutant import Mutant
 
 _CHAT, _FIT = "tests/unit/test_chat.py", "tests/unit/test_best_fit.py"
+_WORKERS = "tests/unit/test_data_workers.py"
 _WHOLE = "tests/unit/test_packing_whole.py"
 
 CHAT = (
@@ -47,6 +48,34 @@ CHAT = (
         "waiting | self._whole_left << WINDOW",
         "waiting",
         f"{_WHOLE}::test_a_resume_between_the_pieces_of_a_document_needs_their_number",
+    ),
+    Mutant(
+        "data workers begin at the beginning",
+        "trainer/data/workers.py",
+        "streams[s].restart(state)",
+        "streams[s].restart({})",
+        f"{_WORKERS}::test_a_resumed_worker_reads_again_what_it_needs_only",
+    ),
+    Mutant(
+        "data workers go on where they were after another state is loaded",
+        "trainer/data/loader.py",
+        "self._stop()  # what they made is of another position",
+        "pass",
+        f"{_WORKERS}::test_a_run_resumes_with_other_workers_and_degrees_twice",
+    ),
+    Mutant(
+        "a data worker that has died is found out when its last batch is used up",
+        "trainer/data/workers.py",
+        "if process.poll() is not None:",
+        "if False:",
+        f"{_WORKERS}::test_a_worker_that_dies_is_told_at_once_and_the_position_is_kept",
+    ),
+    Mutant(
+        "positions of a data worker's row go on over documents",
+        "trainer/data/workers.py",
+        "positions=count - np.repeat(starts, self.lengths)",
+        "positions=count",
+        f"{_WORKERS}::test_order_and_state_do_not_depend_on_workers",
     ),
     Mutant(
         "padding is counted on one rank",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.numbered import Numbers
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model, Training
@@ -22,19 +23,6 @@ from trainer.job import resolve
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=40).filter(lambda lengths: max(lengths) > 1)
-
-
-class Numbers:
-    """A source whose document i has tokens 1000 i + 1, 2, ...; the tokenizer is not asked."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return np.arange(1, self.lengths[i] + 1) + 1000 * i
 
 
 def stream_of(lengths: list[int], *, seq_len: int = 20, alone: bool = False) -> WholeStream:

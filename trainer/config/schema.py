@@ -289,6 +289,8 @@ class Training:
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
     data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
     """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
+    data_workers: int = key(0, NOT_NEGATIVE, "processes", when=TOKENS)
+    """Processes of each rank that read, tokenize and pack ahead of its steps; 0: the rank itself does."""
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""

@@ -88,7 +88,9 @@ class WholeStream(ItemStream):
         Bit i of `waiting`: the document i + 1 places back waits. The bits from WINDOW on: the number of whole pieces
         that the last one of them still has before its rest.
         """
-        waiting = sum(1 << (self._place - 1 - place) for place in self._waiting)
+        bits = np.zeros(WINDOW, dtype=np.uint8)
+        bits[[self._place - 1 - place for place in self._waiting]] = 1
+        waiting = int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
         return super().state | {"waiting": waiting | self._whole_left << WINDOW}
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,11 @@ import torch
 from trainer.config.errors import ConfigError
 from trainer.data.best_fit import Encoder, WholeStream
 from trainer.data.datasets import DocumentSource, check_streams, fingerprint
+from trainer.data.packing import PackedSequence
 from trainer.data.streams import StreamLoader
-from trainer.data.text_data import DocumentStream
+from trainer.data.text_data import DocumentStream, TextData
 from trainer.data.tokenizer import Tokenizer
+from trainer.data.workers import Workers, WorkerSettings, WorkerTask
 from trainer.runtime.agreement import content_hash
 
 logger = logging.getLogger("trainer")
@@ -30,7 +31,8 @@ class BatchLoader(StreamLoader[DocumentStream | WholeStream]):
     one stopped.
 
     stream: packs what `encoder` makes of documents; plan: computes from the arrays of a batch what stands under
-    "plan" in it. "padding" in a batch is the number of its tokens that are of no document.
+    "plan" in it. "padding" in a batch is the number of its tokens that are of no document. workers: processes that make
+    the sequences; None: this one does.
 
     Raises:
         ConfigError: there is no document, or there are fewer than streams.
@@ -49,10 +51,12 @@ class BatchLoader(StreamLoader[DocumentStream | WholeStream]):
         dp_rank: int,
         dp_degree: int,
         plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
+        workers: WorkerSettings | None = None,
     ) -> None:
         check_streams("the data set", len(source), data_streams)
         self._source, self._batch_size, self._plan = source, local_batch_size, plan
-        self._build = partial(stream, source, encoder, seq_len=seq_len, seed=seed)
+        self._seq_len, self._settings, self._workers = seq_len, workers, None
+        self._build = TextData(source, encoder, stream).builder(seq_len, seed)
         super().__init__(len(source), data_streams=data_streams, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree)
 
     def build_stream(self, items: np.ndarray, stream: int) -> DocumentStream | WholeStream:
@@ -84,13 +88,43 @@ class BatchLoader(StreamLoader[DocumentStream | WholeStream]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
-            sequences = [stream.next_sequence() for stream in self._next_streams(self._batch_size)]
+            sequences = self._next_sequences()
             names = ("tokens", "labels", "positions", "document_ids")
             arrays = {name: np.stack([getattr(sequence, name) for sequence in sequences]) for name in names}
             # Cloned, because torch never resizes memory that numpy has seen.
             batch: dict[str, Any] = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
             batch["padding"] = sum(sequence.padding for sequence in sequences)
             yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
+
+    def _next_sequences(self) -> list[PackedSequence]:
+        if self._settings is None:
+            return [stream.next_sequence() for stream in self._next_streams(self._batch_size)]
+        self._workers = self._workers or self._start(self._settings)
+        try:
+            sequences, states = self._workers.next()
+        except BaseException:
+            self._stop()
+            raise
+        for s, state in states.items():
+            self._streams[s].restart(state)
+        self._given += self._degree * self._batch_size
+        return sequences
+
+    def _start(self, settings: WorkerSettings) -> Workers:
+        """Start workers at the position of this loader, as many as have a stream."""
+        streams = [(s, (stream.items, stream.state)) for s, stream in self._streams.items()]
+        number = min(settings.number, len(streams))
+        what = settings, self._seq_len, self._seed, self._batch_size, self._turns, self._given
+        return Workers([WorkerTask(*what, dict(streams[worker::number])) for worker in range(number)])
+
+    def _stop(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+        self._workers = None
+
+    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None:
+        super().load_state_dict(states)
+        self._stop()  # what they made is of another position
 
 
 def batch_hash(batch: Mapping[str, Any]) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import gcd
 from typing import Generic, TypeVar
 
@@ -80,6 +81,11 @@ class ItemStream:
         self.restart({})
 
     @property
+    def items(self) -> np.ndarray:
+        """The numbers of the items (n,), in the order in which they were dealt."""
+        return self._items
+
+    @property
     def state(self) -> StreamState:
         """The position: epoch, place of the item in the epoch's order, samples given so far."""
         return {"epoch": self._epoch, self.ITEM: self._place, "samples": self.samples}
@@ -124,6 +130,32 @@ class ItemStream:
 S = TypeVar("S", bound=ItemStream)
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Whose turn it is: global sample i is of stream i % data_streams, and of rank i % degree."""
+
+    data_streams: int
+    rank: int
+    degree: int
+
+    def of(self, streams: Mapping[int, S], given: int, samples: int) -> Iterator[tuple[int, S]]:
+        """Yield the place and the stream of this rank's next samples that are of `streams`.
+
+        The caller takes one sample of each stream. Samples of other ranks are passed over, also at the end. given:
+        samples that all ranks have read before.
+        """
+        first = given + (self.rank - given) % self.degree
+        for place in range(samples):
+            sample = first + place * self.degree
+            stream = streams.get(sample % self.data_streams)
+            if stream is not None:
+                _pass_over(stream, sample // self.data_streams)
+                yield place, stream
+        given += samples * self.degree
+        for s, stream in streams.items():
+            _pass_over(stream, -(-(given - s) // self.data_streams))
+
+
 class StreamLoader(Generic[S]):
     """What loaders of all kinds of data share: the streams that one data-parallel rank reads, and their state.
 
@@ -159,14 +191,12 @@ class StreamLoader(Generic[S]):
 
     def _next_streams(self, samples: int) -> Iterator[S]:
         """Yield the stream of each of this rank's next samples. The caller takes one sample of it."""
-        for _ in range(samples):
-            sample = self._given + (self._rank - self._given) % self._degree
-            stream = self._streams[sample % self._n]
-            _pass_over(stream, sample // self._n)
-            yield stream
-            self._given += self._degree
-        for s, stream in self._streams.items():
-            _pass_over(stream, -(-(self._given - s) // self._n))
+        yield from (stream for _, stream in self._turns.of(self._streams, self._given, samples))
+        self._given += samples * self._degree
+
+    @property
+    def _turns(self) -> Turns:
+        return Turns(self._n, self._rank, self._degree)
 
     @property
     def epoch(self) -> float:

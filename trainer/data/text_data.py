@@ -51,7 +51,6 @@ class DocumentStream(ItemStream):
         """Resume from `state`, or from the beginning if it is empty."""
         super().restart(state)
         self._token = int(state.get("token", 0))
-        self._builder = SequenceBuilder(self._seq_len)
         self._ids: np.ndarray | None = None  # tokens of the current document, made when they are needed
 
     def next_sequence(self) -> PackedSequence:
@@ -60,9 +59,9 @@ class DocumentStream(ItemStream):
         Raises:
             ConfigError: no document of this stream holds a token.
         """
-        barren = 0
-        while self._builder.missing:
-            taken = self._builder.add(self._current(), self._token)
+        barren, builder = 0, SequenceBuilder(self._seq_len)
+        while builder.missing:
+            taken = builder.add(self._current(), self._token)
             self._token += taken
             barren = 0 if taken else barren + 1
             if barren == 2 * len(self._items):  # an epoch may end, and the next begin, with all the empty ones
@@ -73,7 +72,7 @@ class DocumentStream(ItemStream):
             if self._token >= len(self._current()):
                 self.advance()
         self.samples += 1
-        return self._builder.finish()
+        return builder.finish()
 
     def pass_over(self) -> None:
         self.next_sequence()
@@ -96,6 +95,10 @@ class TextData(NamedTuple):
     source: DocumentSource
     encoder: Tokenizer | Encoder
     stream: Callable[..., DocumentStream | WholeStream]
+
+    def builder(self, seq_len: int, seed: int) -> Callable[..., DocumentStream | WholeStream]:
+        """Return what makes a stream of (items, stream=its number)."""
+        return partial(self.stream, self.source, self.encoder, seq_len=seq_len, seed=seed)
 
 
 def open_text(model: Model, dataset: str, path: str | None, training: Training = _DEFAULTS) -> TextData:

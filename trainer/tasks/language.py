@@ -10,6 +10,7 @@ import torch
 from trainer.components.loss import count_valid, token_losses
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.text_data import open_text
+from trainer.data.workers import WorkerSettings
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
@@ -35,8 +36,10 @@ class LanguageTask:
 
     def build_loader(self) -> BatchLoader:
         training = self.config.training
+        reopen = partial(open_text, self.config.model, training.dataset, training.dataset_path, training)
+        workers = WorkerSettings(training.data_workers, ahead=self.job.micro_batches, reopen=reopen)
         return BatchLoader(
-            *open_text(self.config.model, training.dataset, training.dataset_path, training),
+            *reopen(),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,
@@ -44,6 +47,7 @@ class LanguageTask:
             dp_rank=self.dims.rank("dp"),
             dp_degree=self.dims.size("dp"),
             plan=self.batch_planner,
+            workers=workers if workers.number else None,
         )
 
     @property
