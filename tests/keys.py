@@ -243,6 +243,14 @@ EFFECTS: dict[str, str | Seen] = {
         _other("losses"),
         "--training.dataset_path={data}/lines",
     ),
+    "training.data_workers": (
+        "tests/distributed/test_data_workers.py::test_a_run_with_workers_is_the_run_without_them"
+    ),
+    "training.packing": Seen(
+        "--training.packing=pad --training.dataset_path={data}/lines",
+        _other("losses"),
+        "--training.dataset_path={data}/lines",
+    ),
     "training.max_norm": Seen(
         "--training.max_norm=0.25", lambda off, on: abs(on.clipped - 0.25) < 1e-3 < off.clipped - 0.25
     ),

@@ -40,8 +40,8 @@ DATA = (
     Mutant(
         "the next row comes from the first stream",
         "trainer/data/streams.py",
-        "self._streams[sample % self._n]",
-        "next(iter(self._streams.values()))",
+        "streams.get(sample % self.data_streams)",
+        "next(iter(streams.values()))",
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
@@ -54,7 +54,7 @@ DATA = (
     Mutant(
         "ranks that share a stream do not pass over the samples of others",
         "trainer/data/streams.py",
-        "            _pass_over(stream, sample // self._n)\n",
+        "                _pass_over(stream, sample // self.data_streams)\n",
         "",
         "tests/unit/test_data_loader.py",
     ),
@@ -88,7 +88,7 @@ DATA = (
     ),
     Mutant(
         "a resumed stream begins its document anew",
-        "trainer/data/loader.py",
+        "trainer/data/text_data.py",
         '"token": self._token, "samples"',
         '"token": 0, "samples"',
         "tests/unit/test_data_loader.py",

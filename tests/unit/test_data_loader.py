@@ -234,7 +234,7 @@ def test_only_the_current_document_is_tokenised_again():
 def test_batches_own_resizable_memory_and_have_the_right_shape():
     batches = list(islice(iter(loader(b=3)), 2))
     tensors = [batch[key] for batch in batches for key in KEYS]
-    assert all(set(batch) == set(KEYS) for batch in batches)
+    assert all(set(batch) == {*KEYS, "padding"} for batch in batches)
     assert all(t.shape == (3, SEQ_LEN) and t.dtype == torch.int64 and t.is_contiguous() for t in tensors)
     assert all(t.untyped_storage().nbytes() == t.numel() * 8 and t.untyped_storage().resizable() for t in tensors)
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)

@@ -146,6 +146,8 @@ WITHOUT_TOKENS = {
     "training.on_bad_record": "skip",
     "training.attention_mask": "document",
     "training.balance": "step",
+    "training.packing": "pad",
+    "training.data_workers": "2",
     "training.loss_chunk_tokens": "64",
 }
 

@@ -268,6 +268,8 @@ class Training:
     """A token sees those before it in its sequence, or in its document, with positions from 0; chat: document."""
     balance: Literal["off", "step"] = key("off", when=(TOKENS, _DOCUMENTS, NO_PIPELINE, DATA_PARALLEL))
     """step: deal each step's documents over data-parallel ranks and micro-batches for equal work; equal gradients."""
+    packing: Literal["concatenate", "best_fit", "pad"] | None = key(None, when=TOKENS)
+    """Documents are cut where a sequence ends, or whole, or one a sequence; None: concatenate, for chat best_fit."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -300,6 +302,8 @@ class Training:
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
     data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
     """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
+    data_workers: int = key(0, NOT_NEGATIVE, "processes", when=TOKENS)
+    """Processes of each rank that read, tokenize and pack ahead of its steps; 0: the rank itself does."""
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""

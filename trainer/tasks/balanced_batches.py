@@ -60,8 +60,10 @@ class BalancedBatches:
         batches = iter(self._loader)
         while True:
             read = raise_on_all_ranks(lambda: [next(batches) for _ in range(self._step.micro_batches)], self._group)
-            for arrays in self._exchanged([documents_of_batch(batch) for batch in read]):
+            for documents in self._exchanged([documents_of_batch(batch) for batch in read]):
+                arrays = row(documents, self._step)
                 batch: dict[str, Any] = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
+                batch["padding"] = arrays["tokens"].size - sum(map(len, documents))
                 yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
 
     @property
@@ -77,8 +79,8 @@ class BalancedBatches:
         """Resume from the merged states of all ranks."""
         self._loader.load_state_dict(states)
 
-    def _exchanged(self, read: Sequence[list[np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the arrays of each micro-batch of this rank. read: the documents of those that it has read."""
+    def _exchanged(self, read: Sequence[list[np.ndarray]]) -> Iterator[list[np.ndarray]]:
+        """Yield the documents of each micro-batch of this rank. read: those that it has read, for each."""
         rank, ranks, step = self._group.rank(), self._group.size(), self._step
         own = [document for documents in read for document in documents]
         places = [i * ranks + rank for i, documents in enumerate(read) for _ in documents]
@@ -98,7 +100,7 @@ class BalancedBatches:
         documents = np.split(received.numpy().reshape(-1, 2), ends[:-1]) if len(ends) else []
         micro_batches = (dealt.bins // ranks)[to == rank]
         for i in range(len(read)):
-            yield row([documents[j] for j in np.flatnonzero(micro_batches == i)], step)
+            yield [documents[j] for j in np.flatnonzero(micro_batches == i)]
 
     def _of_all(self, own: list[np.ndarray], places: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (n,) lengths, places and owners of the documents of all ranks, rank by rank."""

@@ -12,7 +12,9 @@ import torch
 from trainer.components.loss import count_valid, token_losses
 from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
-from trainer.data.loader import BatchLoader, batch_hash, open_text
+from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.text_data import open_text
+from trainer.data.workers import WorkerSettings
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
@@ -48,8 +50,10 @@ class LanguageTask:
     def open_loader(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Loader:
         """Return the batches that this rank reads, each with what `plan` makes of its arrays."""
         training, dims = self.config.training, self.dims
+        reopen = partial(open_text, self.config.model, training.dataset, training.dataset_path, training)
+        workers = WorkerSettings(training.data_workers, ahead=self.job.micro_batches, reopen=reopen)
         return BatchLoader(
-            *open_text(self.config.model, training.dataset, training.dataset_path, training),
+            *reopen(),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,
@@ -57,6 +61,7 @@ class LanguageTask:
             dp_rank=dims.rank("dp"),
             dp_degree=dims.size("dp"),
             plan=plan,
+            workers=workers if workers.number else None,
         )
 
     def _balanced_step(self) -> Step:
