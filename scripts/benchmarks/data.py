@@ -68,7 +68,7 @@ def opened(name: str, path: str | None) -> float:
 
 def speeds(name: str, path: str | None, batches: int, rounds: int) -> Iterator[float]:
     """Yield the tokens per second of one process for each round, after a first batch of every stream."""
-    sizes = {"seq_len": SEQ_LEN, "local_batch_size": ROWS, "data_streams": 64}
+    sizes = {"seq_len": SEQ_LEN, "local_batch_size": ROWS, "data_streams": None}
     loader = BatchLoader(open_source(name, path), open_tokenizer(), **sizes, seed=0, dp_rank=0, dp_degree=1)
     made = iter(loader)
     for _ in range(16):

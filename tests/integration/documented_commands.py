@@ -249,6 +249,13 @@ RULES = [
     Rule(
         r"lct train --float8\S+ .*", rf"\g<0> --float8.emulate {SHORT}", why="float8 needs a GPU", says="training done"
     ),
+    Rule(
+        r"(lct train --training\.dataset tokens --training\.dataset_path tokens) .*",
+        rf"\1 {SHORT} --training.data_streams=2",
+        OWN,
+        first=f"{DATA}; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        says="training done",
+    ),
     Rule(r"lct train --checkpoint\.enable --checkpoint\.interval 50", rf"\g<0> --checkpoint.interval=1 {SHORT}", LONG),
     Rule(
         r"lct verify outputs/books",
@@ -379,13 +386,6 @@ RULES = [
         first=DATA,
         says="tokens of",
         slow=False,
-    ),
-    Rule(
-        r"(lct train --training\.dataset tokens --training\.dataset_path tokens) .*",
-        rf"\1 {SHORT} --training.data_streams=2",
-        OWN,
-        first=f"{DATA}; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
-        says="training done",
     ),
     Rule(
         r"(lct make-fields --output \S+).*",

@@ -73,6 +73,13 @@ DATA = (
         "tests/unit/test_token_files.py",
     ),
     Mutant(
+        "two processes write one shard",
+        "trainer/data/token_writer.py",
+        "        if index.exists():\n            return\n",
+        "",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
         "a long line of JSON ends with the block",
         "trainer/data/file_index.py",
         "block += stream.readline()  # whole lines",

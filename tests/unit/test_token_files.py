@@ -1,12 +1,12 @@
 """Laws of token files: the same sequences as from text, bit for bit; damage and another tokenizer are one sentence."""
 
+import fcntl
 import gzip
 import json
-import os
-import signal
 import struct
 import subprocess
 import sys
+import threading
 from itertools import chain, islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import Reading, check_source, open_source
 from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.token_writer import parts_of, write_shard
 from trainer.data.tokenizer import open_tokenizer
 
 SHIPPED = Reading()
@@ -158,9 +159,9 @@ def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
     expected = Path(made(lines, tmp_path / "whole", "--shard-mb", 1))
     program = [sys.executable, "-m", "trainer", "tokenize", "--path", str(lines), "--output", str(tmp_path / "tokens")]
     program += ["--shard-mb", "1", "--processes", "2"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         first = tmp_path / "tokens" / f"{process.stdout.readline().partition(':')[0]}.bin"
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # its own processes notice by themselves, and may still write
     assert "run the same `lct tokenize` again" in refusal(tmp_path / "tokens")
     written = first.stat().st_mtime_ns
     result = subprocess.run(program, capture_output=True, text=True, check=True)
@@ -178,6 +179,21 @@ def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
     result = subprocess.run(program, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "holds token ids of other settings or data (inputs)" in result.stderr
+
+
+def test_one_process_at_a_time_writes_a_shard(lines: Path, tmp_path: Path):
+    """The second one finds it whole."""
+    stem = tmp_path / "shard-00000"
+    (part,) = parts_of("jsonl", [str(lines)], 1 << 20)
+    with stem.with_suffix(".bin").open("wb") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        second = threading.Thread(target=write_shard, args=(part, stem, open_tokenizer(), SHIPPED))
+        second.start()
+        first.write(b"the first one's")
+        stem.with_suffix(".idx").write_text("whole")
+    second.join(timeout=60)
+    assert stem.with_suffix(".bin").read_bytes() == b"the first one's"
+    assert not stem.with_suffix(".crc").exists()
 
 
 def test_another_tokenizer_is_refused(lines: Path, tmp_path: Path):

@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -157,7 +158,8 @@ def _written(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[tuple[
     if processes == 1:
         yield from (_write_one(*one) for one in work)
         return
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, initializer=_end_with, initargs=(os.getpid(),)) as pool:
         try:
             for future in as_completed([pool.submit(_write_one, *one) for one in work]):
                 yield future.result()
@@ -168,6 +170,17 @@ def _written(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[tuple[
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent: without one it would write its shard and then wait for ever."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _write_one(part: Part, stem: Path, tokenizer_path: str | None, how: Reading) -> tuple[Part, Path]:

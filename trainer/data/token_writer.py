@@ -6,6 +6,7 @@ keep the order that the data set has as text. Bad and empty documents keep their
 
 from __future__ import annotations
 
+import fcntl
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +65,7 @@ def parts_of(dataset: str, files: Sequence[str], shard_bytes: int) -> list[Part]
 
 
 def write_shard(part: Part, stem: Path, tokenizer: Tokenizer, reading: Reading) -> None:
-    """Tokenize a part. Its .idx appears last, when the shard is whole.
+    """Tokenize a part. Its .idx appears last, when the shard is whole; one process at a time writes it.
 
     Raises:
         ConfigError: the data cannot be read, or a record is bad and not to be skipped.
@@ -72,7 +73,11 @@ def write_shard(part: Part, stem: Path, tokenizer: Tokenizer, reading: Reading) 
     code = 8 if tokenizer.vocab_size <= 1 << 16 else 4  # uint16, or int32: the format has no uint32
     lengths, sums = [], []
     ids_file, sums_file, index = (stem.with_suffix(ending) for ending in (".bin", ".crc", ".idx"))
-    with ids_file.open("wb") as stream:
+    with ids_file.open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
+        if index.exists():
+            return
+        stream.truncate(0)
         for text in documents_of(part, reading):
             ids = tokenizer.encode_to_numpy(text, bos=bool(text), eos=bool(text)).astype(CODES[code])
             stream.write(content := ids.tobytes())
