@@ -229,6 +229,20 @@ CHECKPOINTS = (
         "        started",
         _CHECKPOINT,
     ),
+    Mutant(
+        "on a GPU an update does not wait for the copies of the state",
+        "trainer/checkpoint/host_copies.py",
+        "        if self._copied is not None:\n            torch.cuda.current_stream().wait_event(self._copied)",
+        "        pass",
+        "tests/unit/test_host_copies.py",
+    ),
+    Mutant(
+        "memory of the state itself is written in the background",
+        "trainer/checkpoint/checkpointer.py",
+        "            dcp.save(copies.tensors, **saving)",
+        "            dcp.save(tensors, **saving)",
+        _CHECKPOINT,
+    ),
 )
 
 SETTINGS = (

@@ -44,8 +44,8 @@ class Checkpoint:
     """Resume from a checkpoint, and never save or remove one."""
     exclude_from_loading: tuple[Literal["optimizer", "dataloader"], ...] = key((), when=(_LOADING, _FROM_A_STEP))
     """What starts anew beside the weights of load_step: the optimizer's state, or the data from their beginning."""
-    async_mode: Literal["disabled", "async"] = key("disabled", when=SAVING)
-    """async: write a copy in the background while training goes on."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", when=SAVING)
+    """async: write a copy in the background while training goes on; with_pinned_mem: keep the memory of the copy."""
     initial_load_path: str | None = None
     """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
     last_save_in_hf: bool = key(False, when=(*SAVING, TOKENS))

@@ -166,7 +166,6 @@ OLDER: dict[str, Spelling] = {
 # Older or other values of today's keys, and their names here; None: the default.
 OLDER_VALUES: dict[str, dict[str, str | None]] = {
     "model.norm_type": {"fused_rmsnorm": "rmsnorm", "compiled_rmsnorm": "rmsnorm"},
-    "checkpoint.async_mode": {"async_with_pinned_mem": "async"},
     "parallelism.pipeline_parallel_schedule_csv": {"": None},
     "checkpoint.initial_load_path": {"": None},
 }
