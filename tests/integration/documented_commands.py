@@ -251,6 +251,18 @@ RULES = [
     ),
     Rule(r"lct train --checkpoint\.enable --checkpoint\.interval 50", rf"\g<0> --checkpoint.interval=1 {SHORT}", LONG),
     Rule(
+        r"lct verify outputs/books",
+        "lct verify outputs/debug_model",
+        why=OWN,
+        first=f"rm -rf outputs/debug_model; {SAVED}",
+        says="step-2: whole",
+    ),
+    Rule(
+        r"lct verify outputs/debug_model\S*",
+        first=f"rm -rf outputs/debug_model; {SAVED}",
+        says="step-2: whole: 3 files",
+    ),
+    Rule(
         r"lct train --checkpoint\.enable --training\.steps \d+( --ngpu 4)?",
         rf"\g<0> {SHORT} --training.steps=3",
         why=LONG,
@@ -351,6 +363,21 @@ RULES = [
         r"cp \1 kept && \g<0> --vocab-size 300 && mv kept \1",
         why="4,096 words take minutes; later commands need the shipped tokenizer",
         says="300 tokens",
+    ),
+    Rule(
+        r"lct tokenize .*--tokenizer-path assets/tokenizer --output tokens",
+        "lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        why="the shipped tokenizer stands for that of Llama 3",
+        first=DATA,
+        says="tokens of",
+        slow=False,
+    ),
+    Rule(
+        r"(lct train --training\.dataset tokens --training\.dataset_path tokens) .*",
+        rf"\1 {SHORT} --training.data_streams=2",
+        OWN,
+        first=f"{DATA}; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        says="training done",
     ),
     Rule(
         r"(lct make-fields --output \S+).*",

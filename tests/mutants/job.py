@@ -17,8 +17,8 @@ DATA = (
     Mutant(
         "the next row comes from the first stream",
         "trainer/data/streams.py",
-        "key=lambda stream: stream.samples",
-        "key=lambda stream: 0",
+        "self._streams[sample % self._n]",
+        "next(iter(self._streams.values()))",
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
@@ -29,10 +29,31 @@ DATA = (
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
-        "streams that do not fit the ranks are advised",
+        "ranks that share a stream do not pass over the samples of others",
+        "trainer/data/streams.py",
+        "            _pass_over(stream, sample // self._n)\n",
+        "",
+        "tests/unit/test_data_loader.py",
+    ),
+    Mutant(
+        "a data set that has changed is not recognised",
         "trainer/data/datasets.py",
-        "below = min(data_streams, documents) // dp_degree * dp_degree",
-        "below = min(data_streams, documents)",
+        "        digest.update(f",
+        "        str(f",
+        "tests/unit/test_data_datasets.py tests/unit/test_data_loader.py",
+    ),
+    Mutant(
+        "check sums of documents are not compared",
+        "trainer/data/token_files.py",
+        "return self._crc is None or zlib.crc32(content) == self._crc[i]",
+        "return True",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "a long line of JSON ends with the block",
+        "trainer/data/file_index.py",
+        "block += stream.readline()  # whole lines",
+        "pass",
         "tests/unit/test_data_datasets.py",
     ),
     Mutant(
@@ -83,6 +104,13 @@ DATA = (
         "limit = 2 * np.pi / (3 * self.spacing)",
         "limit = np.pi / self.spacing",
         "tests/unit/test_field_solver.py",
+    ),
+    Mutant(
+        "a rank without data tells no other rank",
+        "trainer/trainer.py",
+        "float(self.data.failed)",
+        "0.0",
+        "tests/distributed/test_bad_data.py",
     ),
     Mutant(
         "ranks that read different batches go on",

@@ -13,7 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Parallelism
 from trainer.data import datasets
-from trainer.data.datasets import Source, open_source
+from trainer.data.datasets import Reading, Source, open_source
 from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.distributed.pipeline_stages import SCHEDULES
 from trainer.job import resolve
@@ -62,7 +62,7 @@ def test_a_name_that_does_not_exist_is_seen(right: str, wrong: str) -> None:
 # ---- a data source
 
 
-def sections(files: list[str]) -> list[str]:
+def sections(files: list[str], how: Reading) -> list[str]:
     """The sections of Markdown files, each a document."""
     return [part for file in files for part in re.split(r"^#", Path(file).read_text(), flags=re.MULTILINE) if part]
 
@@ -70,7 +70,7 @@ def sections(files: list[str]) -> list[str]:
 @pytest.fixture
 def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Settings of a data set whose source is a record from outside."""
-    monkeypatch.setitem(datasets.DATASETS, "markdown", Source(sections, sections, ".md"))
+    monkeypatch.setitem(datasets.DATASETS, "markdown", Source(sections, sections, (".md",)))
     for chapter in range(3):
         (tmp_path / f"{chapter}.md").write_text("".join(f"# {chapter}.{i}\n{'text ' * i}\n" for i in range(5)))
     return ["--training.dataset=markdown", f"--training.dataset_path={tmp_path}"]
@@ -87,9 +87,9 @@ def test_a_source_from_outside_is_checked_and_read_by_any_number_of_ranks(book: 
 
 def test_a_source_from_outside_is_refused_like_the_others(book: list[str]) -> None:
     for arguments, message in (
-        ([*book, "--training.data_streams=16"], "the largest that works is 15"),
+        ([*book, "--training.data_streams=16"], "use at most 15"),
         (book[:1], "training.dataset = 'markdown' needs training.dataset_path; give a .md file, a folder, or a glob"),
-        (book[1:], "choose training.dataset = 'text' or 'jsonl' or 'chat' or 'markdown'"),
+        (book[1:], "choose training.dataset = 'text' or 'jsonl' or 'chat' or 'tokens' or 'markdown'"),
     ):
         with pytest.raises(ConfigError) as error:
             resolve(parse_command_line(arguments).config, 1)

@@ -1,10 +1,8 @@
 """Laws of the sources: what they hold, that they need no network and no torch, and how they refuse bad data."""
 
 import hashlib
-import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -14,18 +12,16 @@ from pathlib import Path
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import check_source, check_streams, open_source
+from trainer.data import file_index, json_lines
+from trainer.data.datasets import Reading, check_source, check_streams, fingerprint, open_source
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """The cache of `datasets`, for this process and for those that a test starts."""
-    folder = str(tmp_path_factory.mktemp("hf"))
-    monkeypatch.setenv("HF_HOME", folder)
-    monkeypatch.setenv("HF_DATASETS_CACHE", folder)
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(folder))
+    """The cache of indices, for this process and for those that a test starts."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -135,8 +131,8 @@ def test_jsonl_is_a_file_a_folder_or_a_glob_without_network(tmp_path, no_network
     write_jsonl(tmp_path / "a" / "a.jsonl", [{"text": "a0\n\U0001f600"}])
     with open(tmp_path / "b.jsonl", "a") as file:
         file.write("\n  \n")  # blank lines are none
-    assert texts("jsonl", tmp_path) == ["a0\n\U0001f600", "b0", "b1"]
-    assert texts("jsonl", tmp_path / "b.jsonl") == ["b0", "b1"]
+    assert texts("jsonl", tmp_path) == ["a0\n\U0001f600", "b0", "", "b1"]
+    assert texts("jsonl", tmp_path / "b.jsonl") == ["b0", "", "b1"]
     assert texts("jsonl", tmp_path / "*" / "*.jsonl") == ["a0\n\U0001f600"]
 
 
@@ -180,7 +176,7 @@ def test_several_ranks_may_open_the_same_data_at_once(tmp_path):
 def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n\n' + line + "\n")
-    message = refusal(open_source, "jsonl", str(file))
+    message = refusal(open_source("jsonl", str(file)).__getitem__, 1)
     assert message == f'{file}, line 3, must be a JSON object with a string field "text", in UTF-8'
     check_source("jsonl", str(file), 2)  # reads the start only
     file.write_text(line)
@@ -190,12 +186,100 @@ def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line):
 def test_a_line_that_is_not_utf8_is_refused_by_file_and_number(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
-    assert f"{file}, line 2, must be" in refusal(open_source, "jsonl", str(file))
+    assert f"{file}, line 2, must be" in refusal(open_source("jsonl", str(file)).__getitem__, 1)
 
 
-def test_jsonl_without_a_single_text_is_refused(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)
-    assert f"{file} holds no text" in refusal(open_source, "jsonl", str(file))
+def test_jsonl_without_a_line_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n \n")
+    assert "a.jsonl holds no line" in refusal(open_source, "jsonl", str(tmp_path / "a.jsonl"))
+
+
+def test_the_text_may_have_another_name(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"content": "a", "text": 1}])
+    source = open_source("jsonl", str(file), Reading(text_field="content"))
+    assert source[0] == "a"
+    check_source("jsonl", str(file), 1, how=Reading(text_field="content"))
+    assert 'with a string field "body"' in refusal(
+        lambda: check_source("jsonl", str(file), 1, how=Reading(text_field="body"))
+    )
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+def test_an_index_has_every_line_whatever_the_blocks(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(file_index, "BLOCK", block)
+    lines = [
+        b'{"text": "a"}',
+        b"",
+        b"  ",
+        b' {"text": "b"}',
+        b'{"text": "' + b"c" * 100 + b'"}\r',
+        b"\t",
+        b'{"text": "d"}',
+    ]
+    (file := tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    assert texts("jsonl", file) == ["a", "b", "c" * 100, "d"]
+
+
+def test_an_index_is_built_once_and_anew_for_another_content(tmp_path, cache, monkeypatch):
+    file, built = write_jsonl(tmp_path / "a.jsonl", [{"text": "old"}] * 3), []
+    scan = json_lines.line_starts
+    monkeypatch.setattr(json_lines, "line_starts", lambda file: built.append(file) or scan(file))
+    assert texts("jsonl", file) == texts("jsonl", file) == ["old"] * 3
+    assert len(built) == 1
+    time_before = file.stat().st_mtime_ns
+    write_jsonl(file, [{"text": "new"}] * 3)
+    os.utime(file, ns=(time_before, time_before))  # neither size nor time tell it
+    assert texts("jsonl", file) == ["new"] * 3
+    assert len(built) == 2
+    (index,) = (cache / "long-context-trainer").glob("*.index")
+    index.write_bytes(index.read_bytes()[:-8])  # of a process that was killed
+    assert texts("jsonl", file) == ["new"] * 3
+    assert len(built) == 3
+
+
+def test_without_a_cache_the_index_is_kept_in_memory(tmp_path, monkeypatch, caplog):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    assert texts("jsonl", file) == ["a", "b"]
+    assert "is kept in memory" in caplog.text
+
+
+def test_a_long_scan_says_how_far_it_is(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(file_index, "_SAY_SECONDS", 0)
+    monkeypatch.setattr(file_index, "BLOCK", 64)
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(100)])
+    with caplog.at_level("INFO"):
+        open_source("jsonl", str(file))
+    assert f"indexing {file}: 0.0 of 0.0 GiB" in caplog.text
+
+
+# --- bad records
+
+
+def test_bad_records_are_left_out_in_their_places_and_counted(tmp_path, caplog):
+    (file := tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n{"text": "b"}\n' + b"{\n" * 12)
+    source = open_source("jsonl", str(file), Reading(skips=True))
+    for _ in range(2):  # every epoch meets them again
+        assert [source[i] for i in range(len(source))] == ["a", "", "b", *[""] * 12]
+    said = [record.getMessage().partition(";")[0] for record in caplog.records]
+    assert said == ["1 bad record left out so far", "10 bad records left out so far"]
+    (tmp_path / "a.txt").write_bytes(b"gr\xfc\xdfe")
+    assert open_source("text", str(tmp_path / "a.txt"), Reading(skips=True))[0] == ""
+
+
+def test_a_file_that_goes_away_or_shrinks_is_no_bad_record(tmp_path):
+    """So many documents are gone with it that the run stops, whatever `on_bad_record` says."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    source = open_source("text", str(tmp_path), Reading(skips=True))
+    (tmp_path / "b.txt").unlink()
+    assert "b.txt cannot be read (No such file or directory); restore it" in refusal(source.__getitem__, 1)
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 9)
+    source = open_source("jsonl", str(file), Reading(skips=True))
+    os.truncate(file, 20)
+    assert source[0] == "a"
+    assert "a.jsonl is shorter than when the run began to read it" in refusal(source.__getitem__, 8)
 
 
 # --- check_source
@@ -213,7 +297,7 @@ def test_what_works_is_accepted(folder):
     ("name", "path", "message"),
     [
         ("python_stdlb", None, "'python_stdlb' is not a known data set; did you mean 'python_stdlib'?"),
-        ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat"),
+        ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat, tokens"),
         ("c4", None, "'c4' would be downloaded, and nothing is downloaded here; save its documents as JSON lines"),
         ("text", None, "training.dataset = 'text' needs training.dataset_path; give a .txt file"),
         ("jsonl", "", "training.dataset = 'jsonl' needs training.dataset_path; give a .jsonl file"),
@@ -244,34 +328,12 @@ def test_fewer_documents_than_streams_are_refused_with_the_number_that_works(tmp
     for name in ("text", "jsonl"):
         message = refusal(check_source, name, str(tmp_path), 4)
         assert message.startswith("training.data_streams = 4 needs as many documents")
-        assert message.endswith("has 3; the largest that works is 3")
+        assert message.endswith("has 3; leave it out, or use at most 3")
         check_source(name, str(tmp_path), 3)
+        check_source(name, str(tmp_path))
     assert "training.dataset = 'python_stdlib' has" in refusal(check_source, "python_stdlib", None, 100_000)
-    assert "training.dataset = 'x' holds no text" in refusal(check_streams, "training.dataset = 'x'", 0, 1, 1)
-
-
-_STREAMS_ADVISED = r"data_streams = (\d+)|^(?:use |the largest that works is )?(\d+)(?:, a multiple .*)?$"
-
-
-@pytest.mark.parametrize("dp_degree", [1, 2, 3, 4, 6, 8])
-def test_each_advice_about_data_streams_works(dp_degree: int):
-    """No advice leads to another refusal."""
-    for documents, data_streams in itertools.product((0, 1, 2, 3, 5, 7, 8, 13, 64, 100), (1, 2, 5, 7, 8, 9, 64)):
-        given = {"documents": documents, "data_streams": data_streams, "dp_degree": dp_degree}
-        if data_streams % dp_degree == 0 and data_streams <= documents:
-            check_streams("the data", **given)
-            continue
-        advice = refusal(lambda given=given: check_streams("the data", **given)).partition("; ")[2]
-        for choice in re.split(r", or | or ", advice):
-            changed = dict(given)
-            if found := re.search(r"give (\d+) documents", choice):
-                changed["documents"] = int(found[1])
-            if found := re.search(r"use (\d+) data-parallel rank", choice):
-                changed["dp_degree"] = int(found[1])
-            if found := re.search(_STREAMS_ADVISED, choice):
-                changed["data_streams"] = int(found[1] or found[2])
-            assert changed != given, choice
-            check_streams("the data", **changed)
+    for data_streams in (None, 1, 64):
+        assert "'x' holds no text; give at least" in refusal(check_streams, "training.dataset = 'x'", 0, data_streams)
 
 
 def test_a_folder_with_files_of_another_data_set_is_told_with_its_name(tmp_path: Path):
@@ -280,19 +342,6 @@ def test_a_folder_with_files_of_another_data_set_is_told_with_its_name(tmp_path:
         check_source, "text", str(tmp_path), 1
     )
     check_source("jsonl", str(tmp_path), 1)
-
-
-def test_one_text_on_two_ranks_is_told_what_works(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("a")
-    message = refusal(lambda: check_source("text", str(tmp_path), 64, dp_degree=2))
-    assert message == (
-        f"training.dataset_path = {str(tmp_path)!r} has 1 document, and each of 2 data-parallel ranks needs one of its "
-        "own; give 2 documents and training.data_streams = 2, or use 1 data-parallel rank (more ranks can be "
-        "context-parallel) and training.data_streams = 1"
-    )
-    check_source("text", str(tmp_path), 1, dp_degree=1)
-    (tmp_path / "b.txt").write_text("b")
-    check_source("text", str(tmp_path), 2, dp_degree=2)
 
 
 @pytest.mark.parametrize("which", ["", "inner", "inner/deep"])
@@ -345,15 +394,54 @@ def test_checks_import_neither_torch_nor_arrow_and_answer_at_once(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     code = f"""
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import trainer.data.tokenizer, trainer.data.datasets, trainer.data.packing
 trainer.data.datasets.check_source("python_stdlib", None, 64)
 trainer.data.datasets.check_source("jsonl", {str(tmp_path)!r}, 1)
 trainer.data.tokenizer.vocab_size_of()
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print([name for name in ("torch", "datasets", "pyarrow", "tiktoken") if name in sys.modules], seconds < 1)
 trainer.data.tokenizer.open_tokenizer(); trainer.data.datasets.open_source("python_stdlib")
 print("torch" in sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[] True\nFalse\n", result.stdout + result.stderr
+
+
+# --- the content of data
+
+
+def hash_of(name, path, documents=None):
+    source = open_source(name, str(path))
+    return fingerprint(source, len(source) if documents is None else documents)
+
+
+@pytest.mark.parametrize("name", ["text", "jsonl"])
+def test_a_data_set_is_known_by_its_content(tmp_path, name):
+    """Neither names nor times count; what counts are the files, in their order."""
+
+    def write(folder, *contents):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        ending = {"text": "txt", "jsonl": "jsonl"}[name]
+        for i, content in enumerate(contents):
+            rows = [{"text": content}, {"text": "b"}]
+            file = tmp_path / folder / f"{folder}{i}.{ending}"
+            file.write_text(content) if name == "text" else write_jsonl(file, rows)
+        return tmp_path / folder
+
+    n = 3 if name == "text" else 6
+    whole = hash_of(name, write("a", "one", "two", "three"))
+    assert hash_of(name, write("b", "one", "two", "three")) == whole
+    for i, others in enumerate([("one", "two", "thr33"), ("one", "two"), ("two", "one", "three"), ("one", "twothree")]):
+        assert hash_of(name, write(f"c{i}", *others)) != whole
+    more = write("d", "one", "two", "three", "four")
+    assert hash_of(name, more) != whole
+    assert hash_of(name, more, n) == whole
+    if name == "jsonl":
+        assert hash_of(name, more, n - 1) == 0  # within a file
+
+
+def test_bad_records_do_not_hide_the_content(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"other": 1}])
+    source = open_source("jsonl", str(file), Reading(skips=True))
+    assert fingerprint(source, 2) == hash_of("jsonl", file)

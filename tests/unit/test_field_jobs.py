@@ -143,6 +143,7 @@ WITHOUT_TOKENS = {
     "model.rope_scaling_type": "yarn",
     "model.rope_original_seq_len": "64",
     "training.seq_len": "64",
+    "training.on_bad_record": "skip",
     "training.attention_mask": "document",
     "training.loss_chunk_tokens": "64",
 }

@@ -17,6 +17,7 @@ ROOMS = (
         *("trainer.models.mistral.args", "trainer.models.qwen3_moe.args", "trainer.models.gpt_oss.args"),
         *("trainer.models.unet.args", "trainer.models.nat.args"),
         *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
+        *("trainer.data.json_lines", "trainer.data.token_files", "trainer.data.file_index", "trainer.data.bad_records"),
         *("trainer.data.chat", "trainer.data.chat_template", "trainer.data.packing"),
         *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),
         "trainer.data.sentencepiece_format",

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 def positions(wanted: Wanted, evaluation: "Evaluation", job: ResolvedJob) -> "list[Bucket]":
     """Return the loss by position. A collective over all ranks."""
-    from trainer.data.datasets import open_source
+    from trainer.data.datasets import Reading, open_source
     from trainer.data.long_documents import long_documents
     from trainer.data.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 
     def sequences() -> "list[PackedSequence]":
-        source = open_source(wanted.dataset, wanted.dataset_path)
+        how = Reading.of(job.config.training, job.config.model.tokenizer_file)
+        source = open_source(wanted.dataset, wanted.dataset_path, how)
         tokenizer = open_tokenizer(job.config.model.tokenizer_file)
         return list(long_documents(source, tokenizer, wanted.seq_len, wanted.sequences))
 

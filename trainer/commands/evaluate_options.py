@@ -11,7 +11,7 @@ from trainer.commands.finished_run import text_configuration
 from trainer.commands.ranks import all_ranks
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import DATASETS, check_source
+from trainer.data.datasets import DATASETS, Reading, check_source
 from trainer.job import ResolvedJob, resolve
 from trainer.job.training import check_batch
 from trainer.runtime.devices import this_machine
@@ -179,16 +179,15 @@ def _resolved(wanted: Wanted, config: JobConfig) -> ResolvedJob:
         ConfigError: as `resolve`.
     """
     ranks = all_ranks(wanted.ranks_here)
-    shape = {"seq_len": max(wanted.all_lengths), "local_batch_size": wanted.rows}
-    if not config.lora.rank:  # a checkpoint of adapters is opened as a run's own, with its streams
-        shape["data_streams"] = ranks
+    shape = {"seq_len": max(wanted.all_lengths), "local_batch_size": wanted.rows, "data_streams": None}
     own = replace(config.job, dump_folder=str(wanted.output))
     config = replace(config, job=own, training=replace(config.training, **shape))
     job = resolve(config, ranks, this_machine().device_type(config.job.device))
     for length in wanted.all_lengths:
         check_batch(replace(config, training=replace(config.training, seq_len=length)), job.degrees)
     if "positions" in wanted.tasks:
-        check_source(wanted.dataset, wanted.dataset_path, data_streams=1)
+        how = Reading.of(config.training, config.model.tokenizer_file)
+        check_source(wanted.dataset, wanted.dataset_path, how=how)
     return job
 
 

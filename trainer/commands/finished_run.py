@@ -104,6 +104,8 @@ def text_configuration(
             seq_len=training.seq_len,
             seed=training.seed,
             data_streams=training.data_streams,
+            dataset_text_field=training.dataset_text_field,
+            on_bad_record=training.on_bad_record,
             loss_chunk_tokens=training.loss_chunk_tokens,
             dtype=training.dtype,
             mixed_precision_param=training.mixed_precision_param,

@@ -20,12 +20,18 @@ COMMANDS = {
         "convert weights to Hugging Face's files and back",
         "lct convert to-hf outputs exported",
     ),
+    "verify": ("verify", "read checkpoints whole, and say which are damaged", "lct verify outputs/debug_model"),
     "plan": ("plan", "show who computes and sends what in context parallelism", "lct plan --seq-len 65536 --degree 4"),
     "compare": ("compare", "compare the losses of two configurations", "lct compare a.toml b.toml --ngpu 1 8"),
     "train-tokenizer": (
         "train_tokenizer",
         "train a tokenizer on your text",
         "lct train-tokenizer --output my.tiktoken",
+    ),
+    "tokenize": (
+        "tokenize_text",
+        "turn text into files of token ids, which train faster",
+        "lct tokenize --path 'data/*.jsonl' --output tokens",
     ),
     "make-fields": (
         "make_fields",

@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.dataset == "chat":
             raise ConfigError("--dataset chat has conversations, whose template needs a tokenizer; use text or jsonl")
-        check_source(args.dataset, args.path, data_streams=1)
+        if args.dataset == "tokens":
+            raise ConfigError("--dataset tokens has the token ids of a tokenizer; use the text that they were made of")
+        check_source(args.dataset, args.path)
         source = open_source(args.dataset, args.path)
         tokens = train((source[i] for i in range(len(source))), args.vocab_size)
     except ConfigError as error:

@@ -38,7 +38,7 @@ Examples
     lct train llama3_8b --print-config
   Train on your own text, a document per file:
     lct train --training.dataset text \\
-      --training.dataset_path 'books/*.txt' --training.data_streams 2
+      --training.dataset_path 'books/*.txt'
 
 Start (of lct train)
   FILE

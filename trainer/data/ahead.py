@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from trainer.config.errors import ConfigError
+
 
 class Loader(Protocol):
     """Endless batches of one data-parallel rank, with a position that is saved; see loader.py and fields.py."""
@@ -39,6 +41,11 @@ class BatchesAhead:
             self._made = [self._prepare(next(self._batches)) for _ in range(self._number)]
         except Exception as error:
             self._made = error
+
+    @property
+    def failed(self) -> bool:
+        """Whether the next batches cannot be made, because of the data; `take` says why."""
+        return isinstance(self._made, ConfigError)
 
     def take(self) -> list[dict[str, Any]]:
         """Return the batches of the next step.

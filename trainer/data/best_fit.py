@@ -96,6 +96,9 @@ class ConversationStream(ItemStream):
         self.samples += 1
         return together(chosen, self._seq_len)
 
+    def pass_over(self) -> None:
+        self.next_sequence()
+
     def _fill(self) -> bool:
         """Read conversations until enough of them wait; return whether any does."""
         if self._lengths is None:  # those of a saved state
@@ -111,8 +114,9 @@ class ConversationStream(ItemStream):
 
     def _read(self, place: int) -> None:
         """Make the sample of a place in the epoch's order wait, unless it has no label."""
-        sample = self._encoder.sample_within(self._seq_len, self._source[self._item_at(place)])
-        if (sample.labels == IGNORE_INDEX).all():
+        text = self._source[self._item_at(place)]
+        sample = self._encoder.sample_within(self._seq_len, text) if text else None  # a bad record has no text
+        if sample is None or (sample.labels == IGNORE_INDEX).all():
             self._waiting.pop(place, None)
             return
         self._waiting[place] = sample

@@ -1,4 +1,4 @@
-"""Sources of documents: the standard library, text, JSON lines, conversations. Random access, torch-free, no network.
+"""Sources of documents: the standard library, text, JSON lines, conversations, tokens. Torch-free, no network.
 
 `check_source` checks a source at once, before the job starts; `open_source` returns the documents.
 """
@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import codecs
 import glob
-import json
+import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from trainer.config.errors import ConfigError, MissingFile, did_you_mean
-from trainer.data.chat import as_text, conversation
-from trainer.data.tokenizer import replace_surrogates
+from trainer.config.schema import Training
+from trainer.data.bad_records import BadRecord, Skipping
+from trainer.data.file_index import stamp_of, unreadable
+from trainer.data.json_lines import JsonLines, Line, lines_of
+from trainer.data.token_files import open_token_files, token_documents
+from trainer.data.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
+STREAMED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
+"""Endings of files without random access to documents, which `lct tokenize` reads from their start to their end."""
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_HASHED_FILES = 256  # whose content tells whether text files have changed
 _HEAD = 1 << 16  # bytes of a text file that `check_source` looks at
 
 
@@ -33,38 +38,77 @@ class DocumentSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int) -> str: ...
+    def __getitem__(self, i: int) -> str | np.ndarray:
+        """Return a text, or the token ids (n,) of one; "": there is none."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are read.
+
+    text_field: of a line of JSON; skips: bad records are left out; tokenizer_file: of token ids, None: the shipped one.
+    """
+
+    text_field: str = "text"
+    skips: bool = False
+    tokenizer_file: str | None = None
+
+    @classmethod
+    def of(cls, training: Training, tokenizer_file: str) -> Reading:
+        """Return what the table [training] says."""
+        return cls(training.dataset_text_field, training.on_bad_record == "skip", tokenizer_file)
 
 
 @dataclass(frozen=True)
 class Source:
     """A kind of data set.
 
-    open: files -> documents; start: files -> one item per document, lazily, the first one checked; ending: of the
-    files in a folder; None: the data set has no files.
+    open: files -> documents; start: files -> one item per document, lazily, the first one checked; endings: of the
+    files in a folder; none: the data set has no files.
     """
 
-    open: Callable[[list[str]], DocumentSource]
-    start: Callable[[list[str]], Iterable[object]]
-    ending: str | None = None
+    open: Callable[[list[str], Reading], DocumentSource]
+    start: Callable[[list[str], Reading], Iterable[object]]
+    endings: tuple[str, ...] = ()
 
 
 DATASETS = {
-    "python_stdlib": Source(lambda _: list(_python_stdlib()), lambda _: _python_stdlib()),
-    "text": Source(lambda files: TextFiles(tuple(_not_empty(files))), lambda files: _checked_texts(files), ".txt"),
-    "jsonl": Source(lambda files: _open_lines(files, _texts), lambda files: _checked(files, _Line.text), ".jsonl"),
-    "chat": Source(lambda files: _open_lines(files, _chats), lambda files: _checked(files, _Line.chat), ".jsonl"),
+    "python_stdlib": Source(lambda *_: list(_python_stdlib()), lambda *_: _python_stdlib()),
+    "text": Source(
+        lambda files, _: TextFiles(tuple(_not_empty(files))), lambda files, _: _checked_texts(files), (".txt",)
+    ),
+    "jsonl": Source(
+        lambda files, how: JsonLines.open(files, lambda line: line.text(how.text_field)),
+        lambda files, how: _checked(files, lambda line: line.text(how.text_field)),
+        (".jsonl",),
+    ),
+    "chat": Source(
+        lambda files, _: JsonLines.open(files, Line.chat), lambda files, _: _checked(files, Line.chat), (".jsonl",)
+    ),
+    "tokens": Source(
+        lambda files, how: open_token_files(files, how.tokenizer_file),
+        lambda files, how: token_documents(files, how.tokenizer_file),
+        (".idx", ".npy"),
+    ),
 }
 
 
-def open_source(name: str, path: str | None = None) -> DocumentSource:
+def ids_of_document(document: str | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the token ids (n,) of a document, between begin and end of text; none if it has no text."""
+    if isinstance(document, np.ndarray):
+        return document
+    return tokenizer.encode_to_numpy(document, bos=bool(document), eos=bool(document))
+
+
+def open_source(name: str, path: str | None = None, how: Reading = Reading()) -> DocumentSource:
     """Return the documents of data set `name` at `path`.
 
     Raises:
-        ConfigError: an unknown data set, a path that matches nothing, or a file or line that cannot be read.
+        ConfigError: an unknown data set, a path that matches nothing, or a file that cannot be read.
     """
     source, files = _found(name, path)
-    return source.open(files)
+    documents = source.open(files, how)
+    return Skipping(documents) if how.skips else documents
 
 
 def first_document(name: str, path: str | None) -> str:
@@ -74,58 +118,53 @@ def first_document(name: str, path: str | None) -> str:
         ConfigError: see `check_source`.
     """
     source, files = _found(name, path)
-    return str(next(iter(source.start(files))))
+    return str(next(iter(source.start(files, Reading()))))
 
 
-def check_source(name: str, path: str | None, data_streams: int, *, dp_degree: int = 1) -> None:
+def check_source(name: str, path: str | None, data_streams: int | None = None, *, how: Reading = Reading()) -> None:
     """Check a data set without converting it; only the start of large data is read.
 
     Raises:
         ConfigError: an unknown data set; a path that is missing, superfluous, unreadable or matches nothing; no data; a
-            first line that is no object with "text"; `data_streams` that do not fit, see `check_streams`.
+            first line that is no object with its text; `data_streams` that do not fit, see `check_streams`.
     """
     source, files = _found(name, path)
-    documents = sum(1 for _ in islice(source.start(files), _next_multiple(data_streams, dp_degree)))
+    documents = sum(1 for _ in islice(source.start(files, how), data_streams or 1))
     where = f"training.dataset_path = {path!r}" if path else f"training.dataset = {name!r}"
-    check_streams(where, documents, data_streams, dp_degree)
+    check_streams(where, documents, data_streams)
 
 
-def check_streams(where: str, documents: int, data_streams: int, dp_degree: int, *, item: str = "document") -> None:
-    """Check that every data stream has a document, and every data-parallel rank the same number of streams.
+def check_streams(where: str, items: int, data_streams: int | None, *, item: str = "document") -> None:
+    """Check that every data stream has a document; None: the number is chosen to fit.
 
     where: the data set, as the message names it; item: what it has in place of documents.
 
     Raises:
-        ConfigError: there are fewer documents than ranks or streams, or the degree does not divide the streams.
+        ConfigError: there is none, or there are fewer than streams.
     """
-    streams = f"training.data_streams = {data_streams}"
-    above = _next_multiple(data_streams, dp_degree)
-    if not documents:
-        also = "" if above == data_streams else f" and training.data_streams = {above}"
-        raise ConfigError(f"{where} holds no text, and {streams} needs as many {item}s; give {above} {item}s{also}")
-    if documents < dp_degree:
-        held = f"{documents} {item}{'s' if documents > 1 else ''}"
-        ranks = f"{documents} data-parallel rank{'s' if documents > 1 else ''}"
+    if not items:
+        raise ConfigError(f"{where} holds no text; give at least one {item}")
+    if data_streams is not None and data_streams > items:
         raise ConfigError(
-            f"{where} has {held}, and each of {dp_degree} data-parallel ranks needs one of its own; give {dp_degree} "
-            f"{item}s and training.data_streams = {dp_degree}, or use {ranks} (more ranks can be context-parallel) "
-            f"and training.data_streams = {documents}"
-        )
-    below = min(data_streams, documents) // dp_degree * dp_degree
-    if data_streams > documents:
-        multiple = f", a multiple of the data-parallel degree {dp_degree}" if dp_degree > 1 else ""
-        raise ConfigError(
-            f"{streams} needs as many {item}s and {where} has {documents}; the largest that works is {below}{multiple}"
-        )
-    if data_streams % dp_degree:
-        works = " or ".join(str(number) for number in (below, above) if 0 < number <= documents)
-        raise ConfigError(
-            f"{streams} must be a multiple of the data-parallel degree {dp_degree} (replicas x shards); use {works}"
+            f"training.data_streams = {data_streams} needs as many {item}s and {where} has {items}; leave it out, or "
+            f"use at most {items}"
         )
 
 
-def _next_multiple(number: int, factor: int) -> int:
-    return -(-number // factor) * factor
+def fingerprint(source: DocumentSource, documents: int) -> int:
+    """Return a 63-bit hash of the content of the first documents; 0: they end within a file.
+
+    Of files it is that of sizes, heads and tails; of many text files heads and tails of some.
+    """
+    source = source.source if isinstance(source, Skipping) else source
+    of_files = getattr(source, "digests", None)
+    digests = of_files(documents) if of_files else (source[i] for i in range(documents))
+    if digests is None:
+        return 0
+    digest = hashlib.blake2b(digest_size=8)
+    for part in digests:
+        digest.update(f"{part}\0".encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _found(name: str, path: str | None) -> tuple[Source, list[str]]:
@@ -137,40 +176,60 @@ def _found(name: str, path: str | None) -> tuple[Source, list[str]]:
                 " 'python_stdlib'"
             )
         raise ConfigError(f"training.dataset = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
-    ending = DATASETS[name].ending
-    if ending is None and path:
+    endings = DATASETS[name].endings
+    if not endings and path:
         raise ConfigError(
             f"training.dataset_path = {path!r} would do nothing, {name} needs none; leave it out, or choose"
-            f" training.dataset = {' or '.join(repr(other) for other, source in DATASETS.items() if source.ending)}"
+            f" training.dataset = {' or '.join(repr(other) for other, source in DATASETS.items() if source.endings)}"
         )
-    if ending is not None and not path:
+    if endings and not path:
         raise ConfigError(
-            f"training.dataset = {name!r} needs training.dataset_path; give a {ending} file, a folder, or a glob"
+            f"training.dataset = {name!r} needs training.dataset_path; give a {' or '.join(endings)} file, a folder, "
+            "or a glob"
         )
-    return DATASETS[name], [] if ending is None else _files(name, path, ending)
+    return DATASETS[name], find_files(name, path, endings) if endings else []
 
 
-def _files(name: str, path: str, ending: str) -> list[str]:
-    """Return the sorted files of `path`: itself, all files with the ending below a folder, or the matches of a glob."""
+def find_files(name: str, path: str, endings: tuple[str, ...]) -> list[str]:
+    """Return the sorted files of `path`: itself, all files with an ending below a folder, or the matches of a glob.
+
+    Raises:
+        ConfigError: there are none, or some that have no random access where the endings ask for it.
+    """
     expanded = os.path.expanduser(path)
     if os.path.isfile(expanded):
-        return [expanded]
+        return _with_random_access([expanded], path, endings)
     is_folder = os.path.isdir(expanded)
     if is_folder:
         _check_folders_can_be_read(path, expanded)
-    pattern = os.path.join(glob.escape(expanded), "**", f"*{ending}") if is_folder else expanded
-    found = sorted({file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file)})
+    pattern = os.path.join(glob.escape(expanded), "**", "*") if is_folder else expanded
+    there = sorted({file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file)})
+    found = [file for file in there if file.endswith(endings)] if is_folder else there
     if found:
-        return found
+        return _with_random_access(found, path, endings)
+    _with_random_access(there, path, endings)
     _check_folders_can_be_read(path, expanded)
-    what = f"a folder without *{ending} files" if is_folder else "neither a file nor a folder"
+    ending = " or ".join(endings)
+    what = f"a folder without *{' and *'.join(endings)} files" if is_folder else "neither a file nor a folder"
     what = "a glob that matches no file" if glob.has_magic(path) and not is_folder else what
-    others = {source.ending: other for other, source in reversed(DATASETS.items()) if source.ending and is_folder}
-    there = next((other for end, other in others.items() if any(Path(expanded).rglob(f"*{end}"))), None)
+    others = {end: other for other, source in reversed(DATASETS.items()) for end in source.endings}
+    other = next((other for end, other in others.items() if any(file.endswith(end) for file in there)), None)
     advice = f"for training.dataset = {name!r} give a {ending} file, a folder of them, or a glob"
-    if there is not None:
-        advice = f"use training.dataset = {there!r} for the files that are there, or give another folder"
+    if other is not None:
+        advice = f"use training.dataset = {other!r} for the files that are there, or give another folder"
     raise MissingFile(f"training.dataset_path = {path!r} is {what}; {advice}")
+
+
+def _with_random_access(files: list[str], path: str, endings: tuple[str, ...]) -> list[str]:
+    """Return the files, unless some can only be read from their start to their end and nobody asked for these."""
+    streamed = [file for file in files if file.endswith(STREAMED) and not file.endswith(endings)]
+    if streamed:
+        raise ConfigError(
+            f"training.dataset_path = {path!r}: {streamed[0]} has no random access to documents; make token files of "
+            f"it with `lct tokenize --path {path} --output tokens`, and train with training.dataset = 'tokens' and "
+            "training.dataset_path = 'tokens'"
+        )
+    return files
 
 
 def _check_folders_can_be_read(path: str, expanded: str) -> None:
@@ -223,7 +282,13 @@ class TextFiles:
         except UnicodeDecodeError as error:
             raise _not_utf8(self.files[i], error) from None
         except OSError as error:
-            raise ConfigError(f"{self.files[i]} cannot be read ({error.strerror}); restore it or start anew") from None
+            raise unreadable(self.files[i], error) from None
+
+    def digests(self, documents: int) -> Iterator[int]:
+        """Yield the size of each of the first files, and the hash of some that are spread over them."""
+        files = self.files[:documents]
+        yield from (os.path.getsize(file) for file in files)
+        yield from (stamp_of(file).content for file in files[:: -(-len(files) // _HASHED_FILES)])
 
 
 def _not_empty(files: list[str]) -> list[str]:
@@ -240,122 +305,19 @@ def _checked_texts(files: list[str]) -> list[str]:
         except UnicodeDecodeError as error:
             raise _not_utf8(file, error) from None
         except OSError as error:
-            raise ConfigError(f"{file} cannot be read ({error.strerror}); give files that you may read") from None
+            raise unreadable(file, error) from None
     return files
 
 
-def _not_utf8(file: str, error: UnicodeDecodeError) -> ConfigError:
-    return ConfigError(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out of the data set")
+def _not_utf8(file: str, error: UnicodeDecodeError) -> BadRecord:
+    return BadRecord(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out of the data set")
 
 
 # --- jsonl
 
 
-def _open_lines(files: list[str], records: Callable[..., Iterator[dict[str, str]]]) -> DocumentSource:
-    """Return the lines' texts as a memory-mapped Arrow file in the cache of `datasets`; one rank of a node writes it.
-
-    `load_dataset("json")` is not used: it infers a type for every column, and fails if the types of other columns
-    differ. The cache's key has each file's size and time, so changed data are read again.
-    """
-    from datasets import Dataset, Features, Value
-    from datasets.exceptions import DatasetGenerationError
-
-    stamps = tuple((os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files)
-    try:
-        with _no_progress_bars():
-            table = Dataset.from_generator(
-                records,
-                features=Features({"text": Value("large_string")}),  # `string` ends at 2 GiB per written batch
-                gen_kwargs={"stamps": stamps},
-            )
-    except DatasetGenerationError as error:
-        cause = error.__cause__ or error.__context__
-        raise (cause if isinstance(cause, ConfigError) else error) from None
-    return JsonLines(table)
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    """The field "text" of each line, in a memory-mapped `datasets.Dataset`."""
-
-    table: Dataset
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, i: int) -> str:
-        return self.table[i]["text"]
-
-
-def _texts(stamps: tuple[tuple[str, int, int], ...]) -> Iterator[dict[str, str]]:
-    """Yield records for `datasets`: every text that is not empty."""
-    empty = True
-    for line in _lines([file for file, _, _ in stamps]):
-        if text := line.text():
-            empty = False
-            yield {"text": text}
-    if empty:
-        raise ConfigError(f'{stamps[0][0]} holds no text; at least one line needs a "text" that is not empty')
-
-
-def _chats(stamps: tuple[tuple[str, int, int], ...]) -> Iterator[dict[str, str]]:
-    """Yield records for `datasets`: every conversation, checked."""
-    for line in _lines([file for file, _, _ in stamps]):
-        yield {"text": line.chat()}
-
-
-@dataclass(frozen=True)
-class _Line:
-    file: str
-    number: int
-    content: bytes
-
-    def text(self) -> str:
-        try:
-            text = json.loads(self.content)["text"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            text = None
-        if not isinstance(text, str):
-            raise ConfigError(
-                f'{self.file}, line {self.number}, must be a JSON object with a string field "text", in UTF-8'
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # an escaped lone surrogate is legal JSON, but Arrow refuses it
-            text = replace_surrogates(text)
-        return text
-
-    def chat(self) -> str:
-        return as_text(conversation(self.content, f"{self.file}, line {self.number}"))
-
-
-def _lines(files: Iterable[str]) -> Iterator[_Line]:
-    """Yield the lines of all files, without blank lines."""
-    for file in files:
-        try:
-            with open(file, "rb") as stream:
-                for number, content in enumerate(stream, 1):
-                    if content.strip():
-                        yield _Line(file, number, content)
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read ({error.strerror}); give files that you may read") from None
-
-
-def _checked(files: list[str], document: Callable[[_Line], str]) -> Iterator[str]:
+def _checked(files: list[str], document: Callable[[Line], str]) -> Iterator[str]:
     """Yield something for each line: the document of the first one, and nothing read of the others."""
-    for i, line in enumerate(_lines(files)):
+    lines = (line for file in files for line in lines_of(file))
+    for i, line in enumerate(lines):
         yield document(line) if i == 0 else ""
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Switch off the progress bars of `datasets`, one per rank; the switch is global, so it is restored."""
-    from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    were_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            enable_progress_bars()

@@ -11,7 +11,7 @@ import torch
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import check_streams
 from trainer.data.field_file import FieldSource, Part, check_fields
-from trainer.data.streams import ItemStream, StreamLoader, dealt
+from trainer.data.streams import ItemStream, StreamLoader
 
 __all__ = ["FieldLoader", "FieldSource", "check_fields", "persistence_error"]
 
@@ -28,8 +28,7 @@ class FieldLoader(StreamLoader[ItemStream]):
     on.
 
     Raises:
-        ConfigError: see `check_fields`; `dp_degree` does not divide `data_streams`, or there are fewer samples than
-            streams.
+        ConfigError: see `check_fields`; there are fewer samples than streams.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class FieldLoader(StreamLoader[ItemStream]):
         source: FieldSource,
         *,
         local_batch_size: int,
-        data_streams: int,
+        data_streams: int | None,
         seed: int,
         dp_rank: int,
         dp_degree: int,
@@ -48,19 +47,20 @@ class FieldLoader(StreamLoader[ItemStream]):
         check_fields(source, lead=lead, held_out=held_out)
         trajectories, self._starts = source.trajectories - held_out, source.times - lead
         samples = trajectories * self._starts
-        check_streams(source.path, samples, data_streams, dp_degree, item="sample")
+        check_streams(source.path, samples, data_streams, item="sample")
         self._source, self._batch_size, self._lead, self._part = source, local_batch_size, lead, part
         self._held_out = range(trajectories, source.trajectories)
-        streams = {
-            s: ItemStream(items, stream=s, seed=seed)
-            for s, items in dealt(samples, data_streams, seed, dp_rank, dp_degree)
-        }
-        fixed = {"data_streams": data_streams, "seed": seed}
-        super().__init__(streams, fixed | {"trajectories": trajectories, "times": source.times, "lead": lead})
+        super().__init__(samples, data_streams=data_streams, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree)
+
+    def build_stream(self, items: np.ndarray, stream: int) -> ItemStream:
+        return ItemStream(items, stream=stream, seed=self._seed)
+
+    def describe(self, items: int) -> dict[str, int]:
+        return {"trajectories": self._held_out.start, "times": self._source.times, "lead": self._lead}
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:
-            items = [self._next_stream().next_item() for _ in range(self._batch_size)]
+            items = [stream.next_item() for stream in self._next_streams(self._batch_size)]
             yield self._batch([divmod(item, self._starts) for item in items])
 
     def evaluation_samples(self) -> Iterator[dict[str, torch.Tensor]]:

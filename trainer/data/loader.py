@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Model
+from trainer.config.schema import Model, Training
 from trainer.data.best_fit import ConversationStream
 from trainer.data.chat import ConversationEncoder
 from trainer.data.chat_template import find_template
-from trainer.data.datasets import DocumentSource, check_streams, open_source
+from trainer.data.datasets import DocumentSource, Reading, check_streams, fingerprint, ids_of_document, open_source
 from trainer.data.packing import PackedSequence, SequenceBuilder
-from trainer.data.streams import ItemStream, StreamLoader, StreamState, dealt
+from trainer.data.streams import ItemStream, StreamLoader, StreamState
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.runtime.agreement import content_hash
+
+_DEFAULTS = Training()
+logger = logging.getLogger("trainer")
 
 
 class DocumentStream(ItemStream):
@@ -66,19 +71,21 @@ class DocumentStream(ItemStream):
             barren = 0 if taken else barren + 1
             if barren == 2 * len(self._items):  # an epoch may end, and the next begin, with all the empty ones
                 raise ConfigError(
-                    f"the {len(self._items)} documents of data stream {self._stream} hold no text; "
-                    "give more data or fewer training.data_streams"
+                    f"none of the {len(self._items)} documents of data stream {self._stream} holds text; leave out "
+                    "documents without text"
                 )
             if self._token >= len(self._current()):
                 self.advance()
         self.samples += 1
         return self._builder.finish()
 
+    def pass_over(self) -> None:
+        self.next_sequence()
+
     def _current(self) -> np.ndarray:
         """Return the current document's tokens between begin and end of text; none at all if it has no text."""
         if self._ids is None:
-            text = self._source[self._current_item()]
-            self._ids = self._tokenizer.encode_to_numpy(text, bos=bool(text), eos=bool(text))
+            self._ids = ids_of_document(self._source[self._current_item()], self._tokenizer)
         return self._ids
 
     def advance(self) -> None:
@@ -99,7 +106,7 @@ class BatchLoader(StreamLoader[DocumentStream | ConversationStream]):
     "plan" in it.
 
     Raises:
-        ConfigError: `dp_degree` does not divide `data_streams`, or there are fewer documents than streams.
+        ConfigError: there is no document, or there are fewer than streams.
     """
 
     def __init__(
@@ -110,23 +117,47 @@ class BatchLoader(StreamLoader[DocumentStream | ConversationStream]):
         *,
         seq_len: int,
         local_batch_size: int,
-        data_streams: int,
+        data_streams: int | None,
         seed: int,
         dp_rank: int,
         dp_degree: int,
         plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
     ) -> None:
-        check_streams("the data set", len(source), data_streams, dp_degree)
-        self._batch_size, self._plan = local_batch_size, plan
-        streams = {
-            s: stream(source, tokenizer, documents, stream=s, seq_len=seq_len, seed=seed)
-            for s, documents in dealt(len(source), data_streams, seed, dp_rank, dp_degree)
-        }
-        super().__init__(streams, {"data_streams": data_streams, "documents": len(source), "seed": seed})
+        check_streams("the data set", len(source), data_streams)
+        self._source, self._batch_size, self._plan = source, local_batch_size, plan
+        self._build = partial(stream, source, tokenizer, seq_len=seq_len, seed=seed)
+        super().__init__(len(source), data_streams=data_streams, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree)
+
+    def build_stream(self, items: np.ndarray, stream: int) -> DocumentStream | ConversationStream:
+        return self._build(items, stream=stream)
+
+    def describe(self, items: int) -> dict[str, int]:
+        return {"documents": items, "data": fingerprint(self._source, items)}
+
+    def items_of(self, saved: Mapping[str, int]) -> int:
+        """Return how many documents to read: files that were added behind the others wait for another run.
+
+        Raises:
+            ConfigError: documents are missing, or were added at another place.
+        """
+        now, before = len(self._source), saved.get("documents", len(self._source))
+        if now > before and "data" in saved and fingerprint(self._source, before) == saved["data"]:
+            logger.info(
+                f"the data set has {now - before:,} more documents than at the start of this run, which goes on with "
+                f"its {before:,}; a new run reads all (checkpoint.initial_load_path takes the weights there)"
+            )
+            return before
+        if now != before:
+            raise ConfigError(
+                f"the data set has {now:,} documents, and had {before:,} when the checkpoint was saved, so that its "
+                "positions would mean other data; restore the files (new ones may be added behind the last one), or "
+                "start the data anew"
+            )
+        return now
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
-            sequences = [self._next_stream().next_sequence() for _ in range(self._batch_size)]
+            sequences = [stream.next_sequence() for stream in self._next_streams(self._batch_size)]
             names = ("tokens", "labels", "positions", "document_ids")
             arrays = {name: np.stack([getattr(sequence, name) for sequence in sequences]) for name in names}
             # Cloned, because torch never resizes memory that numpy has seen.
@@ -142,13 +173,16 @@ class TextData(NamedTuple):
     stream: type[DocumentStream | ConversationStream]
 
 
-def open_text(model: Model, dataset: str, path: str | None) -> TextData:
+def open_text(model: Model, dataset: str, path: str | None, training: Training = _DEFAULTS) -> TextData:
     """Return the data set `dataset` at `path`, for the tokenizer and the chat template of table [model].
+
+    training: says how records are read.
 
     Raises:
         ConfigError: see `open_source`, `open_tokenizer`, `find_template`; conversations for a model of sentencepiece.
     """
-    source, tokenizer = open_source(dataset, path), open_tokenizer(model.tokenizer_file)
+    how = Reading.of(training, model.tokenizer_file)
+    source, tokenizer = open_source(dataset, path, how), open_tokenizer(model.tokenizer_file)
     if dataset != "chat":
         return TextData(source, tokenizer, DocumentStream)
     tokenizer.encode_with_places("", special=True)  # refuses a format that cannot

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import DocumentSource
+from trainer.data.datasets import DocumentSource, ids_of_document
 from trainer.data.packing import PackedSequence, SequenceBuilder
 from trainer.data.tokenizer import Tokenizer
 
@@ -18,10 +18,11 @@ def long_documents(source: DocumentSource, tokenizer: Tokenizer, seq_len: int, m
     """
     longest = found = 0
     for number in range(len(source)):
-        text = source[number]
-        if len(text.encode("utf-8", "replace")) + 2 <= seq_len:  # no token is shorter than a byte; begin and end
+        document = source[number]
+        # No token is shorter than a byte; begin and end.
+        if isinstance(document, str) and len(document.encode("utf-8", "replace")) + 2 <= seq_len:
             continue
-        ids = tokenizer.encode_to_numpy(text, bos=True, eos=True)
+        ids = ids_of_document(document, tokenizer)
         longest = max(longest, len(ids))
         if len(ids) <= seq_len:
             continue

@@ -2,21 +2,25 @@
 
 The items (documents, pairs of frames) are shuffled by the seed and dealt to n = `data_streams` streams. Each stream
 shuffles its items anew in every epoch, makes samples of them and numbers these, without end. Global sample i is number
-i // n of stream i % n. Data-parallel rank r of D owns the streams s with s % D == r, and so reads samples r, r + D,
-r + 2D, ...
+i // n of stream i % n. Data-parallel rank r of D reads samples r, r + D, r + 2D, ...
 
             stream:   0  1  2  3           D = 2: rank 0 reads 0 2 4 6 8 10, rank 1 reads 1 3 5 7 9 11
     samples number 0: 0  1  2  3           D = 1: all of them in order
-            number 1: 4  5  6  7
+            number 1: 4  5  6  7           D = 3: rank 0 reads 0 3 6 9, of all streams
             number 2: 8  9 10 11
 
-The state is one small entry per stream. The states of all ranks merge into one dict, from which any number of ranks
-can resume.
+If D divides n, rank r makes the samples of the streams s with s % D == r, and no others. Else ranks share streams: each
+makes all samples of its streams, those with s % gcd(n, D) == r % gcd(n, D), and passes over the samples of other ranks.
+
+The state is one small entry per stream, as it is when all ranks have read equally many samples. The states of all ranks
+merge into one dict, from which any number of ranks can resume.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from math import gcd
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -24,7 +28,10 @@ import numpy as np
 from trainer.config.errors import ConfigError
 
 StreamState = dict[str, int]
+DEFAULT_STREAMS, ITEMS_PER_STREAM = 64, 8
 _DEAL, _EPOCH = 0, 1  # what a shuffle is for
+_DATA = "data"
+"""Entry of a state: a hash of the content of the data. Older states have none."""
 _NAMES = {
     "data_streams": "training.data_streams",
     "seed": "training.seed",
@@ -45,10 +52,18 @@ def shuffled(n: int, seed: int, *purpose: int) -> np.ndarray:
 
 
 def dealt(n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number of each stream of a data-parallel rank, and its share of n items in the order of dealing."""
-    items = shuffled(n, seed, _DEAL)
-    for stream in range(dp_rank, data_streams, dp_degree):
+    """Yield the number of each stream that a data-parallel rank reads, and its share of n items in the dealt order."""
+    items, apart = shuffled(n, seed, _DEAL), gcd(data_streams, dp_degree)
+    for stream in range(dp_rank % apart, data_streams, apart):
         yield stream, items[stream::data_streams].copy()
+
+
+def streams_that_fit(items: int, dp_degree: int) -> int:
+    """Return the number of streams of a run that does not name it: the same for up to 64 data-parallel ranks.
+
+    Several items for each, because some may be empty.
+    """
+    return min(max(items // ITEMS_PER_STREAM, 1), max(DEFAULT_STREAMS, dp_degree))
 
 
 class ItemStream:
@@ -86,6 +101,10 @@ class ItemStream:
         self.samples += 1
         return item
 
+    def pass_over(self) -> None:
+        """Go behind the next sample, which another rank reads."""
+        self.next_item()
+
     def _current_item(self) -> int:
         return self._item_at(self._place)
 
@@ -106,17 +125,48 @@ S = TypeVar("S", bound=ItemStream)
 
 
 class StreamLoader(Generic[S]):
-    """What loaders of all kinds of data share: the streams of one data-parallel rank, and their state.
+    """What loaders of all kinds of data share: the streams that one data-parallel rank reads, and their state.
 
-    fixed: what the meaning of a position depends on. It is saved with it, so that no run resumes on other data.
+    items: of the data set; data_streams: None: as many as fit, or those of the state that is loaded.
     """
 
-    def __init__(self, streams: Mapping[int, S], fixed: Mapping[str, int]) -> None:
-        self._streams, self._fixed = dict(streams), dict(fixed)
+    def __init__(self, items: int, *, data_streams: int | None, seed: int, dp_rank: int, dp_degree: int) -> None:
+        self._chooses = data_streams is None
+        self._seed, self._rank, self._degree = seed, dp_rank, dp_degree
+        self._items, self._n = items, data_streams or streams_that_fit(items, dp_degree)
+        self._streams, self._fixed = self._dealt(items, self._n), self._fixed_by(items, self._n)
+        self._given = 0
+        """Samples that all ranks have read."""
 
-    def _next_stream(self) -> S:
-        # The fewest samples so far, then the lowest number: the next of the global order, also after re-sharding.
-        return min(self._streams.values(), key=lambda stream: stream.samples)
+    @abstractmethod
+    def build_stream(self, items: np.ndarray, stream: int) -> S:
+        """Return stream number `stream` of these items."""
+
+    @abstractmethod
+    def describe(self, items: int) -> dict[str, int]:
+        """Return what else the meaning of a position depends on, if `items` of the data set are read."""
+
+    def items_of(self, saved: Mapping[str, int]) -> int:
+        """Return how many items a run reads that resumes from an entry of a state."""
+        return self._items
+
+    def _dealt(self, items: int, data_streams: int) -> dict[int, S]:
+        shares = dealt(items, data_streams, self._seed, self._rank, self._degree)
+        return {stream: self.build_stream(own, stream) for stream, own in shares}
+
+    def _fixed_by(self, items: int, data_streams: int) -> dict[str, int]:
+        return {"data_streams": data_streams, "seed": self._seed} | self.describe(items)
+
+    def _next_streams(self, samples: int) -> Iterator[S]:
+        """Yield the stream of each of this rank's next samples. The caller takes one sample of it."""
+        for _ in range(samples):
+            sample = self._given + (self._rank - self._given) % self._degree
+            stream = self._streams[sample % self._n]
+            _pass_over(stream, sample // self._n)
+            yield stream
+            self._given += self._degree
+        for s, stream in self._streams.items():
+            _pass_over(stream, -(-(self._given - s) // self._n))
 
     @property
     def epoch(self) -> float:
@@ -133,20 +183,36 @@ class StreamLoader(Generic[S]):
         Raises:
             ConfigError: a stream is missing, or the entries are of another data set, seed or number of streams.
         """
-        for s, stream in self._streams.items():
+        saved = next(iter(states.values()), {})
+        items, n = self.items_of(saved), saved.get("data_streams", self._n) if self._chooses else self._n
+        changed = (items, n) != (self._items, self._n)
+        streams, fixed = (self._dealt(items, n), self._fixed_by(items, n)) if changed else (self._streams, self._fixed)
+        shared = n % self._degree != 0
+        for s in range(n) if shared else streams:
             if s not in states:
                 raise ConfigError(
                     f"the saved data state lacks stream {s}; it must hold the streams of all ranks, merged"
                 )
-            for key, now in self._fixed.items():
-                self._check_same(key, now, states[s])
-            if states[s].keys() != stream.state.keys() | self._fixed.keys():
+        for s, stream in streams.items():
+            for key in (key for key in fixed if key != _DATA):
+                self._check_same(key, fixed[key], states[s])
+            if states[s].keys() | {_DATA} != stream.state.keys() | fixed.keys() | {_DATA}:
                 raise ConfigError(
                     "the saved data state is of another kind of data; resume with the kind of data that it was saved "
                     "with, or start the data anew"
                 )
-        for s, stream in self._streams.items():
+            if _DATA in fixed and states[s].get(_DATA, fixed[_DATA]) != fixed[_DATA]:
+                raise ConfigError(
+                    "the content of the data set has changed since the checkpoint, whose positions would mean other "
+                    "data; restore the files (new ones may be added behind the last one), or start the data anew"
+                )
+        self._streams, self._fixed, self._items, self._n = streams, fixed, items, n
+        for s, stream in streams.items():
             stream.restart(states[s])
+        # If no stream is shared, the state may have those of this rank only: the next of them is this rank's next.
+        self._given = min(stream.samples * n + s for s, stream in streams.items())
+        if shared:
+            self._given = sum(states[s]["samples"] for s in range(n))
 
     def _check_same(self, key: str, now: int, state: Mapping[str, int]) -> None:
         if key not in state:
@@ -159,3 +225,9 @@ class StreamLoader(Generic[S]):
                 f"{_NAMES[key]} = {now} is not the {saved} of the saved data state, whose positions would mean "
                 f"other data; resume with {saved}, or start the data anew"
             )
+
+
+def _pass_over(stream: ItemStream, samples: int) -> None:
+    """Go on until the stream has given so many samples; the others are those of other ranks."""
+    while stream.samples < samples:
+        stream.pass_over()

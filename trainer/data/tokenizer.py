@@ -9,10 +9,12 @@ The first one that a folder has is taken. All other modules know tokenizers by `
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -105,6 +107,15 @@ def vocab_size_of(path: str | None = None) -> int:
     """
     found = _found(path or default_tokenizer_path())
     return importlib.import_module(f"trainer.data.{found.module}").vocab_size(found.file, found.given)
+
+
+def tokenizer_hash(path: str | None = None) -> str:
+    """Return the SHA-256 of the tokenizer's file.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    return hashlib.sha256(Path(_found(path or default_tokenizer_path()).file).read_bytes()).hexdigest()
 
 
 def default_tokenizer_path() -> str:

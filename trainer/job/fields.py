@@ -58,7 +58,7 @@ def fields_of(config: JobConfig) -> FieldSource:
     return FieldSource.open(path)
 
 
-def check_samples(config: JobConfig, degrees: Degrees) -> None:
+def check_samples(config: JobConfig) -> None:
     """Check that the fields have samples for every data stream.
 
     Raises:
@@ -67,7 +67,7 @@ def check_samples(config: JobConfig, degrees: Degrees) -> None:
     source, fields = fields_of(config), config.fields
     check_fields(source, lead=fields.lead, held_out=fields.held_out)
     samples = (source.trajectories - fields.held_out) * (source.times - fields.lead)
-    check_streams(source.path, samples, config.training.data_streams, degrees.dp, item="sample")
+    check_streams(source.path, samples, config.training.data_streams, item="sample")
 
 
 def resolve_fields(config: JobConfig, model: FieldArgs, degrees: Degrees) -> tuple[AxisLayout, ...]:

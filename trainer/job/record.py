@@ -8,7 +8,7 @@ from functools import partial
 from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import check_source
+from trainer.data.datasets import Reading, check_source
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.pipeline_stages import PipelinePlan
@@ -167,8 +167,10 @@ def resolve(
 def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing: list[str] | None) -> None:
     """Check data, packages and initial weights; missing: takes the messages about what is not on this machine."""
     training = config.training
-    text = partial(check_source, training.dataset, training.dataset_path, training.data_streams, dp_degree=degrees.dp)
-    data = partial(check_samples, config, degrees) if config.trains_fields else text
+    how = Reading.of(training, config.model.tokenizer_file)
+    given = training.dataset, training.dataset_path, training.data_streams
+    text = partial(check_source, *given, how=how)
+    data = partial(check_samples, config) if config.trains_fields else text
     weights = partial(check_initial_weights, config, model)
     chat = partial(check_chat, config)
     for check in (data, partial(check_validation_data, config), chat, partial(check_trackers, config), weights):

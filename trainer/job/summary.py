@@ -80,16 +80,16 @@ def _model(job: ResolvedJob) -> str:
 def _data(job: ResolvedJob) -> str:
     training = job.config.training
     source = training.dataset + (f" {training.dataset_path}" if training.dataset_path else "")
+    streams = f", in {training.data_streams} streams" if training.data_streams else ""
     if job.config.trains_fields:
         model, fields = job.model, job.config.fields
         return (
-            f"{source}: {model.channels} channels on {model.height} x {model.width} points, in {training.data_streams} "
-            f"streams; predicted {fields.lead} frame{'s' * (fields.lead > 1)} ahead; {fields.held_out} trajectories "
-            "held out"
+            f"{source}: {model.channels} channels on {model.height} x {model.width} points{streams}; "
+            f"predicted {fields.lead} frame{'s' * (fields.lead > 1)} ahead; {fields.held_out} trajectories held out"
         )
     vocabulary = "; embeddings for" if is_folder(job.config.model.flavor) else " with"
     return (
-        f"{source}, in {training.data_streams} streams; tokenizer {Path(job.config.model.tokenizer_file).name}"
+        f"{source}{streams}; tokenizer {Path(job.config.model.tokenizer_file).name}"
         f"{vocabulary} {job.model.vocab_size:,} tokens"
     )
 
@@ -242,8 +242,11 @@ def _checkpoints(job: ResolvedJob) -> str:
     if not settings.enable:
         return f"{start}none are saved (checkpoint.enable = false)"
     folder = Path(job.config.job.dump_folder) / settings.folder
+    if settings.load_only:
+        return f"one is read in {folder}, none are saved (checkpoint.load_only = true)"
+    seconds = f" or {settings.interval_seconds:g} seconds" if settings.interval_seconds else ""
     hf = ", which is also a Hugging Face folder" if settings.last_save_in_hf else ""
-    return f"{start}every {settings.interval:,} steps and after the last one{hf}, in {folder}"
+    return f"{start}every {settings.interval:,} steps{seconds} and after the last one{hf}, in {folder}"
 
 
 def _memory(job: ResolvedJob) -> str:

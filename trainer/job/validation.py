@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import check_source
+from trainer.data.datasets import Reading, check_source
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch
 
@@ -42,7 +42,8 @@ def check_validation_data(config: JobConfig) -> None:
         ConfigError: see `check_source`.
     """
     if config.validation.enable and not config.trains_fields:
-        _in_validation(lambda: check_source(*config.validation.source(config.training), data_streams=1))
+        how = Reading.of(config.training, config.model.tokenizer_file)
+        _in_validation(lambda: check_source(*config.validation.source(config.training), how=how))
 
 
 def _in_validation(check: Callable[[], None]) -> None:

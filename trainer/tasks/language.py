@@ -35,7 +35,7 @@ class LanguageTask:
     def build_loader(self) -> BatchLoader:
         training = self.config.training
         return BatchLoader(
-            *open_text(self.config.model, training.dataset, training.dataset_path),
+            *open_text(self.config.model, training.dataset, training.dataset_path, training),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,

@@ -103,7 +103,7 @@ class Validation:
         self.settings, self.seq_len = settings, settings.seq_len or training.seq_len
         self._other_length = self.seq_len != training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
-        self._data = open_text(job.config.model, *settings.source(training))
+        self._data = open_text(job.config.model, *settings.source(training), training)
         if next(self.sequences(), None) is None:
             raise ConfigError(
                 f"the validation data hold less than one sequence of {self.seq_len} tokens; give more data or a lower "

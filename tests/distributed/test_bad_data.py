@@ -1,0 +1,88 @@
+"""Laws: bad data stop all ranks after a checkpoint of what was trained, or are left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_checkpoint import trainer_in
+from trainer.checkpoint.folder import read_state, saved_steps
+from trainer.config.errors import ConfigError
+from trainer.data.streams import dealt, shuffled
+
+JSONL = ["--training.dataset=jsonl", "--training.data_streams=None", "--training.steps=12"]
+STREAMS = 10  # of 80 documents
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Lines of 40 tokens or so. One is no JSON, the fourth that its stream reads."""
+    lines = [json.dumps({"text": f"{i} is a number, and {i * i} is its square, never less " * 3}) for i in range(80)]
+    _, items = next(dealt(80, STREAMS, 0, 0, 1))
+    lines[items[shuffled(8, 0, 1, 0, 0)[3]]] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    return tmp_path / "a.jsonl"
+
+
+def bad_line(data: Path) -> int:
+    return 1 + data.read_text().splitlines().index("{")
+
+
+def train(folder: str, arguments: list[str]) -> tuple[str, int, dict]:
+    """Train to the end; what stopped it, the steps that were done, the position of the data."""
+    with trainer_in(folder, [*JSONL, *arguments]) as trainer:
+        done, step = [], trainer.train_step
+        trainer.train_step = lambda number: (step(number), done.append(number))
+        try:
+            trainer.train()
+        except ConfigError as error:
+            return str(error), len(done), trainer.data.state_dict()
+        return "", len(done), trainer.data.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_bad_record_stops_or_is_left_out(pool: WorkerPool, tmp_path: Path, data: Path, ranks: int) -> None:
+    """With 3 ranks the 10 streams are shared."""
+    batch = ["--training.global_batch_size=-1", "--training.local_batch_size=3"] if ranks == 3 else []
+    given = [f"--training.dataset_path={data}", *batch]
+    stopped = pool.run(ranks, train, str(tmp_path / "stop"), given)
+    steps = stopped[0][1]
+    assert 1 < steps < 12
+    (told,) = {told for told, *_ in stopped}
+    assert told == f'{data}, line {bad_line(data)}, must be a JSON object with a string field "text", in UTF-8'
+    assert {done for _, done, _ in stopped} == {steps}
+    folder = tmp_path / "stop" / "checkpoint"
+    assert saved_steps(folder) == [steps]
+    streams = read_state(folder, steps).streams
+    assert sorted(streams) == list(range(STREAMS))
+
+    again = pool.run(ranks, train, str(tmp_path / "stop"), given)  # nothing is trained, nothing lost
+    assert [(told, done) for told, done, _ in again] == [(stopped[0][0], 0)] * ranks
+    assert saved_steps(folder) == [steps]
+    on = pool.run(ranks, train, str(tmp_path / "stop"), [*given, "--training.on_bad_record=skip"])
+    assert [(told, done) for told, done, _ in on] == [("", 12 - steps)] * ranks
+    whole = pool.run(ranks, train, str(tmp_path / "skip"), [*given, "--training.on_bad_record=skip"])
+    assert [state for *_, state in whole] == [state for *_, state in on]
+
+
+def test_without_checkpoints_it_stops_as_well(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
+    given = [f"--training.dataset_path={data}", "--checkpoint.no-enable"]
+    (told, done, _), (other, also, _) = pool.run(2, train, str(tmp_path / "stop"), given)
+    assert told == other
+    assert f"line {bad_line(data)}, must be" in told
+    assert 1 < done == also < 12
+
+
+def saved_positions(folder: str, data: str) -> dict:
+    with trainer_in(folder, [*JSONL, f"--training.dataset_path={data}"]) as trainer:
+        state = trainer.data.state_dict
+        trainer.data.state_dict = lambda: {s: entry | {"waiting": (1 << 900) + s} for s, entry in state().items()}
+        return dict(trainer.checkpoint._all_streams())
+
+
+def test_positions_of_many_waiting_conversations_are_saved(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
+    """There is a bit for each of up to 1,024; an int64 has 64."""
+    first, second = pool.run(2, saved_positions, str(tmp_path / "run"), str(data))
+    assert first == second
+    assert {s: entry["waiting"] for s, entry in first.items()} == {s: (1 << 900) + s for s in range(STREAMS)}

@@ -1,0 +1,243 @@
+"""Laws of token files: the same sequences as from text, bit for bit; damage and another tokenizer are one sentence."""
+
+import gzip
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.commands import tokenize_text
+from trainer.config.errors import ConfigError
+from trainer.data.datasets import Reading, check_source, open_source
+from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.tokenizer import open_tokenizer
+
+SHIPPED = Reading()
+TEXTS = ["eins zwei", "", "drei\nä \U0001f600", "x" * 3000, "vier", "fünf sechs sieben", "y " * 500]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """The cache of indices, for this process and for those that a test starts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    file = tmp_path / "in" / "a.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(TEXTS)))
+    return file
+
+
+def lct_tokenize(*argv: object) -> int:
+    return tokenize_text.main([*map(str, argv), "--processes", "1"])
+
+
+def made(path: Path, output: Path, *more: object) -> str:
+    assert lct_tokenize("--path", path, "--output", output, *more) == 0
+    return str(output)
+
+
+def hashes(dataset: str, path: object, number: int = 40) -> list[int]:
+    source = open_source(dataset, str(path))
+    settings = {"seq_len": 16, "local_batch_size": 2, "data_streams": 3, "seed": 5, "dp_rank": 0, "dp_degree": 1}
+    return [batch_hash(batch) for batch in islice(iter(BatchLoader(source, open_tokenizer(), **settings)), number)]
+
+
+def refusal(path: object, how: Reading = SHIPPED) -> str:
+    def read() -> None:
+        source = open_source("tokens", str(path), how)
+        for i in range(len(source)):
+            source[i]
+
+    with pytest.raises(ConfigError) as error:
+        read()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_sequences_equal_those_of_the_text_bit_for_bit(lines: Path, tmp_path: Path):
+    tokens = made(lines, tmp_path / "tokens")
+    assert hashes("tokens", tokens) == hashes("jsonl", lines)
+    assert len(open_source("tokens", tokens)) == len(TEXTS)
+    check_source("tokens", tokens, 3)
+
+
+def test_shards_change_nothing(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file of lines is cut at bytes; each line belongs to the shard in which it begins."""
+    whole = tokenize_text.parts_of
+    monkeypatch.setattr(tokenize_text, "parts_of", lambda dataset, files, _: whole(dataset, files, 50))
+    tokens = Path(made(lines, tmp_path / "tokens"))
+    assert len(list(tokens.glob("*.idx"))) > 10
+    assert hashes("tokens", tokens) == hashes("jsonl", lines)
+
+
+def test_text_files_and_the_standard_library_give_their_documents(tmp_path: Path):
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
+    assert hashes("tokens", made(tmp_path, tmp_path / "tokens", "--dataset", "text")) == hashes("text", tmp_path)
+    assert lct_tokenize("--dataset", "python_stdlib", "--output", tmp_path / "library") == 0
+    source, library = open_source("python_stdlib"), open_source("tokens", str(tmp_path / "library"))
+    assert len(source) == len(library)
+    assert library[7].tolist() == open_tokenizer().encode(source[7], bos=True, eos=True)
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_files_without_random_access_are_streamed(lines: Path, tmp_path: Path, ending: str):
+    pyarrow = pytest.importorskip("pyarrow")
+    file = tmp_path / "packed" / f"a.{ending}"
+    file.parent.mkdir()
+    if ending == "parquet":
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"n": range(len(TEXTS)), "text": TEXTS}), file, row_group_size=2)
+    elif ending == "jsonl.gz":
+        file.write_bytes(gzip.compress(lines.read_bytes()))
+    else:
+        with pyarrow.output_stream(str(file), compression="zstd") as stream:
+            stream.write(lines.read_bytes())
+    with pytest.raises(ConfigError, match=r"has no random access to documents; make token files of it with `lct tok"):
+        check_source("jsonl", str(file), 1)
+    with pytest.raises(ConfigError, match=r"has no random access"):
+        check_source("jsonl", str(file.parent), 1)
+    assert hashes("tokens", made(file.parent, tmp_path / "tokens")) == hashes("jsonl", lines)
+
+
+def test_a_damaged_archive_is_told(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(lines.read_bytes())[:-20])
+    assert lct_tokenize("--path", file, "--output", tmp_path / "tokens") == 2
+    assert "a.jsonl.gz cannot be read to its end" in capsys.readouterr().err
+
+
+def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
+    lines.write_text("".join(json.dumps({"text": f"{i} " * 4000}) + "\n" for i in range(160)))
+    expected = Path(made(lines, tmp_path / "whole", "--shard-mb", 1))
+    program = [sys.executable, "-m", "trainer", "tokenize", "--path", str(lines), "--output", str(tmp_path / "tokens")]
+    program += ["--shard-mb", "1", "--processes", "2"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        first = tmp_path / "tokens" / f"{process.stdout.readline().partition(':')[0]}.bin"
+        os.killpg(process.pid, signal.SIGKILL)
+    assert "run the same `lct tokenize` again" in refusal(tmp_path / "tokens")
+    written = first.stat().st_mtime_ns
+    result = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert "shards already" in result.stdout
+    assert first.stat().st_mtime_ns == written
+    files = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == files
+    assert all((tmp_path / "tokens" / name).read_bytes() == (expected / name).read_bytes() for name in files)
+    lines.write_text('{"text": "other"}\n')
+    result = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "holds token ids of other settings or data (inputs)" in result.stderr
+
+
+def test_another_tokenizer_is_refused(lines: Path, tmp_path: Path):
+    tokens = made(lines, tmp_path / "tokens")
+    other = tmp_path / "other.tiktoken"
+    shipped = Path(tokenize_text.default_tokenizer_path()).read_text().splitlines(keepends=True)
+    other.write_text("".join(shipped[:-1]))
+    message = refusal(tokens, Reading(tokenizer_file=str(other)))
+    assert (
+        "has the token ids of another tokenizer (python_4k.tiktoken, 4,352 tokens); name that one in model" in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "damage", "says"),
+    [
+        ("bin", lambda content: content[:-2], "bytes and its index shard-00000.idx says"),
+        ("bin", lambda content: content[:-3] + bytes([content[-3] ^ 1]) + content[-2:], "its check sum is wrong"),
+        ("idx", lambda content: b"X" + content[1:], "is no whole index of token ids"),
+        ("idx", lambda content: content[:-8], "is no whole index of token ids"),
+        ("idx", lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:], "is damaged: its check sum"),
+        ("crc", lambda content: content[:-4], "is damaged: its check sum is not that of tokens.json"),
+        ("bin", None, "shard-00000.bin cannot be read (No such file or directory)"),
+        ("idx", None, "lacks shard-00000.idx"),
+    ],
+)
+def test_a_damaged_shard_is_one_sentence(lines: Path, tmp_path: Path, monkeypatch, ending: str, damage, says: str):
+    whole = tokenize_text.parts_of
+    monkeypatch.setattr(tokenize_text, "parts_of", lambda dataset, files, _: whole(dataset, files, 1500))
+    tokens = Path(made(lines, tmp_path / "tokens"))
+    file = tokens / f"shard-00000.{ending}"
+    content = file.read_bytes()
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(content))
+    assert says in refusal(tokens)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_told_and_does_not_kill(lines: Path, tmp_path: Path):
+    tokens = Path(made(lines, tmp_path / "tokens"))
+    source = open_source("tokens", str(tokens))
+    with open(tokens / "shard-00000.bin", "r+b") as file:
+        file.truncate(4)
+    with pytest.raises(ConfigError, match=r"is shorter than when the run began to read it \(byte"):
+        source[len(TEXTS) - 1]
+
+
+# --- files of other programs
+
+
+def megatron(stem: Path, documents: list[list[list[int]]], dtype: str, code: int) -> None:
+    """Write a pair as Megatron-LM does; a document has one sequence or more."""
+    sequences = [sequence for document in documents for sequence in document]
+    content = [np.array(sequence, dtype=dtype).tobytes() for sequence in sequences]
+    stem.with_suffix(".bin").write_bytes(b"".join(content))
+    ends = np.cumsum([0, *map(len, documents)])
+    places = np.cumsum([0, *map(len, content)])[:-1]
+    stem.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, code, len(sequences), len(ends))
+        + np.array([len(sequence) for sequence in sequences], dtype="<i4").tobytes()
+        + places.astype("<i8").tobytes()
+        + ends.astype("<i8").tobytes()
+    )
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("<u2", 8), ("<i4", 4), ("<i8", 5)])
+def test_a_pair_of_megatron_is_read_as_it_is(tmp_path: Path, dtype: str, code: int):
+    documents = [[[5, 6, 7]], [[8], [9, 10]], [], [[4351]]]
+    megatron(tmp_path / "a", documents, dtype, code)
+    source = open_source("tokens", str(tmp_path))
+    assert [source[i].tolist() for i in range(4)] == [list(chain(*document)) for document in documents]
+    check_source("tokens", str(tmp_path / "a.idx"), 4)
+
+
+def test_a_token_beyond_the_vocabulary_is_told(tmp_path: Path):
+    megatron(tmp_path / "a", [[[5]], [[4352]], [[6]]], "<i4", 4)
+    message = refusal(tmp_path)
+    assert "a.bin, document 1, has the token id 4352, and the tokenizer has 4,352 (0 and up)" in message
+    megatron(tmp_path / "a", [[[5]], [[-1]], [[6]]], "<i4", 4)
+    assert "document 1, has the token id -1" in refusal(tmp_path)
+    source = open_source("tokens", str(tmp_path), Reading(skips=True))
+    assert [list(source[i]) for i in range(3)] == [[5], [], [6]]
+
+
+@pytest.mark.parametrize("header", [False, True])
+def test_a_flat_file_is_cut_behind_each_end_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bool):
+    monkeypatch.setattr("trainer.data.token_files.BLOCK", 6)  # documents go from block to block
+    eos = open_tokenizer().eos_id
+    documents = [[5, 6, 7, 8, 9, eos], [eos], [10, 11, eos], [12]]
+    ids = np.array(list(chain(*documents)), dtype=np.uint16)
+    if header:
+        np.save(tmp_path / "part-0.npy", ids)
+    else:
+        ids.tofile(tmp_path / "part-0.npy")
+    for _ in range(2):  # the second time from the cache
+        source = open_source("tokens", str(tmp_path))
+        assert [source[i].tolist() for i in range(len(source))] == documents
+    check_source("tokens", str(tmp_path), 4)
+    with open(tmp_path / "part-0.npy", "ab") as file:
+        file.write(b"x")
+    assert "which are no whole number of uint16 ids" in refusal(tmp_path) or header

@@ -1,0 +1,286 @@
+"""Documents as token ids in files: Megatron's pairs, as `lct tokenize` writes them, and flat files. Torch-free.
+
+    tokens/
+      shard-00000.bin      ids, one document after another
+      shard-00000.idx      Megatron's index: data type, length and place of every document
+      shard-00000.crc      uint32, the check sum (zlib.crc32) of each document; of `lct tokenize` only
+      tokens.json          the tokenizer, and the number of documents and the check sums of each shard; likewise
+
+An .idx is, little-endian: b"MMIDIDX\\0\\0", version 1 (u64), data type (u8), sequences n (u64), document ends m (u64),
+lengths (n int32), places in the .bin in bytes (n int64), the first sequence of each document and the end (m int64).
+
+A file of another name is flat, as those of OLMo: ids without a header (or a real .npy file), uint16 if the vocabulary
+has at most 65,536 tokens, else uint32. A document ends behind each end-of-text id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.data.bad_records import BadRecord
+from trainer.data.file_index import BLOCK, ByteRanges, Stamp, indexed, stamp_of, unreadable
+from trainer.data.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+MANIFEST, UNFINISHED = "tokens.json", "unfinished.json"
+
+
+class TokenFile(Protocol):
+    """The documents of one file. ids: the file with the ids; dtype: of an id."""
+
+    ids: str
+    dtype: np.dtype
+    stamp: Stamp
+
+    def __len__(self) -> int: ...
+
+    def span(self, i: int) -> tuple[int, int]:
+        """Return the bytes [start, stop) of document i."""
+
+    def is_whole(self, i: int, content: bytes) -> bool:
+        """Return whether these bytes have the check sum of document i, if that is known."""
+
+
+class Pair:
+    """A Megatron pair. entry: what `lct tokenize` says about it; None: another program made it.
+
+    Raises:
+        ConfigError: the index is damaged, or does not fit the ids.
+    """
+
+    def __init__(self, idx: str, entry: Mapping[str, Any] | None) -> None:
+        self.ids = str(Path(idx).with_suffix(".bin"))
+        try:
+            size, ids_size = os.path.getsize(idx), os.path.getsize(self.ids)
+            with open(idx, "rb") as stream:
+                header = stream.read(HEADER.size)
+        except OSError as error:
+            raise unreadable(error.filename or idx, error) from None
+        magic, version, code, n, m = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
+        if magic != MAGIC or version != 1 or code not in CODES or not m or size != HEADER.size + 12 * n + 8 * m:
+            raise ConfigError(f"{idx} is no whole index of token ids (Megatron's format, version 1); copy it again")
+        self.dtype = np.dtype(CODES[code])
+        if entry is not None:
+            self._check_index(idx, entry)
+        self._lengths, self._places, self._firsts = (
+            np.memmap(idx, dtype, "r", HEADER.size + offset, (count,)) if count else np.empty(0, dtype)
+            for dtype, offset, count in (("<i4", 0, n), ("<i8", 4 * n, n), ("<i8", 12 * n, m))
+        )
+        end = int(self._places[-1]) + int(self._lengths[-1]) * self.dtype.itemsize if n else 0
+        if end != ids_size:
+            raise ConfigError(
+                f"{self.ids} has {ids_size} bytes and its index {Path(idx).name} says {end}: it is damaged or of "
+                "another index; copy both again"
+            )
+        self.stamp = stamp_of(self.ids)
+        known = entry is not None and m > 1
+        self._crc = np.memmap(Path(idx).with_suffix(".crc"), "<u4", "r", shape=(m - 1,)) if known else None
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def span(self, i: int) -> tuple[int, int]:
+        first, last = int(self._firsts[i]), int(self._firsts[i + 1]) - 1
+        if last < first:
+            return 0, 0
+        return int(self._places[first]), int(self._places[last]) + int(self._lengths[last]) * self.dtype.itemsize
+
+    def is_whole(self, i: int, content: bytes) -> bool:
+        return self._crc is None or zlib.crc32(content) == self._crc[i]
+
+    @staticmethod
+    def _check_index(idx: str, entry: Mapping[str, Any]) -> None:
+        for ending in ("idx", "crc"):
+            file = Path(idx).with_suffix(f".{ending}")
+            try:
+                found = zlib.crc32(file.read_bytes())
+            except OSError as error:
+                raise unreadable(str(file), error) from None
+            if found != entry[ending]:
+                raise ConfigError(f"{file} is damaged: its check sum is not that of {MANIFEST}; copy it again")
+
+
+class Flat:
+    """A file of ids without an index, cut behind each end-of-text id `eos`.
+
+    Raises:
+        ConfigError: its size is not that of whole ids.
+    """
+
+    def __init__(self, file: str, vocab_size: int, eos: int) -> None:
+        self.ids, self._start, self.dtype = file, *_flat_layout(file, vocab_size)
+        kind = f"documents {self.dtype.str} {eos} from {self._start}"
+        index = indexed(file, kind, partial(_flat_places, start=self._start, dtype=self.dtype, eos=eos))
+        self._places, self.stamp = index.places, index.stamp
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def span(self, i: int) -> tuple[int, int]:
+        return int(self._places[i]), int(self._places[i + 1]) if i + 1 < len(self._places) else self.stamp.size
+
+    def is_whole(self, i: int, content: bytes) -> bool:
+        return True
+
+
+def _flat_layout(file: str, vocab_size: int) -> tuple[int, np.dtype]:
+    """Return the place of the first id, in bytes, and the data type."""
+    start, dtype = 0, np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    try:
+        with open(file, "rb") as stream:
+            if stream.read(6) == b"\x93NUMPY":
+                array = np.load(file, mmap_mode="r")
+                start, dtype = array.offset, array.dtype
+                if array.ndim != 1 or dtype.kind not in "ui":
+                    raise ConfigError(f"{file} has {array.ndim} dimensions of {dtype}; token ids are one of integers")
+        size = os.path.getsize(file)
+    except OSError as error:
+        raise unreadable(file, error) from None
+    except ValueError:
+        raise ConfigError(f"{file} is a damaged .npy file; copy it again") from None
+    if (size - start) % dtype.itemsize:
+        raise ConfigError(
+            f"{file} has {size} bytes, which are no whole number of {dtype} ids (a vocabulary of {vocab_size:,}); copy "
+            "it again, or name the tokenizer that made it in model.tokenizer_path"
+        )
+    return start, dtype
+
+
+def _flat_places(file: str, start: int, dtype: np.dtype, eos: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield where documents begin, in bytes; see `Scan`."""
+    begins = True
+    with open(file, "rb") as stream:
+        stream.seek(start)
+        while len(ids := np.frombuffer(stream.read(BLOCK), dtype=dtype)):
+            starts = np.flatnonzero(np.concatenate([[begins], ids[:-1] == eos]))
+            begins = ids[-1] == eos
+            yield start + starts * dtype.itemsize, 0
+            start += ids.nbytes
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """Documents by number: arrays of token ids, which begin and end as in the file. vocab_size: of the tokenizer."""
+
+    parts: Sequence[TokenFile]
+    vocab_size: int
+    ends: np.ndarray = field(init=False)
+    """(files,) number of documents up to the end of each file."""
+    reads: ByteRanges = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", np.cumsum([len(part) for part in self.parts], dtype=np.int64))
+        object.__setattr__(self, "reads", ByteRanges([part.ids for part in self.parts]))
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        number = int(np.searchsorted(self.ends, i, side="right"))
+        part = self.parts[number]
+        i -= int(self.ends[number]) - len(part)
+        content = self.reads.read(number, *part.span(i))
+        if not part.is_whole(i, content):
+            raise BadRecord(
+                f"{part.ids}, document {i}, is damaged: its check sum is wrong; copy the file again, or make it again "
+                "with `lct tokenize`"
+            )
+        ids = np.frombuffer(content, dtype=part.dtype)
+        if len(ids) and (ids.max() >= self.vocab_size or ids.min() < 0):
+            wrong = int(ids.max() if ids.max() >= self.vocab_size else ids.min())
+            raise BadRecord(
+                f"{part.ids}, document {i}, has the token id {wrong}, and the tokenizer has {self.vocab_size:,} "
+                "(0 and up); name the tokenizer that made the file in model.tokenizer_path"
+            )
+        return ids
+
+    def digests(self, documents: int) -> list[int] | None:
+        """Return a hash of each file of the first documents; None: these end within a file."""
+        files = int(np.searchsorted(self.ends, documents)) + 1
+        return [part.stamp.content for part in self.parts[:files]] if self.ends[files - 1] == documents else None
+
+
+def open_token_files(files: Sequence[str], tokenizer_file: str | None) -> TokenFiles:
+    """Return the documents of .idx and flat files.
+
+    Raises:
+        ConfigError: a file is damaged, or of another tokenizer.
+    """
+    vocab_size, manifests, eos = vocab_size_of(tokenizer_file), {}, _end_of_text(files, tokenizer_file)
+    parts = [
+        _pair(file, manifests, tokenizer_file) if file.endswith(".idx") else Flat(file, vocab_size, eos)
+        for file in files
+    ]
+    return TokenFiles(parts, vocab_size)
+
+
+def token_documents(files: Sequence[str], tokenizer_file: str | None) -> Iterator[str]:
+    """Yield something for each document, of large flat files without an index: of these only the start is read.
+
+    Raises:
+        ConfigError: see `open_token_files`.
+    """
+    manifests, eos = {}, _end_of_text(files, tokenizer_file)
+    for file in files:
+        if file.endswith(".idx"):
+            yield from repeat("", len(_pair(file, manifests, tokenizer_file)))
+            continue
+        start, dtype = _flat_layout(file, vocab_size_of(tokenizer_file))
+        for places, _ in _flat_places(file, start, dtype, eos):
+            yield from repeat("", len(places))
+
+
+def _end_of_text(files: Sequence[str], tokenizer_file: str | None) -> int:
+    """Return the id that ends documents of flat files; -1: there are no such files, or no such id."""
+    eos = None if all(file.endswith(".idx") for file in files) else open_tokenizer(tokenizer_file).eos_id
+    return -1 if eos is None else eos
+
+
+def _pair(idx: str, manifests: dict[Path, Mapping[str, Any]], tokenizer_file: str | None) -> Pair:
+    """Return a pair, with the check sums that the manifest of its folder has. manifests: those read so far."""
+    folder = Path(idx).parent
+    if folder not in manifests:
+        manifests[folder] = _shards(folder, tokenizer_file)
+    return Pair(idx, manifests[folder].get(Path(idx).stem))
+
+
+def _shards(folder: Path, tokenizer_file: str | None) -> Mapping[str, Any]:
+    """Return what `lct tokenize` says about its shards in a folder; empty: another program made them.
+
+    Raises:
+        ConfigError: the folder is not finished or not whole, or of another tokenizer.
+    """
+    if (folder / UNFINISHED).exists():
+        raise ConfigError(
+            f"{folder} is not finished; run the same `lct tokenize` again, which goes on where it stopped"
+        )
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        shards, made_by = manifest["shards"], manifest["tokenizer"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{folder / MANIFEST} is damaged; copy it again, or run `lct tokenize` again") from None
+    lost = next((name for name in shards if not (folder / f"{name}.idx").exists()), None)
+    if lost is not None:
+        raise ConfigError(f"{folder} lacks {lost}.idx, which its {MANIFEST} names; copy the folder again")
+    if made_by["hash"] != tokenizer_hash(tokenizer_file):
+        raise ConfigError(
+            f"{folder} has the token ids of another tokenizer ({made_by['name']}, {made_by['vocab_size']:,} tokens); "
+            "name that one in model.tokenizer_path, or run `lct tokenize` with this one"
+        )
+    return shards
