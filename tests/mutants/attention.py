@@ -33,8 +33,8 @@ PLANS = (
     Mutant(
         "balanced knows no arc over the ends of a sequence",
         f"{_CP}/planning/balance.py",
-        "end - begin + np.where(",
-        "end - begin + 0 * np.where(",
+        "work[1] - work[0] + np.where(",
+        "work[1] - work[0] + 0 * np.where(",
         "tests/unit/test_balance.py",
     ),
     Mutant(

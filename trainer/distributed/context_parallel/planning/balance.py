@@ -63,7 +63,10 @@ def balanced(mask: Mask, degree: int, *, multiple_of: int = 1) -> AxisLayout:
 
 
 class Work:
-    """The work of tokens under a mask: whole tiles, whose pairs are shared equally by the tile's tokens."""
+    """The work of tokens under a mask: whole tiles, whose pairs are divided among the tile's tokens.
+
+    Work is counted in integers, so that all ranks find the same.
+    """
 
     def __init__(self, mask: Mask, tile: int) -> None:
         self._starts = np.arange(mask.sequences)[:, None] * mask.q_len
@@ -74,13 +77,17 @@ class Work:
         first = self._bands[band, 0] + numbers * tile
         last = np.minimum(first + tile, q_stop)
         keys = np.maximum(np.minimum(kv_stop, last + upper) - np.maximum(kv_start, first + lower), 0)
-        total = np.concatenate([[0], np.cumsum(-(-keys // tile) * tile * tile)])
-        self._places = np.concatenate([[0], np.stack([first, last], axis=1).ravel()])
-        self._totals = np.concatenate([[0], np.stack([total[:-1], total[1:]], axis=1).ravel()])
+        work = -(-keys // tile) * tile * tile
+        # The first one stands before all tiles.
+        self._tiles = np.zeros((4, len(work) + 1), dtype=np.int64)
+        self._tiles[:, 1:] = first, last - first, work, np.cumsum(work) - work
+        self._tiles[1, 0] = 1
 
     def before(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the work of all tokens before each of `tokens` (n,), in pairs of all sequences: (n,) float64."""
-        return np.interp(tokens + self._starts, self._places, self._totals).sum(axis=0)
+        """Return the work of all tokens before each of `tokens` (n,), in pairs of all sequences: (n,) int64."""
+        queries = tokens + self._starts
+        first, length, work, total = self._tiles[:, np.searchsorted(self._tiles[0], queries, side="right") - 1]
+        return (total + work * np.minimum(queries - first, length) // length).sum(axis=0)
 
     def of(self, parts: np.ndarray) -> np.ndarray:
         """Return the work of each of the ranges `parts` (n, 2)."""
@@ -114,7 +121,7 @@ class _Circle:
         self.places = np.concatenate([[0], np.cumsum(parts[:, 1] - parts[:, 0])])
         start, stop = work.before(parts[:, 0]), work.before(parts[:, 1])
         before = np.concatenate([[0], np.cumsum(stop - start)])
-        self.all_work = float(before[-1])
+        self.all_work = int(before[-1])
         self._shift = before[:-1] - start  # from work before a token of the sequence to work before its place
         self._keys_of_parts = (parts[:, 0] - work.first_seen(parts[:, 0])).sum(axis=0)
 
@@ -131,14 +138,17 @@ class _Circle:
     def arcs(self, starts: np.ndarray, length: int) -> _Arcs:
         """Return arcs of `length` tokens from each of `starts` (n,)."""
         cuts = self._cuts(np.concatenate([starts, starts + length]) % self.length)
-        (begin, end), keys, short = (x.reshape(2, -1) for x in cuts)
-        work = end - begin + np.where(starts + length >= self.length, self.all_work, 0)
-        return _Arcs(starts, work, keys.sum(axis=0), short.any(axis=0))
+        work, first, keys, short = (np.split(x, 2, axis=-1) for x in cuts)
+        inside = work[1] - work[0] + np.where(starts + length >= self.length, self.all_work, 0)
+        # Of two cuts in one document, the side without its last token needs the keys before the second cut, no others.
+        travel = np.where(first[0] == first[1], np.maximum(*keys), sum(keys))
+        return _Arcs(starts, inside, travel.sum(axis=0), short[0] | short[1])
 
-    def _cuts(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what cuts at `places` (n,) in [0, length) mean, (n,) each.
+    def _cuts(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return what cuts at `places` (n,) in [0, length) mean.
 
-        The work before them; how many tokens before the cut the token behind it sees; whether a part is too short.
+        The work before them (n,); in each sequence (sequences, n) the first key that the token behind the cut sees, and
+        how many tokens before the cut; whether a part is too short (n,).
         """
         part = np.searchsorted(self.places, places, side="right") - 1
         inside = places - self.places[part]
@@ -146,11 +156,11 @@ class _Circle:
         work = self._shift[part] + self._work.before(token)
         first = self._work.first_seen(token)
         previous = np.where(inside, token, self._parts[part - 1, 1])
-        keys = np.where(previous <= token, np.maximum(previous - first, 0), 0).sum(axis=0)
+        keys = np.where(previous <= token, np.maximum(previous - first, 0), 0)
         left, right = inside < self._block, self._parts[part, 1] - token < self._block
         is_deep = (token - first).sum(axis=0) >= self._block
         short = (inside > 0) & (left & (self._keys_of_parts[part] >= self._block) | right & is_deep)
-        return work, keys, short
+        return work, first, keys, short
 
     def arc(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the parts of an arc, and those of the rest, ascending and merged."""
