@@ -127,6 +127,8 @@ _MANY = (
     "--comm.checkpoint_timeout_seconds=99 --comm.trace_buf_size=123"
 )
 _LORA = "tests/distributed/test_lora.py"
+_CHECKPOINTS = "tests/distributed/test_checkpoint_settings.py"
+_SKIPPED = "tests/distributed/test_skipped_steps.py"
 _VALIDATION = "tests/distributed/test_validation.py"
 _SHAPE = "--training.local_batch_size=4 --training.seq_len=24 --training.global_batch_size=12"
 _TRACE_TWO = f"{_TRACE} --profiling.save_traces_folder=t --profiling.profiler_warmup=1 --profiling.profiler_active=2"
@@ -251,6 +253,8 @@ EFFECTS: dict[str, str | Seen] = {
     "training.max_norm": Seen(
         "--training.max_norm=0.25", lambda off, on: abs(on.clipped - 0.25) < 1e-3 < off.clipped - 0.25
     ),
+    "training.on_nonfinite": f"{_SKIPPED}::test_a_step_that_is_not_finite_is_left_out_on_all_ranks",
+    "training.max_skipped_steps": f"{_SKIPPED}::test_only_steps_in_a_row_count",
     "training.loss_chunk_tokens": Seen("--training.loss_chunk_tokens=7", _becomes("logits", "4352", "")),
     "training.steps": Seen("--training.steps=4", _becomes("logged", [1, 2, 3], [1, 2, 3, 4])),
     "training.dtype": Seen("--training.dtype=bfloat16", _more("parameters", "bfloat16")),
@@ -383,6 +387,10 @@ EFFECTS: dict[str, str | Seen] = {
         ),
         f"{_SAVE} --checkpoint.interval=1",
     ),
+    "checkpoint.interval_seconds": f"{_CHECKPOINTS}::test_one_rank_whose_time_is_up_makes_all_save",
+    "checkpoint.keep_every": "tests/unit/test_checkpoint_folder.py::test_every_nth_step_stays",
+    "checkpoint.load_only": f"{_CHECKPOINTS}::test_load_only_resumes_and_writes_no_checkpoint",
+    "checkpoint.exclude_from_loading": f"{_CHECKPOINTS}::test_what_is_excluded_starts_anew_and_nothing_else",
     "checkpoint.load_step": "tests/integration/test_resume.py::test_load_step_goes_back",
     "checkpoint.async_mode": Seen(
         f"{_SAVE} --checkpoint.interval=1 --checkpoint.async_mode=async",

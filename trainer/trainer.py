@@ -1,6 +1,5 @@
 """The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
-import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger, duration
 from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
+from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
 from trainer.config.loader import to_toml
 from trainer.data.ahead import BatchesAhead
@@ -51,10 +51,6 @@ from trainer.transforms.float8 import check_float8_machine, precompute_scales
 _NO_DATA = "the data of the next step cannot be read: stopped"
 
 
-class TrainingError(RuntimeError):
-    """The run cannot go on. The message says why, so that no trace is needed."""
-
-
 class Trainer:
     """One training run of a resolved job on this rank, in an initialised process group.
 
@@ -74,6 +70,9 @@ class Trainer:
         )
         self.stop_reason: str | None = None
         """Why the run stops after this step."""
+        self.save_is_due = False
+        """Whether a checkpoint is due after this step, by the time."""
+        self.guard = StepGuard(config.training)
         self.compute_dtype: torch.dtype = getattr(torch, job.compute_dtype)
         self._prepare_process()
         raise_on_all_ranks(self._prepare_machine, self.dims["world"])
@@ -193,7 +192,10 @@ class Trainer:
                     last = bool(reason) or step == training.steps
                     # A run that is stopped has little time left to save.
                     best = None if reason else self._validate(step, last=last, compilations=compilations)
-                    saved = self.checkpoint.save(step, tokens_seen=self.metrics.tokens_seen(step), last=last, best=best)
+                    tokens_seen = self.metrics.tokens_seen(step)
+                    saved = self.checkpoint.save(
+                        step, tokens_seen=tokens_seen, last=last, due=self.save_is_due, best=best
+                    )
                     if reason:
                         logger.info(f"{reason} after step {step}; {'checkpoint saved' if saved else 'nothing saved'}")
                         if reason == _NO_DATA:
@@ -245,9 +247,8 @@ class Trainer:
                 "training.steps to go on, or name another job.dump_folder to start anew"
             )
         else:
-            logger.info(
-                f"training done: {steps - self.start_step} steps in {metrics.run_time()}, loss {metrics.last_loss:.3f}"
-            )
+            loss = "" if metrics.last_loss is None else f", loss {metrics.last_loss:.3f}"  # None: all were skipped
+            logger.info(f"training done: {steps - self.start_step} steps in {metrics.run_time()}{loss}")
         logger.info(closing(self.job, checkpoint=self.checkpoint.saved, program=program()))
 
     def train_step(self, step: int) -> None:
@@ -274,23 +275,23 @@ class Trainer:
         with region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
-            votes = [*self.stop.votes(), float(self.data.failed)]
+            votes = [*self.stop.votes(), self.checkpoint.vote(), float(self.data.failed)]
             totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), votes, self.dims)
         if self.updates_masked:
             mask_update(self.optimizer, totals.not_finite)
             self.update(totals.norm)
-        loss, grad_norm = self.read(step, totals)
-        if not self.updates_masked:
+        loss, grad_norm, updated = self.read(step, totals)
+        if updated and not self.updates_masked:
             self.update(grad_norm)
-        self.spec.after_step(self.model_parts, self.dims)
+        self.spec.after_step(self.model_parts, self.dims, updated)
         lr = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
-        if self.metrics.due(step):
+        if updated and self.metrics.due(step):
             sums = all_reduce(sums, self.dims["pp"])  # the last stage has them
             sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
             scalars = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": self.data.epoch}
             scalars["padding"] = sum(batch.get("padding", 0) for batch in batches)
-            more = self.spec.step_record(self.model_parts, self.dims)
+            more = {**self.spec.step_record(self.model_parts, self.dims), **self.guard.record()}
             self.metrics.log(step, sequence_losses=sequence_losses, **scalars, more=more)
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -325,20 +326,15 @@ class Trainer:
         counts = self.task.counts(batch)
         return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
 
-    def read(self, step: int, totals: StepTotals) -> tuple[float, float]:
-        """Return loss and gradient norm, and note whether to stop.
+    def read(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
+        """Return loss, gradient norm, and whether this step updates the weights; note whether to stop, and to save.
 
         Raises:
             TrainingError: on every rank, if the loss or the norm is not finite; no weight has changed.
         """
-        loss, norm, (*votes, no_data) = totals.read()
-        self.stop_reason = self.stop.reason(votes) or (_NO_DATA if no_data else None)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; the weights are "
-                f"those of step {step - 1}; a lower optimizer.lr or a longer lr_scheduler.warmup_steps often helps"
-            )
-        return loss, norm
+        loss, norm, (*votes, save, no_data) = totals.read()
+        self.stop_reason, self.save_is_due = self.stop.reason(votes) or (_NO_DATA if no_data else None), save > 0
+        return loss, norm, not self.guard.leaves_out(step, loss, norm)
 
     def update(self, norm: float | torch.Tensor) -> None:
         """Clip the gradients, whose norm is given, to `training.max_norm`, and update the weights."""

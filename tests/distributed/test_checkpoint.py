@@ -181,13 +181,13 @@ def test_training_does_not_change_what_is_being_written(pool: WorkerPool, tmp_pa
     assert not same(results[0][0]["model.norm.weight"], results[0][1]["model.norm.weight"])
 
 
-def full_disk_case(folder: str, mode: str, rank: int) -> tuple[str, str, list[int]]:
-    """Rank `rank` cannot write; where the error arrives, and how it reads."""
+def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str, str, list[int]]:
+    """Rank `rank` cannot write, with this error; where it arrives, and how it reads."""
     broken = checkpoint_files.Writer.write_data if rank else checkpoint_files.publish
 
     def no_space(*_: object) -> None:
         if Process.from_environment().rank == rank:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         return broken(*_)
 
     target = (checkpoint_files.Writer, "write_data") if rank else (checkpoint_files, "publish")
@@ -206,13 +206,19 @@ def full_disk_case(folder: str, mode: str, rank: int) -> tuple[str, str, list[in
         return where, text, saved_steps(Path(folder) / "checkpoint")
 
 
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(errno.ENOSPC, "the disk is full ("), (errno.EDQUOT, "the quota of this user is used up (about ")],
+)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_an_error_while_writing_reaches_every_rank(pool: WorkerPool, tmp_path: Path, mode: str, rank: int) -> None:
-    for where, text, steps in pool.run(2, full_disk_case, str(tmp_path), mode, rank):
+def test_an_error_while_writing_reaches_every_rank(
+    pool: WorkerPool, tmp_path: Path, mode: str, rank: int, number: int, told: str
+) -> None:
+    for where, text, steps in pool.run(2, full_disk_case, str(tmp_path), mode, rank, number):
         assert where == ("save" if mode == "disabled" else "next save")
         assert text.startswith("the checkpoint of step 500 could not be written to ")
-        assert f"(rank {rank}: the disk is full (" in text
+        assert f"(rank {rank}: {told}" in text
         assert "are needed)); make room, or name another job.dump_folder, and run the same command again" in text
         assert "\n" not in text
         assert steps == []

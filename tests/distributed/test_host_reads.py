@@ -65,7 +65,7 @@ def reads_case(arguments: list[str], planted: bool = False) -> tuple[dict[str, i
     return dict(reads.counts), listed
 
 
-TOTALS, HANDLE = (5,), (2,)  # loss, norm and three votes; the plan of two sequences, which is in host memory
+TOTALS, HANDLE = (7,), (2,)  # loss, norm and five votes; the plan of two sequences, which is in host memory
 UPDATE = ("update",)
 FUSED = ["--optimizer.implementation=fused"]
 DOCUMENTS = ["--training.attention_mask=document"]

@@ -251,6 +251,18 @@ RULES = [
     ),
     Rule(r"lct train --checkpoint\.enable --checkpoint\.interval 50", rf"\g<0> --checkpoint.interval=1 {SHORT}", LONG),
     Rule(
+        r"lct verify outputs/books",
+        "lct verify outputs/debug_model",
+        why=OWN,
+        first=f"rm -rf outputs/debug_model; {SAVED}",
+        says="step-2: whole",
+    ),
+    Rule(
+        r"lct verify outputs/debug_model\S*",
+        first=f"rm -rf outputs/debug_model; {SAVED}",
+        says="step-2: whole: 3 files",
+    ),
+    Rule(
         r"lct train --checkpoint\.enable --training\.steps \d+( --ngpu 4)?",
         rf"\g<0> {SHORT} --training.steps=3",
         why=LONG,

@@ -106,6 +106,13 @@ DATA = (
         "tests/unit/test_field_solver.py",
     ),
     Mutant(
+        "a rank without data tells no other rank",
+        "trainer/trainer.py",
+        "float(self.data.failed)",
+        "0.0",
+        "tests/distributed/test_bad_data.py",
+    ),
+    Mutant(
         "ranks that read different batches go on",
         "trainer/trainer.py",
         "if len(set(hashes)) > 1:",

@@ -126,6 +126,20 @@ GRADIENTS = (
         "tests/distributed/test_loop.py::test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing",
     ),
     Mutant(
+        "a skipped step updates the weights",
+        "trainer/trainer.py",
+        "if updated and not self.updates_masked:",
+        "if not self.updates_masked:",
+        "tests/distributed/test_skipped_steps.py",
+    ),
+    Mutant(
+        "a skipped step moves the biases of experts",
+        "trainer/models/common/moe.py",
+        "    if not routers or not updated:\n        return",
+        "    if not routers:\n        return",
+        "tests/distributed/test_skipped_steps.py",
+    ),
+    Mutant(
         "the output projection is gathered when all layers are done",
         "trainer/distributed/data_parallel.py",
         "last_is_apart=last is not None",
@@ -169,9 +183,9 @@ GRADIENTS = (
     ),
     Mutant(
         "an infinite norm goes into the weights",
-        "trainer/trainer.py",
-        "if not (math.isfinite(loss) and math.isfinite(norm)):",
-        "if not math.isfinite(loss):",
+        "trainer/components/step_guard.py",
+        "if math.isfinite(loss) and math.isfinite(norm):",
+        "if math.isfinite(loss):",
         _LOOP,
     ),
     Mutant(
@@ -246,7 +260,7 @@ FAMILIES = (
     Mutant(
         "the hook after a step is not called",
         "trainer/trainer.py",
-        "self.spec.after_step(self.model_parts, self.dims)",
+        "self.spec.after_step(self.model_parts, self.dims, updated)",
         "pass",
         f"{_FAMILY}::test_a_checkpoint_of_one_layout_is_loaded_by_another",
     ),

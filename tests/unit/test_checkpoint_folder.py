@@ -14,6 +14,7 @@ from trainer.checkpoint.folder import (
     RunState,
     check_fits,
     keep_latest,
+    mark_best,
     model_description,
     publish,
     read_state,
@@ -147,6 +148,17 @@ def test_retention_counts_up_to_the_one_just_written(tmp_path: Path):
     assert saved_steps(tmp_path) == [15, 20, 30, 40]
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_every_nth_step_stays(tmp_path: Path, k: int):
+    """Beside the best and the last k; the one just written is never removed."""
+    for step in range(1, 12):
+        save(tmp_path, step)
+        mark_best(tmp_path, step, 0.5 if step == 2 else None)
+        keep_latest(tmp_path, k, step, every=4)
+        others = {2, 4, 8} & {*range(1, step)}
+        assert saved_steps(tmp_path) == sorted(others | {*range(max(1, step - k + 1), step + 1)})
+
+
 def test_the_latest_or_the_one_asked_for(tmp_path: Path):
     assert step_to_load(configured(tmp_path)) is None
     for step in (2, 10, 9):
@@ -173,6 +185,11 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path):
         (["--checkpoint.load_step=0"], "checkpoint.load_step = 0 must be a saved step, or -1"),
         (["--checkpoint.load_step=-2"], "checkpoint.load_step = -2 must be a saved step, or -1"),
         (["--checkpoint.no-enable", "--checkpoint.load_step=5"], "has no effect without checkpoint.enable"),
+        (
+            ["--checkpoint.keep_latest_k=1", "--checkpoint.keep_every=750"],
+            "must be a multiple of checkpoint.interval = 500",
+        ),
+        (["--checkpoint.load_only"], "holds no checkpoint to resume from; name a folder that does"),
         (["--checkpoint.folder="], "checkpoint.folder = '' must name a folder"),
         (["--checkpoint.folder=file"], "file is a file; name a folder, such as 'checkpoint'"),
         (["--checkpoint.folder=broken"], "broken is a file; name a folder"),
@@ -257,6 +274,14 @@ def test_what_may_change(tmp_path: Path):
     config = configured(tmp_path, *changes)
     check_fits(read_state(tmp_path / "checkpoint", 4), config, replace(shape_of(config), max_seq_len=64))
     resolve(config, 1)
+
+
+def test_data_that_start_anew_may_be_other_data(tmp_path: Path):
+    save(tmp_path / "checkpoint", 4)
+    anew = ["--checkpoint.load_step=4", "--checkpoint.exclude_from_loading"]
+    others = ["--training.seed=3", "--training.data_streams=32"]
+    resolve(configured(tmp_path, *anew, "dataloader", *others), 1)
+    assert "resume with 0" in refused(configured(tmp_path, *anew, "optimizer", *others))
 
 
 def test_a_checkpoint_from_before_a_key_has_what_the_key_defaults_to(tmp_path: Path):

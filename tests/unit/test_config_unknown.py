@@ -33,7 +33,7 @@ TYPOS = {
     "parallelism.context_parallel_degre": "parallelism.context_parallel_degree",
     "parallelism.tensor_paralel_degree": "parallelism.tensor_parallel_degree",
     "checkpoint.intervall": "checkpoint.interval",
-    "checkpoint.keep": "checkpoint.keep_latest_k",
+    "checkpoint.keep_latest": "checkpoint.keep_latest_k",
     "lr_scheduler.warmup": "lr_scheduler.warmup_steps",
     "metrics.tensorboard_enable": "metrics.enable_tensorboard",
     "compile.enabled": "compile.enable",

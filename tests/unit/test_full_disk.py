@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from trainer.components.sinks import JsonLines
 from trainer.config import ConfigError
 from trainer.runtime import writing_to
 from trainer.runtime.full_disk import full_disk, os_error_of
@@ -59,6 +60,17 @@ def test_a_full_dump_folder_is_told_in_one_sentence(tmp_path: Path) -> None:
     message = str(error.value)
     assert message.startswith(f"job.dump_folder = '{tmp_path}/out' cannot be written: the disk is full (")
     assert message.endswith("are free); make room there, or name another folder, and run the same command again")
+
+
+def test_metrics_that_do_not_fit_are_told_and_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run goes on to its next checkpoint, whose error says what to do."""
+    metrics = JsonLines(tmp_path / "metrics.jsonl")
+    metrics._file.close()
+    with Path("/dev/full").open("a", encoding="utf-8") as metrics._file, caplog.at_level("WARNING", logger="trainer"):
+        metrics.write({"step": 1})
+        metrics.write({"step": 2})
+        metrics.close()
+    assert caplog.text.count("metrics.jsonl are not written: the disk is full (") == 3
 
 
 def test_a_lock_that_does_not_fit_is_told(tmp_path: Path) -> None:

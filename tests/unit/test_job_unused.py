@@ -119,8 +119,18 @@ TOLD = [
         [TP2, "--compile.enable"],
         "with parallelism.tensor_parallel_degree = 1",
     ),
+    ("training.max_skipped_steps", ["9"], 1, ["--training.on_nonfinite=skip"], "with training.on_nonfinite = 'stop'"),
     ("checkpoint.folder", ["x"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     ("checkpoint.interval", ["10"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    ("checkpoint.interval_seconds", ["60"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    (
+        "checkpoint.keep_every",
+        ["1000"],
+        1,
+        ["--checkpoint.enable", "--checkpoint.keep_latest_k=2"],
+        "without checkpoint.enable",
+    ),
+    ("checkpoint.load_only", [], 1, None, "without checkpoint.enable"),
     ("checkpoint.keep_latest_k", ["2"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     ("checkpoint.async_mode", ["async"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     *(
@@ -233,6 +243,11 @@ MORE = [
 REFUSED = [
     (["--model.rope_scaling_type=yarn"], 1, ["rope_scaling_type = 'yarn' has no effect without", "rope_scaling = 4.0"]),
     (["--model.sliding_window_every=2"], 1, ["sliding_window_every = 2 has no effect without", "such as 4096"]),
+    (
+        ["--checkpoint.enable", "--checkpoint.exclude_from_loading", "optimizer"],
+        1,
+        ["exclude_from_loading = ['optimizer'] has no effect without checkpoint.load_step; name the saved step"],
+    ),
     (["--checkpoint.load_step=5"], 1, ["load_step = 5 has no effect without checkpoint.enable; switch it on"]),
     ([CP2, f"{CP}keep_exchanged"], 2, ["keep_exchanged = true has no effect", "'ring'", "use 'all_to_all' or"]),
     ([CP2, f"{CP}heads_per_pass=1"], 2, ["heads_per_pass = 1 has no effect", "'ring'", "use 'all_gather'"]),
@@ -292,7 +307,11 @@ def test_every_key_is_one_or_the_other():
 
 
 def test_every_rule_is_tried():
-    tried = {key for key, *_ in TOLD} | {"model.sliding_window_every", "checkpoint.load_step"}
+    tried = {key for key, *_ in TOLD} | {
+        "model.sliding_window_every",
+        "checkpoint.load_step",
+        "checkpoint.exclude_from_loading",
+    }
     tried |= {"lr_scheduler.total_steps", "lr_scheduler.decay_ratio"}  # in MORE
     tried |= {f"fields.{key}" for key in ("lead", "held_out")} | {*WITHOUT_TOKENS}
     tried |= {f"parallelism.domain_parallel_{key}" for key in ("degrees", "rows")}  # in test_field_jobs.py

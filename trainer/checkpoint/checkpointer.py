@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import export
-from trainer.checkpoint.files import TensorsOnly, Writer
+from trainer.checkpoint.files import WholeState, Writer
 from trainer.checkpoint.folder import (
     RunState,
     best_saved,
@@ -95,6 +95,8 @@ class Checkpointer:
         self._lr_scheduler, self._loader = lr_scheduler, loader
         self._last_step = 0
         self._pending: Future | None = None
+        self._saved_at = time.monotonic()
+        """When the last save began, or the run."""
         self._best = math.inf
         """Validation loss of the best checkpoint, if it is kept."""
         # A group of its own keeps the collectives of a background save apart from those of a step.
@@ -117,7 +119,8 @@ class Checkpointer:
         world, step, initial = self._dims["world"], 0, self.settings.initial_load_path
         if self.settings.enable:
             step = self._same_on_all_ranks(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)
-            raise_on_all_ranks(self._prepare_folder, world)
+            if not self.settings.load_only:
+                raise_on_all_ranks(self._prepare_folder, world)
         adapts = self._config.lora.rank > 0
         if initial is not None and (step == 0 or adapts):
             say_waiting(f"reading the weights in {initial}")
@@ -128,14 +131,21 @@ class Checkpointer:
             return 0, 0
         if initial is not None and not adapts:
             logger.info(f"checkpoint.initial_load_path = {initial!r} is not read: this run has checkpoints of its own")
-        started = time.monotonic()
+        return step, self._resume(step)
+
+    def _resume(self, step: int) -> int:
+        """Load a saved step, but for what `checkpoint.exclude_from_loading` names; return the tokens seen up to it."""
+        world, started = self._dims["world"], time.monotonic()
         state, reader = raise_on_all_ranks(lambda: open_step(self._config, self._model, step), world)
+        anew = {*self.settings.exclude_from_loading}
+        tensors = tensors_of(self._model_parts, self._optimizer)
+        tensors = {name: x for name, x in tensors.items() if name.partition(".")[0] not in anew}
         try:
-            tensors = tensors_of(self._model_parts, self._optimizer)
-            dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), process_group=self.group)
+            dcp.load(tensors, storage_reader=reader, planner=WholeState(without=anew), process_group=self.group)
         except CheckpointException as error:
             raise SharedConfigError(str(unreadable(self.folder, step, cause_of(error)))) from None
-        raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
+        if "dataloader" not in anew:
+            raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
         restart_lr_scheduler(self._lr_scheduler, step)
         best = best_saved(self.folder)
         loss = best[1] if best is not None and best[0] <= step else math.inf  # a later one is of another history
@@ -143,8 +153,9 @@ class Checkpointer:
         found = torch.tensor(loss, dtype=torch.float64, device=world.device_type)
         self._best = all_reduce(found, world, "min").item()
         self._last_step = step
-        logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s)")
-        return step, state.tokens_seen
+        without = f"; new: {', '.join(sorted(anew))}" if anew else ""
+        logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s){without}")
+        return state.tokens_seen
 
     def _same_on_all_ranks(self, step: int) -> int:
         ends = torch.tensor([step, -step], dtype=torch.int64, device=self._dims["world"].device_type)
@@ -175,31 +186,43 @@ class Checkpointer:
         """The folder of the last checkpoint that this run saved or resumed from; None: there is none."""
         return step_folder(self.folder, self._last_step) if self._last_step else None
 
+    def vote(self) -> float:
+        """Return 1 if this rank's clock says that `checkpoint.interval_seconds` have passed, else 0.
+
+        If the sum over all ranks is not zero, all of them save after this step.
+        """
+        seconds = self.settings.interval_seconds
+        return float(seconds is not None and time.monotonic() - self._saved_at >= seconds)
+
     def is_best(self, loss: float) -> bool:
         """Return whether no checkpoint of this run's history has such a low validation loss."""
         return loss < self._best
 
-    def save(self, step: int, *, tokens_seen: int, last: bool = False, best: float | None = None) -> bool:
+    def save(
+        self, step: int, *, tokens_seen: int, last: bool = False, due: bool = False, best: float | None = None
+    ) -> bool:
         """Save every `checkpoint.interval` steps and after the `last` one; return whether `step` has a checkpoint now.
 
+        due: save now, by the votes of all ranks (`vote`).
         best: the validation loss, if the checkpoint is the best one so far, which is saved and kept.
 
         Raises:
             CheckpointError: on every rank, if this or the previous checkpoint, in the background, cannot be written.
         """
-        if not self.settings.enable:
+        if not self.settings.enable or self.settings.load_only:
             return False
         if step == self._last_step:
             return True
-        if not last and best is None and step % self.settings.interval:
+        if not (last or due) and best is None and step % self.settings.interval:
             return False
         self._best = self._best if best is None else best
         self.wait()
         started = time.monotonic()
+        self._saved_at = started
         state = RunState(step, tokens_seen, model_description(self._config, self._model), self._all_streams(), files={})
         say_waiting(f"saving the checkpoint of step {step}")
-        kept = {"keep_latest_k": self.settings.keep_latest_k, "best": best}
-        writer = Writer(unfinished_folder(self.folder, step), state, **kept)
+        kept = {"keep_latest_k": self.settings.keep_latest_k, "keep_every": self.settings.keep_every}
+        writer = Writer(unfinished_folder(self.folder, step), state, best=best, **kept)
         self._last_step = step
         tensors = tensors_of(self._model_parts, self._optimizer)
         saving = {"storage_writer": writer, "process_group": self.group}

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -113,6 +113,28 @@ class TensorsOnly(DefaultLoadPlanner):
         raise ValueError(f"{read_item.storage_index.fqn} is no tensor")
 
 
+class WholeState(TensorsOnly):
+    """Loads what all ranks ask for together, and refuses a checkpoint that holds more: DCP alone finds what is missing.
+
+    without: first parts of names, such as "optimizer", that are left out on purpose.
+    """
+
+    def __init__(self, without: Collection[str] = ()) -> None:
+        super().__init__()
+        self._without = without
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
+        surplus = sorted(
+            name
+            for name, saved in self.metadata.state_dict_metadata.items()
+            if name not in asked and name.partition(".")[0] not in self._without and saved.size.numel()
+        )
+        if surplus:
+            raise ValueError(f"it holds {surplus[0]} and this model has none; such entries: {len(surplus)}")
+        return super().create_global_plan(global_plan)
+
+
 class Writer(FileSystemWriter):
     """Writes to an unfinished folder, and publishes it when the files of all ranks are on the disk.
 
@@ -127,12 +149,14 @@ class Writer(FileSystemWriter):
         state: RunState,
         *,
         keep_latest_k: int,
+        keep_every: int = 0,
         best: float | None = None,
         file_per_tensor: bool = False,
     ) -> None:
         """file_per_tensor: PyTorch keeps the tensors of a file in memory until the file is complete."""
         super().__init__(unfinished, single_file_per_rank=not file_per_tensor, sync_files=True)
-        self._state, self._keep_latest_k, self._best = state, keep_latest_k, best
+        self._state, self._best = state, best
+        self._keep_latest_k, self._keep_every = keep_latest_k, keep_every
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors.
@@ -160,4 +184,4 @@ class Writer(FileSystemWriter):
             files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
         publish(unfinished, replace(self._state, files=files))
         mark_best(unfinished.parent, self._state.step, self._best)
-        keep_latest(unfinished.parent, self._keep_latest_k, self._state.step)
+        keep_latest(unfinished.parent, self._keep_latest_k, self._state.step, every=self._keep_every)

@@ -179,6 +179,8 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     path = step_folder(checkpoint_folder(config), state.step)
     elsewhere = "or start anew in another checkpoint.folder"
     check_same_model(state, config, model, path, remedy=f"resume with that, {elsewhere}")
+    if "dataloader" in config.checkpoint.exclude_from_loading:
+        return
     first = next(iter(state.streams.values()), {})
     for key, now in (("seed", config.training.seed), ("data_streams", config.training.data_streams)):
         saved = first.get(key)
@@ -251,15 +253,17 @@ def remove_unfinished(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def keep_latest(folder: Path, k: int, written: int) -> None:
+def keep_latest(folder: Path, k: int, written: int, *, every: int = 0) -> None:
     """Remove all but the best and the last k checkpoints up to and including step `written`; k = 0 keeps all.
+
+    every: steps that are a multiple of it stay too; 0: none.
 
     Later steps belong to a history that this run has left; each is removed when this run reaches it.
     """
     best = best_saved(folder)
     of_this_run = [step for step in saved_steps(folder) if step <= written]
     for step in of_this_run[: -k or None] if k else ():
-        if best is not None and step == best[0]:
+        if (best is not None and step == best[0]) or (every and step % every == 0):
             continue
         path = step_folder(folder, step)
         if path.is_symlink():

@@ -179,9 +179,7 @@ def _resolved(wanted: Wanted, config: JobConfig) -> ResolvedJob:
         ConfigError: as `resolve`.
     """
     ranks = all_ranks(wanted.ranks_here)
-    shape = {"seq_len": max(wanted.all_lengths), "local_batch_size": wanted.rows}
-    if not config.lora.rank:  # a checkpoint of adapters is opened as a run's own, with its streams
-        shape["data_streams"] = None
+    shape = {"seq_len": max(wanted.all_lengths), "local_batch_size": wanted.rows, "data_streams": None}
     own = replace(config.job, dump_folder=str(wanted.output))
     config = replace(config, job=own, training=replace(config.training, **shape))
     job = resolve(config, ranks, this_machine().device_type(config.job.device))

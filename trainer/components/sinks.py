@@ -6,12 +6,14 @@ Each has `write`, which takes the metrics of a step by name, and `close`.
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from uuid import uuid4
 
 from trainer.config.schema import JobConfig
+from trainer.runtime.full_disk import full_disk
 
 logger = logging.getLogger("trainer")
 
@@ -31,14 +33,26 @@ class JsonLines:
         elif path.exists():
             last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
             path.rename(path.with_name(f"{path.stem}.{last}.jsonl"))
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
         self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+        with self._room_awaited():
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with self._room_awaited():
+            self._file.close()
+
+    @contextmanager
+    def _room_awaited(self) -> Iterator[None]:
+        """Warn if the disk is full: a run goes on, and lines wait in memory for the next flush."""
+        try:
+            yield
+        except OSError as error:
+            if not (full := full_disk(error, self._path.parent)):
+                raise
+            logger.warning(f"lines of {self._path} are not written: {full}")
 
 
 def _lines_up_to(path: Path, step: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The few numbers of a step that the host reads: loss, gradient norm, votes to stop. One reduction, one reading."""
+"""The few numbers of a step that the host reads: loss, gradient norm, votes. One reduction, one reading."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ class StepTotals:
     """Sums over all ranks. They travel to the host from the start, while the device goes on; `read` waits for them.
 
     loss, squares: this rank's parts of the loss and of the squared gradient norm, () on the device of the job; ranks of
-    one tensor-parallel group have the same part of the loss. votes: see `Stop.votes`.
+    one tensor-parallel group have the same part of the loss. votes: see `Stop.votes` and `Checkpointer.vote`.
     """
 
     def __init__(self, loss: torch.Tensor, squares: torch.Tensor, votes: Sequence[float], dims: ParallelDims) -> None:

@@ -8,19 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from trainer.config.checkpoint import SAVING, Checkpoint
 from trainer.config.keys import (
     AT_LEAST_ONE,
     DECAY,
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_OR_OFF,
-    SECONDS,
     SHARE,
     TOKENS,
     Bounds,
     Condition,
     key,
     needs,
+    needs_value,
     unless,
 )
 from trainer.config.parallelism import Comm, Parallelism
@@ -70,7 +71,7 @@ _REDUCED = Condition(
     lambda _, degrees: degrees.dp * degrees.cp > 1,
     "where gradients are not reduced (data-parallel degree x context_parallel_degree = 1)",
 )
-_SAVING, _VALIDATING = needs("checkpoint.enable"), needs("validation.enable")
+_VALIDATING = needs("validation.enable")
 WITHOUT_GATHERED_LOGITS = Condition(
     lambda config, degrees: degrees.tp == 1 or not config.parallelism.disable_loss_parallel,
     "with parallelism.disable_loss_parallel, which gathers all logits",
@@ -263,6 +264,10 @@ class Training:
     """Documents are cut where a sequence ends, or whole, or one a sequence; None: concatenate, for chat best_fit."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient norm is not finite ends the run, or is left out: no update, and the next data."""
+    max_skipped_steps: int = key(3, AT_LEAST_ONE, "steps", when=needs_value("training.on_nonfinite", "skip"))
+    """Steps that may be skipped one after another; the next one that is not finite ends the run."""
     loss_chunk_tokens: int | None = key(
         None,
         Bounds(NOT_NEGATIVE.test, "at least 0 (0: all logits at once)"),
@@ -311,34 +316,6 @@ class Fields:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """The state of the run on disk, from which the same command resumes."""
-
-    enable: bool = False
-    """Save checkpoints, and resume from the latest one."""
-    folder: str = key("checkpoint", when=_SAVING)
-    """Folder of the checkpoints, inside job.dump_folder."""
-    interval: int = key(500, AT_LEAST_ONE, "steps", when=_SAVING)
-    """Steps from one checkpoint to the next; the last step of a run is always saved."""
-    keep_latest_k: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: keep all)"), "checkpoints", when=_SAVING)
-    """Number of checkpoints to keep; older ones are deleted."""
-    load_step: int = key(-1, when=needs("checkpoint.enable", remedy="switch it on, or leave the step out"))
-    """Saved step to resume from; -1: the latest."""
-    async_mode: Literal["disabled", "async"] = key("disabled", when=_SAVING)
-    """async: write a copy in the background while training goes on."""
-    initial_load_path: str | None = None
-    """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
-    last_save_in_hf: bool = key(False, when=(_SAVING, TOKENS))
-    """Also save the weights of the last step as a Hugging Face folder, step-N-hf beside the checkpoint."""
-    export_dtype: Literal["float32", "float64", "bfloat16", "float16"] = key(
-        "float32", when=(_SAVING, needs("checkpoint.last_save_in_hf"), TOKENS)
-    )
-    """Data type of the weights in the Hugging Face folder."""
-    stop_timeout_seconds: int = key(120, SECONDS, "seconds")
-    """Seconds after SIGTERM or SIGINT in which the run finishes its step and saves; then it ends at once."""
-
-
-@dataclass(frozen=True)
 class Validation:
     """The loss on data that are not trained on."""
 
@@ -356,7 +333,7 @@ class Validation:
     """Tokens of a sequence, at most training.seq_len; None: training.seq_len."""
     local_batch_size: int | None = key(None, AT_LEAST_ONE, "sequences", when=_VALIDATING, example=1)
     """Sequences of a forward on each data-parallel rank; None: training.local_batch_size."""
-    keep_best: bool = key(False, when=(_VALIDATING, _SAVING))
+    keep_best: bool = key(False, when=(_VALIDATING, *SAVING))
     """Save a checkpoint after each validation with the lowest loss so far, and keep the best one."""
 
     def source(self, training: Training) -> tuple[str, str | None]:

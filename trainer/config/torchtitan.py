@@ -201,15 +201,16 @@ _IGNORED = {
     _STRINGS: "mx.filter_fqns mx.moe_fqns_prototype quantize.linear.mx.filter_fqns",
 }
 # Keys of torchtitan's table [checkpoint] -> the value that is ignored, and what to do instead of another one.
-_WHOLE_STATE = (False, "every checkpoint holds the whole state, the weights among it; leave it out")
+_WHOLE_STATE = (
+    False,
+    "every checkpoint holds the whole state, the weights among it; leave it out",
+)
 _CHECKPOINT = {
     "interval_type": ("steps", "checkpoint.interval counts steps; leave it out"),
     "model_weights_only": _WHOLE_STATE,
     "last_save_model_weights_only": _WHOLE_STATE,
     "last_save_model_only": _WHOLE_STATE,
-    "load_only": (False, "a checkpoint run saves; use a copy of its folder"),
     "enable_first_step_checkpoint": (False, "try saving with checkpoint.interval = 1 and training.steps = 1"),
-    "exclude_from_loading": ((), "the whole state is loaded; leave it out"),
 }
 _OWN_PROGRAM = "import your module in a program of your own; leave it out"
 _OWN_KEYS = "settings are those of docs/configuration.md; leave it out"

@@ -45,6 +45,16 @@ def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
         hf_config(config.model.name).write(model)  # refuses what transformers does not have
     if not settings.folder:
         raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")
+    if settings.keep_every % settings.interval:
+        raise ConfigError(
+            f"checkpoint.keep_every = {settings.keep_every} must be a multiple of checkpoint.interval = "
+            f"{settings.interval}: other steps have no checkpoint to keep"
+        )
     step = step_to_load(config)
+    if step is None and settings.load_only:
+        raise ConfigError(
+            f"checkpoint.load_only = true: {checkpoint_folder(config)} holds no checkpoint to resume from; name a "
+            "folder that does with checkpoint.folder, or leave it out"
+        )
     if step is not None:
         check_fits(read_state(checkpoint_folder(config), step), config, model)

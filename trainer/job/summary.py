@@ -242,8 +242,11 @@ def _checkpoints(job: ResolvedJob) -> str:
     if not settings.enable:
         return f"{start}none are saved (checkpoint.enable = false)"
     folder = Path(job.config.job.dump_folder) / settings.folder
+    if settings.load_only:
+        return f"one is read in {folder}, none are saved (checkpoint.load_only = true)"
+    seconds = f" or {settings.interval_seconds:g} seconds" if settings.interval_seconds else ""
     hf = ", which is also a Hugging Face folder" if settings.last_save_in_hf else ""
-    return f"{start}every {settings.interval:,} steps and after the last one{hf}, in {folder}"
+    return f"{start}every {settings.interval:,} steps{seconds} and after the last one{hf}, in {folder}"
 
 
 def _memory(job: ResolvedJob) -> str:

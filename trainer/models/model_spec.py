@@ -116,8 +116,9 @@ class ModelSpec:
     state_dict_adapter: Callable[[Any, str], Counterpart | None] | None = None
     """(model arguments, name of a parameter or persistent buffer) -> its counterpart at Hugging Face. None: a buffer
     that has none there; it then starts with its first value."""
-    after_step: Callable[[Sequence[Model], ParallelDims], None] = lambda model_parts, dims: None
-    """(model parts of this rank, meshes): update state without gradients, in place, after each optimizer step.
+    after_step: Callable[[Sequence[Model], ParallelDims, bool], None] = lambda model_parts, dims, updated: None
+    """(model parts of this rank, meshes, updated): update state without gradients, in place, after each optimizer step.
+    updated: False if the step was skipped, as not finite; then only forget what its forwards have counted.
 
     A forward sees the tokens of this rank only (reduce over `dp_cp`, with sequence parallelism also over `tp`). It runs
     twice in a recomputed block, so use shares of what it counted, not numbers.

@@ -93,13 +93,16 @@ class MoE(nn.Module):
 
 
 @torch.no_grad()
-def update_balance(model_parts: Sequence[nn.Module], dims: ParallelDims) -> None:
+def update_balance(model_parts: Sequence[nn.Module], dims: ParallelDims, updated: bool) -> None:
     """Set the loads of a step that is over, and move the biases: a hook after the step, and one collective.
 
-    A recomputed block has counted its tokens twice, which changes no share.
+    A recomputed block has counted its tokens twice, which changes no share. A step without update counts nothing.
     """
     routers = routers_of(model_parts)
-    if not routers:
+    if not updated:
+        for router in routers:
+            router.count.zero_()
+    if not routers or not updated:
         return
     counts = all_reduce(torch.stack([router.count for router in routers]), dims["dp_cp_tp"])
     for router, count in zip(routers, counts, strict=True):

@@ -1,0 +1,78 @@
+"""Laws of what a run saves by the time, of a run that only reads, and of parts that start anew on purpose."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_checkpoint import load_step_save, main_case, merged, same, trainer_in
+from tests.distributed.test_parity import LAYOUTS
+from trainer.checkpoint.folder import saved_steps
+
+FSDP2 = LAYOUTS["fsdp2"][1]
+
+
+def timed_case(folder: str, arguments: list[str], passed: dict[int, int]) -> list[int]:
+    """After which steps a checkpoint is written, if the time has passed in step S on rank `passed[S]` alone."""
+    with trainer_in(folder, [*FSDP2, *arguments]) as trainer:
+        checkpoint = trainer.checkpoint
+        for step in range(1, 6):
+            if passed.get(step) == trainer.dims.rank("world"):
+                checkpoint._saved_at -= 1001
+            trainer.train_step(step)
+            checkpoint.save(step, tokens_seen=0, due=trainer.save_is_due)
+        return saved_steps(Path(folder) / "checkpoint")
+
+
+def test_one_rank_whose_time_is_up_makes_all_save(pool: WorkerPool, tmp_path: Path) -> None:
+    """The vote is summed over all ranks, and the clock starts again with a save on all of them."""
+    timed = ["--checkpoint.interval_seconds=1000", "--checkpoint.interval=4"]
+    assert pool.run(2, timed_case, str(tmp_path / "timed"), timed, {2: 1, 5: 0}) == [[2, 4, 5]] * 2
+    assert pool.run(2, timed_case, str(tmp_path / "untimed"), timed[1:], {2: 1, 5: 0}) == [[4]] * 2
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+def test_load_only_resumes_and_writes_no_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    """Not even what an interrupted save has left is removed."""
+    pool.run(2, load_step_save, str(tmp_path / "a"), FSDP2, 2)
+    (tmp_path / "a" / "checkpoint" / "step-9.tmp").mkdir()
+    before = contents(tmp_path / "a")
+    arguments = [
+        *FSDP2,
+        f"--checkpoint.folder={tmp_path}/a/checkpoint",
+        "--training.steps=4",
+        "--checkpoint.interval=1",
+    ]
+    results = pool.run(2, main_case, str(tmp_path / "b"), [*arguments, "--checkpoint.load_only"])
+    assert [code for code, _ in results] == [0, 0]
+    assert contents(tmp_path / "a") == before
+    assert len((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [code for code, _ in pool.run(2, main_case, str(tmp_path / "b"), arguments)] == [0, 0]
+    assert saved_steps(tmp_path / "a" / "checkpoint") == [2, 3, 4]  # a control: without it, there are more
+
+
+@pytest.mark.parametrize("anew", [["optimizer"], ["dataloader"], ["optimizer", "dataloader"]])
+def test_what_is_excluded_starts_anew_and_nothing_else(pool: WorkerPool, tmp_path: Path, anew: list[str]) -> None:
+    wanted = merged(pool.run(2, load_step_save, str(tmp_path), FSDP2, 2), "after")
+    excluding = ["--checkpoint.load_step=2", "--checkpoint.exclude_from_loading", *anew]
+    results = pool.run(2, load_step_save, str(tmp_path), [*LAYOUTS["tp2"][1], *excluding], 1)
+    got = merged(results, "before")
+    assert got.keys() == wanted.keys()
+    assert results[0]["step"] == 2
+    for name, value in wanted.items():
+        if name.startswith("optimizer.") and "optimizer" in anew:
+            assert value.any()
+            assert not got[name].any()
+        elif name.startswith("stream ") and "dataloader" in anew:
+            assert got[name]["samples"] == 0
+        else:
+            assert same(got[name], value), name
+    # The checkpoint of the new history holds what it has become: nothing is excluded from here on.
+    after = merged(results, "after")
+    again = merged(pool.run(2, load_step_save, str(tmp_path), FSDP2, 0), "before")
+    assert [name for name in after if not same(after[name], again[name])] == []
+    assert after["optimizer.norm.weight.step"] == torch.tensor(1.0 if "optimizer" in anew else 3.0)

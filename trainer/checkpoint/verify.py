@@ -1,0 +1,96 @@
+"""Read a whole saved step: lengths, check sums, entries against the model, and values that must be finite."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from trainer.checkpoint.folder import check_same_model, read_state, unreadable
+from trainer.checkpoint.weights import load_tensors, names_of, reader_of
+from trainer.config.schema import JobConfig
+from trainer.models.args import ModelArgs
+from trainer.models.model_spec import model_spec
+from trainer.transforms.lora import apply_lora
+
+_AT_ONCE = 2**30
+"""Bytes of the tensors that are read at once; a larger tensor is read alone."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a whole checkpoint holds."""
+
+    files: int
+    size: int
+    """Bytes of the files."""
+    tensors: int
+
+
+def verify_step(folder: Path, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
+    """Read all that a saved step in `folder` holds; run: the configuration and the model that it must be of.
+
+    Raises:
+        ConfigError: something is missing, damaged, of another model, too much, or not finite.
+    """
+    state = read_state(folder, step)
+    reader = reader_of(folder, state)
+    entries = reader.read_metadata().state_dict_metadata
+    if run is not None:
+        check_same_model(state, *run, reader.path, remedy="verify it with the configuration of its run")
+        if problem := _difference(entries, expected_entries(*run, with_optimizer=step > 0)):
+            raise unreadable(folder, step, problem)
+    for name, entry in entries.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise unreadable(folder, step, f"{name} is no tensor")
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != entry.size.numel():
+            raise unreadable(folder, step, f"the parts of {name} are not the whole of it")
+    for batch in _batches(entries):
+        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in batch.items()}
+        load_tensors(tensors, reader)
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise unreadable(folder, step, f"{name} has values that are not finite")
+    return Verified(len(state.files), sum(state.files.values()), len(entries))
+
+
+def expected_entries(config: JobConfig, args: ModelArgs, *, with_optimizer: bool) -> dict[str, torch.Size]:
+    """Return name and shape of every entry of a checkpoint of this run."""
+    with torch.device("meta"):
+        model = model_spec(config.model.name).build(args)
+        apply_lora(model, config.lora)
+    expected = {}
+    for tensor, name in names_of([model]).items():
+        trained = isinstance(tensor, torch.nn.Parameter)
+        if trained and not tensor.requires_grad:
+            continue
+        expected[f"model.{name}"] = tensor.shape
+        if trained and with_optimizer:
+            expected |= {f"optimizer.{name}.{moment}": tensor.shape for moment in _MOMENTS}
+            expected[f"optimizer.{name}.step"] = torch.Size()
+    return expected
+
+
+def _difference(entries: Mapping[str, TensorStorageMetadata], expected: Mapping[str, torch.Size]) -> str:
+    """Return the first difference in words; empty if there is none."""
+    for name, shape in expected.items():
+        if name not in entries:
+            return f"{name} is missing"
+        if entries[name].size != shape:
+            return f"{name} has the shape {tuple(entries[name].size)}, and {tuple(shape)} in the model"
+    return next((f"it holds {name} and the model has none" for name in entries if name not in expected), "")
+
+
+def _batches(entries: Mapping[str, TensorStorageMetadata]) -> Iterator[dict[str, TensorStorageMetadata]]:
+    batch: dict[str, TensorStorageMetadata] = {}
+    size = 0
+    for name, entry in entries.items():
+        more = entry.size.numel() * entry.properties.dtype.itemsize
+        if batch and size + more > _AT_ONCE:
+            yield batch
+            batch, size = {}, 0
+        batch[name], size = entry, size + more
+    yield batch

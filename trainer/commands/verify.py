@@ -1,0 +1,98 @@
+"""Read checkpoints whole, and say of each saved step whether it is whole or damaged.
+
+verify outputs/debug_model                           all steps of a run
+verify outputs/debug_model/checkpoint/step-500       one of them
+
+Every file is read: lengths, check sums, names and shapes against the model of the run, and values that are not finite.
+The exit code is 0 if all steps are whole, 1 if one is damaged, and 2 if there is none.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from trainer.checkpoint.folder import checkpoint_folder, saved_steps, step_folder
+from trainer.checkpoint.initial import saved_step
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import JobConfig
+from trainer.job.model import resolve_model
+from trainer.models.args import ModelArgs
+
+_RUN_FILE = "config.toml"
+
+
+def steps_of(path: Path) -> tuple[Path, list[int], Path]:
+    """Return the folder of checkpoints that a path means, the steps in it, and the file of its run's configuration.
+
+    Raises:
+        ConfigError: nothing is saved there.
+    """
+    path = path.absolute()
+    own = path / _RUN_FILE
+    if (step := saved_step(path)) is not None:
+        return path.parent, [step], path.parent.parent / _RUN_FILE
+    if own.is_file():
+        config = parse_command_line(["--job.config_file", str(own), "--job.dump_folder", str(path)]).config
+        folder, run = checkpoint_folder(config), own
+    else:
+        folder, run = path, path.parent / _RUN_FILE
+    steps = saved_steps(folder)
+    if not steps:
+        raise ConfigError(
+            f"{folder} holds no whole checkpoint: there is no step-N with a state.json; name the job.dump_folder of a "
+            "run, its folder of checkpoints, or one step-N"
+        )
+    return folder, steps, run
+
+
+def model_of(run: Path) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
+    """Return configuration and model of a run, or None and why they are not known."""
+    if not run.is_file():
+        return None, f"{run} is missing"
+    missing: list[str] = []
+    try:
+        config = parse_command_line(["--job.config_file", str(run)]).config
+        model = resolve_model(config, missing)
+    except ConfigError as error:
+        return None, str(error)
+    return (None, missing[0]) if missing else ((config, model), "")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    described = argparse.ArgumentParser(prog="lct verify", description=__doc__.splitlines()[0])
+    described.add_argument("path", type=Path, help="job.dump_folder of a run, or one saved step of it, step-N")
+    return described
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a line for each saved step, and return 1 if one is damaged."""
+    args = parser().parse_args(argv)
+    try:
+        folder, steps, file = steps_of(args.path)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    run, why_not = model_of(file)
+    if run is None:
+        print(f"note: entries are not compared with a model ({why_not})", file=sys.stderr)
+    from trainer.checkpoint.verify import verify_step
+
+    damaged = False
+    for step in steps:
+        started = time.monotonic()
+        try:
+            found = verify_step(folder, step, run)
+        except ConfigError as error:
+            print(f"{step_folder(folder, step).name}: damaged: {error}", flush=True)
+            damaged = True
+            continue
+        what = f"{found.files} files, {found.size / 2**20:,.1f} MiB, {found.tensors:,} tensors"
+        print(f"{step_folder(folder, step).name}: whole: {what} ({time.monotonic() - started:.1f} s)", flush=True)
+    return int(damaged)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
