@@ -9,6 +9,7 @@ import pytest
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import trainer_in
 from trainer.checkpoint.folder import saved_steps
+from trainer.components.step_totals import StepTotals
 from trainer.config.errors import ConfigError
 from trainer.trainer import Trainer
 
@@ -25,13 +26,13 @@ def train(folder: str, arguments: list[str], rank_to_kill: int | None) -> tuple[
     with trainer_in(folder, ["--training.steps=7", *arguments]) as trainer:
         losses, found, read = [], set(), trainer.read
 
-        def reading(step: int, totals) -> tuple[float, float]:
-            loss, norm = read(step, totals)
-            losses.append(loss)
+        def reading(step: int, totals: StepTotals) -> tuple[float, float, bool]:
+            result = read(step, totals)
+            losses.append(result[0])
             found.update(workers_of(trainer))
             if step == KILLED_AFTER and trainer.dims.rank("world") == rank_to_kill:
                 os.kill(workers_of(trainer)[0], signal.SIGKILL)
-            return loss, norm
+            return result
 
         trainer.read = reading
         try:
