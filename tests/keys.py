@@ -388,6 +388,9 @@ EFFECTS: dict[str, str | Seen] = {
         ),
         f"{_SAVE} --checkpoint.interval=1",
     ),
+    "checkpoint.enable_first_step_checkpoint": Seen(
+        f"{_SAVE} --checkpoint.enable_first_step_checkpoint", _more("files", "checkpoint/step-1/state.json"), _SAVE
+    ),
     "checkpoint.interval_seconds": f"{_CHECKPOINTS}::test_one_rank_whose_time_is_up_makes_all_save",
     "checkpoint.keep_every": "tests/unit/test_checkpoint_folder.py::test_every_nth_step_stays",
     "checkpoint.load_only": f"{_CHECKPOINTS}::test_load_only_resumes_and_writes_no_checkpoint",

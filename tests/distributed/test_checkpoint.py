@@ -42,10 +42,10 @@ SETTINGS = [
 
 
 @contextlib.contextmanager
-def trainer_in(folder: str, arguments: list[str]) -> Iterator[Trainer]:
+def trainer_in(folder: str, arguments: list[str], settings: list[str] = SETTINGS) -> Iterator[Trainer]:
     """The real trainer on this rank, which has loaded what is in `folder`."""
     process = Process.from_environment()
-    config = parse_command_line([*SETTINGS, f"--job.dump_folder={folder}", *arguments]).config
+    config = parse_command_line([*settings, f"--job.dump_folder={folder}", *arguments]).config
     with process_group(process, config.comm):
         trainer = Trainer(resolve(config, process.world_size, process.device.type), process.device)
         with trainer.checkpoint:

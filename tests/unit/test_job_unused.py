@@ -123,6 +123,7 @@ TOLD = [
     ("training.max_skipped_steps", ["9"], 1, ["--training.on_nonfinite=skip"], "with training.on_nonfinite = 'stop'"),
     ("checkpoint.folder", ["x"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     ("checkpoint.interval", ["10"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    ("checkpoint.enable_first_step_checkpoint", [], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     ("checkpoint.interval_seconds", ["60"], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     (
         "checkpoint.keep_every",

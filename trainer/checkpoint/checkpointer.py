@@ -204,7 +204,7 @@ class Checkpointer:
     def save(
         self, step: int, *, tokens_seen: int, last: bool = False, due: bool = False, best: float | None = None
     ) -> bool:
-        """Save every `checkpoint.interval` steps and after the `last` one; return whether `step` has a checkpoint now.
+        """Save if it is due by the settings, and after the `last` step; return whether `step` has a checkpoint now.
 
         due: save now, by the votes of all ranks (`vote`).
         best: the validation loss, if the checkpoint is the best one so far, which is saved and kept.
@@ -216,7 +216,8 @@ class Checkpointer:
             return False
         if step == self._last_step:
             return True
-        if not (last or due) and best is None and step % self.settings.interval:
+        first = step == 1 and self.settings.enable_first_step_checkpoint
+        if not (first or last or due) and best is None and step % self.settings.interval:
             return False
         self._best = self._best if best is None else best
         self.wait()

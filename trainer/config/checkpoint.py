@@ -29,6 +29,8 @@ class Checkpoint:
     """Steps from one checkpoint to the next; the last step of a run is always saved."""
     interval_seconds: float | None = key(None, POSITIVE, "seconds", when=SAVING, example=1800.0)
     """Also save after a step when so much time has passed since the last checkpoint; None: by steps alone."""
+    enable_first_step_checkpoint: bool = key(False, when=SAVING)
+    """Also save after step 1, to find early what would stop a save."""
     keep_latest_k: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: keep all)"), "checkpoints", when=SAVING)
     """Number of checkpoints to keep; older ones are deleted."""
     keep_every: int = key(

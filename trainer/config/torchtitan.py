@@ -209,7 +209,6 @@ _CHECKPOINT = {
     "model_weights_only": _WHOLE_STATE,
     "last_save_model_weights_only": _WHOLE_STATE,
     "last_save_model_only": _WHOLE_STATE,
-    "enable_first_step_checkpoint": (False, "try saving with checkpoint.interval = 1 and training.steps = 1"),
 }
 _OWN_PROGRAM = "import your module in a program of your own; leave it out"
 _OWN_KEYS = "settings are those of docs/configuration.md; leave it out"
