@@ -80,6 +80,20 @@ DATA = (
         "tests/unit/test_token_files.py",
     ),
     Mutant(
+        "each shard of the hub has all rows",
+        "trainer/data/hub.py",
+        "self._rows.shard(self.shards, shard)",
+        "self._rows",
+        "tests/unit/test_hub.py",
+    ),
+    Mutant(
+        "lct tokenize stops at a bad record that is to be left out",
+        "trainer/data/token_writer.py",
+        "if not reading.skips:",
+        "if True:",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
         "a long line of JSON ends with the block",
         "trainer/data/file_index.py",
         "block += stream.readline()  # whole lines",

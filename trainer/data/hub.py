@@ -75,7 +75,7 @@ class HubData:
     def records(self, shard: int, name: str) -> Iterator[Row]:
         """Yield the rows of a shard. name: of the column with the text.
 
-        The packages below repeat requests that fail, with growing pauses, for some minutes.
+        The packages below repeat requests that fail, for some minutes.
 
         Raises:
             ConfigError: the hub no longer answers, the shard is damaged, or has no such column.

@@ -71,29 +71,35 @@ def write_shard(part: Part, stem: Path, tokenizer: Tokenizer, reading: Reading) 
         ConfigError: the data cannot be read, or a record is bad and not to be skipped.
     """
     code = 8 if tokenizer.vocab_size <= 1 << 16 else 4  # uint16, or int32: the format has no uint32
-    lengths, sums = [], []
-    ids_file, sums_file, index = (stem.with_suffix(ending) for ending in (".bin", ".crc", ".idx"))
-    with ids_file.open("ab") as stream:
+    index, dtype = stem.with_suffix(".idx"), np.dtype(CODES[code])
+    with stem.with_suffix(".bin").open("ab") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
         if index.exists():
             return
         stream.truncate(0)
+        lengths, sums = [], []
         for text in documents_of(part, reading):
-            ids = tokenizer.encode_to_numpy(text, bos=bool(text), eos=bool(text)).astype(CODES[code])
+            ids = tokenizer.encode_to_numpy(text, bos=bool(text), eos=bool(text)).astype(dtype)
             stream.write(content := ids.tobytes())
             lengths.append(len(ids))
             sums.append(zlib.crc32(content))
+        stream.flush()
         os.fsync(stream.fileno())
-    np.array(sums, dtype="<u4").tofile(sums_file)
-    unfinished = index.with_suffix(".idx.tmp")
-    with unfinished.open("wb") as stream:
+        _write(stem.with_suffix(".crc"), np.array(sums, dtype="<u4").tobytes())
         n = len(lengths)
-        stream.write(HEADER.pack(MAGIC, 1, code, n, n + 1))
-        ends = np.cumsum([0, *lengths], dtype="<i8") * np.dtype(CODES[code]).itemsize
-        for array in (np.array(lengths, dtype="<i4"), ends[:-1], np.arange(n + 1, dtype="<i8")):
-            array.tofile(stream)
+        ends = np.cumsum([0, *lengths], dtype="<i8") * dtype.itemsize
+        arrays = (np.array(lengths, dtype="<i4"), ends[:-1], np.arange(n + 1, dtype="<i8"))
+        _write(index, HEADER.pack(MAGIC, 1, code, n, n + 1), *(array.tobytes() for array in arrays))
+
+
+def _write(file: Path, *parts: bytes) -> None:
+    """Write a file under a temporary name, and give it its name when it is on the disk."""
+    unfinished = file.with_suffix(f"{file.suffix}.tmp")
+    with unfinished.open("wb") as stream:
+        stream.writelines(parts)
+        stream.flush()
         os.fsync(stream.fileno())
-    unfinished.replace(index)
+    unfinished.replace(file)
 
 
 def documents_of(part: Part, reading: Reading) -> Iterator[str]:
