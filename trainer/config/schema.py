@@ -46,6 +46,7 @@ _LINES = Condition(
     ),
     "without training.dataset = 'jsonl'",
 )
+_MIXED = needs("mixture.names", remedy="name the sources, or leave it out")
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
 _SCALED = Condition(
@@ -306,6 +307,18 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """Several data sets of the kind training.dataset, by weights."""
+
+    names: tuple[str, ...] = key((), when=TOKENS)
+    """A name for each source, for metrics and for the state of the data; none: training.dataset_path is the data."""
+    paths: tuple[str, ...] = key((), when=(TOKENS, _MIXED))
+    """File, folder or glob of each source."""
+    weights: tuple[float, ...] = key((), when=(TOKENS, _MIXED))
+    """Share of each source in the sequences, up to a factor; may change when a run resumes. 0: left out."""
+
+
+@dataclass(frozen=True)
 class Fields:
     """Fields on a grid that change with time, for training.dataset = "fields"."""
 
@@ -352,6 +365,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    mixture: Mixture = field(default_factory=Mixture)
     fields: Fields = field(default_factory=Fields)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

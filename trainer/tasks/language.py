@@ -9,7 +9,7 @@ import torch
 
 from trainer.components.loss import count_valid, token_losses
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.text_data import open_text
+from trainer.data.mixture import Mixture, open_training_data
 from trainer.data.workers import WorkerSettings
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
@@ -36,10 +36,11 @@ class LanguageTask:
 
     def build_loader(self) -> BatchLoader:
         training = self.config.training
-        reopen = partial(open_text, self.config.model, training.dataset, training.dataset_path, training)
+        reopen = partial(open_training_data, self.config)
         workers = WorkerSettings(training.data_workers, ahead=self.job.micro_batches, reopen=reopen)
+        data = reopen()
         return BatchLoader(
-            *reopen(),
+            *((data,) if isinstance(data, Mixture) else data),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,
