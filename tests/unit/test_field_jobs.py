@@ -146,6 +146,7 @@ WITHOUT_TOKENS = {
     "training.on_bad_record": "skip",
     "training.attention_mask": "document",
     "training.packing": "pad",
+    "mixture.names": "web",
     "training.data_workers": "2",
     "training.loss_chunk_tokens": "64",
 }
