@@ -80,6 +80,10 @@ def _model(job: ResolvedJob) -> str:
 def _data(job: ResolvedJob) -> str:
     training = job.config.training
     source = training.dataset + (f" {training.dataset_path}" if training.dataset_path else "")
+    mixture = job.config.mixture
+    if mixture.names:
+        shares = zip(mixture.names, mixture.weights, strict=True)
+        source += ": " + ", ".join(f"{name} {weight / sum(mixture.weights):.1%}" for name, weight in shares)
     streams = f", in {training.data_streams} streams" if training.data_streams else ""
     if job.config.trains_fields:
         model, fields = job.model, job.config.fields
