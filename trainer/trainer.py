@@ -290,6 +290,7 @@ class Trainer:
             sums = all_reduce(sums, self.dims["pp"])  # the last stage has them
             sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
             scalars = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": self.data.epoch}
+            scalars["padding"] = sum(batch.get("padding", 0) for batch in batches)
             more = {**self.spec.step_record(self.model_parts, self.dims), **self.guard.record()}
             self.metrics.log(step, sequence_losses=sequence_losses, **scalars, more=more)
 

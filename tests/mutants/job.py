@@ -6,19 +6,42 @@ _PAIRS = "tests/distributed/test_pairs.py"
 _CHECKPOINT = "tests/distributed/test_checkpoint.py"
 _LOOP = "tests/distributed/test_loop.py"
 
+_BALANCE = "tests/distributed/test_balance.py"
+
 DATA = (
+    Mutant(
+        "a dealt document takes its neighbour's labels",
+        "trainer/tasks/balanced_batches.py",
+        '"labels": pairs[:, 1],',
+        '"labels": np.roll(pairs[:, 1], 1),',
+        _BALANCE,
+    ),
+    Mutant(
+        "positions of dealt documents go on",
+        "trainer/tasks/balanced_batches.py",
+        "np.concatenate([np.arange(length) for length in lengths])",
+        "np.minimum(np.arange(sum(lengths)), 15)",
+        _BALANCE,
+    ),
+    Mutant(
+        "documents are dealt in the order in which they were read",
+        "trainer/data/balance.py",
+        'np.argsort(-lengths, kind="stable")',
+        "np.arange(len(lengths))",
+        "tests/unit/test_step_balance.py",
+    ),
     Mutant(
         "replicas read the same data",
         "trainer/tasks/language.py",
-        'dp_rank=self.dims.rank("dp"),',
-        'dp_rank=self.dims.rank("dp_shard"),',
+        'dp_rank=dims.rank("dp"),',
+        'dp_rank=dims.rank("dp_shard"),',
         _CHECKPOINT,
     ),
     Mutant(
         "the next row comes from the first stream",
         "trainer/data/streams.py",
-        "self._streams[sample % self._n]",
-        "next(iter(self._streams.values()))",
+        "streams.get(sample % self.data_streams)",
+        "next(iter(streams.values()))",
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
@@ -31,7 +54,7 @@ DATA = (
     Mutant(
         "ranks that share a stream do not pass over the samples of others",
         "trainer/data/streams.py",
-        "            _pass_over(stream, sample // self._n)\n",
+        "                _pass_over(stream, sample // self.data_streams)\n",
         "",
         "tests/unit/test_data_loader.py",
     ),
@@ -86,7 +109,7 @@ DATA = (
     ),
     Mutant(
         "a resumed stream begins its document anew",
-        "trainer/data/loader.py",
+        "trainer/data/text_data.py",
         '"token": self._token, "samples"',
         '"token": 0, "samples"',
         "tests/unit/test_data_loader.py",
@@ -218,6 +241,20 @@ CHECKPOINTS = (
         "trainer/checkpoint/checkpointer.py",
         "        self.wait()\n        started",
         "        started",
+        _CHECKPOINT,
+    ),
+    Mutant(
+        "on a GPU an update does not wait for the copies of the state",
+        "trainer/checkpoint/host_copies.py",
+        "        if self._copied is not None:\n            torch.cuda.current_stream().wait_event(self._copied)",
+        "        pass",
+        "tests/unit/test_host_copies.py",
+    ),
+    Mutant(
+        "memory of the state itself is written in the background",
+        "trainer/checkpoint/checkpointer.py",
+        "            dcp.save(copies.tensors, **saving)",
+        "            dcp.save(tensors, **saving)",
         _CHECKPOINT,
     ),
 )

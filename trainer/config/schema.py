@@ -24,7 +24,7 @@ from trainer.config.keys import (
     needs_value,
     unless,
 )
-from trainer.config.parallelism import Comm, Parallelism
+from trainer.config.parallelism import DATA_PARALLEL, NO_PIPELINE, Comm, Parallelism
 from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 
 TOKENIZER_FILES = ("original/tokenizer.model", "tokenizer.json", "tokenizer.model")
@@ -45,6 +45,12 @@ _LINES = Condition(
         config.training.dataset == "jsonl" or (config.validation.enable and config.validation.dataset == "jsonl")
     ),
     "without training.dataset = 'jsonl'",
+)
+_DOCUMENTS = Condition(
+    lambda config, _: config.masks_documents,
+    "with training.attention_mask = 'causal', under which documents see each other",
+    "use training.attention_mask = 'document'",
+    general="with training.attention_mask = 'causal'",
 )
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
@@ -260,6 +266,10 @@ class Training:
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
     attention_mask: Literal["causal", "document"] = key("causal", when=TOKENS)
     """A token sees those before it in its sequence, or in its document, with positions from 0; chat: document."""
+    balance: Literal["off", "step"] = key("off", when=(TOKENS, _DOCUMENTS, NO_PIPELINE, DATA_PARALLEL))
+    """step: deal each step's documents over data-parallel ranks and micro-batches for equal work; equal gradients."""
+    packing: Literal["concatenate", "best_fit", "pad"] | None = key(None, when=TOKENS)
+    """Documents are cut where a sequence ends, or whole, or one a sequence; None: concatenate, for chat best_fit."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -292,6 +302,8 @@ class Training:
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
     data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
     """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
+    data_workers: int = key(0, NOT_NEGATIVE, "processes", when=TOKENS)
+    """Processes of each rank that read, tokenize and pack ahead of its steps; 0: the rank itself does."""
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import gcd
 from typing import Generic, TypeVar
 
@@ -82,6 +83,11 @@ class ItemStream:
         self.restart({})
 
     @property
+    def items(self) -> np.ndarray:
+        """The numbers of the items (n,), in the order in which they were dealt."""
+        return self._items
+
+    @property
     def state(self) -> StreamState:
         """The position: epoch, place of the item in the epoch's order, samples given so far."""
         return {"epoch": self._epoch, self.ITEM: self._place, "samples": self.samples}
@@ -126,6 +132,32 @@ class ItemStream:
 S = TypeVar("S", bound=ItemStream)
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Whose turn it is: global sample i is of stream i % data_streams, and of rank i % degree."""
+
+    data_streams: int
+    rank: int
+    degree: int
+
+    def of(self, streams: Mapping[int, S], given: int, samples: int) -> Iterator[tuple[int, S]]:
+        """Yield the place and the stream of this rank's next samples that are of `streams`.
+
+        The caller takes one sample of each stream. Samples of other ranks are passed over, also at the end. given:
+        samples that all ranks have read before.
+        """
+        first = given + (self.rank - given) % self.degree
+        for place in range(samples):
+            sample = first + place * self.degree
+            stream = streams.get(sample % self.data_streams)
+            if stream is not None:
+                _pass_over(stream, sample // self.data_streams)
+                yield place, stream
+        given += samples * self.degree
+        for s, stream in streams.items():
+            _pass_over(stream, -(-(given - s) // self.data_streams))
+
+
 class StreamLoader(Generic[S]):
     """What loaders of all kinds of data share: the streams that one data-parallel rank reads, and their state.
 
@@ -161,14 +193,12 @@ class StreamLoader(Generic[S]):
 
     def _next_streams(self, samples: int) -> Iterator[S]:
         """Yield the stream of each of this rank's next samples. The caller takes one sample of it."""
-        for _ in range(samples):
-            sample = self._given + (self._rank - self._given) % self._degree
-            stream = self._streams[sample % self._n]
-            _pass_over(stream, sample // self._n)
-            yield stream
-            self._given += self._degree
-        for s, stream in self._streams.items():
-            _pass_over(stream, -(-(self._given - s) // self._n))
+        yield from (stream for _, stream in self._turns.of(self._streams, self._given, samples))
+        self._given += samples * self._degree
+
+    @property
+    def _turns(self) -> Turns:
+        return Turns(self._n, self._rank, self._degree)
 
     @property
     def epoch(self) -> float:
@@ -200,8 +230,8 @@ class StreamLoader(Generic[S]):
                 self._check_same(key, fixed[key], states[s])
             if states[s].keys() | {_DATA} != stream.state.keys() | fixed.keys() | {_DATA}:
                 raise ConfigError(
-                    "the saved data state is of another kind of data; resume with the kind of data that it was saved "
-                    f"with, {ANEW}"
+                    "the saved data state is of another kind of data, or of a training.packing that cuts documents "
+                    f"where this one does not; resume with what it was saved with, {ANEW}"
                 )
             if _DATA in fixed and states[s].get(_DATA, fixed[_DATA]) != fixed[_DATA]:
                 raise ConfigError(
