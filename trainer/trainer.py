@@ -273,8 +273,6 @@ class Trainer:
             for i, batch in enumerate(batches)
         ]
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
-        if self.by_source:
-            self.by_source.add(torch.cat([batch["sources"] for batch in batches]), sums, counts)
         if step < self.config.training.steps:
             self._make_next_batches()  # while the device works; all ranks learn of bad data with the totals
         with region("grad_norm"):
@@ -288,6 +286,8 @@ class Trainer:
         loss, grad_norm, updated = self.read(step, totals)
         if updated and not self.updates_masked:
             self.update(grad_norm)
+        if updated and self.by_source:
+            self.by_source.add(torch.cat([batch["sources"] for batch in batches]), sums, counts)
         self.spec.after_step(self.model_parts, self.dims, updated)
         lr = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()

@@ -39,5 +39,5 @@ class SourceLosses:
         for name, (loss, number, samples, passes) in zip(self._names, found, strict=True):
             if number:
                 record[f"loss/{name}"] = loss / number
-            record |= {f"tokens/{name}": samples / ranks * self._seq_len, f"epoch/{name}": passes / ranks / n}
+            record |= {f"tokens/{name}": round(samples / ranks) * self._seq_len, f"epoch/{name}": passes / ranks / n}
         return record
