@@ -288,6 +288,8 @@ class Trainer:
         loss, grad_norm, updated = self.read(step, totals)
         if updated and not self.updates_masked:
             self.update(grad_norm)
+        if self.by_source:
+            self.by_source.end_step(counts=updated)
         self.spec.after_step(self.model_parts, self.dims, updated)
         lr = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
