@@ -15,7 +15,7 @@ def check_mixture(config: JobConfig) -> None:
         given = list(getattr(mixture, key))
         if len(given) != len(names):
             raise ConfigError(
-                f"mixture.{key} = {given} has {len(given)} entries and mixture.names = {names} has {len(names)}; give "
+                f"mixture.{key} = {given} lists {len(given)}, and mixture.names = {names} lists {len(names)}; give "
                 "one for each source"
             )
     if not names:
