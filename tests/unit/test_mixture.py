@@ -181,7 +181,7 @@ def test_a_mixture_is_said(data: Path) -> None:
     ("given", "more", "part"),
     [
         ({"weights": "1"}, (), "mixture.weights = [1.0] lists 1, and mixture.names = ['web', 'code'] lists 2"),
-        ({"weights": ""}, (), "mixture.weights = [] has 0 entries"),
+        ({"weights": ""}, (), "mixture.weights = [] lists 0"),
         ({"weights": "1 -2"}, (), "mixture.weights = [1.0, -2.0] must be at least 0, and one above 0; write shares"),
         ({"weights": "0 0"}, (), "must be at least 0, and one above 0"),
         (
