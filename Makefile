@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # What takes --device. One GPU proves kernels and ranks as threads; cases on more ranks than GPUs are skipped.
 ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tests/unit/test_thread_attention.py \
+	tests/unit/test_host_copies.py \
 	tests/distributed/test_exchange.py tests/distributed/test_context_parallel.py tests/distributed/test_parity.py \
 	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 

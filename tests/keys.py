@@ -237,6 +237,7 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "parallelism.domain_parallel_rows": "tests/unit/test_field_jobs.py::test_the_summary_says_how_fields_are_divided",
     "training.seq_len": Seen(_SHAPE, lambda off, on: (len(off.inputs[0][0]), len(on.inputs[0][0])) == (16, 24)),
+    "training.balance": "tests/distributed/test_balance.py::test_every_document_with_a_label_is_somewhere_once",
     "training.attention_mask": Seen(
         "--training.attention_mask=document --training.dataset_path={data}/lines",
         _other("losses"),
@@ -389,6 +390,9 @@ EFFECTS: dict[str, str | Seen] = {
             "/step-1/" in str(off.files) and "/step-1/" not in str(on.files) and "/step-2/" in str(on.files)
         ),
         f"{_SAVE} --checkpoint.interval=1",
+    ),
+    "checkpoint.enable_first_step_checkpoint": Seen(
+        f"{_SAVE} --checkpoint.enable_first_step_checkpoint", _more("files", "checkpoint/step-1/state.json"), _SAVE
     ),
     "checkpoint.interval_seconds": f"{_CHECKPOINTS}::test_one_rank_whose_time_is_up_makes_all_save",
     "checkpoint.keep_every": "tests/unit/test_checkpoint_folder.py::test_every_nth_step_stays",

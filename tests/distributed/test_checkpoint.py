@@ -19,6 +19,7 @@ from tests.distributed.test_parity import LAYOUTS
 from trainer.checkpoint import files as checkpoint_files
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
 from trainer.checkpoint.folder import saved_steps
+from trainer.checkpoint.host_copies import _local
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.sharding import exchange
@@ -41,10 +42,10 @@ SETTINGS = [
 
 
 @contextlib.contextmanager
-def trainer_in(folder: str, arguments: list[str]) -> Iterator[Trainer]:
+def trainer_in(folder: str, arguments: list[str], settings: list[str] = SETTINGS) -> Iterator[Trainer]:
     """The real trainer on this rank, which has loaded what is in `folder`."""
     process = Process.from_environment()
-    config = parse_command_line([*SETTINGS, f"--job.dump_folder={folder}", *arguments]).config
+    config = parse_command_line([*settings, f"--job.dump_folder={folder}", *arguments]).config
     with process_group(process, config.comm):
         trainer = Trainer(resolve(config, process.world_size, process.device.type), process.device)
         with trainer.checkpoint:
@@ -147,7 +148,7 @@ def test_any_number_of_data_parallel_ranks_goes_on_with_the_same_samples(pool: W
 # ---- in the background
 
 
-def overtaken_case(folder: str, arguments: list[str]) -> tuple[dict, dict, list[int], list[int]]:
+def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, dict, list[int], list[int]]:
     """Train on while the writer is held up; what is saved must be the state of its own step."""
     trained = threading.Event()
     write = checkpoint_files.Writer.write_data
@@ -156,7 +157,7 @@ def overtaken_case(folder: str, arguments: list[str]) -> tuple[dict, dict, list[
         assert trained.wait(60)
         return write(writer, *rest)
 
-    with trainer_in(folder, [*arguments, "--checkpoint.async_mode=async", "--checkpoint.interval=1"]) as trainer:
+    with trainer_in(folder, [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=1"]) as trainer:
         path = Path(folder) / "checkpoint"
         with mock.patch.object(checkpoint_files.Writer, "write_data", held_up):
             trainer.train_step(1)
@@ -170,15 +171,46 @@ def overtaken_case(folder: str, arguments: list[str]) -> tuple[dict, dict, list[
         return wanted, whole_state(trainer), meanwhile, saved_steps(path)
 
 
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 @pytest.mark.parametrize("layout", ["fsdp2", "one"])
-def test_training_does_not_change_what_is_being_written(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+def test_training_does_not_change_what_is_being_written(
+    pool: WorkerPool, tmp_path: Path, layout: str, mode: str
+) -> None:
     world_size, arguments = LAYOUTS.get(layout, (1, []))
-    results = pool.run(world_size, overtaken_case, str(tmp_path), arguments)
+    results = pool.run(world_size, overtaken_case, str(tmp_path), arguments, mode)
     assert [(meanwhile, afterwards) for *_, meanwhile, afterwards in results] == [([], [1])] * world_size
     loaded = merged(pool.run(world_size, load_step_save, str(tmp_path), arguments, 0), "before")
     wanted = merged([{"wanted": wanted} for wanted, *_ in results], "wanted")
     assert [name for name in wanted if not same(wanted[name], loaded[name])] == []
     assert not same(results[0][0]["model.norm.weight"], results[0][1]["model.norm.weight"])
+
+
+def kept_memory_case(folder: str) -> list[tuple[int, bool]]:
+    """Of each of three saves: addresses that are new, and whether the copies are the state of that step."""
+    arguments = [*LAYOUTS["fsdp2"][1], "--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.interval=1"]
+    found, known = [], set()
+    with trainer_in(folder, arguments) as trainer:
+        copies = trainer.checkpoint._copies
+        assert copies is not None
+        for step in (1, 2, 3):
+            trainer.train_step(step)
+            trainer.checkpoint.save(step, tokens_seen=0)
+            state = tensors_of(trainer.model_parts, trainer.optimizer)
+            held, theirs = ({_local(x).data_ptr() for x in tensors.values()} for tensors in (copies.tensors, state))
+            assert held & theirs <= {0}, "a copy has memory of its own"
+            is_it = copies.tensors.keys() == state.keys() and all(
+                same(_local(copies.tensors[name]), _local(x)) for name, x in state.items()
+            )
+            found.append((len(held - known), is_it))
+            known |= held
+    return found
+
+
+def test_the_memory_of_copies_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
+    for first, *later in pool.run(2, kept_memory_case, str(tmp_path)):
+        assert first[0] > 10
+        assert first[1]
+        assert later == [(0, True)] * 2
 
 
 def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str, str, list[int]]:
@@ -211,7 +243,7 @@ def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str,
     [(errno.ENOSPC, "the disk is full ("), (errno.EDQUOT, "the quota of this user is used up (about ")],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_an_error_while_writing_reaches_every_rank(
     pool: WorkerPool, tmp_path: Path, mode: str, rank: int, number: int, told: str
 ) -> None:
@@ -279,7 +311,7 @@ def test_other_data_are_found_by_all_ranks(pool: WorkerPool, tmp_path: Path) -> 
     data.write_text('{"text": "some words that are read"}\n' * 21)
     results = pool.run(2, main_case, str(tmp_path), arguments)
     assert [code for code, _ in results] == [2, 2]
-    assert results[0][1].startswith("error: number of documents = 21 is not the 20 of the saved data state")
+    assert results[0][1].startswith("error: the data set has 21 documents, and had 20 when the checkpoint was saved, ")
     assert results[1][1] == ""
 
 

@@ -6,12 +6,35 @@ _PAIRS = "tests/distributed/test_pairs.py"
 _CHECKPOINT = "tests/distributed/test_checkpoint.py"
 _LOOP = "tests/distributed/test_loop.py"
 
+_BALANCE = "tests/distributed/test_balance.py"
+
 DATA = (
+    Mutant(
+        "a dealt document takes its neighbour's labels",
+        "trainer/tasks/balanced_batches.py",
+        '"labels": pairs[:, 1],',
+        '"labels": np.roll(pairs[:, 1], 1),',
+        _BALANCE,
+    ),
+    Mutant(
+        "positions of dealt documents go on",
+        "trainer/tasks/balanced_batches.py",
+        "np.concatenate([np.arange(length) for length in lengths])",
+        "np.minimum(np.arange(sum(lengths)), 15)",
+        _BALANCE,
+    ),
+    Mutant(
+        "documents are dealt in the order in which they were read",
+        "trainer/data/balance.py",
+        'np.argsort(-lengths, kind="stable")',
+        "np.arange(len(lengths))",
+        "tests/unit/test_step_balance.py",
+    ),
     Mutant(
         "replicas read the same data",
         "trainer/tasks/language.py",
-        'dp_rank=self.dims.rank("dp"),',
-        'dp_rank=self.dims.rank("dp_shard"),',
+        'dp_rank=dims.rank("dp"),',
+        'dp_rank=dims.rank("dp_shard"),',
         _CHECKPOINT,
     ),
     Mutant(
@@ -47,6 +70,27 @@ DATA = (
         "trainer/data/token_files.py",
         "return self._crc is None or zlib.crc32(content) == self._crc[i]",
         "return True",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "two processes write one shard",
+        "trainer/data/token_writer.py",
+        "        if index.exists():\n            return\n",
+        "",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "each shard of the hub has all rows",
+        "trainer/data/hub.py",
+        "self._rows.shard(self.shards, shard)",
+        "self._rows",
+        "tests/unit/test_hub.py",
+    ),
+    Mutant(
+        "lct tokenize stops at a bad record that is to be left out",
+        "trainer/data/token_writer.py",
+        "if not reading.skips:",
+        "if True:",
         "tests/unit/test_token_files.py",
     ),
     Mutant(
@@ -197,6 +241,20 @@ CHECKPOINTS = (
         "trainer/checkpoint/checkpointer.py",
         "        self.wait()\n        started",
         "        started",
+        _CHECKPOINT,
+    ),
+    Mutant(
+        "on a GPU an update does not wait for the copies of the state",
+        "trainer/checkpoint/host_copies.py",
+        "        if self._copied is not None:\n            torch.cuda.current_stream().wait_event(self._copied)",
+        "        pass",
+        "tests/unit/test_host_copies.py",
+    ),
+    Mutant(
+        "memory of the state itself is written in the background",
+        "trainer/checkpoint/checkpointer.py",
+        "            dcp.save(copies.tensors, **saving)",
+        "            dcp.save(tensors, **saving)",
         _CHECKPOINT,
     ),
 )

@@ -135,7 +135,9 @@ def test_what_is_missing_is_told_before_anything_starts(path: Path, tmp_path, mo
     assert re.search(r"model.tokenizer_path = '\./.* does not exist; get Llama 3's with", refused(config, wanted.ranks))
     config = read(path, "--parallelism.no-enable_async_tensor_parallel", "--model.tokenizer_path", "None").config
     message = refused(config, wanted.ranks)
-    assert re.match(r"training.dataset = 'c4(_test)?' would be downloaded.*'jsonl'.*'python_stdlib'$", message)
+    assert re.match(
+        r"training.dataset = 'c4(_test)?' lies on the Hugging Face hub.* --hub allenai/c4 --hub-config en ", message
+    )
 
 
 @pytest.mark.parametrize("year", YEARS)
@@ -218,11 +220,11 @@ def test_older_values(tmp_path):
     (tmp_path / "run.toml").write_text(
         '[model]\nnorm_type = "fused_rmsnorm"\n[parallelism]\npipeline_parallel_schedule_csv = ""\n'
     )
-    command = read(tmp_path / "run.toml", "--checkpoint.async_mode", "async_with_pinned_mem")
-    assert (command.config.model.norm_type, command.config.checkpoint.async_mode) == ("rmsnorm", "async")
+    command = read(tmp_path / "run.toml", "--checkpoint.initial_load_path", "")
+    assert (command.config.model.norm_type, command.config.checkpoint.initial_load_path) == ("rmsnorm", None)
     assert command.config.parallelism.pipeline_parallel_schedule_csv is None
     assert len(command.notes) == 3
-    for key, value in (("norm_type", "'rmsnorm'"), ("schedule_csv", "None"), ("async_mode", "'async'")):
+    for key, value in (("norm_type", "'rmsnorm'"), ("schedule_csv", "None"), ("initial_load_path", "None")):
         assert any(key in note and note.endswith(value) for note in command.notes)
 
 

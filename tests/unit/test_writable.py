@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
 from trainer.config.writable import is_writable, nearest_existing, writable_folder
+from trainer.job import resolve
 from trainer.job.files import check_dump_folder
 
 
@@ -72,3 +74,16 @@ def test_writable_is_a_matter_of_the_nearest_folder_that_exists(tmp_path: Path):
     (tmp_path / "file").touch()
     assert not is_writable(tmp_path / "file" / "b")
     assert "outputs" in writable_folder(tmp_path / "file")
+
+
+@pytest.mark.parametrize("key", ["job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path"])
+def test_an_address_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse_command_line(["--checkpoint.enable", f"--{key}=s3://bucket/run"]).config
+    with pytest.raises(ConfigError) as error:
+        resolve(config, 1, "cpu")
+    assert str(error.value) == (
+        f"{key} = 's3://bucket/run' is an address, and only folders of a file system are read and written; name a "
+        "folder, and copy finished checkpoints to or from the remote store"
+    )
+    assert not list(tmp_path.iterdir())

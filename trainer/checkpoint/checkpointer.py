@@ -7,10 +7,11 @@ a checkpoint of one layout loads on every other. `folder.py` has the files and t
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from trainer.checkpoint.folder import (
     unfinished_folder,
     unreadable,
 )
+from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
@@ -95,6 +97,7 @@ class Checkpointer:
         self._lr_scheduler, self._loader = lr_scheduler, loader
         self._last_step = 0
         self._pending: Future | None = None
+        self._copies = HostCopies(optimizer) if self.settings.async_mode == "async_with_pinned_mem" else None
         self._saved_at = time.monotonic()
         """When the last save began, or the run."""
         self._best = math.inf
@@ -201,7 +204,7 @@ class Checkpointer:
     def save(
         self, step: int, *, tokens_seen: int, last: bool = False, due: bool = False, best: float | None = None
     ) -> bool:
-        """Save every `checkpoint.interval` steps and after the `last` one; return whether `step` has a checkpoint now.
+        """Save if it is due by the settings, and after the `last` step; return whether `step` has a checkpoint now.
 
         due: save now, by the votes of all ranks (`vote`).
         best: the validation loss, if the checkpoint is the best one so far, which is saved and kept.
@@ -213,7 +216,8 @@ class Checkpointer:
             return False
         if step == self._last_step:
             return True
-        if not (last or due) and best is None and step % self.settings.interval:
+        first = step == 1 and self.settings.enable_first_step_checkpoint
+        if not (first or last or due) and best is None and step % self.settings.interval:
             return False
         self._best = self._best if best is None else best
         self.wait()
@@ -226,8 +230,8 @@ class Checkpointer:
         self._last_step = step
         tensors = tensors_of(self._model_parts, self._optimizer)
         saving = {"storage_writer": writer, "process_group": self.group}
-        if self.settings.async_mode == "async" and not last:
-            self._pending = dcp.async_save(tensors, **saving)
+        if self.settings.async_mode != "disabled" and not last:
+            self._pending = self._save_in_background(tensors, saving)
             logger.info(f"step {step} is copied for its checkpoint ({time.monotonic() - started:.1f} s)")
             return True
         try:
@@ -238,6 +242,24 @@ class Checkpointer:
         if last and self.settings.last_save_in_hf and self._job.model.task == "tokens":
             self._export(step)
         return True
+
+    def _save_in_background(self, tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]) -> Future:
+        """Copy the tensors, and return what waits until a thread has saved the copies with these arguments."""
+        copies = self._copies
+        if copies is None:
+            return dcp.async_save(tensors, **saving)
+        buffers = {f"model.{name}" for x, name in names_of(self._model_parts).items() if not x.requires_grad}
+        copies.start(tensors, updated=tensors.keys() - buffers)
+
+        def write() -> None:
+            copies.wait()
+            dcp.save(copies.tensors, **saving)
+
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        try:
+            return thread.submit(write)
+        finally:
+            thread.shutdown(wait=False)
 
     def _export(self, step: int) -> None:
         """Write the weights of the last step as a Hugging Face folder; the other ranks wait for the one that writes."""

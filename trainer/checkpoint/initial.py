@@ -8,6 +8,7 @@ from trainer.checkpoint.folder import STATE_FILE, check_same_model, read_state, 
 from trainer.checkpoint.safetensors import read_folder
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig, LoRA
+from trainer.config.writable import check_local
 from trainer.models.args import ModelArgs
 from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.registry import hf_config, is_folder
@@ -39,6 +40,7 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         return
     if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
         return  # a run with checkpoints resumes from them; those of adapters hold nothing else
+    check_local("checkpoint.initial_load_path", given)
     path = Path(given)
     if not path.is_dir():
         raise MissingFile(

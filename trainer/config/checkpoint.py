@@ -29,6 +29,8 @@ class Checkpoint:
     """Steps from one checkpoint to the next; the last step of a run is always saved."""
     interval_seconds: float | None = key(None, POSITIVE, "seconds", when=SAVING, example=1800.0)
     """Also save after a step when so much time has passed since the last checkpoint; None: by steps alone."""
+    enable_first_step_checkpoint: bool = key(False, when=SAVING)
+    """Also save after step 1, to find early what would stop a save."""
     keep_latest_k: int = key(0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: keep all)"), "checkpoints", when=SAVING)
     """Number of checkpoints to keep; older ones are deleted."""
     keep_every: int = key(
@@ -44,8 +46,8 @@ class Checkpoint:
     """Resume from a checkpoint, and never save or remove one."""
     exclude_from_loading: tuple[Literal["optimizer", "dataloader"], ...] = key((), when=(_LOADING, _FROM_A_STEP))
     """What starts anew beside the weights of load_step: the optimizer's state, or the data from their beginning."""
-    async_mode: Literal["disabled", "async"] = key("disabled", when=SAVING)
-    """async: write a copy in the background while training goes on."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", when=SAVING)
+    """async: write a copy in the background while training goes on; with_pinned_mem: keep the memory of the copy."""
     initial_load_path: str | None = None
     """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
     last_save_in_hf: bool = key(False, when=(*SAVING, TOKENS))

@@ -24,7 +24,7 @@ from trainer.config.keys import (
     needs_value,
     unless,
 )
-from trainer.config.parallelism import Comm, Parallelism
+from trainer.config.parallelism import DATA_PARALLEL, NO_PIPELINE, Comm, Parallelism
 from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 
 TOKENIZER_FILES = ("original/tokenizer.model", "tokenizer.json", "tokenizer.model")
@@ -47,6 +47,12 @@ _LINES = Condition(
     "without training.dataset = 'jsonl'",
 )
 _MIXED = needs("mixture.names", remedy="name the sources, or leave it out")
+_DOCUMENTS = Condition(
+    lambda config, _: config.masks_documents,
+    "with training.attention_mask = 'causal', under which documents see each other",
+    "use training.attention_mask = 'document'",
+    general="with training.attention_mask = 'causal'",
+)
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
 _SCALED = Condition(
@@ -261,6 +267,8 @@ class Training:
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
     attention_mask: Literal["causal", "document"] = key("causal", when=TOKENS)
     """A token sees those before it in its sequence, or in its document, with positions from 0; chat: document."""
+    balance: Literal["off", "step"] = key("off", when=(TOKENS, _DOCUMENTS, NO_PIPELINE, DATA_PARALLEL))
+    """step: deal each step's documents over data-parallel ranks and micro-batches for equal work; equal gradients."""
     packing: Literal["concatenate", "best_fit", "pad"] | None = key(None, when=TOKENS)
     """Documents are cut where a sequence ends, or whole, or one a sequence; None: concatenate, for chat best_fit."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)

@@ -166,7 +166,6 @@ OLDER: dict[str, Spelling] = {
 # Older or other values of today's keys, and their names here; None: the default.
 OLDER_VALUES: dict[str, dict[str, str | None]] = {
     "model.norm_type": {"fused_rmsnorm": "rmsnorm", "compiled_rmsnorm": "rmsnorm"},
-    "checkpoint.async_mode": {"async_with_pinned_mem": "async"},
     "parallelism.pipeline_parallel_schedule_csv": {"": None},
     "checkpoint.initial_load_path": {"": None},
 }
@@ -210,7 +209,6 @@ _CHECKPOINT = {
     "model_weights_only": _WHOLE_STATE,
     "last_save_model_weights_only": _WHOLE_STATE,
     "last_save_model_only": _WHOLE_STATE,
-    "enable_first_step_checkpoint": (False, "try saving with checkpoint.interval = 1 and training.steps = 1"),
 }
 _OWN_PROGRAM = "import your module in a program of your own; leave it out"
 _OWN_KEYS = "settings are those of docs/configuration.md; leave it out"

@@ -1,8 +1,10 @@
-"""Find a folder that a user can write to, for messages that refuse another one."""
+"""Find a folder that a user can write to, for messages that refuse another one; refuse what is no folder."""
 
 import os
 import tempfile
 from pathlib import Path
+
+from trainer.config.errors import ConfigError
 
 
 def is_writable(folder: Path) -> bool:
@@ -15,6 +17,21 @@ def nearest_existing(path: Path) -> Path:
     """Return the path, or the nearest of its parents that exists; a broken link exists."""
     path = path.absolute()
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
+
+
+def check_local(name: str, folder: str) -> None:
+    """Check that the value of a key is no address of a remote store, such as `s3://bucket/run`.
+
+    A checkpoint appears by the rename of a folder, which object stores do not have.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if "://" in folder:
+        raise ConfigError(
+            f"{name} = {folder!r} is an address, and only folders of a file system are read and written; name a "
+            "folder, and copy finished checkpoints to or from the remote store"
+        )
 
 
 def writable_folder(refused: Path) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.packing import PackedSequence
-from trainer.data.streams import StreamState
+from trainer.data.streams import ANEW, StreamState
 from trainer.data.text_data import TextData, TextStream, open_text
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
@@ -143,7 +143,7 @@ class Mixture:
         if saved and before != set(self.parts):
             raise ConfigError(
                 f"mixture.names = {sorted(self.parts)} are not the sources of the checkpoint, {sorted(before)}; keep "
-                "them all (a weight of 0 leaves a source out), or start the data anew"
+                f"them all (a weight of 0 leaves a source out), {ANEW}"
             )
         return tuple(part.items_of(_part(saved, name)) for name, part in self.parts.items())
 

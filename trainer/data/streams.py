@@ -33,6 +33,8 @@ DEFAULT_STREAMS, ITEMS_PER_STREAM = 64, 8
 _DEAL, _EPOCH = 0, 1  # what a shuffle is for
 _DATA = "data"
 """Entry of a state: a hash of the content of the data. Older states have none."""
+ANEW = 'or start the data anew with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
+"""What the message of a state says that does not fit the data."""
 _NAMES = {
     "data_streams": "training.data_streams",
     "seed": "training.seed",
@@ -244,12 +246,12 @@ class StreamLoader(Generic[S]):
             if not _same_keys(states[s], [*stream.state, *fixed]):
                 raise ConfigError(
                     "the saved data state is of another kind of data, or of a training.packing that cuts documents "
-                    "where this one does not; resume with what it was saved with, or start the data anew"
+                    f"where this one does not; resume with what it was saved with, {ANEW}"
                 )
             if any(states[s].get(key, fixed[key]) != fixed[key] for key in fixed if _is_hash(key)):
                 raise ConfigError(
                     "the content of the data set has changed since the checkpoint, whose positions would mean other "
-                    "data; restore the files (new ones may be added behind the last one), or start the data anew"
+                    f"data; restore the files (new ones may be added behind the last one), {ANEW}"
                 )
         self._streams, self._fixed, self._items, self._n = streams, fixed, items, n
         for s, stream in streams.items():
@@ -265,12 +267,12 @@ class StreamLoader(Generic[S]):
         if key not in state:
             raise ConfigError(
                 f"the saved data state has no {name}, because it is of another kind of data; "
-                "resume with the kind of data that it was saved with, or start the data anew"
+                f"resume with the kind of data that it was saved with, {ANEW}"
             )
         if (saved := state[key]) != now:
             raise ConfigError(
                 f"{name} = {now} is not the {saved} of the saved data state, whose positions would mean "
-                f"other data; resume with {saved}, or start the data anew"
+                f"other data; resume with {saved}, {ANEW}"
             )
 
 

@@ -16,7 +16,7 @@ from trainer.data.chat import ConversationEncoder
 from trainer.data.chat_template import find_template
 from trainer.data.datasets import DocumentSource, Reading, check_streams, fingerprint, ids_of_document, open_source
 from trainer.data.packing import PackedSequence, SequenceBuilder
-from trainer.data.streams import ItemStream, StreamState, dealt
+from trainer.data.streams import ANEW, ItemStream, StreamState, dealt
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 
 _DEFAULTS = Training()
@@ -138,8 +138,8 @@ class TextData(NamedTuple):
         if now != before:
             raise ConfigError(
                 f"the data set has {now:,} documents, and had {before:,} when the checkpoint was saved, so that its "
-                "positions would mean other data; restore the files (new ones may be added behind the last one), or "
-                "start the data anew"
+                "positions would mean other data; restore the files (new ones may be added behind the last one), "
+                + ANEW
             )
         return now
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from trainer.checkpoint.folder import check_fits, checkpoint_folder, read_state, step_to_load
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.config.writable import is_writable, nearest_existing, writable_folder
+from trainer.config.writable import check_local, is_writable, nearest_existing, writable_folder
 from trainer.models.args import ModelArgs
 from trainer.models.registry import hf_config
 
@@ -18,6 +18,7 @@ def check_dump_folder(folder: str) -> None:
     """
     if not folder:
         raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
+    check_local("job.dump_folder", folder)
     path = Path(folder)
     existing = nearest_existing(path)
     if not existing.is_dir():
@@ -45,6 +46,7 @@ def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
         hf_config(config.model.name).write(model)  # refuses what transformers does not have
     if not settings.folder:
         raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")
+    check_local("checkpoint.folder", settings.folder)
     if settings.keep_every % settings.interval:
         raise ConfigError(
             f"checkpoint.keep_every = {settings.keep_every} must be a multiple of checkpoint.interval = "

@@ -28,7 +28,14 @@ from trainer.job.mixture import check_mixture, check_mixture_data
 from trainer.job.model import check_tensor_parallel_sizes, resolve_model, with_windows_of_flavor
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
-from trainer.job.training import check_batch, check_profiling, check_schedule, check_trackers
+from trainer.job.training import (
+    BALANCE_GROWTH,
+    check_balance,
+    check_batch,
+    check_profiling,
+    check_schedule,
+    check_trackers,
+)
 from trainer.job.validation import check_validation, check_validation_data
 from trainer.models.args import ModelArgs
 
@@ -65,12 +72,19 @@ class ResolvedJob:
         return 1 if whole == -1 else whole // (self.config.training.local_batch_size * self.degrees.dp)
 
     @property
+    def balances(self) -> bool:
+        """Whether the documents of a step are dealt over the data-parallel ranks."""
+        return self.config.training.balance == "step" and self.degrees.dp > 1
+
+    @property
     def tokens_of_a_pass(self) -> int:
         """Tokens of one forward of a rank."""
-        rows = self.config.training.local_batch_size
+        rows: float = self.config.training.local_batch_size
+        if self.balances:
+            rows *= BALANCE_GROWTH
         if self.pipeline is not None:
             rows = max(rows // self.pipeline.micro_batches, 1)
-        return rows * math.ceil(self.config.training.seq_len / self.degrees.cp)
+        return math.ceil(rows * math.ceil(self.config.training.seq_len / self.degrees.cp))
 
     @property
     def loss_chunk(self) -> tuple[int, str]:
@@ -147,6 +161,7 @@ def resolve(
     model = resolve_model(config, missing)
     check_tensor_parallel_sizes(model, config.model.flavor, degrees)
     degrees = with_experts(degrees, config, model)
+    check_balance(config, model)
     layouts: tuple[AxisLayout, ...] = ()
     pipeline, attention, reason = None, None, ""
     if model.task == "fields":

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
+from math import gcd
 
 import numpy as np
 import torch
 
 from trainer.components.loss import count_valid, token_losses
+from trainer.data.ahead import Loader
+from trainer.data.balance import document_costs
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.mixture import Mixture, open_training_data
 from trainer.data.workers import WorkerSettings
@@ -16,8 +20,10 @@ from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
+from trainer.job.training import BALANCE_GROWTH
 from trainer.models.model_spec import Decoder, model_spec
 from trainer.runtime.console import logger
+from trainer.tasks.balanced_batches import BalancedBatches, Step
 from trainer.tasks.task import Batch, Share
 from trainer.transforms.compile import compiled_loss
 
@@ -34,8 +40,16 @@ class LanguageTask:
         self.methods_told: set[str] = set()
         self.token_losses = compiled_loss(token_losses, job.compilation)
 
-    def build_loader(self) -> BatchLoader:
-        training = self.config.training
+    def build_loader(self) -> Loader:
+        if not self.job.balances:
+            return self.open_loader(self.batch_planner)
+        timeout = timedelta(seconds=self.config.comm.init_timeout_seconds)
+        loader, group = self.open_loader(None), self.dims.host_group("dp", timeout)
+        return BalancedBatches(loader, self._balanced_step(), group, self.batch_planner)
+
+    def open_loader(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Loader:
+        """Return the batches that this rank reads, each with what `plan` makes of its arrays."""
+        training, dims = self.config.training, self.dims
         reopen = partial(open_training_data, self.config)
         workers = WorkerSettings(training.data_workers, ahead=self.job.micro_batches, reopen=reopen)
         data = reopen()
@@ -45,10 +59,22 @@ class LanguageTask:
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,
             seed=training.seed,
-            dp_rank=self.dims.rank("dp"),
-            dp_degree=self.dims.size("dp"),
-            plan=self.batch_planner,
+            dp_rank=dims.rank("dp"),
+            dp_degree=dims.size("dp"),
+            plan=plan,
             workers=workers if workers.number else None,
+        )
+
+    def _balanced_step(self) -> Step:
+        training, cp, tp = self.config.training, self.dims.size("cp"), self.dims.size("tp")
+        multiple_of = gcd(training.seq_len, 16 * cp * tp)  # as even as the sequences are, up to what float8 asks for
+        most = int(training.local_batch_size * training.seq_len * BALANCE_GROWTH)
+        return Step(
+            micro_batches=self.job.micro_batches,
+            multiple_of=multiple_of,
+            least=cp * tp,
+            most=most // multiple_of * multiple_of,
+            costs=document_costs(self.job.model.flops_per_token, training.seq_len),
         )
 
     @property

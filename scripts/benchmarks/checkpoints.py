@@ -1,0 +1,169 @@
+"""Seconds that a save stops training, and seconds until it is on the disk, against plain torch.distributed.checkpoint.
+
+    python scripts/benchmarks/checkpoints.py --rounds 7 --json docs/measurements/checkpoints_cpu.json
+    python scripts/benchmarks/checkpoints.py --device cuda --layers 20
+
+Each round saves the same tensors of one trainer in every way, once: weights, and both moments in float32 (1 GB by
+default), with fsync. The order of the ways changes from round to round, and the first round is not counted. Plain is
+`dcp.save` and `dcp.async_save` with a `FileSystemWriter`. A ratio is that of a round, and the median of the rounds.
+Every tensor is updated between the saves, as a step does it.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+from scripts.provenance import made_with
+from trainer.checkpoint.checkpointer import Checkpointer, tensors_of
+from trainer.config.loader import parse_command_line
+from trainer.job import resolve
+from trainer.models.llama3.args import FLAVORS
+from trainer.runtime.process_group import Process, process_group
+from trainer.trainer import Trainer
+
+Save = Callable[[Path, int], Callable[[], object]]
+"""Given a folder and a step, save, and return what waits until all is on the disk."""
+PLAIN = {"disabled": "plain save", "async": "plain async_save", "async_with_pinned_mem": "plain async_save"}
+"""Mode -> what it is compared with."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one save: until training goes on, and until everything is on the disk."""
+
+    stalled: float
+    on_disk: float
+
+
+def plain_save(tensors: dict[str, torch.Tensor]) -> Save:
+    def save(folder: Path, _: int) -> Callable[[], object]:
+        dcp.save(tensors, storage_writer=FileSystemWriter(folder))
+        return lambda: None
+
+    return save
+
+
+def plain_async_save(tensors: dict[str, torch.Tensor]) -> Save:
+    return lambda folder, _: dcp.async_save(tensors, storage_writer=FileSystemWriter(folder)).result
+
+
+def ours(trainer: Trainer, mode: str) -> Save:
+    """Return how the trainer saves with this `checkpoint.async_mode`."""
+    config = trainer.config
+    job = replace(trainer.job, config=replace(config, checkpoint=replace(config.checkpoint, async_mode=mode)))
+    parts = {"model_parts": trainer.model_parts, "optimizer": trainer.optimizer}
+    checkpointer = Checkpointer(job, trainer.dims, **parts, lr_scheduler=trainer.lr_scheduler, loader=trainer.data)
+
+    def save(folder: Path, step: int) -> Callable[[], object]:
+        checkpointer.folder = folder
+        folder.mkdir()
+        checkpointer.save(step, tokens_seen=0)
+        return checkpointer.wait
+
+    return save
+
+
+def timed(save: Save, folder: Path, step: int) -> Times:
+    started = time.perf_counter()
+    wait = save(folder, step)
+    stalled = time.perf_counter() - started
+    wait()
+    return Times(stalled, time.perf_counter() - started)
+
+
+@contextmanager
+def opened(args: argparse.Namespace, folder: Path) -> Iterator[Trainer]:
+    """A trainer of one rank, with its optimizer's state."""
+    FLAVORS["checkpoints"] = replace(
+        FLAVORS["debugmodel"], dim=args.dim, n_layers=args.layers, ffn_hidden_dim=4 * args.dim
+    )
+    given = ["--model.flavor=checkpoints", f"--job.dump_folder={folder}", "--training.seq_len=32"]
+    given += ["--checkpoint.enable", "--checkpoint.interval=1", "--training.local_batch_size=1"]
+    config, device = parse_command_line(given).config, torch.device(args.device)
+    with process_group(Process(0, 0, 1), config.comm):
+        trainer = Trainer(resolve(config, 1, device.type), device)
+        trainer.train_step(1)
+        yield trainer
+        trainer.metrics.close()
+
+
+def measured(trainer: Trainer, folder: Path, rounds: int) -> dict[str, list[Times]]:
+    """Return the times of each way to save, by its name, a list of one entry per round."""
+    tensors = tensors_of(trainer.model_parts, trainer.optimizer)
+    ways = {"plain save": plain_save(tensors), "plain async_save": plain_async_save(tensors)}
+    ways |= {mode: ours(trainer, mode) for mode in PLAIN}
+    found: dict[str, list[Times]] = {name: [] for name in ways}
+    step = 0
+    for number in range(rounds + 1):
+        names = list(ways)
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            step += 1
+            trainer.optimizer.step()
+            times = timed(ways[name], folder / "saved", step)
+            shutil.rmtree(folder / "saved")
+            if number:
+                found[name].append(times)
+    return found
+
+
+def rows(found: dict[str, list[Times]]) -> list[dict[str, object]]:
+    """Return the median times of each way, and the medians of its ratios to plain DCP."""
+    result: list[dict[str, object]] = []
+    for name, times in found.items():
+        row: dict[str, object] = {"way": name}
+        for column in ("stalled", "on_disk"):
+            row[f"{column}_s"] = round(statistics.median(getattr(x, column) for x in times), 3)
+            if name in PLAIN:
+                pairs = zip(times, found[PLAIN[name]], strict=True)
+                ratios = [getattr(mine, column) / getattr(theirs, column) for mine, theirs in pairs]
+                row[f"{column}_ratio"] = round(statistics.median(ratios), 3)
+                row[f"{column}_ratio_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        result.append(row)
+    return result
+
+
+def parser() -> argparse.ArgumentParser:
+    about = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    about.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    about.add_argument("--dim", type=int, default=1024, help="width of the model (default: 1024)")
+    about.add_argument("--layers", type=int, default=5, help="default: 5, which is 1 GB of state")
+    about.add_argument("--rounds", type=int, default=5, help="saves of each way (default: 5)")
+    about.add_argument("--folder", type=Path, help="where to save; default: the system's folder of temporary files")
+    about.add_argument("--json", type=Path, metavar="FILE", help="write the result there, as an object")
+    return about
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    head = made_with("scripts/benchmarks/checkpoints.py", argv, device=device) | {"threads": torch.get_num_threads()}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder, opened(args, Path(folder) / "run") as trainer:
+        tensors = tensors_of(trainer.model_parts, trainer.optimizer)
+        head |= {"bytes": sum(x.nbytes for x in tensors.values()), "tensors": len(tensors), "rounds": args.rounds}
+        found = rows(measured(trainer, Path(folder), args.rounds))
+    for row in found:
+        ratios = f"{row['stalled_ratio']:>14} {row['on_disk_ratio']:>14}" if "stalled_ratio" in row else ""
+        print(f"{row['way']:>22} {row['stalled_s']:>9} s stalled {row['on_disk_s']:>9} s to disk {ratios}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(head | {"results": found}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Copies of the state in host memory, kept from save to save, from which a background save writes.
+
+The memory is pinned if the state is on a GPU. The copy then runs on a stream of its own, beside the next forward and
+backward, and the next update of the optimizer waits for it on the device:
+
+    compute stream  ... update N | buffers | forward N+1 | backward N+1 | (waits) update N+1 ...
+    copy stream                            | parameters, moments -----> |
+    host, thread                                                         | write the files
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class HostCopies:
+    """One buffer in host memory per tensor; made at the first save. They hold the state of one save at a time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        """Name -> copy: a tensor, or a DTensor of the same placements."""
+        self._copied: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        optimizer.register_step_pre_hook(lambda *_: self._update_waits())
+
+    def start(self, state: Mapping[str, torch.Tensor], *, updated: Collection[str]) -> None:
+        """Copy the state: on a CPU before this returns, on a GPU by the next update. `wait` before it is called again.
+
+        updated: names of the tensors that only the optimizer changes. A forward may change the others, so they are
+        copied before it begins.
+        """
+        if not self.tensors:
+            self.tensors = {name: _buffer(x) for name, x in state.items()}
+        others = [name for name in state if name not in updated]
+        self._copy(state, others)
+        if not any(x.is_cuda for x in state.values()):
+            self._copy(state, updated)
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(state, updated)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> None:
+        """Have the host wait until `tensors` holds the state. Any thread may call this."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _copy(self, state: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        for name in names:
+            _local(self.tensors[name]).copy_(_local(state[name]), non_blocking=True)
+
+    def _update_waits(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+
+def _buffer(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda, requires_grad=False)
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
