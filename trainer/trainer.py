@@ -273,6 +273,8 @@ class Trainer:
             for i, batch in enumerate(batches)
         ]
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
+        if self.by_source and not self.job.balances:
+            self.by_source.add(torch.cat([batch["sources"] for batch in batches]), sums, counts)
         if step < self.config.training.steps:
             self._make_next_batches()  # while the device works; all ranks learn of bad data with the totals
         with region("grad_norm"):
@@ -286,8 +288,8 @@ class Trainer:
         loss, grad_norm, updated = self.read(step, totals)
         if updated and not self.updates_masked:
             self.update(grad_norm)
-        if updated and self.by_source:
-            self.by_source.add(torch.cat([batch["sources"] for batch in batches]), sums, counts)
+        if self.by_source:
+            self.by_source.end_step(counts=updated)
         self.spec.after_step(self.model_parts, self.dims, updated)
         lr = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
@@ -314,6 +316,8 @@ class Trainer:
         def loss(part: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             losses = self.task.losses(part, hidden, targets)
             sums.append(losses.detach().double().sum(1))
+            if self.by_source and self.job.balances:
+                self.by_source.add_losses(batch["sources"], losses)
             return losses.sum() / valid
 
         with (
@@ -330,6 +334,8 @@ class Trainer:
                 with region("backward"):
                     total.backward()
         counts = self.task.counts(batch)
+        if self.by_source and self.job.balances:
+            self.by_source.add_labels(batch["sources"], batch["labels"])
         return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
 
     def read(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:

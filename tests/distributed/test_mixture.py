@@ -71,3 +71,23 @@ def test_a_layout_records_what_one_process_does(pool: WorkerPool, tmp_path: Path
         assert one["tokens/web"] + one["tokens/code"] == one["tokens_seen"]
         for key in keys:
             assert several[key] == pytest.approx(one[key], rel=1e-10), key
+
+
+BALANCED = {"fsdp2": LAYOUTS["fsdp2"], "fsdp2+cp2": LAYOUTS["fsdp2+cp2"]}
+
+
+@pytest.mark.parametrize("layout", BALANCED)
+def test_sources_are_told_apart_where_documents_are_dealt(
+    pool: WorkerPool, tmp_path: Path, data: list[str], layout: str
+) -> None:
+    """A row of a balanced step has documents of several sources."""
+    world_size, arguments = BALANCED[layout]
+    settings = [*data, *arguments, "--training.attention_mask=document", "--training.local_batch_size=2"]
+    for folder, balance in (("off", "off"), ("step", "step")):
+        pool.run(world_size, train, str(tmp_path / folder), [*settings, f"--training.balance={balance}"])
+    for off, step in zip(lines_of(tmp_path / "off"), lines_of(tmp_path / "step"), strict=True):
+        keys = [key for key in off if "/" in key]
+        assert "loss/web" in keys
+        assert keys == [key for key in step if "/" in key]
+        for key in keys:
+            assert step[key] == pytest.approx(off[key], rel=1e-10), key

@@ -21,7 +21,6 @@ from trainer.job import resolve
 from trainer.job.summary import summary
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
-BALANCED = ("--training.balance=step", "--training.attention_mask=document")
 WEIGHTS = (0.6, 0.1, 0.3)
 _loaders: list[BatchLoader] = []
 
@@ -195,7 +194,6 @@ def test_a_mixture_is_said(data: Path) -> None:
         ({"names": "", "weights": ""}, (), "has no effect without mixture.names; name the sources, or leave it out"),
         ({"names": "", "paths": ""}, (), "mixture.weights = [3.0, 1.0] has no effect without mixture.names"),
         ({"paths": "a.jsonl b.jsonl"}, (), "mixture.paths, of which 'a.jsonl' is neither a file nor a folder"),
-        ({}, BALANCED, "sources of mixture.names would have no losses of their own; use 'off'"),
         ({}, ("--training.dataset_path=x",), "'x' would do nothing beside mixture.paths; leave it out"),
         ({}, ("--training.dataset=python_stdlib",), "'python_stdlib' is no kind of data that mixture.paths can name"),
     ],

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from trainer.data.mixture import positions_of
+from trainer.data.packing import IGNORE_INDEX
 from trainer.data.streams import shared_by
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
@@ -16,10 +17,25 @@ class SourceLosses:
     def __init__(self, names: Sequence[str], seq_len: int, dims: ParallelDims, device: torch.device) -> None:
         self._names, self._seq_len, self._dims = names, seq_len, dims
         self._totals = torch.zeros(2, len(names), dtype=torch.float64, device=device)  # losses, labels
+        self._of_step = torch.zeros_like(self._totals)
 
     def add(self, sources: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Add the samples (B,) of a step: number of the source, this rank's sum of losses, labels of all ranks."""
-        self._totals.index_add_(1, sources, torch.stack([sums, counts.double()]))
+        self._of_step.index_add_(1, sources, torch.stack([sums, counts.double()]))
+
+    def add_losses(self, sources: torch.Tensor, losses: torch.Tensor) -> None:
+        """Add the losses of this rank's tokens (B, S) of sequences that have several sources."""
+        self._of_step[0].index_add_(0, sources.flatten(), losses.detach().double().flatten())
+
+    def add_labels(self, sources: torch.Tensor, labels: torch.Tensor) -> None:
+        """Count the labels (B, S) of whole sequences that have several sources."""
+        self._of_step[1].index_add_(0, sources.flatten(), (labels != IGNORE_INDEX).double().flatten())
+
+    def end_step(self, *, counts: bool) -> None:
+        """Take over what was added in this step, unless the step does not count because it is left out."""
+        if counts:
+            self._totals += self._of_step
+        self._of_step.zero_()
 
     def record(self, states: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
         """Return the metrics since the last call. A collective over all ranks.

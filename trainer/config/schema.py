@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.config.checkpoint import SAVING, Checkpoint
+from trainer.config.data import Fields, Mixture
 from trainer.config.keys import (
     AT_LEAST_ONE,
     DECAY,
@@ -33,7 +34,6 @@ _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python
 
 # ---- when keys have an effect
 
-_FIELDS = Condition(lambda config, _: config.trains_fields, "without training.dataset = 'fields'")
 _CHAT = Condition(
     lambda config, _: (
         config.training.dataset == "chat" or (config.validation.enable and config.validation.dataset == "chat")
@@ -46,7 +46,6 @@ _LINES = Condition(
     ),
     "without training.dataset = 'jsonl'",
 )
-_MIXED = needs("mixture.names", remedy="name the sources, or leave it out")
 _DOCUMENTS = Condition(
     lambda config, _: config.masks_documents,
     "with training.attention_mask = 'causal', under which documents see each other",
@@ -312,28 +311,6 @@ class Training:
             return self.mixed_precision_param
         # A float64 run is for exactness; bfloat16 is faster on GPUs only.
         return "bfloat16" if device_type == "cuda" and self.dtype != "float64" else self.dtype
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Several data sets of the kind training.dataset, by weights."""
-
-    names: tuple[str, ...] = key((), when=TOKENS)
-    """A name for each source, for metrics and for the state of the data; none: training.dataset_path is the data."""
-    paths: tuple[str, ...] = key((), when=(TOKENS, _MIXED))
-    """File, folder or glob of each source."""
-    weights: tuple[float, ...] = key((), when=(TOKENS, _MIXED))
-    """Share of each source in the sequences, up to a factor; may change when a run resumes. 0: left out."""
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Fields on a grid that change with time, for training.dataset = "fields"."""
-
-    lead: int = key(1, AT_LEAST_ONE, "frames", when=_FIELDS)
-    """Frames from the state that a model sees to the state that it predicts."""
-    held_out: int = key(2, NOT_NEGATIVE, "trajectories", when=_FIELDS)
-    """Trajectories, the last ones, that are never trained on; the prediction error is measured on them."""
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,6 @@ def check_mixture(config: JobConfig) -> None:
             f"mixture.weights = {list(mixture.weights)} must be at least 0, and one above 0; write shares, such as "
             "0.7 0.3 (0 leaves a source out)"
         )
-    if training.balance == "step":
-        raise ConfigError(
-            "training.balance = 'step' deals documents apart from their sequences, so that the "
-            "sources of mixture.names would have no losses of their own; use 'off', or make one data set of the sources"
-        )
     if training.dataset_path is not None:
         raise ConfigError(
             f"training.dataset_path = {training.dataset_path!r} would do nothing beside mixture.paths; leave it out"

@@ -75,6 +75,7 @@ class LanguageTask:
             least=cp * tp,
             most=most // multiple_of * multiple_of,
             costs=document_costs(self.job.model.flops_per_token, training.seq_len),
+            has_sources=bool(self.config.mixture.names),
         )
 
     @property
@@ -116,6 +117,8 @@ class LanguageTask:
         # Either the given positions are cut, or the tables that have a row per position.
         tables = [table for part in model_parts for table in self.spec.cp_buffers(part)]
         per_token = tables if positions is None else [(positions, 1)]
+        if self.job.balances and "sources" in batch:
+            per_token = [*per_token, (batch["sources"], 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
         plan: BatchPlan | None = batch.get("plan")
         if plan and plan.reason and plan.options.method not in self.methods_told:
