@@ -237,8 +237,20 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "parallelism.domain_parallel_rows": "tests/unit/test_field_jobs.py::test_the_summary_says_how_fields_are_divided",
     "training.seq_len": Seen(_SHAPE, lambda off, on: (len(off.inputs[0][0]), len(on.inputs[0][0])) == (16, 24)),
+    "training.balance": "tests/distributed/test_balance.py::test_every_document_with_a_label_is_somewhere_once",
     "training.attention_mask": Seen(
         "--training.attention_mask=document --training.dataset_path={data}/lines",
+        _other("losses"),
+        "--training.dataset_path={data}/lines",
+    ),
+    "mixture.names": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
+    "mixture.paths": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
+    "mixture.weights": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
+    "training.data_workers": (
+        "tests/distributed/test_data_workers.py::test_a_run_with_workers_is_the_run_without_them"
+    ),
+    "training.packing": Seen(
+        "--training.packing=pad --training.dataset_path={data}/lines",
         _other("losses"),
         "--training.dataset_path={data}/lines",
     ),

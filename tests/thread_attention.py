@@ -20,9 +20,10 @@ from trainer.distributed.context_parallel import live
 from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.execution.kernels.flex import Flex
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
+from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout
+from trainer.distributed.sharding.layout import AxisLayout
 
 SCALE = 0.3
 LIMIT = 500.0  # seconds for a case: flex compiles

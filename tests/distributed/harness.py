@@ -7,13 +7,14 @@ Rows have different numbers of labels, and every odd row of the first step has n
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +26,7 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
+from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
 from trainer.models.common.decoder import Transformer
@@ -122,10 +124,10 @@ class MadeRows(LanguageTask):
         super().__init__(job, dims)
         self.fault = fault
 
-    def build_loader(self) -> Rows:
-        return Rows(self.batches_of_rows)
+    def open_loader(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Rows:
+        return Rows(partial(self.batches_of_rows, plan))
 
-    def batches_of_rows(self) -> Iterator[Batch]:
+    def batches_of_rows(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Iterator[Batch]:
         training = self.config.training
         degree, i = self.dims.size("dp"), self.dims.rank("dp")
         while True:
@@ -135,7 +137,7 @@ class MadeRows(LanguageTask):
                 i += degree
             batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
             arrays = {name: x.numpy().copy() for name, x in batch.items()}
-            yield batch | ({} if self.batch_planner is None else {"plan": self.batch_planner(arrays)})
+            yield batch | ({} if plan is None else {"plan": plan(arrays)})
 
     @contextmanager
     def sequence_context(self, batch: Batch, model_parts: Sequence[nn.Module]) -> Iterator[torch.Tensor | None]:

@@ -17,9 +17,10 @@ from tests.masks import dense
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, documents_of, full
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout
+from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import rows_on
 from trainer.models.common.attention import InnerAttention
 from trainer.models.common.decoder import Transformer

@@ -1,6 +1,5 @@
 """Laws: bad data stop all ranks after a checkpoint of what was trained, or are left out."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,32 +12,37 @@ from trainer.data.streams import dealt, shuffled
 
 JSONL = ["--training.dataset=jsonl", "--training.data_streams=None", "--training.steps=12"]
 STREAMS = 10  # of 80 documents
+BROKEN = b'{"text": "gr\xfc\xdfe"}'
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Lines of 40 tokens or so. One is no JSON, the fourth that its stream reads."""
-    lines = [json.dumps({"text": f"{i} is a number, and {i * i} is its square, never less " * 3}) for i in range(80)]
+    """Lines of 40 tokens or so. One is no UTF-8, the fourth that its stream reads."""
+    lines = [b'{"text": "%d is a number, %d its square%s"}' % (i, i * i, b", never less" * 8) for i in range(80)]
     _, items = next(dealt(80, STREAMS, 0, 0, 1))
-    lines[items[shuffled(8, 0, 1, 0, 0)[3]]] = "{"
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    lines[items[shuffled(8, 0, 1, 0, 0)[3]]] = BROKEN
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     return tmp_path / "a.jsonl"
 
 
 def bad_line(data: Path) -> int:
-    return 1 + data.read_text().splitlines().index("{")
+    return 1 + data.read_bytes().splitlines().index(BROKEN)
 
 
 def train(folder: str, arguments: list[str]) -> tuple[str, int, dict]:
     """Train to the end; what stopped it, the steps that were done, the position of the data."""
-    with trainer_in(folder, [*JSONL, *arguments]) as trainer:
-        done, step = [], trainer.train_step
-        trainer.train_step = lambda number: (step(number), done.append(number))
-        try:
-            trainer.train()
-        except ConfigError as error:
-            return str(error), len(done), trainer.data.state_dict()
-        return "", len(done), trainer.data.state_dict()
+    done, state = [], {}
+    try:
+        with trainer_in(folder, [*JSONL, *arguments]) as trainer:
+            step = trainer.train_step
+            trainer.train_step = lambda number: (step(number), done.append(number))
+            try:
+                trainer.train()
+            finally:
+                state = trainer.data.state_dict()
+    except ConfigError as error:
+        return str(error), len(done), state
+    return "", len(done), state
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -72,6 +76,55 @@ def test_without_checkpoints_it_stops_as_well(pool: WorkerPool, tmp_path: Path, 
     assert told == other
     assert f"line {bad_line(data)}, must be" in told
     assert 1 < done == also < 12
+
+
+def lose_a_file(folder: str, texts: str) -> tuple[str, int]:
+    """Train; half of the files disappear after the second step."""
+    path = Path(texts)
+    arguments = ["--training.dataset=text", f"--training.dataset_path={texts}", "--training.data_streams=None"]
+    with trainer_in(folder, [*arguments, "--training.steps=99"]) as trainer:
+        step = trainer.train_step
+
+        def noted_step(number: int) -> None:
+            step(number)
+            if number == 2:
+                for i in range(0, 16, 2):
+                    (path / f"{i}.txt").unlink(missing_ok=True)
+
+        trainer.train_step = noted_step
+        try:
+            trainer.train()
+        except ConfigError as error:
+            return str(error), trainer.checkpoint._last_step
+    return "", 0
+
+
+def test_files_that_disappear_stop_all_ranks_after_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    for i in range(16):
+        (tmp_path / f"{i}.txt").write_text(f"{i} is a number " * 30)
+    ((told, saved), other) = pool.run(2, lose_a_file, str(tmp_path / "run"), str(tmp_path))
+    assert other == (told, saved)
+    assert "txt cannot be read (No such file or directory); restore it, or give files that you may read" in told
+    assert saved_steps(tmp_path / "run" / "checkpoint") == [saved]
+
+
+def test_changed_data_start_anew_on_purpose(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
+    given = [f"--training.dataset_path={data}", "--training.on_bad_record=skip"]
+
+    def run(folder: str, steps: int, *more: str) -> list[tuple[str, int, dict]]:
+        return pool.run(2, train, str(tmp_path / folder), [*given, f"--training.steps={steps}", *more])
+
+    assert {told for told, *_ in run("run", 4)} == {""}
+    data.write_bytes(data.read_bytes().replace(b"number", b"figure")[: data.stat().st_size // 2])
+    ((told, done, _), _) = run("run", 8)
+    assert "the data set has 41 documents, and had 80 when the checkpoint was saved" in told
+    keys = ["--checkpoint.load_step=4", "--checkpoint.exclude_from_loading", "dataloader"]
+    assert told.endswith(
+        'or start the data anew with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
+    )
+    assert done == 0
+    assert [(told, done) for told, done, _ in run("run", 6, *keys)] == [("", 2)] * 2
+    assert run("run", 8) == [("", 2, state) for *_, state in run("new", 4)]
 
 
 def saved_positions(folder: str, data: str) -> dict:

@@ -311,7 +311,7 @@ def test_other_data_are_found_by_all_ranks(pool: WorkerPool, tmp_path: Path) -> 
     data.write_text('{"text": "some words that are read"}\n' * 21)
     results = pool.run(2, main_case, str(tmp_path), arguments)
     assert [code for code, _ in results] == [2, 2]
-    assert results[0][1].startswith("error: number of documents = 21 is not the 20 of the saved data state")
+    assert results[0][1].startswith("error: the data set has 21 documents, and had 20 when the checkpoint was saved, ")
     assert results[1][1] == ""
 
 

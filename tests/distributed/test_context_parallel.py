@@ -29,8 +29,9 @@ from trainer.distributed.context_parallel.attention import (
 )
 from trainer.distributed.context_parallel.execution import build
 from trainer.distributed.context_parallel.live import LivePlan, opened
+from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, head_tail
+from trainer.distributed.sharding.layout import head_tail
 from trainer.runtime.process_group import Process, process_group
 
 

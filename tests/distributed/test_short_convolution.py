@@ -25,8 +25,9 @@ from trainer.distributed.context_parallel import (
     documents,
     region,
 )
+from trainer.distributed.context_parallel.planning.balance import build_layout
 from trainer.distributed.sharding import exchange
-from trainer.distributed.sharding.layout import AxisLayout, build_layout
+from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import union
 from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs

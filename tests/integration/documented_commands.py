@@ -241,6 +241,21 @@ RULES = [
         says="validation after step 2: loss",
     ),
     Rule(
+        r"lct train .* --mixture\.names .*",
+        "trap 'rm -f web.jsonl code.jsonl' EXIT; "
+        """for i in $(seq 40); do echo '{"text": "a tale of some things"}' | tee -a web.jsonl >> code.jsonl; done; """
+        rf"\g<0> {SHORT}",
+        why=OWN,
+        says="web 70.0%, code 30.0%(?s:.*)training done",
+    ),
+    Rule(
+        r"(lct train --training\.data_workers) 4 (.*)",
+        rf"\1 1 \2 {SHORT}",
+        why=OWN,
+        first=DATA,
+        says="training done",
+    ),
+    Rule(
         r"lct train --profiling\S+ .*",
         r"\g<0> --training.steps=20 --training.seq_len=16 --training.global_batch_size=-1 "
         "&& test -f outputs/debug_model/profile_trace/iteration_20/rank0_trace.json",
@@ -248,6 +263,13 @@ RULES = [
     ),
     Rule(
         r"lct train --float8\S+ .*", rf"\g<0> --float8.emulate {SHORT}", why="float8 needs a GPU", says="training done"
+    ),
+    Rule(
+        r"(lct train --training\.dataset tokens --training\.dataset_path tokens) .*",
+        rf"\1 {SHORT} --training.data_streams=2",
+        OWN,
+        first=f"{DATA}; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        says="training done",
     ),
     Rule(r"lct train --checkpoint\.enable --checkpoint\.interval 50", rf"\g<0> --checkpoint.interval=1 {SHORT}", LONG),
     Rule(
@@ -365,19 +387,20 @@ RULES = [
         says="300 tokens",
     ),
     Rule(
+        r"lct tokenize --hub \S+ .*",
+        r"HF_ENDPOINT=http://hub.invalid \g<0>",
+        why="tests have no network",
+        says="the Hugging Face hub cannot be reached",
+        code=2,
+        slow=False,
+    ),
+    Rule(
         r"lct tokenize .*--tokenizer-path assets/tokenizer --output tokens",
         "lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
         why="the shipped tokenizer stands for that of Llama 3",
         first=DATA,
         says="tokens of",
         slow=False,
-    ),
-    Rule(
-        r"(lct train --training\.dataset tokens --training\.dataset_path tokens) .*",
-        rf"\1 {SHORT} --training.data_streams=2",
-        OWN,
-        first=f"{DATA}; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
-        says="training done",
     ),
     Rule(
         r"(lct make-fields --output \S+).*",
@@ -387,7 +410,8 @@ RULES = [
         slow=False,
     ),
     # ---- measurements
-    Rule(rf"{BENCHMARK}data_loader\.py .*", r"\g<0> --batches 2 --seq-len 512", SLOW),
+    Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --steps 0 --json data.json", SLOW),
+    Rule(rf"{BENCHMARK}balance\.py .*", r"\g<0> --seq-len 1024 --mean 128 --output balance.json", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
     Rule(rf"{BENCHMARK}experts\.py .*", r"\g<0> --tokens 64 --rounds 1", SLOW),
     Rule(rf"{BENCHMARK}chunked_loss\.py .*", r"\g<0> --tokens 64 --vocab 128 --rounds 1", SLOW),

@@ -1,8 +1,11 @@
-"""Mistakes in conversations: labels and packing."""
+"""Mistakes in conversations, packing and data workers."""
 
 from tests.mutants.mutant import Mutant
 
 _CHAT, _FIT = "tests/unit/test_chat.py", "tests/unit/test_best_fit.py"
+_WORKERS = "tests/unit/test_data_workers.py"
+_MIXTURE = "tests/unit/test_mixture.py"
+_WHOLE = "tests/unit/test_packing_whole.py"
 
 CHAT = (
     Mutant(
@@ -32,5 +35,75 @@ CHAT = (
         "if not self._waiting and self._place == len(self._items):",
         "if self._place == len(self._items):",
         f"{_FIT}::test_an_epoch_has_every_conversation_once_and_whole",
+    ),
+    Mutant(
+        "the last label of a piece of a document is lost",
+        "trainer/data/best_fit.py",
+        "labels[start : start + seq_len])",
+        "np.append(labels[start : start + seq_len - 1], np.int32(IGNORE_INDEX)))",
+        f"{_WHOLE}::test_each_token_of_each_document_is_trained_exactly_once_an_epoch",
+    ),
+    Mutant(
+        "a resumed stream begins a document of several pieces anew",
+        "trainer/data/best_fit.py",
+        "waiting | self._whole_left << WINDOW",
+        "waiting",
+        f"{_WHOLE}::test_a_resume_between_the_pieces_of_a_document_needs_their_number",
+    ),
+    Mutant(
+        "data workers begin at the beginning",
+        "trainer/data/workers.py",
+        "streams[s].restart(state)",
+        "streams[s].restart({})",
+        f"{_WORKERS}::test_a_resumed_worker_reads_again_what_it_needs_only",
+    ),
+    Mutant(
+        "data workers go on where they were after another state is loaded",
+        "trainer/data/loader.py",
+        "self._stop()  # what they made is of another position",
+        "pass",
+        f"{_WORKERS}::test_a_run_resumes_with_other_workers_and_degrees_twice",
+    ),
+    Mutant(
+        "a data worker that has died is found out when its last batch is used up",
+        "trainer/data/workers.py",
+        "if process.poll() is not None:",
+        "if False:",
+        f"{_WORKERS}::test_a_worker_that_dies_is_told_at_once_and_the_position_is_kept",
+    ),
+    Mutant(
+        "positions of a data worker's row go on over documents",
+        "trainer/data/workers.py",
+        "positions=count - np.repeat(starts, self.lengths)",
+        "positions=count",
+        f"{_WORKERS}::test_order_and_state_do_not_depend_on_workers",
+    ),
+    Mutant(
+        "the sources of a mixture begin anew when a run resumes",
+        "trainer/data/mixture.py",
+        "part.restart(_part(state, name))",
+        "part.restart({})",
+        f"{_MIXTURE}::test_the_order_does_not_depend_on_degrees_and_a_resume_is_exact",
+    ),
+    Mutant(
+        "sources have half of their shares, and the last one the rest",
+        "trainer/data/mixture.py",
+        "int(end * 2**64 / sum(parts))",
+        "int(end * 2**63 / sum(parts))",
+        f"{_MIXTURE}::test_each_source_has_its_share_at_any_time_in_the_whole_and_in_each_stream",
+    ),
+    Mutant(
+        "the loss of a source is that of one data-parallel rank",
+        "trainer/components/source_losses.py",
+        'dims["dp"]).tolist()',
+        'dims["pp"]).tolist()',
+        "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
+    ),
+    Mutant(
+        "padding is counted on one rank",
+        "trainer/components/metrics.py",
+        'padded * self.dims.size("dp") / self.tokens_per_step',
+        "padded / self.tokens_per_step",
+        "tests/distributed/test_packing.py::test_the_share_of_padding_is_that_of_all_ranks",
     ),
 )

@@ -6,19 +6,42 @@ _PAIRS = "tests/distributed/test_pairs.py"
 _CHECKPOINT = "tests/distributed/test_checkpoint.py"
 _LOOP = "tests/distributed/test_loop.py"
 
+_BALANCE = "tests/distributed/test_balance.py"
+
 DATA = (
+    Mutant(
+        "a dealt document takes its neighbour's labels",
+        "trainer/tasks/balanced_batches.py",
+        "**{name: columns[:, i] for i, name in enumerate(names)},",
+        "**{name: np.roll(columns[:, i], i) for i, name in enumerate(names)},",
+        _BALANCE,
+    ),
+    Mutant(
+        "positions of dealt documents go on",
+        "trainer/tasks/balanced_batches.py",
+        "np.concatenate([np.arange(length) for length in lengths])",
+        "np.minimum(np.arange(sum(lengths)), 15)",
+        _BALANCE,
+    ),
+    Mutant(
+        "documents are dealt in the order in which they were read",
+        "trainer/data/balance.py",
+        'np.argsort(-lengths, kind="stable")',
+        "np.arange(len(lengths))",
+        "tests/unit/test_step_balance.py",
+    ),
     Mutant(
         "replicas read the same data",
         "trainer/tasks/language.py",
-        'dp_rank=self.dims.rank("dp"),',
-        'dp_rank=self.dims.rank("dp_shard"),',
+        'dp_rank=dims.rank("dp"),',
+        'dp_rank=dims.rank("dp_shard"),',
         _CHECKPOINT,
     ),
     Mutant(
         "the next row comes from the first stream",
         "trainer/data/streams.py",
-        "self._streams[sample % self._n]",
-        "next(iter(self._streams.values()))",
+        "streams.get(sample % self.data_streams)",
+        "next(iter(streams.values()))",
         "tests/unit/test_data_loader.py",
     ),
     Mutant(
@@ -31,7 +54,7 @@ DATA = (
     Mutant(
         "ranks that share a stream do not pass over the samples of others",
         "trainer/data/streams.py",
-        "            _pass_over(stream, sample // self._n)\n",
+        "                _pass_over(stream, sample // self.data_streams)\n",
         "",
         "tests/unit/test_data_loader.py",
     ),
@@ -50,6 +73,27 @@ DATA = (
         "tests/unit/test_token_files.py",
     ),
     Mutant(
+        "two processes write one shard",
+        "trainer/data/token_writer.py",
+        "        if index.exists():\n            return\n",
+        "",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "each shard of the hub has all rows",
+        "trainer/data/hub.py",
+        "self._rows.shard(self.shards, shard)",
+        "self._rows",
+        "tests/unit/test_hub.py",
+    ),
+    Mutant(
+        "lct tokenize stops at a bad record that is to be left out",
+        "trainer/data/token_writer.py",
+        "if not reading.skips:",
+        "if True:",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
         "a long line of JSON ends with the block",
         "trainer/data/file_index.py",
         "block += stream.readline()  # whole lines",
@@ -65,7 +109,7 @@ DATA = (
     ),
     Mutant(
         "a resumed stream begins its document anew",
-        "trainer/data/loader.py",
+        "trainer/data/text_data.py",
         '"token": self._token, "samples"',
         '"token": 0, "samples"',
         "tests/unit/test_data_loader.py",

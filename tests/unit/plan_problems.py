@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.masks import dense
+from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
 from trainer.distributed.context_parallel.planning.mask import (
     Mask,
     Relation,
@@ -20,7 +21,7 @@ from trainer.distributed.context_parallel.planning.mask import (
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.context_parallel.planning.tiles import Tile
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout, build_layout
+from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Ranges, union
 
 DIRECTIONS = ("forward", "backward")
@@ -97,12 +98,14 @@ def pairs_of(tile: Tile) -> np.ndarray:
 @st.composite
 def layouts(draw: Callable, seq_len: int, degree: int) -> AxisLayout:
     """One of the known ones, or blocks dealt at random; with few tokens some ranks have none."""
-    kind = draw(st.sampled_from([*LOAD_BALANCERS, "balanced by random work", "random"]))
+    kind = draw(st.sampled_from([*LOAD_BALANCERS, "balanced by random documents", "random"]))
     if kind in LOAD_BALANCERS:
         return build_layout(kind, seq_len, degree)
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
-    if kind == "balanced by random work":
-        return build_layout("balanced", seq_len, degree, work=rng.integers(0, 50, seq_len))
+    ends = np.sort(rng.integers(0, seq_len + 1, 3))
+    if kind == "balanced by random documents":
+        packed = documents(np.diff([0, *ends, seq_len]).tolist(), is_causal=True)
+        return build_layout("balanced", seq_len, degree, mask=packed)
     cuts = [0, *sorted(rng.integers(0, seq_len + 1, 2 * degree)), seq_len]
     owners = rng.integers(0, degree, len(cuts) - 1)
     pieces = list(zip(map(int, cuts), map(int, cuts[1:]), owners, strict=False))

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
-from trainer.data.best_fit import WINDOW, ConversationStream
-from trainer.data.chat import ConversationEncoder, Sample
-from trainer.data.loader import BatchLoader, DocumentStream
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.best_fit import WINDOW, WholeStream
+from trainer.data.chat import ConversationEncoder
+from trainer.data.loader import BatchLoader
+from trainer.data.packing import IGNORE_INDEX, Sample
+from trainer.data.text_data import DocumentStream
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 
@@ -43,14 +44,14 @@ def log_normal(n: int, seed: int = 0, *, longest: int = 64) -> list[int]:
 
 
 def loader(lengths, *, n=4, r=0, d=1, seq_len=64, b=1, seed=0):
-    source, stream = source_of(lengths), ConversationStream
+    source, stream = source_of(lengths), WholeStream
     settings = {"data_streams": n, "seed": seed, "dp_rank": r, "dp_degree": d}
     return BatchLoader(source, Numbers(), stream, seq_len=seq_len, local_batch_size=b, **settings)
 
 
-def stream_of(lengths, seq_len=64) -> ConversationStream:
+def stream_of(lengths, seq_len=64) -> WholeStream:
     everything = np.arange(len(lengths))
-    return ConversationStream(source_of(lengths), Numbers(), everything, stream=0, seq_len=seq_len, seed=0)
+    return WholeStream(source_of(lengths), Numbers(), everything, stream=0, seq_len=seq_len, seed=0)
 
 
 def documents(sequence) -> list[tuple[int, ...]]:

@@ -15,8 +15,8 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import Model
 from trainer.data.chat import ConversationEncoder, as_text, conversation
 from trainer.data.chat_template import ChatTemplate, find_template
-from trainer.data.loader import open_text
 from trainer.data.packing import IGNORE_INDEX
+from trainer.data.text_data import open_text
 from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer
 
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|eos|>"}

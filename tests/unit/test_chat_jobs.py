@@ -8,7 +8,7 @@ import pytest
 from tests.chat_files import CHATML, LLAMA3, chat_folder, conversations, write_lines
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.loader import open_text
+from trainer.data.text_data import open_text
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 

@@ -135,7 +135,9 @@ def test_what_is_missing_is_told_before_anything_starts(path: Path, tmp_path, mo
     assert re.search(r"model.tokenizer_path = '\./.* does not exist; get Llama 3's with", refused(config, wanted.ranks))
     config = read(path, "--parallelism.no-enable_async_tensor_parallel", "--model.tokenizer_path", "None").config
     message = refused(config, wanted.ranks)
-    assert re.match(r"training.dataset = 'c4(_test)?' would be downloaded.*'jsonl'.*'python_stdlib'$", message)
+    assert re.match(
+        r"training.dataset = 'c4(_test)?' lies on the Hugging Face hub.* --hub allenai/c4 --hub-config en ", message
+    )
 
 
 @pytest.mark.parametrize("year", YEARS)

@@ -298,7 +298,8 @@ def test_what_works_is_accepted(folder):
     [
         ("python_stdlb", None, "'python_stdlb' is not a known data set; did you mean 'python_stdlib'?"),
         ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat, tokens"),
-        ("c4", None, "'c4' would be downloaded, and nothing is downloaded here; save its documents as JSON lines"),
+        ("c4", None, "of it with `lct tokenize --hub allenai/c4 --hub-config en --output tokens`, and train with"),
+        ("some/data", None, "'some/data' lies on the Hugging Face hub, which is not read while training; make token"),
         ("text", None, "training.dataset = 'text' needs training.dataset_path; give a .txt file"),
         ("jsonl", "", "training.dataset = 'jsonl' needs training.dataset_path; give a .jsonl file"),
         ("python_stdlib", "x", "training.dataset_path = 'x' would do nothing"),

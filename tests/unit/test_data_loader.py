@@ -19,9 +19,9 @@ from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.packing import IGNORE_INDEX
 from trainer.data.streams import shuffled
 from trainer.data.tokenizer import open_tokenizer
+from trainer.distributed.context_parallel.planning.balance import balanced
 from trainer.distributed.context_parallel.planning.mask import causal, documents_of
 from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
-from trainer.distributed.sharding.layout import balanced
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 SEQ_LEN = 8
@@ -234,7 +234,7 @@ def test_only_the_current_document_is_tokenised_again():
 def test_batches_own_resizable_memory_and_have_the_right_shape():
     batches = list(islice(iter(loader(b=3)), 2))
     tensors = [batch[key] for batch in batches for key in KEYS]
-    assert all(set(batch) == set(KEYS) for batch in batches)
+    assert all(set(batch) == {*KEYS, "padding"} for batch in batches)
     assert all(t.shape == (3, SEQ_LEN) and t.dtype == torch.int64 and t.is_contiguous() for t in tensors)
     assert all(t.untyped_storage().nbytes() == t.numel() * 8 and t.untyped_storage().resizable() for t in tensors)
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
@@ -252,7 +252,7 @@ def test_a_plan_is_made_with_its_batch():
         assert rows([batch]) == rows([plain])
         assert batch_hash(batch | {"plan": plan}) == batch_hash(plain)
         assert plan.mask == documents_of(batch["document_ids"].numpy().copy())
-        assert plan.layout == balanced((plan.mask & causal(64)).work(), 2)
+        assert plan.layout == balanced(plan.mask & causal(64), 2)
 
 
 def test_an_iterator_draws_nothing_from_the_global_generator():

@@ -120,3 +120,9 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(dtype: str, hidden: 
     arguments = ["--training.seq_len=64", "--training.local_batch_size=2", f"--training.mixed_precision_param={dtype}"]
     memory = rank_memory(replace(job_of(*arguments), model=args))
     assert memory.activations == pytest.approx(measured, rel=0.15)
+
+
+def test_padding_of_balanced_steps_is_refused() -> None:
+    balanced = "--training.attention_mask=document", "--training.balance=step"
+    with pytest.raises(ConfigError, match="adds padding, which routers of experts would count as load; use 'off'"):
+        job_of(*balanced, ranks=2)

@@ -145,6 +145,10 @@ WITHOUT_TOKENS = {
     "training.seq_len": "64",
     "training.on_bad_record": "skip",
     "training.attention_mask": "document",
+    "training.balance": "step",
+    "training.packing": "pad",
+    "mixture.names": "web",
+    "training.data_workers": "2",
     "training.loss_chunk_tokens": "64",
 }
 

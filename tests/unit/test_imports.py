@@ -18,6 +18,7 @@ ROOMS = (
         *("trainer.models.unet.args", "trainer.models.nat.args"),
         *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
         *("trainer.data.json_lines", "trainer.data.token_files", "trainer.data.file_index", "trainer.data.bad_records"),
+        *("trainer.data.hub", "trainer.data.streamed", "trainer.data.token_writer"),
         *("trainer.data.chat", "trainer.data.chat_template", "trainer.data.packing"),
         *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),
         "trainer.data.sentencepiece_format",

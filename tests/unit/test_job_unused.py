@@ -73,6 +73,7 @@ TOLD = [
     ("model.sliding_window", ["2048"], 1, ["--training.seq_len=2049"], "training.seq_len = 2048 tokens"),
     ("lr_scheduler.decay_type", ["cosine"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
     ("lr_scheduler.min_lr_factor", ["0.1"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
+    ("training.balance", ["step"], 1, 2, "on one data-parallel rank"),
     ("training.mixed_precision_reduce", ["bfloat16"], 1, 2, "where gradients are not reduced"),
     (f"{CP[2:]}method", ["all_gather"], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
     (f"{CP[2:]}load_balancer", ["contiguous"], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
@@ -175,6 +176,7 @@ TOLD = [
 ]
 # Settings that go before: those in which the key of TOLD has no effect.
 BEFORE = {
+    "training.balance": ["--training.attention_mask=document"],
     "lr_scheduler.decay_type": ["--lr_scheduler.decay_ratio=0"],
     "lr_scheduler.min_lr_factor": ["--lr_scheduler.decay_ratio=0"],
 }
@@ -242,6 +244,12 @@ MORE = [
     ),
 ]
 REFUSED = [
+    (["--training.balance=step"], 2, ["training.balance = 'step'", "use training.attention_mask = 'document'"]),
+    (
+        ["--training.balance=step", "--training.attention_mask=document", f"{PP}degree=2"],
+        4,
+        ["in a pipeline (parallelism.pipeline_parallel_degree = 2)", "leave it out"],
+    ),
     (["--model.rope_scaling_type=yarn"], 1, ["rope_scaling_type = 'yarn' has no effect without", "rope_scaling = 4.0"]),
     (["--model.sliding_window_every=2"], 1, ["sliding_window_every = 2 has no effect without", "such as 4096"]),
     (
@@ -316,6 +324,7 @@ def test_every_rule_is_tried():
     tried |= {"lr_scheduler.total_steps", "lr_scheduler.decay_ratio"}  # in MORE
     tried |= {f"fields.{key}" for key in ("lead", "held_out")} | {*WITHOUT_TOKENS}
     tried |= {f"parallelism.domain_parallel_{key}" for key in ("degrees", "rows")}  # in test_field_jobs.py
+    tried |= {"mixture.paths", "mixture.weights"}  # in test_mixture.py
     assert tried == CONDITIONAL
 
 

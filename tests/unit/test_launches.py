@@ -18,11 +18,11 @@ from trainer.distributed.context_parallel.execution.kernels.base import Backward
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Varlen
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, lone_gradients
+from trainer.distributed.context_parallel.planning.balance import build_layout
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, fresh_rows, lower
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents
 from trainer.distributed.context_parallel.planning.methods import make_plan
-from trainer.distributed.sharding.layout import build_layout
 
 HEADS, KV_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 
@@ -57,7 +57,7 @@ def inputs(length: int, batch: int = 1) -> list[torch.Tensor]:
 def lowered(
     mask: Mask, degree: int, rank: int, kernel: CudaFlash | Varlen, balancer: str = "head_tail", method: str = "ring"
 ) -> LoweredPlan:
-    layout = build_layout(balancer, mask.q_len, degree, work=mask.work() if balancer == "balanced" else None)
+    layout = build_layout(balancer, mask.q_len, degree, mask=mask)
     return lower(make_plan(layout, mask, method, rank), kernel.capabilities)
 
 

@@ -1,6 +1,5 @@
 """Laws of sequence layouts."""
 
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -9,16 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.distributed.context_parallel.planning.mask import by_sequence, causal, documents
-from trainer.distributed.sharding.layout import (
-    LAYOUTS,
-    LOAD_BALANCERS,
-    AxisLayout,
-    balanced,
-    build_layout,
-    contiguous,
-    head_tail,
-)
+from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
+from trainer.distributed.context_parallel.planning.mask import causal
+from trainer.distributed.sharding.layout import LAYOUTS, AxisLayout, contiguous, head_tail
 from trainer.distributed.sharding.placement import rows_on
 
 names = st.sampled_from(LOAD_BALANCERS)
@@ -28,14 +20,6 @@ def imbalance(layout: AxisLayout, work: np.ndarray) -> float:
     """Largest share of the work, over the mean."""
     shares = [int(work[layout.indices(rank)].sum()) for rank in range(layout.degree)]
     return max(shares) / np.mean(shares)
-
-
-def packed_lengths(seq_len: int, rng: np.random.Generator) -> list[int]:
-    """Documents of mixed length that fill a row, the last one cut."""
-    lengths: list[int] = []
-    while sum(lengths) < seq_len:
-        lengths.append(min(int(rng.lognormal(8, 1)) + 1, seq_len - sum(lengths)))
-    return lengths
 
 
 @given(names, st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
@@ -100,65 +84,6 @@ def test_head_tail_is_exactly_balanced_when_it_divides(piece: int, degree: int):
 
 def test_contiguous_is_not():
     assert imbalance(contiguous(64, 4), causal(64).work()) > 1.7
-
-
-@pytest.mark.parametrize("seq_len", [1, 31, 2048, 4100, 12345])
-@pytest.mark.parametrize("degree", [2, 3, 8])
-@pytest.mark.parametrize("multiple_of", [1, 4])
-def test_blocks_are_the_largest_power_of_two_that_leaves_32_a_rank(seq_len: int, degree: int, multiple_of: int):
-    seq_len *= multiple_of
-    block = multiple_of
-    while 2 * block * 32 * degree <= seq_len:
-        block *= 2
-    work = np.random.default_rng(seq_len).integers(0, 1000, seq_len)
-    layout = balanced(work, degree, multiple_of=multiple_of)
-    dealt = seq_len // (block * degree) * block * degree
-    inside = [border for shard in layout.ranges for part in shard for border in part if border <= dealt]
-    assert math.gcd(*inside) % block == 0
-    if dealt > block * degree:
-        assert math.gcd(*inside) == block
-    rest = [layout.indices(rank)[layout.indices(rank) >= dealt] for rank in range(degree)]
-    assert np.concatenate(rest).tolist() == list(range(dealt, seq_len))  # one piece a rank, in order
-
-
-def test_equal_work_is_dealt_in_equal_numbers():
-    layout = balanced(np.ones(4096, dtype=np.int64), 4)
-    assert {layout.local_length(rank) for rank in range(4)} == {1024}
-
-
-def test_what_makes_no_whole_round_counts_as_well():
-    """The one token after 32 blocks a rank is expensive: its rank gets cheaper blocks."""
-    work = np.array([1] * 32 + [3] * 32 + [20])
-    assert imbalance(balanced(work, 2), work) < 1.1
-
-
-@pytest.mark.parametrize("degree", [4, 8, 16])
-def test_packed_documents_are_balanced_by_blocks_and_not_by_head_tail(degree: int):
-    seq_len, by_head_tail = 65536, []
-    for seed in range(40):
-        lengths = packed_lengths(seq_len, np.random.default_rng(seed))
-        work = documents(lengths, is_causal=True).work()
-        assert imbalance(balanced(work, degree), work) <= 1.02
-        by_head_tail.append(imbalance(head_tail(seq_len, degree), work))
-    assert min(by_head_tail) > 1.05
-    assert np.median(by_head_tail) > 1.5
-    assert max(by_head_tail) < 3
-
-
-@pytest.mark.parametrize("degree", [4, 8, 16])
-def test_several_rows_are_balanced_together(degree: int):
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        mask = by_sequence([documents(packed_lengths(65536, rng), is_causal=True) for _ in range(4)])
-        work = mask.work()
-        assert imbalance(balanced(work, degree), work) <= 1.02
-
-
-@pytest.mark.parametrize("degree", [2, 4, 8])
-def test_without_work_balanced_deals_as_under_a_causal_mask(degree: int):
-    layout = build_layout("balanced", 8192, degree)
-    assert layout == build_layout("balanced", 8192, degree, work=causal(8192).work())
-    assert imbalance(layout, causal(8192).work()) < 1.001
 
 
 def test_as_in_the_picture():

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.plan_problems import DIRECTIONS, Problem, numbers, pairs_of, problems, rows_sent
+from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.plan import RankPlan
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout, build_layout, head_tail
+from trainer.distributed.sharding.layout import AxisLayout, head_tail
 from trainer.distributed.sharding.ranges import union
 
 
@@ -97,7 +98,7 @@ def test_a_million_tokens_are_planned_at_once(method: str, name: str):
     ends = np.sort(np.random.default_rng(0).choice(np.arange(1, seq_len), count - 1, replace=False))
     mask = causal(seq_len) & documents(np.diff([0, *ends, seq_len]).tolist())
     assert len(mask.bands) == count
-    layout = build_layout(name, seq_len, degree, work=mask.work())
+    layout = build_layout(name, seq_len, degree, mask=mask)
     start = time.perf_counter()
     plan = make_plan(layout, mask, method, degree // 2, **({"head_degree": 8} if method == "hybrid" else {}))
     assert time.perf_counter() - start < 2
@@ -107,7 +108,7 @@ def test_a_million_tokens_are_planned_at_once(method: str, name: str):
 def test_a_plan_is_made_once():
     def made() -> RankPlan:
         mask = causal(24) & documents([5, 19])
-        return make_plan(build_layout("balanced", 24, 3, work=mask.work()), mask, "ring", 1)
+        return make_plan(build_layout("balanced", 24, 3, mask=mask), mask, "ring", 1)
 
     assert made() is made()
 

@@ -15,8 +15,8 @@ from tests.unit.test_show_plan import SMALL, case_of, with_degree
 from trainer.commands.plan import main
 from trainer.commands.plan_case import MOST_RANKS
 from trainer.commands.plan_picture import draw, picture, polygon, rank_color
+from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.methods import METHODS
-from trainer.distributed.sharding.layout import LOAD_BALANCERS
 
 MASKS = [["--mask", m] for m in ("causal", "full", "window:7")] + [["--mask", "document", "--documents", "20,1,27"]]
 

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.plan_problems import DIRECTIONS, Problem, numbers, pairs_of, problems, rows_sent, staged
+from trainer.distributed.context_parallel.planning.balance import build_layout
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
-from trainer.distributed.sharding.layout import AxisLayout, build_layout, contiguous, head_tail
+from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
 
 # ---- what travels
 

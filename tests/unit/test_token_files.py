@@ -1,12 +1,12 @@
 """Laws of token files: the same sequences as from text, bit for bit; damage and another tokenizer are one sentence."""
 
+import fcntl
 import gzip
 import json
-import os
-import signal
 import struct
 import subprocess
 import sys
+import threading
 from itertools import chain, islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import Reading, check_source, open_source
 from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.token_writer import parts_of, write_shard
 from trainer.data.tokenizer import open_tokenizer
 
 SHIPPED = Reading()
@@ -90,20 +91,27 @@ def test_text_files_and_the_standard_library_give_their_documents(tmp_path: Path
     assert library[7].tolist() == open_tokenizer().encode(source[7], bos=True, eos=True)
 
 
-@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "parquet"])
-def test_files_without_random_access_are_streamed(lines: Path, tmp_path: Path, ending: str):
+def packed(lines: Path, file: Path) -> Path:
+    """Write lines as a file of another format, which its ending names."""
     pyarrow = pytest.importorskip("pyarrow")
-    file = tmp_path / "packed" / f"a.{ending}"
-    file.parent.mkdir()
-    if ending == "parquet":
+    file.parent.mkdir(exist_ok=True)
+    if file.suffix == ".parquet":
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.table({"n": range(len(TEXTS)), "text": TEXTS}), file, row_group_size=2)
-    elif ending == "jsonl.gz":
+        rows = [json.loads(line) for line in lines.read_text().splitlines()]
+        table = pyarrow.table({name: [row[name] for row in rows] for name in ("n", "text")})
+        parquet.write_table(table, file, row_group_size=2)
+    elif file.suffix == ".gz":
         file.write_bytes(gzip.compress(lines.read_bytes()))
     else:
         with pyarrow.output_stream(str(file), compression="zstd") as stream:
             stream.write(lines.read_bytes())
+    return file
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "json.gz", "jsonl.zst", "parquet"])
+def test_files_without_random_access_are_streamed(lines: Path, tmp_path: Path, ending: str):
+    file = packed(lines, tmp_path / "packed" / f"a.{ending}")
     with pytest.raises(ConfigError, match=r"has no random access to documents; make token files of it with `lct tok"):
         check_source("jsonl", str(file), 1)
     with pytest.raises(ConfigError, match=r"has no random access"):
@@ -111,11 +119,39 @@ def test_files_without_random_access_are_streamed(lines: Path, tmp_path: Path, e
     assert hashes("tokens", made(file.parent, tmp_path / "tokens")) == hashes("jsonl", lines)
 
 
-def test_a_damaged_archive_is_told(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    file = tmp_path / "a.jsonl.gz"
-    file.write_bytes(gzip.compress(lines.read_bytes())[:-20])
+@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_a_damaged_archive_is_told(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture, ending: str):
+    """Its index is not written, so that the same command reads it again."""
+    file = packed(lines, tmp_path / f"a.{ending}")
+    file.write_bytes(file.read_bytes()[:-20])
     assert lct_tokenize("--path", file, "--output", tmp_path / "tokens") == 2
-    assert "a.jsonl.gz cannot be read to its end" in capsys.readouterr().err
+    assert f"a.{ending} cannot be read to its end" in capsys.readouterr().err
+    assert not list((tmp_path / "tokens").glob("*.idx"))
+
+
+def test_archives_in_several_parts_are_read_to_their_end(lines: Path, tmp_path: Path):
+    """As parallel compressors write them."""
+    parts = [packed(lines, tmp_path / "in" / f"part.jsonl.{end}").read_bytes() for end in ("gz", "zst")]
+    for end, content in zip(("gz", "zst"), parts, strict=True):
+        (tmp_path / f"two.jsonl.{end}").write_bytes(2 * content)
+        tokens = made(tmp_path / f"two.jsonl.{end}", tmp_path / end)
+        assert len(open_source("tokens", tokens)) == 2 * len(TEXTS)
+
+
+def test_bad_rows_and_columns_are_told(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = packed(lines, tmp_path / "a.parquet")
+    assert lct_tokenize("--path", file, "--output", tmp_path / "tokens", "--text-field", "body") == 2
+    assert 'a.parquet has no column "body" (n, text); name one with --text-field' in capsys.readouterr().err
+    assert lct_tokenize("--path", file, "--output", tmp_path / "numbers", "--text-field", "n") == 2
+    assert 'a.parquet, row 0, must have a text in the column "n", not int' in capsys.readouterr().err
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"gr\xfc\xdfe")
+    (tmp_path / "text" / "b.txt").write_text("fine")
+    text = ["--dataset", "text", "--path", tmp_path / "text", "--output"]
+    assert lct_tokenize(*text, tmp_path / "stopped") == 2
+    assert "a.txt is not UTF-8 text" in capsys.readouterr().err
+    assert lct_tokenize(*text, tmp_path / "skipped", "--on-bad-record", "skip") == 0
+    assert [len(document) > 0 for document in islice(open_source("tokens", str(tmp_path / "skipped")), 2)] == [0, 1]
 
 
 def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
@@ -123,9 +159,9 @@ def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
     expected = Path(made(lines, tmp_path / "whole", "--shard-mb", 1))
     program = [sys.executable, "-m", "trainer", "tokenize", "--path", str(lines), "--output", str(tmp_path / "tokens")]
     program += ["--shard-mb", "1", "--processes", "2"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         first = tmp_path / "tokens" / f"{process.stdout.readline().partition(':')[0]}.bin"
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # its own processes notice by themselves, and may still write
     assert "run the same `lct tokenize` again" in refusal(tmp_path / "tokens")
     written = first.stat().st_mtime_ns
     result = subprocess.run(program, capture_output=True, text=True, check=True)
@@ -134,10 +170,30 @@ def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
     files = sorted(path.name for path in expected.iterdir())
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == files
     assert all((tmp_path / "tokens" / name).read_bytes() == (expected / name).read_bytes() for name in files)
+    shipped = Path(tokenize_text.default_tokenizer_path()).read_text().splitlines(keepends=True)
+    (other := tmp_path / "other.tiktoken").write_text("".join(shipped[:-1]))
+    result = subprocess.run([*program, "--tokenizer-path", str(other)], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "holds token ids of other settings or data (tokenizer)" in result.stderr
     lines.write_text('{"text": "other"}\n')
     result = subprocess.run(program, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "holds token ids of other settings or data (inputs)" in result.stderr
+
+
+def test_one_process_at_a_time_writes_a_shard(lines: Path, tmp_path: Path):
+    """The second one finds it whole."""
+    stem = tmp_path / "shard-00000"
+    (part,) = parts_of("jsonl", [str(lines)], 1 << 20)
+    with stem.with_suffix(".bin").open("wb") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        second = threading.Thread(target=write_shard, args=(part, stem, open_tokenizer(), SHIPPED))
+        second.start()
+        first.write(b"the first one's")
+        stem.with_suffix(".idx").write_text("whole")
+    second.join(timeout=60)
+    assert stem.with_suffix(".bin").read_bytes() == b"the first one's"
+    assert not stem.with_suffix(".crc").exists()
 
 
 def test_another_tokenizer_is_refused(lines: Path, tmp_path: Path):
@@ -205,13 +261,23 @@ def megatron(stem: Path, documents: list[list[list[int]]], dtype: str, code: int
     )
 
 
-@pytest.mark.parametrize(("dtype", "code"), [("<u2", 8), ("<i4", 4), ("<i8", 5)])
+@pytest.mark.parametrize(
+    ("dtype", "code"), [("<u1", 1), ("<i1", 2), ("<i2", 3), ("<i4", 4), ("<i8", 5), ("<u2", 8)], ids=str
+)
 def test_a_pair_of_megatron_is_read_as_it_is(tmp_path: Path, dtype: str, code: int):
-    documents = [[[5, 6, 7]], [[8], [9, 10]], [], [[4351]]]
+    """Several sequences of a document follow each other; a document may have none."""
+    last = min(4351, int(np.iinfo(dtype).max))
+    documents = [[[5, 6, 7]], [[8], [9, 10], [], [11]], [], [[last]]]
     megatron(tmp_path / "a", documents, dtype, code)
     source = open_source("tokens", str(tmp_path))
     assert [source[i].tolist() for i in range(4)] == [list(chain(*document)) for document in documents]
     check_source("tokens", str(tmp_path / "a.idx"), 4)
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("<f8", 6), ("<f4", 7), ("<u2", 9)])
+def test_a_pair_of_other_numbers_is_refused(tmp_path: Path, dtype: str, code: int):
+    megatron(tmp_path / "a", [[[5, 6]]], dtype, code)
+    assert "a.idx is no whole index of token ids (Megatron's format, version 1)" in refusal(tmp_path)
 
 
 def test_a_token_beyond_the_vocabulary_is_told(tmp_path: Path):
@@ -225,11 +291,16 @@ def test_a_token_beyond_the_vocabulary_is_told(tmp_path: Path):
 
 
 @pytest.mark.parametrize("header", [False, True])
-def test_a_flat_file_is_cut_behind_each_end_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bool):
-    monkeypatch.setattr("trainer.data.token_files.BLOCK", 6)  # documents go from block to block
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(4352, np.uint16), (1 << 16, np.uint16), (100_278, np.uint32)])
+def test_a_flat_file_is_cut_behind_each_end_of_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bool, vocab_size: int, dtype: type
+):
+    """As OLMo's: the bytes of an array, whose type follows from the vocabulary. Documents go from block to block."""
+    monkeypatch.setattr("trainer.data.token_files.BLOCK", 3 * np.dtype(dtype).itemsize)
+    monkeypatch.setattr("trainer.data.token_files.vocab_size_of", lambda _: vocab_size)
     eos = open_tokenizer().eos_id
-    documents = [[5, 6, 7, 8, 9, eos], [eos], [10, 11, eos], [12]]
-    ids = np.array(list(chain(*documents)), dtype=np.uint16)
+    documents = [[5, 6, 7, 8, 9, eos], [eos], [10, 11, eos], [vocab_size - 1]]
+    ids = np.array(list(chain(*documents)), dtype=dtype)
     if header:
         np.save(tmp_path / "part-0.npy", ids)
     else:
@@ -240,4 +311,4 @@ def test_a_flat_file_is_cut_behind_each_end_of_text(tmp_path: Path, monkeypatch:
     check_source("tokens", str(tmp_path), 4)
     with open(tmp_path / "part-0.npy", "ab") as file:
         file.write(b"x")
-    assert "which are no whole number of uint16 ids" in refusal(tmp_path) or header
+    assert f"which are no whole number of {np.dtype(dtype)} ids" in refusal(tmp_path) or header

@@ -17,12 +17,12 @@ from trainer.commands.plan_summary import summary
 from trainer.commands.plan_tables import TABLES, tables
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.distributed.context_parallel.planning.auto import choose
+from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
 from trainer.distributed.context_parallel.planning.heads import check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.distributed.sharding.layout import LOAD_BALANCERS
 
 MASKS = ("causal", "full", "window:4096", "document")
 OUTPUTS = (".svg", ".png")

@@ -3,7 +3,11 @@
     lct tokenize --dataset jsonl --path 'data/*.jsonl' --tokenizer-path assets/tokenizer --output tokens
     lct train --training.dataset tokens --training.dataset_path tokens --model.tokenizer_path assets/tokenizer
 
-It reads .jsonl, .jsonl.gz, .jsonl.zst and .parquet files (jsonl), .txt files (text), or python_stdlib.
+It reads .jsonl, .jsonl.gz, .jsonl.zst and .parquet files (jsonl), .txt files (text), or python_stdlib; or a data set of
+the Hugging Face hub, streamed:
+
+    lct tokenize --hub allenai/c4 --hub-config en --split train --output tokens
+
 The same command goes on with an interrupted run: shards that are whole stay.
 """
 
@@ -12,18 +16,22 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import DATASETS, STREAMED, Reading, check_source, find_files
+from trainer.data.datasets import DATASETS, Reading, check_source, find_files
 from trainer.data.file_index import stamp_of
+from trainer.data.hub import HubData
+from trainer.data.streamed import STREAMED
 from trainer.data.token_files import MANIFEST, UNFINISHED, Pair
 from trainer.data.token_writer import Part, parts_of, write_shard
 from trainer.data.tokenizer import default_tokenizer_path, open_tokenizer, tokenizer_hash
@@ -39,9 +47,15 @@ def tokenize(args: argparse.Namespace) -> str:
     """
     started, folder = time.monotonic(), Path(args.output)
     how = Reading(args.text_field, args.on_bad_record == "skip")
-    files = _files(args, how)
-    plan = _plan(args, files)
-    parts = parts_of(args.dataset, files, args.shard_mb << 20)
+    plan = _plan(args)
+    if args.hub:
+        hub = _hub(args, folder)
+        plan |= {"dataset": "hub", "inputs": list(astuple(hub))}
+        parts = [Part("hub", (), 0, shard, hub=hub) for shard in range(hub.shards)]
+    else:
+        files = _files(args, how)
+        plan["inputs"] = [[os.path.abspath(file), stamp_of(file).content] for file in files]
+        parts = parts_of(args.dataset, files, args.shard_mb << 20)
     _begin(folder, plan)
     stems = [folder / f"shard-{number:05d}" for number in range(len(parts))]
     left = [number for number, stem in enumerate(stems) if not stem.with_suffix(".idx").exists()]
@@ -71,26 +85,40 @@ def _files(args: argparse.Namespace, how: Reading) -> list[str]:
     return files
 
 
-def _plan(args: argparse.Namespace, files: Sequence[str]) -> dict[str, Any]:
-    """Return what the token ids depend on."""
+def _hub(args: argparse.Namespace, folder: Path) -> HubData:
+    """Return the data set at the revision that is named, or that an interrupted run had, else at the newest one."""
+    before, wanted = _noted(folder).get("inputs"), [args.hub, args.hub_config, args.split]
+    revision = args.hub_revision or (before[3] if before and before[:3] == wanted else None)
+    hub = HubData.find(*wanted, revision)
+    print(f"{hub}: {hub.shards} shards of revision {hub.revision}")
+    return hub
+
+
+def _plan(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the token ids depend on, beside the data."""
     tokenizer = args.tokenizer_path or default_tokenizer_path()
     made_by = {"hash": tokenizer_hash(tokenizer), "name": Path(tokenizer).name}
     made_by["vocab_size"] = open_tokenizer(tokenizer).vocab_size
     names = ("dataset", "text_field", "on_bad_record", "shard_mb")
-    inputs = [[os.path.abspath(file), stamp_of(file).content] for file in files]
-    return {"format": _FORMAT, "tokenizer": made_by, **{name: getattr(args, name) for name in names}, "inputs": inputs}
+    return {"format": _FORMAT, "tokenizer": made_by, **{name: getattr(args, name) for name in names}}
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    """Return the plan that a folder notes; empty: none, or it is damaged."""
+    for name in (UNFINISHED, MANIFEST):
+        try:
+            return json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            return {"damaged": name}
+    return {}
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> None:
     """Note the plan in the folder, which may have shards of the same plan."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (UNFINISHED, MANIFEST):
-        if not (folder / name).exists():
-            continue
-        try:
-            before = json.loads((folder / name).read_text(encoding="utf-8"))
-        except ValueError:
-            before = {}
+    if before := _noted(folder):
         before.pop("shards", None)
         if before != plan:
             changed = ", ".join(key for key in plan if before.get(key) != plan[key])
@@ -115,11 +143,10 @@ def _write(
     for number, (part, stem) in enumerate(_written(work, args.processes), 1):
         done += part.size
         seconds = time.monotonic() - started
-        print(
-            f"{stem.name}: {number} of {len(left)} shards, {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB, "
-            f"{done / 2**20 / seconds:.1f} MiB/s, {_duration(seconds * (total - done) / max(done, 1))} left",
-            flush=True,
-        )
+        share = done / total if total else number / len(left)
+        rate = f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB, {done / 2**20 / seconds:.1f} MiB/s, " if total else ""
+        rest = _duration(seconds * (1 - share) / share)
+        print(f"{stem.name}: {number} of {len(left)} shards, {rate}{rest} left", flush=True)
 
 
 def _written(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[tuple[Part, Path]]:
@@ -131,7 +158,8 @@ def _written(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[tuple[
     if processes == 1:
         yield from (_write_one(*one) for one in work)
         return
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, initializer=_end_with, initargs=(os.getpid(),)) as pool:
         try:
             for future in as_completed([pool.submit(_write_one, *one) for one in work]):
                 yield future.result()
@@ -142,6 +170,17 @@ def _written(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[tuple[
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent: without one it would write its shard and then wait for ever."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _write_one(part: Part, stem: Path, tokenizer_path: str | None, how: Reading) -> tuple[Part, Path]:
@@ -168,6 +207,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--dataset", default="jsonl", choices=("jsonl", "text", "python_stdlib"))
     parser.add_argument("--path", default=None, help="file, folder or glob")
+    parser.add_argument("--hub", default=None, help="data set of the Hugging Face hub, in the place of --path")
+    parser.add_argument("--hub-config", default=None, help="its configuration, such as en; default: its default")
+    parser.add_argument("--hub-revision", default=None, help="its revision; default: the newest one")
+    parser.add_argument("--split", default="train", help="its split")
     parser.add_argument("--output", required=True, help="folder of the token ids")
     parser.add_argument("--tokenizer-path", default=None, help="as model.tokenizer_path")
     parser.add_argument("--text-field", default="text", help="field or column with the text of a document")
@@ -180,6 +223,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(
                 f"--processes {args.processes} and --shard-mb {args.shard_mb} must be at least 1; leave them out"
             )
+        if args.hub and (args.path or args.dataset != "jsonl"):
+            raise ConfigError(f"--hub {args.hub} has its own files and format; leave out --path and --dataset")
         print(tokenize(args))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -62,6 +62,8 @@ class StepMetrics:
     """Largest peak of a rank: allocated by PyTorch on a GPU, resident on a CPU."""
     data_loading_fraction: float
     """Share of the time in which ranks waited for data, mean over ranks."""
+    padding_fraction: float
+    """Share of the step's tokens that are of no document."""
     tokens_seen: int
     """Tokens of the whole job since its first step."""
     epoch: float
@@ -222,20 +224,22 @@ class MetricsLogger:
         grad_norm: float,
         lr: float,
         epoch: float,
+        padding: int,
         more: Mapping[str, Any] | None = None,
     ) -> StepMetrics:
         """Reduce and write one step. A collective: every rank calls it for the same steps.
 
         loss: of the whole job; sequence_losses: (B,) mean loss of each sequence of this rank; epoch: mean over the data
-        streams of this rank; more: what the family of the model has to say, on every rank.
+        streams of this rank; padding: tokens of this rank's batches that are of no document; more: what the family of
+        the model has to say, on every rank.
         """
         elapsed = time.perf_counter() - self._started
         steps = step - self._last_step
         largest = [sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
         largest = torch.tensor(largest, dtype=torch.float64, device=self.device)
         loss_max, elapsed, memory = all_reduce(largest, self.dims["world"], "max").tolist()
-        means = torch.tensor([self._data_seconds, epoch], dtype=torch.float64, device=self.device)
-        waited, epoch = (all_reduce(means, self.dims["world"]) / self.dims.size("world")).tolist()
+        means = torch.tensor([self._data_seconds, epoch, padding], dtype=torch.float64, device=self.device)
+        waited, epoch, padded = (all_reduce(means, self.dims["world"]) / self.dims.size("world")).tolist()
         per_device = self.tokens_per_step * steps / elapsed / self.dims.size("world")
         flops = [per_device * flops for flops in self.flops_per_token]
         mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]
@@ -253,6 +257,7 @@ class MetricsLogger:
             mfu_causal=mfu[1],
             memory_gib=memory,
             data_loading_fraction=waited / elapsed,
+            padding_fraction=padded * self.dims.size("dp") / self.tokens_per_step,
             tokens_seen=self.tokens_seen(step),
             epoch=epoch,
         )

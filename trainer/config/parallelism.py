@@ -12,6 +12,14 @@ SHARDED = Condition(
     "where parameters are not sharded (data_parallel_shard_degree x context_parallel_degree = 1)",
     general="without sharding (FSDP or CP)",
 )
+NO_PIPELINE = Condition(
+    lambda _, degrees: degrees.pp == 1,
+    "in a pipeline (parallelism.pipeline_parallel_degree = {0.parallelism.pipeline_parallel_degree}), whose "
+    "micro-batches have one shape",
+    "leave it out, or use parallelism.pipeline_parallel_degree = 1",
+    general="in a pipeline",
+)
+DATA_PARALLEL = Condition(lambda _, degrees: degrees.dp > 1, "on one data-parallel rank")
 _WITH_CP, _WITH_PP, _WITH_TP = (
     unless(f"parallelism.{name}_parallel_degree", 1) for name in ("context", "pipeline", "tensor")
 )
@@ -81,7 +89,7 @@ class Parallelism:
     context_parallel_hybrid_degrees: tuple[int, ...] = key((), unit="ranks", when=(_WITH_CP, _HYBRID))
     """For hybrid, [all_to_all, ring]: ranks of a group that divides the heads, and number of groups in the ring."""
     context_parallel_load_balancer: Literal["head_tail", "contiguous", "balanced"] = key("head_tail", when=_WITH_CP)
-    """Tokens of a rank: two pieces, equal work under a causal mask; one piece; or blocks balanced for each batch."""
+    """Tokens of a rank: two pieces, equal causal work; one piece; or documents dealt by work for each batch."""
     context_parallel_heads_per_pass: int = key(
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "heads", when=(_WITH_CP, _NOT_RING)
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.config.checkpoint import SAVING, Checkpoint
+from trainer.config.data import Fields, Mixture
 from trainer.config.keys import (
     AT_LEAST_ONE,
     DECAY,
@@ -24,7 +25,7 @@ from trainer.config.keys import (
     needs_value,
     unless,
 )
-from trainer.config.parallelism import Comm, Parallelism
+from trainer.config.parallelism import DATA_PARALLEL, NO_PIPELINE, Comm, Parallelism
 from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 
 TOKENIZER_FILES = ("original/tokenizer.model", "tokenizer.json", "tokenizer.model")
@@ -33,7 +34,6 @@ _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python
 
 # ---- when keys have an effect
 
-_FIELDS = Condition(lambda config, _: config.trains_fields, "without training.dataset = 'fields'")
 _CHAT = Condition(
     lambda config, _: (
         config.training.dataset == "chat" or (config.validation.enable and config.validation.dataset == "chat")
@@ -45,6 +45,12 @@ _LINES = Condition(
         config.training.dataset == "jsonl" or (config.validation.enable and config.validation.dataset == "jsonl")
     ),
     "without training.dataset = 'jsonl'",
+)
+_DOCUMENTS = Condition(
+    lambda config, _: config.masks_documents,
+    "with training.attention_mask = 'causal', under which documents see each other",
+    "use training.attention_mask = 'document'",
+    general="with training.attention_mask = 'causal'",
 )
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
@@ -260,6 +266,10 @@ class Training:
     """Tokens of a sequence; a multiple of parallelism.tensor_parallel_degree."""
     attention_mask: Literal["causal", "document"] = key("causal", when=TOKENS)
     """A token sees those before it in its sequence, or in its document, with positions from 0; chat: document."""
+    balance: Literal["off", "step"] = key("off", when=(TOKENS, _DOCUMENTS, NO_PIPELINE, DATA_PARALLEL))
+    """step: deal each step's documents over data-parallel ranks and micro-batches for equal work; equal gradients."""
+    packing: Literal["concatenate", "best_fit", "pad"] | None = key(None, when=TOKENS)
+    """Documents are cut where a sequence ends, or whole, or one a sequence; None: concatenate, for chat best_fit."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)
     """Largest gradient norm; larger gradients are scaled down to it. inf: the norm is logged, nothing is scaled."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -292,6 +302,8 @@ class Training:
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
     data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
     """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
+    data_workers: int = key(0, NOT_NEGATIVE, "processes", when=TOKENS)
+    """Processes of each rank that read, tokenize and pack ahead of its steps; 0: the rank itself does."""
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""
@@ -299,16 +311,6 @@ class Training:
             return self.mixed_precision_param
         # A float64 run is for exactness; bfloat16 is faster on GPUs only.
         return "bfloat16" if device_type == "cuda" and self.dtype != "float64" else self.dtype
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Fields on a grid that change with time, for training.dataset = "fields"."""
-
-    lead: int = key(1, AT_LEAST_ONE, "frames", when=_FIELDS)
-    """Frames from the state that a model sees to the state that it predicts."""
-    held_out: int = key(2, NOT_NEGATIVE, "trajectories", when=_FIELDS)
-    """Trajectories, the last ones, that are never trained on; the prediction error is measured on them."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    mixture: Mixture = field(default_factory=Mixture)
     fields: Fields = field(default_factory=Fields)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

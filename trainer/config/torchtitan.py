@@ -110,6 +110,7 @@ OLDER: dict[str, Spelling] = {
     "lr_scheduler.lr_min": Spelling("lr_scheduler.min_lr_factor"),
     **_moved("scheduler", "warmup_steps decay_ratio decay_type", "lr_scheduler"),
     "scheduler.lr_min": Spelling("lr_scheduler.min_lr_factor"),
+    "training.dataloader.num_workers": Spelling("training.data_workers"),
     "training.batch_size": Spelling("training.local_batch_size"),
     "validation.enabled": Spelling("validation.enable"),
     "training.warmup_steps": Spelling("lr_scheduler.warmup_steps"),
@@ -211,7 +212,7 @@ _CHECKPOINT = {
 }
 _OWN_PROGRAM = "import your module in a program of your own; leave it out"
 _OWN_KEYS = "settings are those of docs/configuration.md; leave it out"
-_ONE_LOADER = "data are read and tokenized by the process that trains; leave it out"
+_WORKERS = "data workers stay for the run and make the batches of a step ahead; leave it out"
 _REDUCED = "rank 0 writes what is reduced over all ranks; leave it out"
 _NO_EXPERTS = "experts are neither cut by matrices nor computed in less than bfloat16 here; leave it out"
 _SCALES = "scales are found from the tensor itself, 'dynamic'; leave it out"
@@ -237,8 +238,8 @@ ABSENT: dict[str, Absent] = {
     **_refused("metrics.save_for_all_ranks", False, instead=_REDUCED),
     **_refused("metrics.rank_0_only", True, instead=_REDUCED),
     **_refused("optimizer.early_step_in_backward", False, instead=_CLIPPED),
-    **_refused("training.dataloader.num_workers training.dataloader.prefetch_factor", 0, instead=_ONE_LOADER),
-    **_refused("training.dataloader.persistent_workers training.dataloader.pin_memory", False, instead=_ONE_LOADER),
+    **_refused("training.dataloader.prefetch_factor", 0, instead=_WORKERS),
+    **_refused("training.dataloader.persistent_workers training.dataloader.pin_memory", False, instead=_WORKERS),
     **_refused(_COMPILED_AUTOGRAD, False, instead="use compile.enable alone"),
     **_refused("parallelism.expert_tensor_parallel_degree", 1, instead=_NO_EXPERTS),
     **_refused(_EXPERTS, (), instead=_NO_EXPERTS),

@@ -1,10 +1,13 @@
-"""Whole conversations in sequences of `seq_len` tokens by best fit, none of them cut. Torch-free.
+"""Whole documents or conversations in sequences of `seq_len` tokens, by best fit or one a sequence. Torch-free.
 
-A sequence begins with the oldest conversation that waits. Then it takes the longest one that still fits, until none
-does. The rest is padding: a document of its own, without labels.
+A sequence begins with the oldest document that waits. Then it takes the longest one that still fits, until none does.
+The rest is padding: a document of its own, without labels.
 
 waiting   5 2 7 3 4 | ...     seq_len = 10; the order in which they were read
 sequence  5 4 + 1 padding  |  2 7 + 1  |  3 ...
+
+A document of more than `seq_len` tokens is cut into pieces of `seq_len`, which are sequences by themselves. Its last
+piece waits as a document does. Each label is made before the cut, so that none is lost.
 
 Those that wait are of one epoch, at most WINDOW places of its order, and about TOKENS sequences long. The state says
 which ones wait, so that a resumed run goes on with the same sequences.
@@ -14,24 +17,51 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.chat import ConversationEncoder, Sample
-from trainer.data.datasets import DocumentSource
-from trainer.data.packing import IGNORE_INDEX, PackedSequence
+from trainer.data.datasets import DocumentSource, ids_of_document
+from trainer.data.packing import IGNORE_INDEX, PackedSequence, Sample
 from trainer.data.streams import ItemStream, StreamState
+from trainer.data.tokenizer import Tokenizer
 
 WINDOW = 1024
 TOKENS = 8
 
 
-class ConversationStream(ItemStream):
-    """One numbered, endless stream of packed sequences over some of the conversations; see `DocumentStream`.
+class Encoder(Protocol):
+    """Makes samples of documents."""
 
-    Each epoch has every conversation once. One that is longer than a sequence loses its end. It is left out if no
-    label remains.
+    def pieces(self, document: Any, seq_len: int) -> list[Sample]:
+        """Return the pieces of a document, all but the last of `seq_len` tokens; none if no label remains."""
+
+    def nothing(self, documents: int, stream: int, seq_len: int) -> str:
+        """Return the message for a stream whose documents have no piece."""
+
+
+class DocumentEncoder:
+    """Makes samples of texts or token ids, of which each token but the first is a label."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def pieces(self, document: str | np.ndarray, seq_len: int) -> list[Sample]:
+        ids = ids_of_document(document, self._tokenizer).astype(np.int32)
+        labels = np.append(ids[1:], np.int32(IGNORE_INDEX))
+        # The last token has no label; a piece of it alone would teach nothing.
+        starts = range(0, len(ids) - 1, seq_len)
+        return [Sample(ids[start : start + seq_len], labels[start : start + seq_len]) for start in starts]
+
+    def nothing(self, documents: int, stream: int, seq_len: int) -> str:
+        return f"none of the {documents} documents of data stream {stream} holds text; leave out documents without text"
+
+
+class WholeStream(ItemStream):
+    """One numbered, endless stream of packed sequences over some of the documents; see `DocumentStream`.
+
+    Each epoch has every document once. alone: each has a sequence of its own.
     """
 
     ITEM = "document"
@@ -39,73 +69,82 @@ class ConversationStream(ItemStream):
     def __init__(
         self,
         source: DocumentSource,
-        encoder: ConversationEncoder,
+        encoder: Encoder,
         documents: np.ndarray,
         *,
         stream: int,
         seq_len: int,
         seed: int,
+        alone: bool = False,
     ) -> None:
-        self._source, self._encoder, self._seq_len = source, encoder, seq_len
+        self._source, self._encoder, self._seq_len, self._alone = source, encoder, seq_len, alone
+        self._enough = 1 if alone else TOKENS * seq_len
         super().__init__(documents, stream=stream, seed=seed)
 
     @property
     def state(self) -> StreamState:
-        """The position: epoch, place in its order, samples given so far, and which conversations wait.
+        """The position: epoch, place in its order, samples given so far, and which documents wait.
 
-        Bit i of `waiting`: the conversation i + 1 places back waits.
+        Bit i of `waiting`: the document i + 1 places back waits. The bits from WINDOW on: the number of whole pieces
+        that the last one of them still has before its rest.
         """
-        waiting = sum(1 << (self._place - 1 - place) for place in self._waiting)
-        return super().state | {"waiting": waiting}
+        bits = np.zeros(WINDOW, dtype=np.uint8)
+        bits[[self._place - 1 - place for place in self._waiting]] = 1
+        waiting = int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
+        return super().state | {"waiting": waiting | self._whole_left << WINDOW}
 
     @property
     def passes(self) -> float:
-        """Passes over the conversations so far; one that waits does not count."""
+        """Passes over the documents so far; one that waits does not count."""
         return self._epoch + (self._place - len(self._waiting)) / len(self._items)
 
     def restart(self, state: Mapping[str, int]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
         super().restart(state)
-        bits = int(state.get("waiting", 0))
+        self._whole_left, bits = divmod(int(state.get("waiting", 0)), 1 << WINDOW)
         places = (self._place - 1 - bit for bit in reversed(range(bits.bit_length())) if bits >> bit & 1)
         self._waiting: dict[int, Sample | None] = dict.fromkeys(places)  # by place, ascending; None: not read yet
         self._lengths: list[tuple[int, int]] | None = None  # (tokens, -place) of those that wait, ascending
         self._tokens = 0
+        self._whole: list[Sample] = []
+        """Whole pieces of the document that was read last; the last `_whole_left` of them are to be given."""
 
     def next_sequence(self) -> PackedSequence:
         """Return the next packed sequence.
 
         Raises:
-            ConfigError: no conversation of this stream has a label within a sequence.
+            ConfigError: no document of this stream has a label within a sequence.
         """
         epoch = self._epoch
         while not self._fill():
             if self._epoch > epoch:
-                raise ConfigError(
-                    f"the {len(self._items)} conversations of data stream {self._stream} have no answer within "
-                    f"{self._seq_len} tokens; raise the sequence length or give more data"
-                )
+                raise ConfigError(self._encoder.nothing(len(self._items), self._stream, self._seq_len))
             self._next_epoch()
+        self.samples += 1
+        if self._whole_left:
+            self._whole_left -= 1
+            return together([self._whole[-1 - self._whole_left]], self._seq_len)
         chosen = [self._take(next(iter(self._waiting)))]
         missing = self._seq_len - len(chosen[0].tokens)
-        while self._fill() and (fitting := bisect_right(self._lengths, (missing, 1))):
+        while self._fill() and not self._alone and (fitting := bisect_right(self._lengths, (missing, 1))):
             chosen.append(self._take(-self._lengths[fitting - 1][1]))
             missing -= len(chosen[-1].tokens)
         if not self._waiting and self._place == len(self._items):
             self._next_epoch()
-        self.samples += 1
         return together(chosen, self._seq_len)
 
     def pass_over(self) -> None:
         self.next_sequence()
 
     def _fill(self) -> bool:
-        """Read conversations until enough of them wait; return whether any does."""
+        """Read documents until enough of them wait; return whether any does."""
         if self._lengths is None:  # those of a saved state
             self._lengths = []
+            left = self._whole_left
             for place in list(self._waiting):
                 self._read(place)
-        while self._place < len(self._items) and self._tokens < TOKENS * self._seq_len:
+            self._whole_left = min(left, len(self._whole))  # less than all of the last one
+        while self._place < len(self._items) and self._tokens < self._enough and not self._whole_left:
             if self._waiting and self._place - next(iter(self._waiting)) >= WINDOW:
                 break
             self._read(self._place)
@@ -113,15 +152,16 @@ class ConversationStream(ItemStream):
         return bool(self._waiting)
 
     def _read(self, place: int) -> None:
-        """Make the sample of a place in the epoch's order wait, unless it has no label."""
-        text = self._source[self._item_at(place)]
-        sample = self._encoder.sample_within(self._seq_len, text) if text else None  # a bad record has no text
-        if sample is None or (sample.labels == IGNORE_INDEX).all():
+        """Make the document at a place in the epoch's order wait, unless it has no label."""
+        document = self._source[self._item_at(place)]
+        pieces = self._encoder.pieces(document, self._seq_len) if len(document) else []  # a bad record has no text
+        self._whole, self._whole_left = pieces[:-1], len(pieces[:-1])
+        if not pieces:
             self._waiting.pop(place, None)
             return
-        self._waiting[place] = sample
-        insort(self._lengths, (len(sample.tokens), -place))
-        self._tokens += len(sample.tokens)
+        self._waiting[place] = rest = pieces[-1]
+        insort(self._lengths, (len(rest.tokens), -place))
+        self._tokens += len(rest.tokens)
 
     def _take(self, place: int) -> Sample:
         sample = self._waiting.pop(place)
@@ -136,14 +176,15 @@ class ConversationStream(ItemStream):
 def together(samples: list[Sample], seq_len: int) -> PackedSequence:
     """Return samples in one sequence, and padding behind them: token 0 without a label, a document of its own."""
     lengths = [len(sample.tokens) for sample in samples]
-    lengths.append(seq_len - sum(lengths))
+    padding = seq_len - sum(lengths)
+    lengths.append(padding)
     sequence = PackedSequence(
         tokens=np.zeros(seq_len, dtype=np.int64),
         labels=np.full(seq_len, IGNORE_INDEX, dtype=np.int64),
         positions=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
         document_ids=np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
+        padding=padding,
     )
-    used = seq_len - lengths[-1]
-    sequence.tokens[:used] = np.concatenate([sample.tokens for sample in samples])
-    sequence.labels[:used] = np.concatenate([sample.labels for sample in samples])
+    sequence.tokens[: seq_len - padding] = np.concatenate([sample.tokens for sample in samples])
+    sequence.labels[: seq_len - padding] = np.concatenate([sample.labels for sample in samples])
     return sequence

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX, Sample
 from trainer.data.tokenizer import Tokenizer, replace_surrogates
 
 if TYPE_CHECKING:
@@ -28,13 +28,6 @@ logger = logging.getLogger("trainer")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWER_KEYS = ("answer", "completion", "response")
 _EXAMPLE = '{"prompt": "...", "answer": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
-
-
-class Sample(NamedTuple):
-    """tokens (n,) and labels (n,) int32 of a conversation; a label is the next token, if that is part of an answer."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
 
 
 def conversation(content: bytes, where: str) -> dict[str, Any]:
@@ -107,11 +100,26 @@ def _is_text(part: object) -> bool:
 
 
 class ConversationEncoder:
-    """Makes samples of conversations. template: None for prompts and answers that are plain text."""
+    """Makes samples of conversations: a label is the next token, if that is part of an answer.
+
+    template: None for prompts and answers that are plain text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
         self._too_long = 0
+
+    def pieces(self, document: str, seq_len: int) -> list[Sample]:
+        """Return `sample_within`, unless it has no label."""
+        sample = self.sample_within(seq_len, document)
+        return [] if (sample.labels == IGNORE_INDEX).all() else [sample]
+
+    def nothing(self, documents: int, stream: int, seq_len: int) -> str:
+        """Return the message for a data stream whose conversations have no label."""
+        return (
+            f"the {documents} conversations of data stream {stream} have no answer within {seq_len} tokens; raise the "
+            "sequence length or give more data"
+        )
 
     def sample_within(self, seq_len: int, text: str) -> Sample:
         """Return `sample(text)` without what is behind `seq_len` tokens; the log tells how often that happened."""

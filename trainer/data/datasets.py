@@ -23,11 +23,10 @@ from trainer.config.schema import Training
 from trainer.data.bad_records import BadRecord, Skipping
 from trainer.data.file_index import stamp_of, unreadable
 from trainer.data.json_lines import JsonLines, Line, lines_of
+from trainer.data.streamed import STREAMED
 from trainer.data.token_files import open_token_files, token_documents
 from trainer.data.tokenizer import Tokenizer
 
-STREAMED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
-"""Endings of files without random access to documents, which `lct tokenize` reads from their start to their end."""
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _HASHED_FILES = 256  # whose content tells whether text files have changed
 _HEAD = 1 << 16  # bytes of a text file that `check_source` looks at
@@ -169,11 +168,12 @@ def fingerprint(source: DocumentSource, documents: int) -> int:
 
 def _found(name: str, path: str | None) -> tuple[Source, list[str]]:
     if name not in DATASETS:
-        if name.startswith("c4"):
+        if name.startswith("c4") or "/" in name:
+            hub = "allenai/c4 --hub-config en" if name.startswith("c4") else name
             raise ConfigError(
-                f"training.dataset = {name!r} would be downloaded, and nothing is downloaded here; save its"
-                " documents as JSON lines and use training.dataset = 'jsonl' with training.dataset_path, or use"
-                " 'python_stdlib'"
+                f"training.dataset = {name!r} lies on the Hugging Face hub, which is not read while training; make "
+                f"token files of it with `lct tokenize --hub {hub} --output tokens`, and train with training.dataset = "
+                "'tokens' and training.dataset_path = 'tokens'"
             )
         raise ConfigError(f"training.dataset = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
     endings = DATASETS[name].endings

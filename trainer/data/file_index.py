@@ -205,7 +205,7 @@ class ByteRanges:
         if here < stop:
             raise ConfigError(
                 f"{self._files[number]} is shorter than when the run began to read it (byte {stop} is missing); "
-                "restore it, or start the data anew"
+                "restore it"
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

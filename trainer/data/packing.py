@@ -10,20 +10,33 @@ document_ids 0 0 0 0 | 0 0 0 1 ...       numbered within the sequence
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 IGNORE_INDEX = -100  # a label that no loss counts
 
 
+class Sample(NamedTuple):
+    """tokens (n,) and labels (n,) int32 of a document or a part of it; a label is the next token, or IGNORE_INDEX."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
 @dataclass(frozen=True)
 class PackedSequence:
-    """Four arrays (seq_len,) int64, each with memory of its own."""
+    """Four arrays (seq_len,) int64, each with memory of its own.
+
+    padding: tokens at the end that are of no document; source: number of the data set in a mixture.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
     document_ids: np.ndarray
+    padding: int = 0
+    source: int = 0
 
 
 class SequenceBuilder:

@@ -6,37 +6,39 @@ keep the order that the data set has as text. Bad and empty documents keep their
 
 from __future__ import annotations
 
-import gzip
-import json
+import fcntl
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from trainer.config.errors import ConfigError, MissingFile
 from trainer.data.bad_records import BadRecord, Skipped
-from trainer.data.datasets import DATASETS, STREAMED, Reading
-from trainer.data.file_index import BLOCK
-from trainer.data.json_lines import Line, lines_of
+from trainer.data.datasets import DATASETS, Reading
+from trainer.data.hub import HubData
+from trainer.data.json_lines import lines_of
+from trainer.data.streamed import STREAMED, records_of
 from trainer.data.token_files import CODES, HEADER, MAGIC
 from trainer.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of a shard: whole files, or the lines that begin in the bytes [start, stop) of one. size: in bytes."""
+    """Documents of a shard: whole files, or the lines that begin in the bytes [start, stop) of one.
+
+    size: in bytes, 0: not known; hub: the data set of the hub, of which `start` is the shard.
+    """
 
     dataset: str
     files: tuple[str, ...]
     size: int
     start: int = 0
     stop: int | None = None
+    hub: HubData | None = None
 
 
 def parts_of(dataset: str, files: Sequence[str], shard_bytes: int) -> list[Part]:
@@ -63,31 +65,41 @@ def parts_of(dataset: str, files: Sequence[str], shard_bytes: int) -> list[Part]
 
 
 def write_shard(part: Part, stem: Path, tokenizer: Tokenizer, reading: Reading) -> None:
-    """Tokenize a part. Its .idx appears last, when the shard is whole.
+    """Tokenize a part. Its .idx appears last, when the shard is whole; one process at a time writes it.
 
     Raises:
         ConfigError: the data cannot be read, or a record is bad and not to be skipped.
     """
     code = 8 if tokenizer.vocab_size <= 1 << 16 else 4  # uint16, or int32: the format has no uint32
-    lengths, sums = [], []
-    ids_file, sums_file, index = (stem.with_suffix(ending) for ending in (".bin", ".crc", ".idx"))
-    with ids_file.open("wb") as stream:
+    index, dtype = stem.with_suffix(".idx"), np.dtype(CODES[code])
+    with stem.with_suffix(".bin").open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
+        if index.exists():
+            return
+        stream.truncate(0)
+        lengths, sums = [], []
         for text in documents_of(part, reading):
-            ids = tokenizer.encode_to_numpy(text, bos=bool(text), eos=bool(text)).astype(CODES[code])
+            ids = tokenizer.encode_to_numpy(text, bos=bool(text), eos=bool(text)).astype(dtype)
             stream.write(content := ids.tobytes())
             lengths.append(len(ids))
             sums.append(zlib.crc32(content))
+        stream.flush()
         os.fsync(stream.fileno())
-    np.array(sums, dtype="<u4").tofile(sums_file)
-    unfinished = index.with_suffix(".idx.tmp")
-    with unfinished.open("wb") as stream:
+        _write(stem.with_suffix(".crc"), np.array(sums, dtype="<u4").tobytes())
         n = len(lengths)
-        stream.write(HEADER.pack(MAGIC, 1, code, n, n + 1))
-        ends = np.cumsum([0, *lengths], dtype="<i8") * np.dtype(CODES[code]).itemsize
-        for array in (np.array(lengths, dtype="<i4"), ends[:-1], np.arange(n + 1, dtype="<i8")):
-            array.tofile(stream)
+        ends = np.cumsum([0, *lengths], dtype="<i8") * dtype.itemsize
+        arrays = (np.array(lengths, dtype="<i4"), ends[:-1], np.arange(n + 1, dtype="<i8"))
+        _write(index, HEADER.pack(MAGIC, 1, code, n, n + 1), *(array.tobytes() for array in arrays))
+
+
+def _write(file: Path, *parts: bytes) -> None:
+    """Write a file under a temporary name, and give it its name when it is on the disk."""
+    unfinished = file.with_suffix(f"{file.suffix}.tmp")
+    with unfinished.open("wb") as stream:
+        stream.writelines(parts)
+        stream.flush()
         os.fsync(stream.fileno())
-    unfinished.replace(index)
+    unfinished.replace(file)
 
 
 def documents_of(part: Part, reading: Reading) -> Iterator[str]:
@@ -96,66 +108,28 @@ def documents_of(part: Part, reading: Reading) -> Iterator[str]:
     Raises:
         ConfigError: the data cannot be read, or a record is bad and not to be skipped.
     """
-    if part.dataset != "jsonl":
-        source = DATASETS[part.dataset].open(list(part.files), reading)
-        yield from (source[i] for i in range(len(source)))
-        return
-    (file,) = part.files
     skipped = Skipped()
-    for line in _lines(part, file, reading.text_field):
+    for text in _texts(part, reading):
         try:
-            text = line.text(reading.text_field)
+            yield text()
         except BadRecord as error:
             if not reading.skips:
                 raise
             skipped.add(error)
-            text = ""
-        yield text
+            yield ""
 
 
-def _lines(part: Part, file: str, name: str) -> Iterator[Line]:
-    if not file.endswith(STREAMED):
-        yield from lines_of(file, part.start, part.stop)
+def _texts(part: Part, reading: Reading) -> Iterator[Callable[[], str]]:
+    """Yield for each document what reads its text."""
+    name = reading.text_field
+    if part.hub is not None:
+        records = part.hub.records(part.start, name)
+    elif part.dataset != "jsonl":
+        source = DATASETS[part.dataset].open(list(part.files), reading)
+        yield from (partial(source.__getitem__, i) for i in range(len(source)))
         return
-    contents = _rows(file, name) if file.endswith(".parquet") else _decompressed(file)
-    try:
-        for number, content in enumerate(contents, 1):
-            if content.strip():
-                yield Line(content, lambda number=number: f"{file}, line {number}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{file} cannot be read to its end ({error}); copy it again") from None
-
-
-def _decompressed(file: str) -> Iterator[bytes]:
-    """Yield the lines of a compressed file."""
-    if file.endswith(".gz"):
-        with gzip.open(file) as stream:
-            yield from stream
-        return
-    pyarrow = _pyarrow("", file)
-    with pyarrow.input_stream(file, compression="zstd") as stream:
-        rest = b""
-        while block := stream.read(BLOCK):
-            *lines, rest = (rest + block).split(b"\n")
-            yield from lines
-        yield rest
-
-
-def _rows(file: str, name: str) -> Iterator[bytes]:
-    """Yield the rows of a Parquet file as lines of JSON, with the text alone. A null is an empty text."""
-    parquet = _pyarrow(".parquet", file)
-    with parquet.ParquetFile(file) as rows:
-        columns = rows.schema_arrow.names
-        if name not in columns:
-            raise ConfigError(f'{file} has no column "{name}" ({", ".join(columns[:8])}); name one with --text-field')
-        for batch in rows.iter_batches(batch_size=1024, columns=[name]):
-            yield from (json.dumps({name: "" if text is None else text}).encode() for text in batch[0].to_pylist())
-
-
-def _pyarrow(module: str, file: str) -> Any:
-    try:
-        return import_module(f"pyarrow{module}")
-    except ImportError:
-        raise MissingFile(
-            f"{file} needs the package pyarrow: pip install pyarrow, or give .jsonl or .jsonl.gz"
-        ) from None
+    elif part.files[0].endswith(STREAMED):
+        records = records_of(part.files[0], name)
+    else:
+        records = lines_of(part.files[0], part.start, part.stop)
+    yield from (partial(record.text, name) for record in records)

@@ -5,7 +5,7 @@ from trainer.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "sharding.layout": "LOAD_BALANCERS AxisLayout balanced build_layout contiguous head_tail",
+        "sharding.layout": "AxisLayout contiguous head_tail",
         "parallel_dims": "ParallelDims",
         "data_parallel": "apply_data_parallel",
         "tensor_parallel": "apply_tensor_parallel",

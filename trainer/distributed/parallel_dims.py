@@ -12,9 +12,13 @@ Eight ranks for dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1); the ranks 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer.distributed.sharding.exchange import all_gather
 from trainer.job.degrees import Degrees
 
 
@@ -91,6 +95,22 @@ class ParallelDims:
     def rank(self, name: str) -> int:
         """Return this process's rank in the mesh of that name."""
         return self._meshes[name].get_local_rank()
+
+    def host_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
+        """Return a group of the ranks of a mesh for tensors in host memory. A collective of all ranks.
+
+        timeout: of the group, if one is made because the mesh has none.
+        """
+        mesh = self[name]
+        if mesh.device_type == "cpu":
+            return mesh.get_group()
+        return self._gloo_group(mesh, timeout)
+
+    def _gloo_group(self, mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
+        ranks = torch.tensor(dist.get_process_group_ranks(mesh.get_group()), device=mesh.device_type)
+        of_all = {tuple(row) for row in all_gather(ranks, self["world"]).tolist()}
+        group, _ = dist.new_subgroups_by_enumeration([list(row) for row in sorted(of_all)], timeout, backend="gloo")
+        return group
 
     def group_names(self) -> str:
         """Return the names of this rank's process groups; they depend on the degrees and the order of creation."""

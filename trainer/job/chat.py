@@ -14,10 +14,15 @@ def check_chat(config: JobConfig) -> None:
     """Check the chat template with the first conversation of each data set.
 
     Raises:
-        ConfigError: a template that is missing or damaged, or does not fit the conversation.
+        ConfigError: a template that is missing or damaged, or does not fit the conversation; a packing that cuts them.
     """
     settings, training = config.validation, config.training
-    sources = [(training.dataset, training.dataset_path)]
+    if training.dataset == "chat" and training.packing == "concatenate":
+        raise ConfigError(
+            "training.packing = 'concatenate' would cut conversations of training.dataset = 'chat'; use 'best_fit' or "
+            "'pad', or leave it out"
+        )
+    sources = [(training.dataset, path) for path in config.mixture.paths or (training.dataset_path,)]
     if settings.enable:
         sources.append(settings.source(training))
         if settings.source(training)[0] == "chat" and not config.masks_documents:

@@ -24,10 +24,18 @@ from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
 from trainer.job.lora import check_lora
 from trainer.job.loss import loss_chunk
+from trainer.job.mixture import check_mixture, check_mixture_data
 from trainer.job.model import check_tensor_parallel_sizes, resolve_model, with_windows_of_flavor
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
-from trainer.job.training import check_batch, check_profiling, check_schedule, check_trackers
+from trainer.job.training import (
+    BALANCE_GROWTH,
+    check_balance,
+    check_batch,
+    check_profiling,
+    check_schedule,
+    check_trackers,
+)
 from trainer.job.validation import check_validation, check_validation_data
 from trainer.models.args import ModelArgs
 
@@ -64,12 +72,19 @@ class ResolvedJob:
         return 1 if whole == -1 else whole // (self.config.training.local_batch_size * self.degrees.dp)
 
     @property
+    def balances(self) -> bool:
+        """Whether the documents of a step are dealt over the data-parallel ranks."""
+        return self.config.training.balance == "step" and self.degrees.dp > 1
+
+    @property
     def tokens_of_a_pass(self) -> int:
         """Tokens of one forward of a rank."""
-        rows = self.config.training.local_batch_size
+        rows: float = self.config.training.local_batch_size
+        if self.balances:
+            rows *= BALANCE_GROWTH
         if self.pipeline is not None:
             rows = max(rows // self.pipeline.micro_batches, 1)
-        return rows * math.ceil(self.config.training.seq_len / self.degrees.cp)
+        return math.ceil(rows * math.ceil(self.config.training.seq_len / self.degrees.cp))
 
     @property
     def loss_chunk(self) -> tuple[int, str]:
@@ -146,6 +161,7 @@ def resolve(
     model = resolve_model(config, missing)
     check_tensor_parallel_sizes(model, config.model.flavor, degrees)
     degrees = with_experts(degrees, config, model)
+    check_balance(config, model)
     layouts: tuple[AxisLayout, ...] = ()
     pipeline, attention, reason = None, None, ""
     if model.task == "fields":
@@ -166,10 +182,12 @@ def resolve(
 
 def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing: list[str] | None) -> None:
     """Check data, packages and initial weights; missing: takes the messages about what is not on this machine."""
+    if not config.trains_fields:
+        check_mixture(config)
     training = config.training
     how = Reading.of(training, config.model.tokenizer_file)
     given = training.dataset, training.dataset_path, training.data_streams
-    text = partial(check_source, *given, how=how)
+    text = partial(check_mixture_data, config) if config.mixture.names else partial(check_source, *given, how=how)
     data = partial(check_samples, config) if config.trains_fields else text
     weights = partial(check_initial_weights, config, model)
     chat = partial(check_chat, config)

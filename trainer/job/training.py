@@ -6,6 +6,10 @@ from importlib.util import find_spec
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.job.degrees import Degrees
+from trainer.models.args import ModelArgs, experts_of
+
+BALANCE_GROWTH = 1.25
+"""Tokens of a micro-batch that `training.balance` may deal, in those of one as it is read."""
 
 
 def check_schedule(config: JobConfig) -> None:
@@ -87,6 +91,15 @@ def check_batch(config: JobConfig, degrees: Degrees) -> None:
         raise ConfigError(
             f"training.seq_len = {training.seq_len} gives some of parallelism.context_parallel_degree = "
             f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
+        )
+
+
+def check_balance(config: JobConfig, model: ModelArgs) -> None:
+    """Check that padding changes nothing where documents are dealt over ranks."""
+    if config.training.balance == "step" and experts_of(model) is not None:
+        raise ConfigError(
+            "training.balance = 'step' adds padding, which routers of experts would count as load; use 'off' with "
+            f"model.flavor = {config.model.flavor!r}"
         )
 
 

@@ -26,10 +26,10 @@ def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | torch.device) -> T:
+def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | dist.ProcessGroup | torch.device) -> T:
     """Call `function` on every rank of a 1-D mesh and return this rank's result. A collective.
 
-    over: the mesh; or, before there is one, this rank's device, for all ranks of the job.
+    over: the mesh; a group for tensors in host memory; or, before there is a mesh, this rank's device, for all ranks.
 
     Raises:
         SharedConfigError: on every rank, if a call raised a ConfigError; it has the message of the lowest such rank.
@@ -39,7 +39,10 @@ def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | torch.devic
         result = function()
     except ConfigError as error:
         message = str(error) or "unknown"
-    over, device = (dist.group.WORLD, over) if isinstance(over, torch.device) else (over, over.device_type)
+    if isinstance(over, torch.device):
+        over, device = dist.group.WORLD, over
+    else:
+        device = "cpu" if isinstance(over, dist.ProcessGroup) else over.device_type
     failed = torch.tensor(int(bool(message)), dtype=torch.int32, device=device)
     if all_reduce(failed, over, "max").item():
         text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")

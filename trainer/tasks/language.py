@@ -2,20 +2,28 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
+from math import gcd
 
 import numpy as np
 import torch
 
 from trainer.components.loss import count_valid, token_losses
-from trainer.data.loader import BatchLoader, batch_hash, open_text
+from trainer.data.ahead import Loader
+from trainer.data.balance import document_costs
+from trainer.data.loader import BatchLoader, batch_hash
+from trainer.data.mixture import Mixture, open_training_data
+from trainer.data.workers import WorkerSettings
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
+from trainer.job.training import BALANCE_GROWTH
 from trainer.models.model_spec import Decoder, model_spec
 from trainer.runtime.console import logger
+from trainer.tasks.balanced_batches import BalancedBatches, Step
 from trainer.tasks.task import Batch, Share
 from trainer.transforms.compile import compiled_loss
 
@@ -32,17 +40,42 @@ class LanguageTask:
         self.methods_told: set[str] = set()
         self.token_losses = compiled_loss(token_losses, job.compilation)
 
-    def build_loader(self) -> BatchLoader:
-        training = self.config.training
+    def build_loader(self) -> Loader:
+        if not self.job.balances:
+            return self.open_loader(self.batch_planner)
+        timeout = timedelta(seconds=self.config.comm.init_timeout_seconds)
+        loader, group = self.open_loader(None), self.dims.host_group("dp", timeout)
+        return BalancedBatches(loader, self._balanced_step(), group, self.batch_planner)
+
+    def open_loader(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Loader:
+        """Return the batches that this rank reads, each with what `plan` makes of its arrays."""
+        training, dims = self.config.training, self.dims
+        reopen = partial(open_training_data, self.config)
+        workers = WorkerSettings(training.data_workers, ahead=self.job.micro_batches, reopen=reopen)
+        data = reopen()
         return BatchLoader(
-            *open_text(self.config.model, training.dataset, training.dataset_path, training),
+            *((data,) if isinstance(data, Mixture) else data),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,
             seed=training.seed,
-            dp_rank=self.dims.rank("dp"),
-            dp_degree=self.dims.size("dp"),
-            plan=self.batch_planner,
+            dp_rank=dims.rank("dp"),
+            dp_degree=dims.size("dp"),
+            plan=plan,
+            workers=workers if workers.number else None,
+        )
+
+    def _balanced_step(self) -> Step:
+        training, cp, tp = self.config.training, self.dims.size("cp"), self.dims.size("tp")
+        multiple_of = gcd(training.seq_len, 16 * cp * tp)  # as even as the sequences are, up to what float8 asks for
+        most = int(training.local_batch_size * training.seq_len * BALANCE_GROWTH)
+        return Step(
+            micro_batches=self.job.micro_batches,
+            multiple_of=multiple_of,
+            least=cp * tp,
+            most=most // multiple_of * multiple_of,
+            costs=document_costs(self.job.model.flops_per_token, training.seq_len),
+            has_sources=bool(self.config.mixture.names),
         )
 
     @property
@@ -84,6 +117,8 @@ class LanguageTask:
         # Either the given positions are cut, or the tables that have a row per position.
         tables = [table for part in model_parts for table in self.spec.cp_buffers(part)]
         per_token = tables if positions is None else [(positions, 1)]
+        if self.job.balances and "sources" in batch:
+            per_token = [*per_token, (batch["sources"], 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
         plan: BatchPlan | None = batch.get("plan")
         if plan and plan.reason and plan.options.method not in self.methods_told:

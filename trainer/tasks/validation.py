@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.config.errors import ConfigError
-from trainer.data.loader import open_text
 from trainer.data.packing import IGNORE_INDEX, PackedSequence
+from trainer.data.text_data import open_text
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.sharding.exchange import all_reduce

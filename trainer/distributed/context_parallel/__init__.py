@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "attention": "ContextParallelAttention context_parallel_attention",
         "context": "ContextParallel context_parallel",
         "convolution": "ContextParallelConvolution context_parallel_convolution",
+        "planning.balance": "LOAD_BALANCERS balanced build_layout",
         "planning.mask": "Band Mask by_sequence causal documents documents_of full sliding_window",
         "planning.options": "BatchPlan ContextParallelError ContextParallelOptions",
         "planning.methods": "METHODS make_plan",

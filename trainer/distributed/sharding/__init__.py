@@ -5,6 +5,6 @@ from trainer.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "layout": "LOAD_BALANCERS AxisLayout balanced build_layout contiguous head_tail",
+        "layout": "AxisLayout contiguous head_tail",
     },
 )

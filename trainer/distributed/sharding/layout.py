@@ -5,17 +5,15 @@ tokens, labels, positions and rotary tables, and undoes the cut. Shards may be u
 
     head_tail, 16 tokens on 2 ranks:   rank 0: [0, 4) [12, 16)     rank 1: [4, 12)
     contiguous:                        rank 0: [0, 8)              rank 1: [8, 16)
-    balanced:                          blocks dealt by their cost under the batch's mask
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, size, union
+from trainer.distributed.sharding.ranges import Offsets, Ranges, size, union
 
 
 @dataclass(frozen=True)
@@ -94,49 +92,8 @@ def head_tail(seq_len: int, degree: int, *, multiple_of: int = 1) -> AxisLayout:
     return AxisLayout("head_tail", seq_len, tuple(ranges))
 
 
-def balanced(work: np.ndarray, degree: int, *, multiple_of: int = 1) -> AxisLayout:
-    """Deal blocks by their cost, so that every rank has as many tokens as the others and about as much attention.
-
-    work: (seq_len,) visible keys of each token (`Mask.work`). The block size is `multiple_of` times the largest power
-    of two that leaves 32 blocks a rank. Blocks are dealt from the most expensive on, each to the rank with the least
-    work so far that still lacks a block. The last tokens, too few for a round of blocks, are cut into one piece a rank.
-    """
-    seq_len = len(work)
-    _cuts(seq_len, degree, multiple_of)  # raises if it cannot be cut
-    units = seq_len // multiple_of // (_BLOCKS_PER_RANK * degree)
-    block = multiple_of * (1 << max(units.bit_length() - 1, 0))
-    rounds = seq_len // (block * degree)
-    dealt = rounds * degree * block
-    pieces = [*zip(range(0, dealt, block), range(block, dealt + 1, block), strict=True)]
-    rest = [(start + dealt, stop + dealt) for start, stop in pairwise(_cuts(seq_len - dealt, degree, multiple_of))]
-    total = np.concatenate([[0], np.cumsum(work, dtype=np.int64)])
-    shards: list[list[Range]] = [[piece] for piece in rest]
-    heap = [(int(total[stop] - total[start]), rank) for rank, (start, stop) in enumerate(rest)]
-    heapq.heapify(heap)
-    for start, stop in sorted(pieces, key=lambda p: (total[p[0]] - total[p[1]], p)):
-        load, rank = heapq.heappop(heap)
-        shards[rank].append((start, stop))
-        if len(shards[rank]) <= rounds:
-            heapq.heappush(heap, (load + int(total[stop] - total[start]), rank))
-    return AxisLayout("balanced", seq_len, tuple(union(shard) for shard in shards))
-
-
 LAYOUTS = {"head_tail": head_tail, "contiguous": contiguous}
 """Layouts that depend only on the length."""
-
-LOAD_BALANCERS = (*LAYOUTS, "balanced")
-
-_BLOCKS_PER_RANK = 32
-
-
-def build_layout(
-    name: str, seq_len: int, degree: int, *, multiple_of: int = 1, work: np.ndarray | None = None
-) -> AxisLayout:
-    """Return the layout of that name; `balanced` deals by `work` (seq_len,), or None for a causal mask's work."""
-    if name == "balanced":
-        work = np.arange(1, seq_len + 1) if work is None else work
-        return balanced(work, degree, multiple_of=multiple_of)
-    return LAYOUTS[name](seq_len, degree, multiple_of=multiple_of)
 
 
 def _cuts(seq_len: int, pieces: int, multiple_of: int) -> list[int]:

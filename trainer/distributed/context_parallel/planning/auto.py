@@ -5,16 +5,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.planning.cost import SHORT_SHARD, AttentionShape, attention_cost
 from trainer.distributed.context_parallel.planning.lowering import lower
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding.layout import AxisLayout
-
-# With fewer tokens a rank, tiles are too short to hide messages (about 800 for Llama 3 8B on NVLink), and the N - 1
-# messages of a ring cost more than the memory that it saves.
-SHORT_SHARD = 1024
 
 
 @dataclass(frozen=True)

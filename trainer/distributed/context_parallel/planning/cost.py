@@ -23,6 +23,12 @@ from itertools import pairwise
 from trainer.distributed.context_parallel.planning.heads import HeadShare, aligned, passes_of
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 
+SHORT_SHARD = 1024
+"""With fewer tokens a rank, tiles are too short to hide messages (about 800 for Llama 3 8B on NVLink).
+
+So many rows of K/V travel while the tile of as many queries is computed: a row takes as long as so many pairs.
+"""
+
 
 @dataclass(frozen=True)
 class AttentionShape:

@@ -6,10 +6,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents_of
 from trainer.distributed.context_parallel.planning.methods import METHODS, Method
-from trainer.distributed.sharding.layout import LOAD_BALANCERS, AxisLayout, build_layout
+from trainer.distributed.sharding.layout import AxisLayout
 
 
 class ContextParallelError(RuntimeError):
@@ -78,19 +79,19 @@ class ContextParallelOptions:
         return self.spread.head_degree(degree, self.hybrid_degrees)
 
     def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> AxisLayout:
-        """Return the layout of a batch; `balanced` deals by the work under a causal mask, intersected with `mask`."""
+        """Return the layout of a batch; `balanced` deals by a causal mask, intersected with `mask`."""
         return _layout(self, seq_len, degree, mask if self.load_balancer == "balanced" else None)
 
 
 @lru_cache(maxsize=4)
 def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Mask | None) -> AxisLayout:
-    work = None if mask is None else (causal(seq_len) & mask).work()
+    mask = None if mask is None else causal(seq_len) & mask
     # The ranks of a head group share what one rank of the ring would own.
     group = options.head_degree(degree) if options.spread.two_level else 1
     unit = options.multiple_of * group
     if seq_len % unit:
         unit = options.multiple_of
-    layout = build_layout(options.load_balancer, seq_len, degree // group, multiple_of=unit, work=work)
+    layout = build_layout(options.load_balancer, seq_len, degree // group, multiple_of=unit, mask=mask)
     return layout if group == 1 else layout.cut(group, multiple_of=options.multiple_of)
 
 

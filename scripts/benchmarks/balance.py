@@ -1,0 +1,108 @@
+"""How evenly the documents of steps lie on dp x cp ranks, as they are read and as `training.balance` deals them.
+
+Documents have log-normal lengths, cut at the ends of sequences. The time of a step is the sum, over its micro-batches,
+of the costliest rank's FLOPs, in those of the mean; `bound` is what documents that are dealt whole allow. Milliseconds
+are those of the deal. FLOPs are those of `flops_per_token`: there is no model, and no process group.
+
+python scripts/benchmarks/balance.py --flavor 8B --seq-len 131072 --dp 8 --cp 8 --micro-batches 1 4
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+import numpy as np
+
+from scripts.provenance import made_with
+from trainer.data.balance import deal, document_costs
+from trainer.distributed.context_parallel.planning.mask import documents_of
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.job.training import BALANCE_GROWTH
+from trainer.models.llama3.args import FLAVORS
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--flavor", choices=FLAVORS, default="8B")
+    p.add_argument("--seq-len", type=int, default=131072)
+    p.add_argument("--dp", type=int, default=8)
+    p.add_argument("--cp", type=int, default=8)
+    p.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
+    p.add_argument("--mean", type=int, nargs="+", default=[4096, 16384, 65536], help="mean lengths of documents")
+    p.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of lengths")
+    p.add_argument("--steps", type=int, default=5)
+    p.add_argument("--output", type=Path, help="JSON file")
+    return p
+
+
+def documents_of_step(rng: np.random.Generator, rows: int, seq_len: int, mean: float, sigma: float) -> np.ndarray:
+    """Return the lengths of documents that fill so many sequences."""
+    number = 100 + 4 * int(rows * seq_len / mean)
+    drawn = np.ceil(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, size=number))
+    ends = np.unique(np.concatenate([np.cumsum(drawn), np.arange(1, rows + 1) * seq_len]))
+    return np.diff(ends[ends <= rows * seq_len], prepend=0).astype(np.int64)
+
+
+def rank_costs(lengths: np.ndarray, flops: tuple[float, float], cp: int, load_balancer: str) -> list[float]:
+    """Return the cost of each context-parallel rank of a row with these documents. flops: of a token, of a key."""
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    keys = np.concatenate([np.arange(1, length + 1) for length in lengths])
+    options = ContextParallelOptions(load_balancer=load_balancer)
+    layout = options.layout(len(ids), cp, documents_of(ids))
+    shards = [layout.indices(rank) for rank in range(cp)]
+    return [len(shard) * flops[0] + keys[shard].sum() * flops[1] for shard in shards]
+
+
+def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, object]:
+    flops_per_token = FLAVORS[s.flavor].flops_per_token
+    costs_of = document_costs(flops_per_token, s.seq_len)
+    linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]
+    flops = linear, flops_per_token(1)[1] - linear
+    found: dict[str, list[float]] = {"read": [], "dealt": [], "dealt, and over cp by cost": [], "ms": []}
+    numbers, leasts = [], []
+    for seed in range(s.steps):
+        rows = s.dp * micro_batches
+        lengths = documents_of_step(np.random.default_rng(seed), rows, s.seq_len, mean, s.sigma)
+        read, costs = (np.cumsum(lengths) - 1) // s.seq_len, costs_of(lengths)
+        sizes = {"micro_batches": micro_batches, "ranks": s.dp, "most": int(BALANCE_GROWTH * s.seq_len)}
+        started = time.perf_counter()
+        dealt = deal(lengths, costs, read, **sizes)
+        found["ms"].append(1e3 * (time.perf_counter() - started))
+        for name, bins, load_balancer in (
+            ("read", read, "head_tail"),
+            ("dealt", dealt.bins, "head_tail"),
+            ("dealt, and over cp by cost", dealt.bins, "balanced"),
+        ):
+            work = np.array([rank_costs(lengths[bins == i], flops, s.cp, load_balancer) for i in range(rows)])
+            work = work.reshape(micro_batches, -1)
+            found[name].append(work.max(axis=1).mean() / work.mean())
+        numbers.append(len(lengths))
+        leasts.append(dealt.least)
+    medians = {name: round(statistics.median(values), 3) for name, values in found.items()}
+    return {
+        "mean_length": mean,
+        "micro_batches": micro_batches,
+        "documents_of_a_step": round(statistics.median(numbers)),
+        "bound": round(statistics.median(leasts), 3),
+        "time": {name: value for name, value in medians.items() if name != "ms"},
+        "plan_ms": medians["ms"],
+    }
+
+
+def main() -> None:
+    s = parser().parse_args()
+    rows = [measure(s, mean, micro_batches) for micro_batches in s.micro_batches for mean in s.mean]
+    result = made_with("scripts/benchmarks/balance.py", sys.argv[1:], device="cpu") | {"steps": rows}
+    text = json.dumps(result, indent=2)
+    if s.output:
+        s.output.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

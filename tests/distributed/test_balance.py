@@ -1,0 +1,218 @@
+"""Law: documents of a step may be dealt over data-parallel ranks and micro-batches; the step stays the same."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.harness import Record, assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_checkpoint import trainer_in
+from tests.distributed.test_parity import LAYOUTS, degrees, reference
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Comm
+from trainer.data.packing import IGNORE_INDEX
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.job.degrees import resolve_degrees
+from trainer.runtime.process_group import Process, process_group
+from trainer.tasks import balanced_batches
+from trainer.tasks.balanced_batches import BalancedBatches, Step, documents_of_batch
+
+DOCUMENTS = ["--training.dtype=float64", "--training.attention_mask=document"]
+BALANCED = "--training.balance=step"
+CASES = {
+    "fsdp2": LAYOUTS["fsdp2"],
+    "fsdp4": LAYOUTS["fsdp4"],
+    "hsdp2x2": LAYOUTS["hsdp2x2"],
+    "fsdp2+tp2": LAYOUTS["fsdp2+tp2"],
+    "fsdp2+cp2": LAYOUTS["fsdp2+cp2"],
+    "fsdp2+cp2, dealt by cost": (
+        4,
+        [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_load_balancer=balanced"],
+    ),
+    "fsdp2+cp2, chosen for each batch": (
+        4,
+        [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=auto"],
+    ),
+    "fsdp2, recomputed": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mode=full"]),
+    "fsdp2, loss in chunks": (2, [*degrees(dp_shard=2), "--training.loss_chunk_tokens=5"]),
+    "ddp2, one micro-batch": (2, [*degrees(dp_replicate=2), "--training.local_batch_size=4"]),
+    "fsdp2, compiled": (2, [*degrees(dp_shard=2), "--compile.enable", "--compile.backend=aot_eager"]),
+    "fsdp2+cp2, compiled": (4, [*degrees(dp_shard=2, cp=2), "--compile.enable", "--compile.backend=aot_eager"]),
+    "fsdp2+cp2+tp2": LAYOUTS["fsdp2+cp2+tp2"],
+}
+SLOW = {"hsdp2x2", "fsdp4", "fsdp2+cp2+tp2", "fsdp2, loss in chunks", "fsdp2+cp2, chosen for each batch"}
+
+
+def same_rows(got: Record, wanted: Record) -> Record:
+    """`got` with the other's largest loss of a row: rows are dealt anew."""
+    metrics = [mine | {"loss_max": other["loss_max"]} for mine, other in zip(got.metrics, wanted.metrics, strict=True)]
+    return replace(got, metrics=metrics)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES])
+def test_a_balanced_step_equals_one_process(pool: WorkerPool, case: str) -> None:
+    ranks, arguments = CASES[case]
+    wanted = reference(pool, *DOCUMENTS)
+    got, *_ = pool.run(ranks, run_layout, [*DOCUMENTS, *arguments, BALANCED])
+    assert_parity(same_rows(got, wanted), wanted, 1e-12)
+
+
+def test_documents_keep_apart_also_in_windows_sinks_and_convolutions(pool: WorkerPool) -> None:
+    model = ["--model.sliding_window=5", "--model.attention_sinks", "--model.short_conv_kernel=4"]
+    wanted = reference(pool, *DOCUMENTS, *model)
+    got, *_ = pool.run(4, run_layout, [*DOCUMENTS, *model, *degrees(dp_shard=2, cp=2), BALANCED])
+    assert_parity(same_rows(got, wanted), wanted, 1e-12)
+
+
+def faulty(arguments: list[str], fault: str) -> Record:
+    def documents(batch: dict[str, torch.Tensor]) -> list[np.ndarray]:
+        found = documents_of_batch(batch)
+        if fault == "a document is lost":
+            return found[1:]
+        if fault == "two documents run together":
+            found.sort(key=len)
+            return [np.concatenate(found[:2]), *found[2:]] if found else found
+        return [np.stack([x[:, 0], np.roll(x[:, 1], 1)], 1) for x in found]  # labels of another token
+
+    with mock.patch.object(balanced_batches, "documents_of_batch", documents):
+        return run_layout(arguments)
+
+
+@pytest.mark.parametrize("fault", ["a document is lost", "two documents run together", "labels of another token"])
+def test_the_comparison_sees_a_wrong_deal(pool: WorkerPool, fault: str) -> None:
+    wanted = reference(pool, *DOCUMENTS)
+    arguments = ["--training.local_batch_size=4", *degrees(dp_shard=2), BALANCED]
+    got, *_ = pool.run(2, faulty, [*DOCUMENTS, *arguments], fault)
+    with pytest.raises(AssertionError, match="gradient of"):
+        assert_parity(same_rows(got, wanted), wanted, 1e-3)
+
+
+# ---- the exchange
+
+
+class Sequences:
+    """A loader of sequences of 64 tokens: rank r has documents of 4 + 4 r tokens; each token names its document."""
+
+    epoch = 0.5
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        number = 0
+        while True:
+            ids = torch.arange(64) // (4 + 4 * self.rank)
+            tokens = 10_000 * self.rank + 100 * number + ids
+            labels = torch.where(ids % 5 == 4, IGNORE_INDEX, tokens + 1)
+            yield {"tokens": tokens[None], "labels": labels[None], "document_ids": ids[None]}
+            number += 1
+
+    def state_dict(self) -> dict[int, dict[str, int]]:
+        return {self.rank: {"samples": 1}}
+
+
+def exchanged() -> list[dict[str, torch.Tensor]]:
+    with process_group(Process.from_environment(), Comm()):
+        return list(islice(balanced_batches_of(dist.group.WORLD), 6))
+
+
+def balanced_batches_of(group: dist.ProcessGroup) -> Iterator[dict[str, torch.Tensor]]:
+    step = Step(micro_batches=3, multiple_of=8, least=8, most=80, costs=lambda n: n + n**2 / 8)
+    return iter(BalancedBatches(Sequences(group.rank()), step, group, plan=lambda arrays: arrays["tokens"].shape))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_document_with_a_label_is_somewhere_once(pool: WorkerPool, ranks: int) -> None:
+    results = pool.run(ranks, exchanged)
+    for step in range(2):
+        batches = [batch for result in results for batch in result[3 * step : 3 * step + 3]]
+        found = [x for batch in batches for x in documents_of_batch(batch)]
+        numbers = range(3 * step, 3 * step + 3)
+        read = (
+            {name: x[0] for name, x in batch.items()}
+            for rank in range(ranks)
+            for number, batch in zip(range(numbers.stop), Sequences(rank), strict=False)
+            if number in numbers
+        )
+        wanted = [x for one in read for x in documents_of_batch({name: x[None] for name, x in one.items()})]
+        assert sorted(map(np.ndarray.tolist, found)) == sorted(map(np.ndarray.tolist, wanted))
+    moved = 0
+    for rank, result in enumerate(results):
+        for batch in result:
+            rows, length = batch["tokens"].shape
+            assert (rows, length % 8) == (1, 0)
+            assert length <= 80
+            assert batch["plan"] == (1, length)
+            changes = batch["document_ids"][0].diff() != 0
+            assert (batch["positions"][0].diff()[~changes] == 1).all()
+            assert (batch["positions"][0][1:][changes] == 0).all()
+            moved += (batch["tokens"][batch["labels"] != IGNORE_INDEX] // 10_000 != rank).sum().item()
+    assert (moved > 0) == (ranks > 1)
+
+
+# ---- real data
+
+
+JSONL = ["--training.dataset=jsonl", "--training.steps=6", *DOCUMENTS]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Documents of some 10 to 300 tokens."""
+    lines = [json.dumps({"text": f"{i} is a number, its square is {i * i}. " * (1 + i * i % 13)}) for i in range(80)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    return tmp_path / "a.jsonl"
+
+
+def losses(folder: str, arguments: list[str]) -> tuple[list[float], str]:
+    """The loss of each step that was done, and what stopped the run."""
+    with trainer_in(folder, [*JSONL, *arguments]) as trainer:
+        read, done = trainer.read, []
+        trainer.read = lambda step, totals: (result := read(step, totals), done.append(result[0]))[0]
+        try:
+            trainer.train()
+        except ConfigError as error:
+            return done, str(error)
+        return done, ""
+
+
+def test_a_balanced_run_goes_on_where_it_stopped_also_unbalanced(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
+    given = [f"--training.dataset_path={data}", "--lr_scheduler.total_steps=6"]
+    (whole, _), *_ = pool.run(2, losses, str(tmp_path / "whole"), given)
+    (first, _), *_ = pool.run(2, losses, str(tmp_path / "run"), [*given, BALANCED, "--training.steps=3"])
+    (second, _), *_ = pool.run(2, losses, str(tmp_path / "run"), [*given, BALANCED, "--training.steps=5"])
+    (third, _), *_ = pool.run(2, losses, str(tmp_path / "run"), given)
+    assert [len(first), len(second), len(third)] == [3, 2, 1]
+    np.testing.assert_allclose([*first, *second, *third], whole, rtol=1e-12)
+
+
+def test_bad_data_of_one_rank_stop_all(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
+    lines = data.read_text().splitlines()
+    lines[41] = "{"
+    data.write_text("\n".join(lines))
+    arguments = [f"--training.dataset_path={data}", BALANCED, "--training.steps=60"]
+    results = pool.run(2, losses, str(tmp_path / "run"), arguments)
+    message = f'{data}, line 42, must be a JSON object with a string field "text", in UTF-8'
+    assert {told for _, told in results} == {message}
+    assert len(results[0][0]) == len(results[1][0]) > 0
+
+
+def host_group() -> tuple[list[int], str]:
+    """The group that a mesh on GPUs would get, which has no other one for tensors in host memory."""
+    with process_group(Process.from_environment(), Comm()):
+        dims = ParallelDims(resolve_degrees(dp_replicate=1, dp_shard=2, tp=2, world_size=4), "cpu")
+        group = dims._gloo_group(dims["dp"], timedelta(seconds=60))
+        return dist.get_process_group_ranks(group), dist.get_backend(group)
+
+
+def test_ranks_of_a_mesh_get_a_group_for_host_memory(pool: WorkerPool) -> None:
+    assert pool.run(4, host_group) == [([0, 2], "gloo"), ([1, 3], "gloo")] * 2

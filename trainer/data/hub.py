@@ -1,0 +1,107 @@
+"""Data sets of the Hugging Face hub, streamed file by file by the package `datasets`. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.data.streamed import Row
+
+_ANSWER_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A split of a data set at one revision, which does not change. config: None: the default one."""
+
+    name: str
+    config: str | None
+    split: str
+    revision: str
+
+    @classmethod
+    def find(cls, name: str, config: str | None, split: str, revision: str | None) -> HubData:
+        """Return the data set at `revision`, None: the newest one.
+
+        Raises:
+            ConfigError: the hub is not reached within seconds, or has no such data set.
+        """
+        _package()
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        try:
+            found = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_SECONDS)
+        except HFValidationError:
+            raise ConfigError(f"--hub {name!r} is no name of a data set; write it as allenai/c4") from None
+        except HfHubHTTPError as error:
+            raise ConfigError(
+                f"--hub {name!r} is refused by the Hugging Face hub ({_first_line(error)}); check the name and the "
+                "revision, and log in with `hf auth login` if it is private or needs consent"
+            ) from None
+        except Exception as error:  # of whichever package huggingface_hub sends requests with
+            raise ConfigError(
+                f"--hub {name!r}: the Hugging Face hub cannot be reached ({_first_line(error)}); run `lct tokenize` on "
+                "a machine with network, or give files that are here with --path"
+            ) from None
+        return cls(name, config, split, found.sha)
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.name, self.config, self.split) if part)
+
+    @cached_property
+    def _rows(self) -> Any:
+        """The rows of all shards, of which none is read yet."""
+        datasets = _package()
+        try:
+            return datasets.load_dataset(
+                self.name, self.config, split=self.split, revision=self.revision, streaming=True
+            )
+        except Exception as error:  # of `datasets` and of packages below it
+            raise ConfigError(f"--hub {self} cannot be opened ({_first_line(error)}); correct the name") from None
+
+    @property
+    def shards(self) -> int:
+        """Number of shards, mostly files.
+
+        Raises:
+            ConfigError: the data set has no such configuration or split.
+        """
+        return self._rows.num_shards
+
+    def records(self, shard: int, name: str) -> Iterator[Row]:
+        """Yield the rows of a shard. name: of the column with the text.
+
+        The packages below repeat requests that fail, for some minutes.
+
+        Raises:
+            ConfigError: the hub no longer answers, the shard is damaged, or has no such column.
+        """
+        try:
+            for number, row in enumerate(self._rows.shard(self.shards, shard)):
+                if name not in row:
+                    raise ConfigError(f'{self} has no column "{name}" ({", ".join(row)}); name one with --text-field')
+                yield Row(row[name], f"{self}, shard {shard}, row {number}")
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self}, shard {shard}, cannot be read ({_first_line(error)}); run the same command again, which goes "
+                "on with the shards that are missing"
+            ) from None
+
+
+def _package() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingFile("--hub needs the package datasets: pip install datasets") from None
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

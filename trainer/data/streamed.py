@@ -1,0 +1,95 @@
+"""Files without random access to documents: compressed lines of JSON, and Parquet. Torch-free."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.data.bad_records import BadRecord
+from trainer.data.file_index import BLOCK
+from trainer.data.json_lines import Line
+from trainer.data.tokenizer import replace_surrogates
+
+STREAMED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
+"""Endings of such files, which `lct tokenize` reads."""
+
+
+class Row(NamedTuple):
+    """A row of a table, of which one column is read. where: says which row."""
+
+    value: Any
+    where: str
+
+    def text(self, name: str) -> str:
+        """Return the text; a null is an empty one.
+
+        Raises:
+            BadRecord: the column `name` holds something else.
+        """
+        if self.value is None:
+            return ""
+        if not isinstance(self.value, str):
+            raise BadRecord(f'{self.where}, must have a text in the column "{name}", not {type(self.value).__name__}')
+        return self.value if self.value.isascii() else replace_surrogates(self.value)
+
+
+def records_of(file: str, name: str) -> Iterator[Line | Row]:
+    """Yield the lines of a compressed file that are not blank, or the rows of a Parquet file.
+
+    name: of the column with the text.
+
+    Raises:
+        ConfigError: the file cannot be read to its end, has no such column, or needs pyarrow.
+    """
+    try:
+        if file.endswith(".parquet"):
+            yield from _rows(file, name)
+            return
+        for number, content in enumerate(_decompressed(file), 1):
+            if content.strip():
+                yield Line(content, lambda number=number: f"{file}, line {number}")
+    except ConfigError:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's are among these
+        raise ConfigError(f"{file} cannot be read to its end ({error}); copy it again") from None
+
+
+def _decompressed(file: str) -> Iterator[bytes]:
+    """Yield the lines of a compressed file."""
+    if file.endswith(".gz"):
+        with gzip.open(file) as stream:
+            yield from stream
+        return
+    pyarrow = _pyarrow("", file)
+    with pyarrow.input_stream(file, compression="zstd") as stream:
+        rest = b""
+        while block := stream.read(BLOCK):
+            *lines, rest = (rest + block).split(b"\n")
+            yield from lines
+        yield rest
+
+
+def _rows(file: str, name: str) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, of which no other column is read."""
+    parquet, number = _pyarrow(".parquet", file), 0
+    with parquet.ParquetFile(file) as rows:
+        columns = rows.schema_arrow.names
+        if name not in columns:
+            raise ConfigError(f'{file} has no column "{name}" ({", ".join(columns[:8])}); name one with --text-field')
+        for batch in rows.iter_batches(batch_size=1024, columns=[name]):
+            for value in batch[0].to_pylist():
+                yield Row(value, f"{file}, row {number}")
+                number += 1
+
+
+def _pyarrow(module: str, file: str) -> Any:
+    try:
+        return import_module(f"pyarrow{module}")
+    except ImportError:
+        raise MissingFile(
+            f"{file} needs the package pyarrow: pip install pyarrow, or give .jsonl or .jsonl.gz"
+        ) from None
