@@ -243,6 +243,9 @@ EFFECTS: dict[str, str | Seen] = {
         _other("losses"),
         "--training.dataset_path={data}/lines",
     ),
+    "mixture.names": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
+    "mixture.paths": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
+    "mixture.weights": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
     "training.data_workers": (
         "tests/distributed/test_data_workers.py::test_a_run_with_workers_is_the_run_without_them"
     ),

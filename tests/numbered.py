@@ -9,6 +9,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.data.bad_records import BadRecord
 from trainer.data.best_fit import DocumentEncoder, WholeStream
+from trainer.data.mixture import Mixture
 from trainer.data.text_data import DocumentStream, TextData
 
 
@@ -66,3 +67,23 @@ class Unsendable(Exception):
 def failing() -> TextData:
     """Fail in a way that no message can carry."""
     raise Unsendable("the disk is gone", "more")
+
+
+def mixed(names: str, weights: tuple[float, ...]) -> Mixture:
+    """Return a mixture of up to three sources, of 32, 24 and 16 documents; tokens are above 1, 2, 3 millions."""
+    parts = {
+        name: TextData(_Shifted([7 + 13 * i % 50 for i in range(40 - 8 * k)], 10**6 * k), None)
+        for k, name in enumerate(names, 1)
+    }
+    return Mixture(parts, weights)
+
+
+class _Shifted(Numbers):
+    """Documents whose tokens begin above a number."""
+
+    def __init__(self, lengths: list[int], above: int) -> None:
+        super().__init__(lengths)
+        self._above = above
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return super().__getitem__(i) + self._above

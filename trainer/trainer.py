@@ -16,6 +16,7 @@ from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger, duration
 from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
+from trainer.components.source_losses import SourceLosses
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
 from trainer.config.loader import to_toml
@@ -102,6 +103,8 @@ class Trainer:
         self.validation = self.build_validation() if validates else None
         self._validation_compiles = job.compilation.any
         self.start_step, tokens_before = self.checkpoint.load()
+        names, shape = config.mixture.names, (config.training.seq_len, self.dims, device)
+        self.by_source = SourceLosses(names, *shape) if names and not config.trains_fields else None
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
 
     def build_task(self) -> Task:
@@ -270,6 +273,8 @@ class Trainer:
             for i, batch in enumerate(batches)
         ]
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
+        if self.by_source and not self.job.balances:
+            self.by_source.add(torch.cat([batch["sources"] for batch in batches]), sums, counts)
         if step < self.config.training.steps:
             self._make_next_batches()  # while the device works; all ranks learn of bad data with the totals
         with region("grad_norm"):
@@ -283,6 +288,8 @@ class Trainer:
         loss, grad_norm, updated = self.read(step, totals)
         if updated and not self.updates_masked:
             self.update(grad_norm)
+        if self.by_source:
+            self.by_source.end_step(counts=updated)
         self.spec.after_step(self.model_parts, self.dims, updated)
         lr = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
@@ -292,6 +299,7 @@ class Trainer:
             scalars = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": self.data.epoch}
             scalars["padding"] = sum(batch.get("padding", 0) for batch in batches)
             more = {**self.spec.step_record(self.model_parts, self.dims), **self.guard.record()}
+            more |= self.by_source.record(self.data.state_dict()) if self.by_source else {}
             self.metrics.log(step, sequence_losses=sequence_losses, **scalars, more=more)
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,6 +316,8 @@ class Trainer:
         def loss(part: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             losses = self.task.losses(part, hidden, targets)
             sums.append(losses.detach().double().sum(1))
+            if self.by_source and self.job.balances:
+                self.by_source.add_losses(batch["sources"], losses)
             return losses.sum() / valid
 
         with (
@@ -324,6 +334,8 @@ class Trainer:
                 with region("backward"):
                     total.backward()
         counts = self.task.counts(batch)
+        if self.by_source and self.job.balances:
+            self.by_source.add_labels(batch["sources"], batch["labels"])
         return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
 
     def read(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:

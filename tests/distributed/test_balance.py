@@ -66,6 +66,13 @@ def test_a_balanced_step_equals_one_process(pool: WorkerPool, case: str) -> None
     assert_parity(same_rows(got, wanted), wanted, 1e-12)
 
 
+def test_documents_keep_apart_also_in_windows_sinks_and_convolutions(pool: WorkerPool) -> None:
+    model = ["--model.sliding_window=5", "--model.attention_sinks", "--model.short_conv_kernel=4"]
+    wanted = reference(pool, *DOCUMENTS, *model)
+    got, *_ = pool.run(4, run_layout, [*DOCUMENTS, *model, *degrees(dp_shard=2, cp=2), BALANCED])
+    assert_parity(same_rows(got, wanted), wanted, 1e-12)
+
+
 def faulty(arguments: list[str], fault: str) -> Record:
     def documents(batch: dict[str, torch.Tensor]) -> list[np.ndarray]:
         found = documents_of_batch(batch)

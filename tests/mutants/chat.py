@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _CHAT, _FIT = "tests/unit/test_chat.py", "tests/unit/test_best_fit.py"
 _WORKERS = "tests/unit/test_data_workers.py"
+_MIXTURE = "tests/unit/test_mixture.py"
 _WHOLE = "tests/unit/test_packing_whole.py"
 
 CHAT = (
@@ -76,6 +77,27 @@ CHAT = (
         "positions=count - np.repeat(starts, self.lengths)",
         "positions=count",
         f"{_WORKERS}::test_order_and_state_do_not_depend_on_workers",
+    ),
+    Mutant(
+        "the sources of a mixture begin anew when a run resumes",
+        "trainer/data/mixture.py",
+        "part.restart(_part(state, name))",
+        "part.restart({})",
+        f"{_MIXTURE}::test_the_order_does_not_depend_on_degrees_and_a_resume_is_exact",
+    ),
+    Mutant(
+        "sources have half of their shares, and the last one the rest",
+        "trainer/data/mixture.py",
+        "int(end * 2**64 / sum(parts))",
+        "int(end * 2**63 / sum(parts))",
+        f"{_MIXTURE}::test_each_source_has_its_share_at_any_time_in_the_whole_and_in_each_stream",
+    ),
+    Mutant(
+        "the loss of a source is that of one data-parallel rank",
+        "trainer/components/source_losses.py",
+        'dims["dp"]).tolist()',
+        'dims["pp"]).tolist()',
+        "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
     ),
     Mutant(
         "padding is counted on one rank",

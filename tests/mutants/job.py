@@ -12,8 +12,8 @@ DATA = (
     Mutant(
         "a dealt document takes its neighbour's labels",
         "trainer/tasks/balanced_batches.py",
-        '"labels": pairs[:, 1],',
-        '"labels": np.roll(pairs[:, 1], 1),',
+        "**{name: columns[:, i] for i, name in enumerate(names)},",
+        "**{name: np.roll(columns[:, i], i) for i, name in enumerate(names)},",
         _BALANCE,
     ),
     Mutant(

@@ -147,6 +147,7 @@ WITHOUT_TOKENS = {
     "training.attention_mask": "document",
     "training.balance": "step",
     "training.packing": "pad",
+    "mixture.names": "web",
     "training.data_workers": "2",
     "training.loss_chunk_tokens": "64",
 }

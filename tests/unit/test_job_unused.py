@@ -324,6 +324,7 @@ def test_every_rule_is_tried():
     tried |= {"lr_scheduler.total_steps", "lr_scheduler.decay_ratio"}  # in MORE
     tried |= {f"fields.{key}" for key in ("lead", "held_out")} | {*WITHOUT_TOKENS}
     tried |= {f"parallelism.domain_parallel_{key}" for key in ("degrees", "rows")}  # in test_field_jobs.py
+    tried |= {"mixture.paths", "mixture.weights"}  # in test_mixture.py
     assert tried == CONDITIONAL
 
 

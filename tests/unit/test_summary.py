@@ -243,8 +243,9 @@ def test_less_is_kept_with_checkpointing_and_more_ranks() -> None:
     assert kept["full"] < kept["none"] / 2
     halves = rank_memory(job_of(f"{P}context_parallel_degree=2", ranks=2))
     assert halves.activations == pytest.approx(kept["none"] / 2, rel=0.01)
-    dealt = "--training.attention_mask=document", "--training.balance=step"
-    assert rank_memory(job_of(*dealt, ranks=2)).activations == pytest.approx(1.25 * kept["none"], rel=0.01)
+    balanced = job_of("--training.attention_mask=document", "--training.balance=step", ranks=2)
+    assert rank_memory(balanced).activations == pytest.approx(1.25 * kept["none"], rel=0.01)
+    assert "2 data-parallel ranks, documents dealt for equal work; " in re.sub(r"\s+", " ", summary(balanced))
     stages = rank_memory(job_of(f"{P}pipeline_parallel_degree=2", ranks=2))
     assert stages.activations < kept["none"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.config.checkpoint import SAVING, Checkpoint
+from trainer.config.data import Fields, Mixture
 from trainer.config.keys import (
     AT_LEAST_ONE,
     DECAY,
@@ -33,7 +34,6 @@ _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python
 
 # ---- when keys have an effect
 
-_FIELDS = Condition(lambda config, _: config.trains_fields, "without training.dataset = 'fields'")
 _CHAT = Condition(
     lambda config, _: (
         config.training.dataset == "chat" or (config.validation.enable and config.validation.dataset == "chat")
@@ -314,16 +314,6 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Fields:
-    """Fields on a grid that change with time, for training.dataset = "fields"."""
-
-    lead: int = key(1, AT_LEAST_ONE, "frames", when=_FIELDS)
-    """Frames from the state that a model sees to the state that it predicts."""
-    held_out: int = key(2, NOT_NEGATIVE, "trajectories", when=_FIELDS)
-    """Trajectories, the last ones, that are never trained on; the prediction error is measured on them."""
-
-
-@dataclass(frozen=True)
 class Validation:
     """The loss on data that are not trained on."""
 
@@ -360,6 +350,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    mixture: Mixture = field(default_factory=Mixture)
     fields: Fields = field(default_factory=Fields)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -110,7 +110,8 @@ def kind_name(kind: Any, *, infinite: bool = False) -> str:
 
 def _example(default: object, kind: Any) -> str:
     if default == ():
-        toml, words = ("[2, 4]", "2 4") if get_args(kind)[0] is int else ('["a", "b"]', "a b")
+        examples = {int: ("[2, 4]", "2 4"), float: ("[0.7, 0.3]", "0.7 0.3")}
+        toml, words = examples.get(get_args(kind)[0], ('["a", "b"]', "a b"))
         return f", such as {toml} in a file and {words} on the command line"
     return "" if default in (None, "") else f", such as {shown(default)}"
 

@@ -11,7 +11,7 @@ import torch
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import check_streams
 from trainer.data.field_file import FieldSource, Part, check_fields
-from trainer.data.streams import ItemStream, StreamLoader
+from trainer.data.streams import ItemStream, StreamLoader, dealt
 
 __all__ = ["FieldLoader", "FieldSource", "check_fields", "persistence_error"]
 
@@ -52,8 +52,9 @@ class FieldLoader(StreamLoader[ItemStream]):
         self._held_out = range(trajectories, source.trajectories)
         super().__init__(samples, data_streams=data_streams, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree)
 
-    def build_stream(self, items: np.ndarray, stream: int) -> ItemStream:
-        return ItemStream(items, stream=stream, seed=self._seed)
+    def deal(self, items: int, data_streams: int) -> dict[int, ItemStream]:
+        shares = dealt(items, data_streams, self._seed, self._rank, self._degree)
+        return {stream: ItemStream(own, stream=stream, seed=self._seed) for stream, own in shares}
 
     def describe(self, items: int) -> dict[str, int]:
         return {"trajectories": self._held_out.start, "times": self._source.times, "lead": self._lead}

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.config.errors import ConfigError
-from trainer.data.best_fit import Encoder, WholeStream
-from trainer.data.datasets import DocumentSource, check_streams, fingerprint
+from trainer.data.best_fit import Encoder
+from trainer.data.datasets import DocumentSource
+from trainer.data.mixture import Mixture, MixtureStream
 from trainer.data.packing import PackedSequence
-from trainer.data.streams import ANEW, StreamLoader
-from trainer.data.text_data import DocumentStream, TextData
+from trainer.data.streams import StreamLoader
+from trainer.data.text_data import DocumentStream, TextData, TextStream
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.workers import Workers, WorkerSettings, WorkerTask
 from trainer.runtime.agreement import content_hash
 
-logger = logging.getLogger("trainer")
 
-
-class BatchLoader(StreamLoader[DocumentStream | WholeStream]):
+class BatchLoader(StreamLoader[TextStream | MixtureStream]):
     """Endless batches of the streams that one data-parallel rank owns, in global order.
 
     A batch is a dict of int64 tensors (local_batch_size, seq_len), each in a storage of its own that torch may resize:
@@ -30,9 +27,10 @@ class BatchLoader(StreamLoader[DocumentStream | WholeStream]):
     The ranks of one `dp_rank` get the same batches. All iterators share the position: a new one goes on where the last
     one stopped.
 
-    stream: packs what `encoder` makes of documents; plan: computes from the arrays of a batch what stands under
-    "plan" in it. "padding" in a batch is the number of its tokens that are of no document. workers: processes that make
-    the sequences; None: this one does.
+    source: documents, or a mixture of data sets; stream: packs what `encoder` makes of documents; plan: computes from
+    the arrays of a batch what stands under "plan" in it; workers: processes that make the sequences; None: this one.
+    "padding" in a batch is the number of its tokens that are of no document. That of a mixture also has "sources"
+    (local_batch_size,), the number of the source of each sequence.
 
     Raises:
         ConfigError: there is no document, or there are fewer than streams.
@@ -40,9 +38,9 @@ class BatchLoader(StreamLoader[DocumentStream | WholeStream]):
 
     def __init__(
         self,
-        source: DocumentSource,
-        encoder: Tokenizer | Encoder,
-        stream: Callable[..., DocumentStream | WholeStream] = DocumentStream,
+        source: DocumentSource | Mixture,
+        encoder: Tokenizer | Encoder | None = None,
+        stream: Callable[..., TextStream] = DocumentStream,
         *,
         seq_len: int,
         local_batch_size: int,
@@ -53,38 +51,23 @@ class BatchLoader(StreamLoader[DocumentStream | WholeStream]):
         plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
         workers: WorkerSettings | None = None,
     ) -> None:
-        check_streams("the data set", len(source), data_streams)
-        self._source, self._batch_size, self._plan = source, local_batch_size, plan
+        self._data = source if isinstance(source, Mixture) else TextData(source, encoder, stream)
+        self._data.check(data_streams)
+        self._batch_size, self._plan = local_batch_size, plan
         self._seq_len, self._settings, self._workers = seq_len, workers, None
-        self._build = TextData(source, encoder, stream).builder(seq_len, seed)
-        super().__init__(len(source), data_streams=data_streams, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree)
+        split = {"data_streams": data_streams, "seed": seed, "dp_rank": dp_rank, "dp_degree": dp_degree}
+        super().__init__(self._data.items, **split)
 
-    def build_stream(self, items: np.ndarray, stream: int) -> DocumentStream | WholeStream:
-        return self._build(items, stream=stream)
+    def deal(self, items: int | tuple[int, ...], data_streams: int) -> dict[int, TextStream | MixtureStream]:
+        build = self._data.builder(self._seq_len, self._seed, data_streams)
+        shares = self._data.dealt(items, data_streams, self._seed, self._rank, self._degree)
+        return {stream: build(own, stream=stream) for stream, own in shares}
 
-    def describe(self, items: int) -> dict[str, int]:
-        return {"documents": items, "data": fingerprint(self._source, items)}
+    def describe(self, items: int | tuple[int, ...]) -> dict[str, int]:
+        return self._data.describe(items)
 
-    def items_of(self, saved: Mapping[str, int]) -> int:
-        """Return how many documents to read: files that were added behind the others wait for another run.
-
-        Raises:
-            ConfigError: documents are missing, or were added at another place.
-        """
-        now, before = len(self._source), saved.get("documents", len(self._source))
-        if now > before and "data" in saved and fingerprint(self._source, before) == saved["data"]:
-            logger.info(
-                f"the data set has {now - before:,} more documents than at the start of this run, which goes on with "
-                f"its {before:,}; a new run reads all (checkpoint.initial_load_path takes the weights there)"
-            )
-            return before
-        if now != before:
-            raise ConfigError(
-                f"the data set has {now:,} documents, and had {before:,} when the checkpoint was saved, so that "
-                f"its positions would mean other data; restore the files (new ones may be added behind the last one), "
-                + ANEW
-            )
-        return now
+    def items_of(self, saved: Mapping[str, int]) -> int | tuple[int, ...]:
+        return self._data.items_of(saved)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
@@ -93,6 +76,8 @@ class BatchLoader(StreamLoader[DocumentStream | WholeStream]):
             arrays = {name: np.stack([getattr(sequence, name) for sequence in sequences]) for name in names}
             # Cloned, because torch never resizes memory that numpy has seen.
             batch: dict[str, Any] = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
+            if isinstance(self._data, Mixture):
+                batch["sources"] = torch.tensor([sequence.source for sequence in sequences])
             batch["padding"] = sum(sequence.padding for sequence in sequences)
             yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
 

@@ -26,13 +26,17 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Four arrays (seq_len,) int64, each with memory of its own; padding: tokens at the end that are of no document."""
+    """Four arrays (seq_len,) int64, each with memory of its own.
+
+    padding: tokens at the end that are of no document; source: number of the data set in a mixture.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
     document_ids: np.ndarray
     padding: int = 0
+    source: int = 0
 
 
 class SequenceBuilder:

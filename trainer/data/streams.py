@@ -19,10 +19,10 @@ merge into one dict, from which any number of ranks can resume.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -67,6 +67,11 @@ def streams_that_fit(items: int, dp_degree: int) -> int:
     Several items for each, because some may be empty.
     """
     return min(max(items // ITEMS_PER_STREAM, 1), max(DEFAULT_STREAMS, dp_degree))
+
+
+def shared_by(data_streams: int, dp_degree: int) -> int:
+    """Return by how many ranks each stream is read."""
+    return dp_degree // gcd(data_streams, dp_degree)
 
 
 class ItemStream:
@@ -129,7 +134,19 @@ class ItemStream:
             self._epoch += 1
 
 
-S = TypeVar("S", bound=ItemStream)
+class Stream(Protocol):
+    """What loaders need of a stream."""
+
+    samples: int
+    passes: float
+    state: StreamState
+
+    def restart(self, state: Mapping[str, int]) -> None: ...
+
+    def pass_over(self) -> None: ...
+
+
+S = TypeVar("S", bound=Stream)
 
 
 @dataclass(frozen=True)
@@ -161,34 +178,32 @@ class Turns:
 class StreamLoader(Generic[S]):
     """What loaders of all kinds of data share: the streams that one data-parallel rank reads, and their state.
 
-    items: of the data set; data_streams: None: as many as fit, or those of the state that is loaded.
+    items: of the data set, a number or one for each of its sources; data_streams: None: as many as fit, or those of
+    the state that is loaded.
     """
 
-    def __init__(self, items: int, *, data_streams: int | None, seed: int, dp_rank: int, dp_degree: int) -> None:
+    def __init__(self, items: Any, *, data_streams: int | None, seed: int, dp_rank: int, dp_degree: int) -> None:
         self._chooses = data_streams is None
         self._seed, self._rank, self._degree = seed, dp_rank, dp_degree
-        self._items, self._n = items, data_streams or streams_that_fit(items, dp_degree)
-        self._streams, self._fixed = self._dealt(items, self._n), self._fixed_by(items, self._n)
+        fewest = min(items) if isinstance(items, tuple) else items
+        self._items, self._n = items, data_streams or streams_that_fit(fewest, dp_degree)
+        self._streams, self._fixed = self.deal(items, self._n), self._fixed_by(items, self._n)
         self._given = 0
         """Samples that all ranks have read."""
 
     @abstractmethod
-    def build_stream(self, items: np.ndarray, stream: int) -> S:
-        """Return stream number `stream` of these items."""
+    def deal(self, items: Any, data_streams: int) -> dict[int, S]:
+        """Return the streams of this rank by number, at their beginning."""
 
     @abstractmethod
-    def describe(self, items: int) -> dict[str, int]:
+    def describe(self, items: Any) -> dict[str, int]:
         """Return what else the meaning of a position depends on, if `items` of the data set are read."""
 
-    def items_of(self, saved: Mapping[str, int]) -> int:
+    def items_of(self, saved: Mapping[str, int]) -> Any:
         """Return how many items a run reads that resumes from an entry of a state."""
         return self._items
 
-    def _dealt(self, items: int, data_streams: int) -> dict[int, S]:
-        shares = dealt(items, data_streams, self._seed, self._rank, self._degree)
-        return {stream: self.build_stream(own, stream) for stream, own in shares}
-
-    def _fixed_by(self, items: int, data_streams: int) -> dict[str, int]:
+    def _fixed_by(self, items: Any, data_streams: int) -> dict[str, int]:
         return {"data_streams": data_streams, "seed": self._seed} | self.describe(items)
 
     def _next_streams(self, samples: int) -> Iterator[S]:
@@ -218,7 +233,7 @@ class StreamLoader(Generic[S]):
         saved = next(iter(states.values()), {})
         items, n = self.items_of(saved), saved.get("data_streams", self._n) if self._chooses else self._n
         changed = (items, n) != (self._items, self._n)
-        streams, fixed = (self._dealt(items, n), self._fixed_by(items, n)) if changed else (self._streams, self._fixed)
+        streams, fixed = (self.deal(items, n), self._fixed_by(items, n)) if changed else (self._streams, self._fixed)
         shared = n % self._degree != 0
         for s in range(n) if shared else streams:
             if s not in states:
@@ -226,14 +241,14 @@ class StreamLoader(Generic[S]):
                     f"the saved data state lacks stream {s}; it must hold the streams of all ranks, merged"
                 )
         for s, stream in streams.items():
-            for key in (key for key in fixed if key != _DATA):
+            for key in (key for key in fixed if not _is_hash(key)):
                 self._check_same(key, fixed[key], states[s])
-            if states[s].keys() | {_DATA} != stream.state.keys() | fixed.keys() | {_DATA}:
+            if not _same_keys(states[s], [*stream.state, *fixed]):
                 raise ConfigError(
                     "the saved data state is of another kind of data, or of a training.packing that cuts documents "
                     f"where this one does not; resume with what it was saved with, {ANEW}"
                 )
-            if _DATA in fixed and states[s].get(_DATA, fixed[_DATA]) != fixed[_DATA]:
+            if any(states[s].get(key, fixed[key]) != fixed[key] for key in fixed if _is_hash(key)):
                 raise ConfigError(
                     "the content of the data set has changed since the checkpoint, whose positions would mean other "
                     f"data; restore the files (new ones may be added behind the last one), {ANEW}"
@@ -247,16 +262,26 @@ class StreamLoader(Generic[S]):
             self._given = sum(states[s]["samples"] for s in range(n))
 
     def _check_same(self, key: str, now: int, state: Mapping[str, int]) -> None:
+        source, _, plain = key.rpartition("/")
+        name = _NAMES[plain] + (f" of {source}" if source else "")
         if key not in state:
             raise ConfigError(
-                f"the saved data state has no {_NAMES[key]}, because it is of another kind of data; "
+                f"the saved data state has no {name}, because it is of another kind of data; "
                 f"resume with the kind of data that it was saved with, {ANEW}"
             )
         if (saved := state[key]) != now:
             raise ConfigError(
-                f"{_NAMES[key]} = {now} is not the {saved} of the saved data state, whose positions would mean "
+                f"{name} = {now} is not the {saved} of the saved data state, whose positions would mean "
                 f"other data; resume with {saved}, {ANEW}"
             )
+
+
+def _is_hash(key: str) -> bool:
+    return key.rpartition("/")[2] == _DATA
+
+
+def _same_keys(saved: Iterable[str], now: Iterable[str]) -> bool:
+    return {key for key in saved if not _is_hash(key)} == {key for key in now if not _is_hash(key)}
 
 
 def _pass_over(stream: ItemStream, samples: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,12 +14,13 @@ from trainer.config.schema import Model, Training
 from trainer.data.best_fit import DocumentEncoder, Encoder, WholeStream
 from trainer.data.chat import ConversationEncoder
 from trainer.data.chat_template import find_template
-from trainer.data.datasets import DocumentSource, Reading, ids_of_document, open_source
+from trainer.data.datasets import DocumentSource, Reading, check_streams, fingerprint, ids_of_document, open_source
 from trainer.data.packing import PackedSequence, SequenceBuilder
-from trainer.data.streams import ItemStream, StreamState
+from trainer.data.streams import ANEW, ItemStream, StreamState, dealt
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 
 _DEFAULTS = Training()
+logger = logging.getLogger("trainer")
 
 
 class DocumentStream(ItemStream):
@@ -89,16 +91,57 @@ class DocumentStream(ItemStream):
         super().advance()
 
 
+TextStream: TypeAlias = DocumentStream | WholeStream
+
+
 class TextData(NamedTuple):
     """The documents of a data set, what makes tokens of them, and the streams that pack these."""
 
     source: DocumentSource
     encoder: Tokenizer | Encoder
-    stream: Callable[..., DocumentStream | WholeStream]
+    stream: Callable[..., TextStream] = DocumentStream
 
-    def builder(self, seq_len: int, seed: int) -> Callable[..., DocumentStream | WholeStream]:
-        """Return what makes a stream of (items, stream=its number)."""
+    @property
+    def items(self) -> int:
+        """Number of documents."""
+        return len(self.source)
+
+    def check(self, data_streams: int | None) -> None:
+        """Check that every stream has a document; ConfigError otherwise."""
+        check_streams("the data set", len(self.source), data_streams)
+
+    def builder(self, seq_len: int, seed: int, data_streams: int) -> Callable[..., TextStream]:
+        """Return what makes a stream of (items, stream=its number). data_streams: a mixture depends on it."""
         return partial(self.stream, self.source, self.encoder, seq_len=seq_len, seed=seed)
+
+    def dealt(self, items: int, *how: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the number of each stream of a rank, and its documents; see `streams.dealt`."""
+        return dealt(items, *how)
+
+    def describe(self, items: int) -> dict[str, int]:
+        """Return what the meaning of a position depends on, besides seed and number of streams."""
+        return {"documents": items, "data": fingerprint(self.source, items)}
+
+    def items_of(self, saved: Mapping[str, int]) -> int:
+        """Return how many documents to read: files that were added behind the others wait for another run.
+
+        Raises:
+            ConfigError: documents are missing, or were added at another place.
+        """
+        now, before = len(self.source), saved.get("documents", len(self.source))
+        if now > before and "data" in saved and fingerprint(self.source, before) == saved["data"]:
+            logger.info(
+                f"the data set has {now - before:,} more documents than at the start of this run, which goes on with "
+                f"its {before:,}; a new run reads all (checkpoint.initial_load_path takes the weights there)"
+            )
+            return before
+        if now != before:
+            raise ConfigError(
+                f"the data set has {now:,} documents, and had {before:,} when the checkpoint was saved, so that its "
+                "positions would mean other data; restore the files (new ones may be added behind the last one), "
+                + ANEW
+            )
+        return now
 
 
 def open_text(model: Model, dataset: str, path: str | None, training: Training = _DEFAULTS) -> TextData:

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.errors import ConfigError
+from trainer.data.mixture import Mixture
 from trainer.data.packing import PackedSequence
 from trainer.data.streams import StreamState, Turns
 from trainer.data.text_data import TextData
@@ -53,7 +54,7 @@ class WorkerSettings:
 
     number: int
     ahead: int
-    reopen: Callable[[], TextData]
+    reopen: Callable[[], TextData | Mixture]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class WorkerTask:
 
     def messages(self) -> Iterator[Message]:
         """Yield the message of each batch, without end."""
-        build = self.settings.reopen().builder(self.seq_len, self.seed)
+        build = self.settings.reopen().builder(self.seq_len, self.seed, self.turns.data_streams)
         streams, states, given = {}, {}, self.given
         for s, (items, state) in self.streams.items():
             streams[s] = build(items, stream=s)
@@ -86,12 +87,13 @@ class WorkerTask:
 
 
 class _Row(NamedTuple):
-    """A sequence on its way: tokens and labels (seq_len,) int32, the lengths of its documents, and its padding."""
+    """A sequence on its way: tokens and labels (seq_len,) int32, and the lengths of its documents."""
 
     tokens: np.ndarray
     labels: np.ndarray
     lengths: np.ndarray
     padding: int
+    source: int
 
     @classmethod
     def of(cls, sequence: PackedSequence) -> _Row:
@@ -99,7 +101,8 @@ class _Row(NamedTuple):
         ids = sequence.document_ids
         starts = np.append(0, 1 + np.flatnonzero(ids[1:] != ids[:-1]))
         lengths = np.diff(starts, append=len(ids))
-        return cls(sequence.tokens.astype(np.int32), sequence.labels.astype(np.int32), lengths, sequence.padding)
+        tokens, labels = sequence.tokens.astype(np.int32), sequence.labels.astype(np.int32)
+        return cls(tokens, labels, lengths, sequence.padding, sequence.source)
 
     def whole(self) -> PackedSequence:
         """Return the sequence."""
@@ -111,6 +114,7 @@ class _Row(NamedTuple):
             positions=count - np.repeat(starts, self.lengths),
             document_ids=np.repeat(np.arange(len(starts), dtype=np.int64), self.lengths),
             padding=self.padding,
+            source=self.source,
         )
 
 

@@ -22,7 +22,7 @@ def check_chat(config: JobConfig) -> None:
             "training.packing = 'concatenate' would cut conversations of training.dataset = 'chat'; use 'best_fit' or "
             "'pad', or leave it out"
         )
-    sources = [(training.dataset, training.dataset_path)]
+    sources = [(training.dataset, path) for path in config.mixture.paths or (training.dataset_path,)]
     if settings.enable:
         sources.append(settings.source(training))
         if settings.source(training)[0] == "chat" and not config.masks_documents:

@@ -24,6 +24,7 @@ from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
 from trainer.job.lora import check_lora
 from trainer.job.loss import loss_chunk
+from trainer.job.mixture import check_mixture, check_mixture_data
 from trainer.job.model import check_tensor_parallel_sizes, resolve_model, with_windows_of_flavor
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
@@ -181,10 +182,12 @@ def resolve(
 
 def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing: list[str] | None) -> None:
     """Check data, packages and initial weights; missing: takes the messages about what is not on this machine."""
+    if not config.trains_fields:
+        check_mixture(config)
     training = config.training
     how = Reading.of(training, config.model.tokenizer_file)
     given = training.dataset, training.dataset_path, training.data_streams
-    text = partial(check_source, *given, how=how)
+    text = partial(check_mixture_data, config) if config.mixture.names else partial(check_source, *given, how=how)
     data = partial(check_samples, config) if config.trains_fields else text
     weights = partial(check_initial_weights, config, model)
     chat = partial(check_chat, config)

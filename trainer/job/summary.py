@@ -80,6 +80,10 @@ def _model(job: ResolvedJob) -> str:
 def _data(job: ResolvedJob) -> str:
     training = job.config.training
     source = training.dataset + (f" {training.dataset_path}" if training.dataset_path else "")
+    mixture = job.config.mixture
+    if mixture.names:
+        shares = zip(mixture.names, mixture.weights, strict=True)
+        source += ": " + ", ".join(f"{name} {weight / sum(mixture.weights):.1%}" for name, weight in shares)
     streams = f", in {training.data_streams} streams" if training.data_streams else ""
     if job.config.trains_fields:
         model, fields = job.model, job.config.fields
@@ -102,11 +106,12 @@ def _step(job: ResolvedJob) -> str:
     millions = (
         f"{whole:,}" if whole < 1e6 else f"{whole / 1e6:,.1f} million" if whole < 1e9 else f"{whole / 1e9:,.1f} billion"
     )
+    dealt = ", documents dealt for equal work" * job.balances
     return (
         f"{tokens:,} {position}: {sequences} {sample}s of {job.positions:,} = {job.micro_batches} micro-batch"
         f"{'es' * (job.micro_batches > 1)} x {training.local_batch_size} "
         f"{sample}{'s' * (training.local_batch_size > 1)} x {job.degrees.dp} data-parallel "
-        f"rank{'s' * (job.degrees.dp > 1)}; {training.steps:,} steps are {millions} {position}"
+        f"rank{'s' * (job.degrees.dp > 1)}{dealt}; {training.steps:,} steps are {millions} {position}"
     )
 
 

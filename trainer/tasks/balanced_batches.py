@@ -21,7 +21,7 @@ class Step:
     """The sizes of an optimizer step.
 
     micro_batches: of each rank; multiple_of, least, most: of the tokens of a micro-batch; costs: lengths of documents
-    (n,) -> their costs (n,).
+    (n,) -> their costs (n,); has_sources: batches are of a mixture.
     """
 
     micro_batches: int
@@ -29,6 +29,7 @@ class Step:
     least: int
     most: int
     costs: Callable[[np.ndarray], np.ndarray]
+    has_sources: bool = False
 
     def padded(self, tokens: int) -> int:
         """Return the length of a row with so many tokens of documents."""
@@ -39,8 +40,8 @@ class BalancedBatches:
     """The batches of a loader, whose documents are exchanged by the ranks of `group` for equal work in each step.
 
     A micro-batch is one row (1, S) of whole documents and padding, with another S in each. It has the arrays of a
-    packed batch. Parts of a document in two sequences are two documents, as they are when nothing is exchanged. Those
-    without a label are left out.
+    packed batch, and of a mixture the source of each token. Parts of a document in two sequences are two documents, as
+    they are when nothing is exchanged. Those without a label are left out.
 
     group: the data-parallel ranks, for tensors in host memory; plan: as of `BatchLoader`. Making the first batch of a
     step is a collective.
@@ -90,14 +91,15 @@ class BalancedBatches:
         to = dealt.bins % ranks
         mine = to[owners == rank]
         sent = [own[i] for i in np.argsort(mine, kind="stable")]
-        flat = torch.from_numpy(np.concatenate([np.empty((0, 2), np.int32), *sent]).reshape(-1))
-        numbers = 2 * lengths
+        width = 3 if step.has_sources else 2
+        flat = torch.from_numpy(np.concatenate([np.empty((0, width), np.int32), *sent]).reshape(-1))
+        numbers = width * lengths
         send_sizes = np.bincount(mine, numbers[owners == rank], ranks).astype(int).tolist()
         receive_sizes = np.bincount(owners[to == rank], numbers[to == rank], ranks).astype(int).tolist()
         received, pending = all_to_all(flat, send_sizes, receive_sizes, self._group, kind="documents")
         pending.wait()
         ends = np.cumsum(lengths[to == rank])  # the ranks' documents one after another, each rank's in its order
-        documents = np.split(received.numpy().reshape(-1, 2), ends[:-1]) if len(ends) else []
+        documents = np.split(received.numpy().reshape(-1, width), ends[:-1]) if len(ends) else []
         micro_batches = (dealt.bins // ranks)[to == rank]
         for i in range(len(read)):
             yield [documents[j] for j in np.flatnonzero(micro_batches == i)]
@@ -124,25 +126,27 @@ class BalancedBatches:
 
 
 def documents_of_batch(batch: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
-    """Return tokens and labels (n, 2) int32 of each document of a batch that has a label."""
-    found = []
-    pairs = torch.stack([batch["tokens"], batch["labels"]], -1).to(torch.int32).numpy()
-    for numbers, sequence in zip(batch["document_ids"].numpy(), pairs, strict=True):
+    """Return each document of a batch that has a label, (n, 2) int32: tokens and labels; (n, 3) with its source."""
+    found, columns = [], [batch["tokens"], batch["labels"]]
+    if "sources" in batch:
+        columns.append(batch["sources"][:, None].expand_as(batch["tokens"]))
+    sequences = torch.stack(columns, -1).to(torch.int32).numpy()
+    for numbers, sequence in zip(batch["document_ids"].numpy(), sequences, strict=True):
         documents = np.split(sequence, np.flatnonzero(np.diff(numbers)) + 1)
         found += [document for document in documents if (document[:, 1] != IGNORE_INDEX).any()]
     return found
 
 
 def row(documents: Sequence[np.ndarray], step: Step) -> dict[str, np.ndarray]:
-    """Return the arrays (1, S) int64 of a micro-batch of documents (n, 2); the padding is a document without labels."""
+    """Return the arrays (1, S) int64 of a micro-batch of documents; the padding is a document without labels."""
     lengths = [len(document) for document in documents]
     padding = step.padded(sum(lengths)) - sum(lengths)
-    filler = np.tile(np.array([[0, IGNORE_INDEX]], dtype=np.int64), (padding, 1))
-    pairs = np.concatenate([*documents, filler]).astype(np.int64)
+    names = ("tokens", "labels", "sources")[: 3 if step.has_sources else 2]
+    filler = np.tile(np.array([(0, IGNORE_INDEX, 0)[: len(names)]], dtype=np.int64), (padding, 1))
+    columns = np.concatenate([*documents, filler]).astype(np.int64)
     lengths.append(padding)
     arrays = {
-        "tokens": pairs[:, 0],
-        "labels": pairs[:, 1],
+        **{name: columns[:, i] for i, name in enumerate(names)},
         "positions": np.concatenate([np.arange(length) for length in lengths]),
         "document_ids": np.repeat(np.arange(len(lengths)), lengths),
     }

@@ -13,7 +13,7 @@ from trainer.components.loss import count_valid, token_losses
 from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.text_data import open_text
+from trainer.data.mixture import Mixture, open_training_data
 from trainer.data.workers import WorkerSettings
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
@@ -50,10 +50,11 @@ class LanguageTask:
     def open_loader(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Loader:
         """Return the batches that this rank reads, each with what `plan` makes of its arrays."""
         training, dims = self.config.training, self.dims
-        reopen = partial(open_text, self.config.model, training.dataset, training.dataset_path, training)
+        reopen = partial(open_training_data, self.config)
         workers = WorkerSettings(training.data_workers, ahead=self.job.micro_batches, reopen=reopen)
+        data = reopen()
         return BatchLoader(
-            *reopen(),
+            *((data,) if isinstance(data, Mixture) else data),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,
@@ -74,6 +75,7 @@ class LanguageTask:
             least=cp * tp,
             most=most // multiple_of * multiple_of,
             costs=document_costs(self.job.model.flops_per_token, training.seq_len),
+            has_sources=bool(self.config.mixture.names),
         )
 
     @property
@@ -115,6 +117,8 @@ class LanguageTask:
         # Either the given positions are cut, or the tables that have a row per position.
         tables = [table for part in model_parts for table in self.spec.cp_buffers(part)]
         per_token = tables if positions is None else [(positions, 1)]
+        if self.job.balances and "sources" in batch:
+            per_token = [*per_token, (batch["sources"], 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
         plan: BatchPlan | None = batch.get("plan")
         if plan and plan.reason and plan.options.method not in self.methods_told:

@@ -1,0 +1,93 @@
+"""Law: losses, tokens and passes of each source of a mixture are those of one process on every layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_checkpoint import trainer_in
+from tests.distributed.test_parity import LAYOUTS
+from trainer.components.source_losses import SourceLosses
+
+NAMES = ["web", "code", "none"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments of a job on three sources, of which the last one is left out."""
+    folder = tmp_path_factory.mktemp("mixture")
+    for name in NAMES:
+        lines = [json.dumps({"text": f"{name} {i} is {i * i} " * (i % 5 + 1)}) for i in range(40)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return [
+        *("--training.dataset=jsonl", "--training.dtype=float64", "--training.steps=4", "--metrics.log_freq=2"),
+        *("--mixture.names", *NAMES, "--mixture.paths", *(f"{folder}/{name}.jsonl" for name in NAMES)),
+        *("--mixture.weights", "2", "1", "0"),
+    ]
+
+
+def train(folder: str, arguments: list[str]) -> list[list[torch.Tensor]]:
+    """Train; return what was added for each step on this rank."""
+    added, add = [], SourceLosses.add
+    with trainer_in(folder, arguments) as trainer:
+
+        def adding(sources: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:
+            added.append([sources, sums, counts])
+            add(trainer.by_source, sources, sums, counts)
+
+        trainer.by_source.add = adding
+        trainer.train()
+    return added
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+references: dict[str, list[dict]] = {}
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "cp2", pytest.param("cp2+pp2", marks=pytest.mark.slow)])
+def test_a_layout_records_what_one_process_does(pool: WorkerPool, tmp_path: Path, data: list[str], layout: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    more = ["--training.local_batch_size=2"] if "fsdp" in layout else ["--training.local_batch_size=4"]
+    if "one" not in references:
+        ((*added,),) = pool.run(1, train, str(tmp_path / "one"), [*data, "--training.local_batch_size=4"])
+        references["one"] = lines_of(tmp_path / "one")
+        assert [line["step"] for line in references["one"]] == [1, 2, 4]
+        for line, steps in zip(references["one"], (added[:1], added[1:2], added[2:]), strict=True):
+            sources, sums, counts = (torch.cat(column) for column in zip(*steps, strict=True))
+            for number, name in enumerate(NAMES[:2]):
+                mine = sources == number
+                assert line[f"loss/{name}"] == pytest.approx(float(sums[mine].sum() / counts[mine].sum()), rel=1e-12)
+    pool.run(world_size, train, str(tmp_path / "several"), [*data, *arguments, *more])
+    for one, several in zip(references["one"], lines_of(tmp_path / "several"), strict=True):
+        keys = [key for key in one if "/" in key]
+        assert keys == [key for key in several if "/" in key]
+        assert "loss/none" not in keys
+        assert one["tokens/none"] == one["epoch/none"] == 0
+        assert one["tokens/web"] + one["tokens/code"] == one["tokens_seen"]
+        for key in keys:
+            assert several[key] == pytest.approx(one[key], rel=1e-10), key
+
+
+BALANCED = {"fsdp2": LAYOUTS["fsdp2"], "fsdp2+cp2": LAYOUTS["fsdp2+cp2"]}
+
+
+@pytest.mark.parametrize("layout", BALANCED)
+def test_sources_are_told_apart_where_documents_are_dealt(
+    pool: WorkerPool, tmp_path: Path, data: list[str], layout: str
+) -> None:
+    """A row of a balanced step has documents of several sources."""
+    world_size, arguments = BALANCED[layout]
+    settings = [*data, *arguments, "--training.attention_mask=document", "--training.local_batch_size=2"]
+    for folder, balance in (("off", "off"), ("step", "step")):
+        pool.run(world_size, train, str(tmp_path / folder), [*settings, f"--training.balance={balance}"])
+    for off, step in zip(lines_of(tmp_path / "off"), lines_of(tmp_path / "step"), strict=True):
+        keys = [key for key in off if "/" in key]
+        assert "loss/web" in keys
+        assert keys == [key for key in step if "/" in key]
+        for key in keys:
+            assert step[key] == pytest.approx(off[key], rel=1e-10), key

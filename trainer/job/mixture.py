@@ -1,0 +1,52 @@
+"""Check the table [mixture], and the data sets that it names. They raise ConfigError."""
+
+import re
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.data.datasets import DATASETS, Reading, check_source
+
+
+def check_mixture(config: JobConfig) -> None:
+    """Check that each source has a name, a path and a weight, and that their kind of data has files."""
+    mixture, training = config.mixture, config.training
+    names = list(mixture.names)
+    for key in ("paths", "weights"):
+        given = list(getattr(mixture, key))
+        if len(given) != len(names):
+            raise ConfigError(
+                f"mixture.{key} = {given} lists {len(given)}, and mixture.names = {names} lists {len(names)}; give "
+                "one for each source"
+            )
+    if not names:
+        return
+    wrong = next((name for name in names if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"mixture.names = {names}: {wrong!r} must be a name of letters, digits, '_', '-' and '.', of one source; "
+            "write another one, such as 'web'"
+        )
+    if min(mixture.weights) < 0 or not sum(mixture.weights):
+        raise ConfigError(
+            f"mixture.weights = {list(mixture.weights)} must be at least 0, and one above 0; write shares, such as "
+            "0.7 0.3 (0 leaves a source out)"
+        )
+    if training.dataset_path is not None:
+        raise ConfigError(
+            f"training.dataset_path = {training.dataset_path!r} would do nothing beside mixture.paths; leave it out"
+        )
+    if training.dataset not in DATASETS or not DATASETS[training.dataset].endings:
+        raise ConfigError(
+            f"training.dataset = {training.dataset!r} is no kind of data that mixture.paths can name; use 'text', "
+            "'jsonl', 'tokens' or 'chat', for all sources"
+        )
+
+
+def check_mixture_data(config: JobConfig) -> None:
+    """Check the data set of each source, see `check_source`."""
+    training, how = config.training, Reading.of(config.training, config.model.tokenizer_file)
+    for path in config.mixture.paths:
+        try:
+            check_source(training.dataset, path, training.data_streams, how=how)
+        except ConfigError as error:
+            raise type(error)(str(error).replace("training.dataset_path =", "mixture.paths, of which")) from None
