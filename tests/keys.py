@@ -397,6 +397,7 @@ EFFECTS: dict[str, str | Seen] = {
     "checkpoint.interval_seconds": f"{_CHECKPOINTS}::test_one_rank_whose_time_is_up_makes_all_save",
     "checkpoint.keep_every": "tests/unit/test_checkpoint_folder.py::test_every_nth_step_stays",
     "checkpoint.load_only": f"{_CHECKPOINTS}::test_load_only_resumes_and_writes_no_checkpoint",
+    "checkpoint.initial_load_model_only": f"{_CHECKPOINTS}::test_a_run_continues_another_one_and_then_itself",
     "checkpoint.exclude_from_loading": f"{_CHECKPOINTS}::test_what_is_excluded_starts_anew_and_nothing_else",
     "checkpoint.load_step": "tests/integration/test_resume.py::test_load_step_goes_back",
     "checkpoint.async_mode": Seen(

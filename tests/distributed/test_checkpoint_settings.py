@@ -76,3 +76,27 @@ def test_what_is_excluded_starts_anew_and_nothing_else(pool: WorkerPool, tmp_pat
     again = merged(pool.run(2, load_step_save, str(tmp_path), FSDP2, 0), "before")
     assert [name for name in after if not same(after[name], again[name])] == []
     assert after["optimizer.norm.weight.step"] == torch.tensor(1.0 if "optimizer" in anew else 3.0)
+
+
+@pytest.mark.parametrize("anew", [[], ["dataloader"]])
+def test_a_run_continues_another_one_and_then_itself(pool: WorkerPool, tmp_path: Path, anew: list[str]) -> None:
+    """On another layout; the folder of the other run stays as it is."""
+    wanted = merged(pool.run(2, load_step_save, str(tmp_path / "a"), FSDP2, 2), "after")
+    before = contents(tmp_path / "a")
+    branch = [f"--checkpoint.initial_load_path={tmp_path}/a/checkpoint/step-2"]
+    branch += ["--checkpoint.initial_load_model_only", "false"]
+    branch += ["--checkpoint.exclude_from_loading", *anew] if anew else []
+    results = pool.run(2, load_step_save, str(tmp_path / "b"), [*LAYOUTS["tp2"][1], *branch], 1)
+    got = merged(results, "before")
+    assert results[0]["step"] == 2
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if name.startswith("stream ") and anew:
+            assert got[name]["samples"] == 0
+        else:
+            assert same(got[name], value), name
+    assert contents(tmp_path / "a") == before
+    assert saved_steps(tmp_path / "b" / "checkpoint") == [3]
+    after = merged(results, "after")
+    again = merged(pool.run(2, load_step_save, str(tmp_path / "b"), [*FSDP2, *branch], 0), "before")
+    assert [name for name in after if not same(after[name], again[name])] == []

@@ -228,6 +228,8 @@ def test_what_cannot_start_a_run_is_refused_before_it(folder: Path, tmp_path: Pa
     assert "leave out model.attention_sinks" in refused("--checkpoint.enable", "--checkpoint.last_save_in_hf", SINKS)
     assert "is no folder here" in refused(f"--checkpoint.initial_load_path={tmp_path / 'no'}")
     assert "holds neither a config.json" in refused(f"--checkpoint.initial_load_path={tmp_path}")
+    whole = ["--checkpoint.initial_load_model_only", "false"]
+    assert "holds weights alone; name a folder step-N" in refused(*here, *whole)
     changed(folder, vocab_size=4300)
     assert "4,352 tokens, and model.flavor" in refused(here[0])
     missing: list[str] = []

@@ -257,6 +257,11 @@ REFUSED = [
         1,
         ["exclude_from_loading = ['optimizer'] has no effect without checkpoint.load_step; name the saved step"],
     ),
+    (
+        ["--checkpoint.initial_load_model_only", "false"],
+        1,
+        ["initial_load_model_only = false has no effect without checkpoint.initial_load_path; name the step-N folder"],
+    ),
     (["--checkpoint.load_step=5"], 1, ["load_step = 5 has no effect without checkpoint.enable; switch it on"]),
     ([CP2, f"{CP}keep_exchanged"], 2, ["keep_exchanged = true has no effect", "'ring'", "use 'all_to_all' or"]),
     ([CP2, f"{CP}heads_per_pass=1"], 2, ["heads_per_pass = 1 has no effect", "'ring'", "use 'all_gather'"]),
@@ -320,6 +325,7 @@ def test_every_rule_is_tried():
         "model.sliding_window_every",
         "checkpoint.load_step",
         "checkpoint.exclude_from_loading",
+        "checkpoint.initial_load_model_only",
     }
     tried |= {"lr_scheduler.total_steps", "lr_scheduler.decay_ratio"}  # in MORE
     tried |= {f"fields.{key}" for key in ("lead", "held_out")} | {*WITHOUT_TOKENS}

@@ -36,6 +36,7 @@ from trainer.checkpoint.folder import (
     unreadable,
 )
 from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.initial import check_initial_weights, saved_step
 from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
@@ -124,6 +125,9 @@ class Checkpointer:
             step = self._same_on_all_ranks(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)
             if not self.settings.load_only:
                 raise_on_all_ranks(self._prepare_folder, world)
+        if step == 0 and initial is not None and not self.settings.initial_load_model_only:
+            raise_on_all_ranks(lambda: check_initial_weights(self._config, self._model), world)
+            return self._branch_off(Path(initial).absolute())
         adapts = self._config.lora.rank > 0
         if initial is not None and (step == 0 or adapts):
             say_waiting(f"reading the weights in {initial}")
@@ -134,30 +138,39 @@ class Checkpointer:
             return 0, 0
         if initial is not None and not adapts:
             logger.info(f"checkpoint.initial_load_path = {initial!r} is not read: this run has checkpoints of its own")
-        return step, self._resume(step)
-
-    def _resume(self, step: int) -> int:
-        """Load a saved step, but for what `checkpoint.exclude_from_loading` names; return the tokens seen up to it."""
-        world, started = self._dims["world"], time.monotonic()
-        state, reader = raise_on_all_ranks(lambda: open_step(self._config, self._model, step), world)
-        anew = {*self.settings.exclude_from_loading}
-        tensors = tensors_of(self._model_parts, self._optimizer)
-        tensors = {name: x for name, x in tensors.items() if name.partition(".")[0] not in anew}
-        try:
-            dcp.load(tensors, storage_reader=reader, planner=WholeState(without=anew), process_group=self.group)
-        except CheckpointException as error:
-            raise SharedConfigError(str(unreadable(self.folder, step, cause_of(error)))) from None
-        if "dataloader" not in anew:
-            raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
-        restart_lr_scheduler(self._lr_scheduler, step)
+        tokens_seen = self._resume(self.folder, step, without=self.settings.load_step != -1)
         best = best_saved(self.folder)
         loss = best[1] if best is not None and best[0] <= step else math.inf  # a later one is of another history
         # One value for all: a rank that sees an older file would save when the others do not.
         found = torch.tensor(loss, dtype=torch.float64, device=world.device_type)
         self._best = all_reduce(found, world, "min").item()
         self._last_step = step
-        without = f"; new: {', '.join(sorted(anew))}" if anew else ""
-        logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s){without}")
+        return step, tokens_seen
+
+    def _branch_off(self, path: Path) -> tuple[int, int]:
+        """Go on with the run of another folder after a step, whose checkpoint is at `path`; return as `load`."""
+        step = saved_step(path)
+        return step, self._resume(path.parent, step, without=True)
+
+    def _resume(self, folder: Path, step: int, *, without: bool) -> int:
+        """Load a saved step of a folder of checkpoints, and return the tokens seen up to it.
+
+        without: what `checkpoint.exclude_from_loading` names starts anew.
+        """
+        world, started = self._dims["world"], time.monotonic()
+        state, reader = raise_on_all_ranks(lambda: open_step(self._config, self._model, step, folder), world)
+        anew = {*self.settings.exclude_from_loading} if without else set()
+        tensors = tensors_of(self._model_parts, self._optimizer)
+        tensors = {name: x for name, x in tensors.items() if name.partition(".")[0] not in anew}
+        try:
+            dcp.load(tensors, storage_reader=reader, planner=WholeState(without=anew), process_group=self.group)
+        except CheckpointException as error:
+            raise SharedConfigError(str(unreadable(folder, step, cause_of(error)))) from None
+        if "dataloader" not in anew:
+            raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
+        restart_lr_scheduler(self._lr_scheduler, step)
+        new = f"; new: {', '.join(sorted(anew))}" if anew else ""
+        logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s){new}")
         return state.tokens_seen
 
     def _same_on_all_ranks(self, step: int) -> int:

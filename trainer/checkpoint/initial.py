@@ -48,6 +48,8 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
             "run, in its config.toml)"
         )
     step = saved_step(path)
+    if not config.checkpoint.initial_load_model_only:
+        _check_branch(config, given, step)
     if step is not None:
         state = read_state(path.absolute().parent, step)
         if state.model.get("lora.rank"):
@@ -64,6 +66,20 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         raise ConfigError(
             f"checkpoint.initial_load_path = {given!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a "
             f"{STATE_FILE} of a checkpoint; name a Hugging Face folder, or a folder step-N of a run's checkpoints"
+        )
+
+
+def _check_branch(config: JobConfig, given: str, step: int | None) -> None:
+    """Check that a run can continue another one: from a folder step-N, without adapters."""
+    key = "checkpoint.initial_load_model_only = false"
+    if step is None:
+        raise ConfigError(
+            f"{key} continues another run, and checkpoint.initial_load_path = {given!r} holds weights alone; name a "
+            "folder step-N of a run's checkpoints, or leave the key out"
+        )
+    if config.lora.rank:
+        raise ConfigError(
+            f"{key} has no optimizer for the adapters of lora.rank = {config.lora.rank}, which are new; leave it out"
         )
 
 

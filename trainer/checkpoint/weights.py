@@ -52,13 +52,13 @@ def model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
     return {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
 
 
-def open_step(config: JobConfig, model: ModelArgs, step: int) -> tuple[RunState, Reader]:
-    """Return the state of a saved step of this run, and a reader of its tensors.
+def open_step(config: JobConfig, model: ModelArgs, step: int, folder: Path | None = None) -> tuple[RunState, Reader]:
+    """Return the state of a saved step, and a reader of its tensors. folder: of another run's checkpoints.
 
     Raises:
         ConfigError: the checkpoint is damaged, or of another model or other data.
     """
-    folder = checkpoint_folder(config)
+    folder = folder or checkpoint_folder(config)
     state = read_state(folder, step)
     check_fits(state, config, model)
     return state, reader_of(folder, state)

@@ -10,8 +10,9 @@ SAVING = (
     _LOADING,
     Condition(lambda config, _: not config.checkpoint.load_only, "with checkpoint.load_only, which saves nothing"),
 )
+_INITIAL = needs("checkpoint.initial_load_path", remedy="name the step-N folder of a run, or leave it out")
 _FROM_A_STEP = Condition(
-    lambda config, _: config.checkpoint.load_step != -1,
+    lambda config, _: config.checkpoint.load_step != -1 or not config.checkpoint.initial_load_model_only,
     "without checkpoint.load_step",
     "name the saved step after which they start anew, such as checkpoint.load_step = 500",
 )
@@ -50,6 +51,8 @@ class Checkpoint:
     """async: write a copy in the background while training goes on; with_pinned_mem: keep the memory of the copy."""
     initial_load_path: str | None = None
     """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
+    initial_load_model_only: bool = key(True, when=_INITIAL)
+    """false: initial_load_path is a folder step-N whose whole run this one continues: optimizer, data and steps too."""
     last_save_in_hf: bool = key(False, when=(*SAVING, TOKENS))
     """Also save the weights of the last step as a Hugging Face folder, step-N-hf beside the checkpoint."""
     export_dtype: Literal["float32", "float64", "bfloat16", "float16"] = key(

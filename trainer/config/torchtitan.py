@@ -107,6 +107,7 @@ OLDER: dict[str, Spelling] = {
         bool,
         lambda on: "fused" if on else "foreach",
     ),
+    "checkpoint.initial_load_model_weights_only": Spelling("checkpoint.initial_load_model_only"),
     "lr_scheduler.lr_min": Spelling("lr_scheduler.min_lr_factor"),
     **_moved("scheduler", "warmup_steps decay_ratio decay_type", "lr_scheduler"),
     "scheduler.lr_min": Spelling("lr_scheduler.min_lr_factor"),
@@ -217,8 +218,6 @@ _REDUCED = "rank 0 writes what is reduced over all ranks; leave it out"
 _NO_EXPERTS = "experts are neither cut by matrices nor computed in less than bfloat16 here; leave it out"
 _SCALES = "scales are found from the tensor itself, 'dynamic'; leave it out"
 _CLIPPED = "gradients are clipped by their global norm; leave it out"
-_INITIAL = "checkpoint.initial_load_model_only checkpoint.initial_load_model_weights_only"
-_WEIGHTS_ALONE = "optimizer and data start anew beside initial weights; leave it out"
 _HIGH_PRECISION = "initial weights are read in float32, float64, bfloat16 or float16; leave it out"
 _SAME_WEIGHTS = "initial weights are the same on every layout; leave it out"
 _KEPT_PRODUCTS = "every second matrix product is kept, whatever its shape; leave it out"
@@ -248,7 +247,6 @@ ABSENT: dict[str, Absent] = {
         for name, (off, instead) in _CHECKPOINT.items()
         for key, absent in _refused(f"checkpoint.{name}", off, instead=instead, needs="checkpoint.enable").items()
     },
-    **_refused(_INITIAL, True, instead=_WEIGHTS_ALONE, needs="checkpoint.initial_load_path"),
     **_refused("checkpoint.initial_load_in_hf_quantized", False, instead=_HIGH_PRECISION),
     **_refused("checkpoint.create_seed_checkpoint", False, instead=_SAME_WEIGHTS),
     **_refused(_PRODUCTS, (), ("moe.router.gate",), instead=_KEPT_PRODUCTS),
