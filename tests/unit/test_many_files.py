@@ -2,6 +2,7 @@
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,23 @@ def test_small_files_are_grouped_by_one_look_at_each(tmp_path: Path, monkeypatch
     assert [file for part in parts for file in part.files] == [str(i) for i in range(300)]
     assert [part.size for part in parts] == [sum(sizes[int(file)] for file in part.files) for part in parts]
     assert Size.looks <= 2 * 300
+
+
+def test_a_cache_on_a_full_disk_is_done_without_and_keeps_no_part_of_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n' * 20_000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # writes behind it fail
+    try:
+        with caplog.at_level("WARNING", "trainer"):
+            source = open_source("jsonl", str(file))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert source[19_999] == "a"
+    assert "cannot be written (File too large)" in caplog.text
+    assert [path.suffix for path in (tmp_path / "cache" / "long-context-trainer").iterdir()] == [".lock"]

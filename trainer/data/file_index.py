@@ -140,14 +140,17 @@ def _cached(path: Path, stamp: Stamp) -> Index | None:
 def _write(path: Path, stamp: Stamp, parts: Iterator[tuple[np.ndarray, int]]) -> None:
     """Write an index under a temporary name, and give it its name when it is whole."""
     unfinished, n, lines = path.with_suffix(".tmp"), 0, 0
-    with unfinished.open("wb") as stream:
-        np.zeros(6, dtype=np.int64).tofile(stream)
-        for places, more in parts:
-            places.astype(np.int64).tofile(stream)
-            n, lines = n + len(places), lines + more
-        stream.seek(0)
-        np.array([_FORMAT, *stamp, n, lines], dtype=np.int64).tofile(stream)
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as stream:
+            stream.write(bytes(6 * 8))
+            for places, more in parts:
+                stream.write(places.astype(np.int64))
+                n, lines = n + len(places), lines + more
+            stream.seek(0)
+            stream.write(np.array([_FORMAT, *stamp, n, lines], dtype=np.int64))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)  # a part of it would fill a disk that is full
 
 
 def _told(file: str, size: int, scan: Scan) -> Iterator[tuple[np.ndarray, int]]:
