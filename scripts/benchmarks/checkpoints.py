@@ -4,13 +4,14 @@
     python scripts/benchmarks/checkpoints.py --device cuda --layers 20
 
 Each round saves the same tensors of one trainer in every way, once: weights, and both moments in float32 (1 GB by
-default), with fsync. The order of the ways changes from round to round, and the first round is not counted. Plain is
+default), with fsync. The order of the ways is drawn in each round, and the first round is not counted. Plain is
 `dcp.save` and `dcp.async_save` with a `FileSystemWriter`. A ratio is that of a round, and the median of the rounds.
 Every tensor is updated between the saves, as a step does it.
 """
 
 import argparse
 import json
+import random
 import shutil
 import statistics
 import sys
@@ -107,11 +108,9 @@ def measured(trainer: Trainer, folder: Path, rounds: int) -> dict[str, list[Time
     ways = {"plain save": plain_save(tensors), "plain async_save": plain_async_save(tensors)}
     ways |= {mode: ours(trainer, mode) for mode in PLAIN}
     found: dict[str, list[Times]] = {name: [] for name in ways}
-    step = 0
+    step, chance = 0, random.Random(0)
     for number in range(rounds + 1):
-        names = list(ways)
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in chance.sample(list(ways), len(ways)):  # no way always follows the same other one
             step += 1
             trainer.optimizer.step()
             times = timed(ways[name], folder / "saved", step)

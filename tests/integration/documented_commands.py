@@ -241,6 +241,21 @@ RULES = [
         says="validation after step 2: loss",
     ),
     Rule(
+        r"lct train .* --mixture\.names .*",
+        "trap 'rm -f web.jsonl code.jsonl' EXIT; "
+        """for i in $(seq 40); do echo '{"text": "a tale of some things"}' | tee -a web.jsonl >> code.jsonl; done; """
+        rf"\g<0> {SHORT}",
+        why=OWN,
+        says="web 70.0%, code 30.0%(?s:.*)training done",
+    ),
+    Rule(
+        r"(lct train --training\.data_workers) 4 (.*)",
+        rf"\1 1 \2 {SHORT}",
+        why=OWN,
+        first=DATA,
+        says="training done",
+    ),
+    Rule(
         r"lct train --profiling\S+ .*",
         r"\g<0> --training.steps=20 --training.seq_len=16 --training.global_batch_size=-1 "
         "&& test -f outputs/debug_model/profile_trace/iteration_20/rank0_trace.json",
@@ -396,6 +411,7 @@ RULES = [
     ),
     # ---- measurements
     Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --steps 0 --json data.json", SLOW),
+    Rule(rf"{BENCHMARK}balance\.py .*", r"\g<0> --seq-len 1024 --mean 128 --output balance.json", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
     Rule(rf"{BENCHMARK}experts\.py .*", r"\g<0> --tokens 64 --rounds 1", SLOW),
     Rule(rf"{BENCHMARK}chunked_loss\.py .*", r"\g<0> --tokens 64 --vocab 128 --rounds 1", SLOW),

@@ -35,7 +35,8 @@ def test_every_way_saves_the_same_tensors(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(benchmark, "timed", look)
     file = tmp_path / "result.json"
     assert main(["--dim", "64", "--layers", "1", "--rounds", "1", "--folder", str(tmp_path), "--json", str(file)]) == 0
-    assert [plain for plain, *_ in saved] == [True, True, False, False, False, True, False, False, False, True]
+    assert [plain for plain, *_ in saved].count(True) == 2 * 2
+    assert len(saved) == 2 * 5
     assert len({frozenset(names) for _, names, _ in saved}) == 1
     assert len({total for *_, total in saved}) == len(saved), "each save has the values of its own moment"
     result = json.loads(file.read_text())
