@@ -32,7 +32,7 @@ CHAT = (
     Mutant(
         "an epoch ends while conversations wait",
         "trainer/data/best_fit.py",
-        "if not self._waiting and self._place == len(self._items):",
+        "if not (self._waiting or self._whole_left) and self._place == len(self._items):",
         "if self._place == len(self._items):",
         f"{_FIT}::test_an_epoch_has_every_conversation_once_and_whole",
     ),
@@ -49,6 +49,13 @@ CHAT = (
         "waiting | self._whole_left << WINDOW",
         "waiting",
         f"{_WHOLE}::test_a_resume_between_the_pieces_of_a_document_needs_their_number",
+    ),
+    Mutant(
+        "a resumed stream loses the pieces of a document whose rest was given before",
+        "trainer/data/best_fit.py",
+        "if left and self._place - 1 not in self._waiting:",
+        "if False:",
+        f"{_WHOLE}::test_no_piece_is_lost_of_a_document_whose_rest_fills_up_a_sequence_before",
     ),
     Mutant(
         "data workers begin at the beginning",

@@ -143,6 +143,21 @@ def test_a_resume_between_the_pieces_of_a_document_needs_their_number() -> None:
     assert rows(islice(iter(second), 20)) != expected
 
 
+@pytest.mark.parametrize("lengths", [[18] * 9 + [42, 10], [10] + [0] * 1023 + [42]], ids=["some wait", "none waits"])
+def test_no_piece_is_lost_of_a_document_whose_rest_fills_up_a_sequence_before(lengths: list[int]) -> None:
+    """A document of three pieces, which is read in the middle of a sequence; also after a resume from there."""
+    stream = stream_of(lengths)
+    stream._order = order = np.arange(len(lengths))
+    first = stream.next_sequence()
+    assert [len(tokens) for tokens, _ in pieces(first)] == [lengths[0], 2]
+    (resumed := stream_of(lengths)).restart(stream.state)
+    resumed._order = order
+    found, again = an_epoch(stream), an_epoch(resumed)
+    assert [one.tokens.tolist() for one in again] == [one.tokens.tolist() for one in found]
+    tokens = [token for sequence in (first, *found) for part, _ in pieces(sequence) for token in part]
+    assert len(tokens) == len(set(tokens)) == sum(lengths)
+
+
 def test_the_packing_of_whole_documents_may_change_at_a_resume_and_loses_nothing() -> None:
     lengths = [7, 3, 55, 12, 9, 4, 31, 18] * 3
     one = stream_of(lengths)

@@ -86,7 +86,7 @@ class WholeStream(ItemStream):
         """The position: epoch, place in its order, samples given so far, and which documents wait.
 
         Bit i of `waiting`: the document i + 1 places back waits. The bits from WINDOW on: the number of whole pieces
-        that the last one of them still has before its rest.
+        that the document one place back still has, whose rest may be in a sequence already.
         """
         bits = np.zeros(WINDOW, dtype=np.uint8)
         bits[[self._place - 1 - place for place in self._waiting]] = 1
@@ -121,40 +121,51 @@ class WholeStream(ItemStream):
                 raise ConfigError(self._encoder.nothing(len(self._items), self._stream, self._seq_len))
             self._next_epoch()
         self.samples += 1
+        chosen = self._chosen()
+        if not (self._waiting or self._whole_left) and self._place == len(self._items):
+            self._next_epoch()
+        return together(chosen, self._seq_len)
+
+    def _chosen(self) -> list[Sample]:
+        """Return the samples of the next sequence; some wait."""
         if self._whole_left:
             self._whole_left -= 1
-            return together([self._whole[-1 - self._whole_left]], self._seq_len)
+            return [self._whole[-1 - self._whole_left]]
         chosen = [self._take(next(iter(self._waiting)))]
         missing = self._seq_len - len(chosen[0].tokens)
         while self._fill() and not self._alone and (fitting := bisect_right(self._lengths, (missing, 1))):
             chosen.append(self._take(-self._lengths[fitting - 1][1]))
             missing -= len(chosen[-1].tokens)
-        if not self._waiting and self._place == len(self._items):
-            self._next_epoch()
-        return together(chosen, self._seq_len)
+        return chosen
 
     def pass_over(self) -> None:
         self.next_sequence()
 
     def _fill(self) -> bool:
-        """Read documents until enough of them wait; return whether any does."""
+        """Read documents until enough of them wait; return whether a piece of one is left to be given."""
         if self._lengths is None:  # those of a saved state
             self._lengths = []
             left = self._whole_left
             for place in list(self._waiting):
                 self._read(place)
+            if left and self._place - 1 not in self._waiting:
+                self._whole = self._pieces(self._place - 1)[:-1]
             self._whole_left = min(left, len(self._whole))  # less than all of the last one
         while self._place < len(self._items) and self._tokens < self._enough and not self._whole_left:
             if self._waiting and self._place - next(iter(self._waiting)) >= WINDOW:
                 break
             self._read(self._place)
             self._place += 1
-        return bool(self._waiting)
+        return bool(self._waiting or self._whole_left)
+
+    def _pieces(self, place: int) -> list[Sample]:
+        """Return the pieces of the document at a place in the epoch's order; a bad record has no text, and none."""
+        document = self._source[self._item_at(place)]
+        return self._encoder.pieces(document, self._seq_len) if len(document) else []
 
     def _read(self, place: int) -> None:
         """Make the document at a place in the epoch's order wait, unless it has no label."""
-        document = self._source[self._item_at(place)]
-        pieces = self._encoder.pieces(document, self._seq_len) if len(document) else []  # a bad record has no text
+        pieces = self._pieces(place)
         self._whole, self._whole_left = pieces[:-1], len(pieces[:-1])
         if not pieces:
             self._waiting.pop(place, None)

@@ -202,8 +202,8 @@ def find_files(name: str, path: str, endings: tuple[str, ...]) -> list[str]:
     is_folder = os.path.isdir(expanded)
     if is_folder:
         _check_folders_can_be_read(path, expanded)
-    pattern = os.path.join(glob.escape(expanded), "**", "*") if is_folder else expanded
-    there = sorted({file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file)})
+    there = _files_below(expanded) if is_folder else glob.glob(expanded, recursive=True)
+    there = sorted({file for file in there if os.path.isfile(file)})
     found = [file for file in there if file.endswith(endings)] if is_folder else there
     if found:
         return _with_random_access(found, path, endings)
@@ -218,6 +218,26 @@ def find_files(name: str, path: str, endings: tuple[str, ...]) -> list[str]:
     if other is not None:
         advice = f"use training.dataset = {other!r} for the files that are there, or give another folder"
     raise MissingFile(f"training.dataset_path = {path!r} is {what}; {advice}")
+
+
+def _files_below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield what lies below a folder, also behind links, but for hidden names and links to a folder `above`.
+
+    `glob` would follow such links in circles, and find each file many times.
+    """
+    above = (*above, os.path.realpath(folder))
+    try:
+        names = os.listdir(folder)
+    except OSError as error:  # behind a link
+        raise unreadable(folder, error) from None
+    for name in names:
+        path = os.path.join(folder, name)
+        if name.startswith("."):
+            continue
+        if not os.path.isdir(path):
+            yield path
+        elif os.path.realpath(path) not in above:
+            yield from _files_below(path, above)
 
 
 def _with_random_access(files: list[str], path: str, endings: tuple[str, ...]) -> list[str]:

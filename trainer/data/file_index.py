@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import resource
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ _FORMAT = 1
 _ENDS = 1 << 16  # bytes of head and tail that tell a file's content
 _SAY_SECONDS = 10.0
 _OPEN_FILES = 64
+_OTHER_FILES = 512  # of a process that trains: connections, libraries, devices, those above
 _BLANK = np.frombuffer(b" \t\r\n\v\f", dtype=np.uint8)
 
 
@@ -48,6 +50,23 @@ class Index(NamedTuple):
     places: np.ndarray
     lines: int
     stamp: Stamp
+
+
+def allow_open_files(mapped: int) -> None:
+    """Raise this process's limit of open files, if it is lower than that many mapped ones need: each holds one.
+
+    Raises:
+        ConfigError: the system does not allow as many.
+    """
+    needed, (soft, hard) = mapped + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"the data set needs {needed:,} open files, and a process may have {hard:,} here (ulimit -Hn); raise that "
+            "limit, or put the documents into fewer files"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def unreadable(file: str, error: OSError) -> ConfigError:
@@ -121,14 +140,17 @@ def _cached(path: Path, stamp: Stamp) -> Index | None:
 def _write(path: Path, stamp: Stamp, parts: Iterator[tuple[np.ndarray, int]]) -> None:
     """Write an index under a temporary name, and give it its name when it is whole."""
     unfinished, n, lines = path.with_suffix(".tmp"), 0, 0
-    with unfinished.open("wb") as stream:
-        np.zeros(6, dtype=np.int64).tofile(stream)
-        for places, more in parts:
-            places.astype(np.int64).tofile(stream)
-            n, lines = n + len(places), lines + more
-        stream.seek(0)
-        np.array([_FORMAT, *stamp, n, lines], dtype=np.int64).tofile(stream)
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as stream:
+            stream.write(bytes(6 * 8))
+            for places, more in parts:
+                stream.write(places.astype(np.int64))
+                n, lines = n + len(places), lines + more
+            stream.seek(0)
+            stream.write(np.array([_FORMAT, *stamp, n, lines], dtype=np.int64))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)  # a part of it would fill a disk that is full
 
 
 def _told(file: str, size: int, scan: Scan) -> Iterator[tuple[np.ndarray, int]]:

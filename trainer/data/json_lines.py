@@ -12,7 +12,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.data.bad_records import BadRecord
 from trainer.data.chat import as_text, conversation
-from trainer.data.file_index import BLOCK, ByteRanges, Index, indexed, line_starts, unreadable
+from trainer.data.file_index import BLOCK, ByteRanges, Index, allow_open_files, indexed, line_starts, unreadable
 from trainer.data.tokenizer import replace_surrogates
 
 
@@ -74,6 +74,7 @@ class JsonLines:
         Raises:
             ConfigError: a file cannot be read, or there is no line.
         """
+        allow_open_files(len(files))
         found = cls(files, document, [indexed(file, "lines", line_starts) for file in files])
         if not len(found):
             raise ConfigError(f"{files[0]} holds no line; give files with a JSON object a line")

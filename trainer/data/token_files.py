@@ -30,13 +30,14 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.bad_records import BadRecord
-from trainer.data.file_index import BLOCK, ByteRanges, Stamp, indexed, stamp_of, unreadable
+from trainer.data.file_index import BLOCK, ByteRanges, Stamp, allow_open_files, indexed, stamp_of, unreadable
 from trainer.data.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 MANIFEST, UNFINISHED = "tokens.json", "unfinished.json"
+_MAPS = 4  # of a pair: three arrays of the index, and the check sums
 
 
 class TokenFile(Protocol):
@@ -220,6 +221,7 @@ def open_token_files(files: Sequence[str], tokenizer_file: str | None) -> TokenF
     Raises:
         ConfigError: a file is damaged, or of another tokenizer.
     """
+    allow_open_files(_MAPS * len(files))
     vocab_size, manifests, eos = vocab_size_of(tokenizer_file), {}, _end_of_text(files, tokenizer_file)
     parts = [
         _pair(file, manifests, tokenizer_file) if file.endswith(".idx") else Flat(file, vocab_size, eos)

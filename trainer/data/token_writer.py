@@ -47,12 +47,15 @@ def parts_of(dataset: str, files: Sequence[str], shard_bytes: int) -> list[Part]
         return [Part(dataset, (), 0)]
     sizes = [os.path.getsize(file) for file in files]
     if dataset == "text":
-        groups: list[list[int]] = []
-        for i, size in enumerate(sizes):
-            if not groups or sum(sizes[j] for j in groups[-1]) + size > shard_bytes:
+        groups: list[list[str]] = []
+        bytes_of: list[int] = []
+        for file, size in zip(files, sizes, strict=True):
+            if not groups or bytes_of[-1] + size > shard_bytes:
                 groups.append([])
-            groups[-1].append(i)
-        return [Part(dataset, tuple(files[i] for i in group), sum(sizes[i] for i in group)) for group in groups]
+                bytes_of.append(0)
+            groups[-1].append(file)
+            bytes_of[-1] += size
+        return [Part(dataset, tuple(group), size) for group, size in zip(groups, bytes_of, strict=True)]
     found = []
     for file, size in zip(files, sizes, strict=True):
         if file.endswith(STREAMED):
