@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged, same
+from tests.distributed.test_host_reads import TOTALS
 from tests.distributed.test_parity import degrees, reference
 from trainer.config.loader import parse_command_line
 from trainer.distributed import expert_parallel
@@ -285,5 +286,5 @@ def test_the_host_reads_one_table_of_counts_a_layer_and_forward(
 ) -> None:
     settings = [*EXPERTS, *degrees(dp_shard=2), ep(2), ac(recomputed)]
     for shapes in pool.run(2, tables_case, settings):
-        layers, micro_batches, totals = 2, 2, (5,)
-        assert shapes == {(2, 2 + 4): layers * micro_batches * readings, totals: 1}
+        layers, micro_batches = 2, 2
+        assert shapes == {(2, 2 + 4): layers * micro_batches * readings, TOTALS: 1}
