@@ -196,7 +196,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "the latest checkpoints are removed, not the oldest",
-        "trainer/checkpoint/folder.py",
+        "trainer/checkpoint/publishing.py",
         "of_this_run[: -k or None]",
         "of_this_run[k:]",
         "tests/unit/test_checkpoint_folder.py",

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from trainer.checkpoint.files import Reader, TensorsOnly, Writer
-from trainer.checkpoint.folder import RunState, read_state, step_folder, unfinished_folder
+from trainer.checkpoint.folder import RunState, read_state, step_folder
+from trainer.checkpoint.publishing import unfinished_folder
 
 TENSORS = {
     "model.a": torch.arange(1000, dtype=torch.float64),

@@ -9,21 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import folder as folder_module
+from trainer.checkpoint import publishing
 from trainer.checkpoint.folder import (
     RunState,
     check_fits,
-    keep_latest,
-    mark_best,
     model_description,
-    publish,
     read_state,
-    remove_unfinished,
     saved_steps,
     step_folder,
     step_to_load,
-    unfinished_folder,
 )
+from trainer.checkpoint.publishing import keep_latest, mark_best, publish, remove_unfinished, unfinished_folder
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -120,7 +116,7 @@ def test_an_interrupted_save_is_no_checkpoint_and_is_removed(tmp_path: Path, mon
     save(tmp_path, 1)
     if done == "publish":
         save(tmp_path, 2)
-        monkeypatch.setattr(folder_module.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(publishing.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             keep_latest(tmp_path, 1, 2)
         assert saved_steps(tmp_path) == [2]

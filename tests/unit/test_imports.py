@@ -23,7 +23,7 @@ ROOMS = (
         *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),
         "trainer.data.sentencepiece_format",
         "trainer.models.hf_config",
-        *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial"),
+        *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial", "trainer.checkpoint.remote"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.pipeline_stages", f"{_CP}.planning"),
     ),

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-from trainer.checkpoint.folder import sync_folder
 from trainer.checkpoint.hf_writer import unfinished_output
+from trainer.checkpoint.publishing import sync_folder
 from trainer.checkpoint.safetensors import plan_files
 from trainer.config.schema import JobConfig
 from trainer.job.lora import adapter_sizes

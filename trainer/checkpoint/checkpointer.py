@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,15 +27,15 @@ from trainer.checkpoint.folder import (
     best_saved,
     checkpoint_folder,
     model_description,
-    remove_unfinished,
     saved_steps,
     step_folder,
     step_to_load,
-    unfinished_folder,
     unreadable,
 )
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.initial import check_initial_weights, saved_step
+from trainer.checkpoint.publishing import prepare_folder, unfinished_folder
+from trainer.checkpoint.remote import Place, is_remote, place_of, reason_of
 from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
@@ -127,7 +126,7 @@ class Checkpointer:
                 raise_on_all_ranks(self._prepare_folder, world)
         if step == 0 and initial is not None and not self.settings.initial_load_model_only:
             raise_on_all_ranks(lambda: check_initial_weights(self._config, self._model), world)
-            return self._branch_off(Path(initial).absolute())
+            return self._branch_off(place_of("checkpoint.initial_load_path", initial).absolute())
         adapts = self._config.lora.rank > 0
         if initial is not None and (step == 0 or adapts):
             say_waiting(f"reading the weights in {initial}")
@@ -139,7 +138,7 @@ class Checkpointer:
         if initial is not None and not adapts:
             logger.info(f"checkpoint.initial_load_path = {initial!r} is not read: this run has checkpoints of its own")
         tokens_seen = self._resume(self.folder, step, without=self.settings.load_step != -1)
-        best = best_saved(self.folder)
+        best = raise_on_all_ranks(lambda: best_saved(self.folder), world)
         loss = best[1] if best is not None and best[0] <= step else math.inf  # a later one is of another history
         # One value for all: a rank that sees an older file would save when the others do not.
         found = torch.tensor(loss, dtype=torch.float64, device=world.device_type)
@@ -147,12 +146,12 @@ class Checkpointer:
         self._last_step = step
         return step, tokens_seen
 
-    def _branch_off(self, path: Path) -> tuple[int, int]:
+    def _branch_off(self, path: Place) -> tuple[int, int]:
         """Go on with the run of another folder after a step, whose checkpoint is at `path`; return as `load`."""
         step = saved_step(path)
         return step, self._resume(path.parent, step, without=True)
 
-    def _resume(self, folder: Path, step: int, *, without: bool) -> int:
+    def _resume(self, folder: Place, step: int, *, without: bool) -> int:
         """Load a saved step of a folder of checkpoints, and return the tokens seen up to it.
 
         without: what `checkpoint.exclude_from_loading` names starts anew.
@@ -187,18 +186,17 @@ class Checkpointer:
         if self._dims.rank("world") != 0:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            remove_unfinished(self.folder)
+            prepare_folder(self.folder)
         except OSError as error:
             raise ConfigError(
-                f"checkpoint.folder = {self.settings.folder!r}: {error.filename} cannot be written ({error.strerror}); "
-                f"name a folder that can"
+                f"checkpoint.folder = {self.settings.folder!r}: {error.filename or self.folder} cannot be written "
+                f"({reason_of(error)}); name a folder that can"
             ) from None
 
     # ---- saving
 
     @property
-    def saved(self) -> Path | None:
+    def saved(self) -> Place | None:
         """The folder of the last checkpoint that this run saved or resumed from; None: there is none."""
         return step_folder(self.folder, self._last_step) if self._last_step else None
 
@@ -299,13 +297,18 @@ class Checkpointer:
 
     def _not_written(self, step: int, error: CheckpointException) -> CheckpointError:
         cause, rank = cause_of(error), min(error.failures)
-        full = full_disk(cause, self.folder, needed=self._size())
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).strip().split("\n")[0]
-        kept = [earlier for earlier in saved_steps(self.folder) if earlier < step]
-        again = "run the same command again" + (f", which resumes after step {kept[-1]}" if kept else "")
+        remote = is_remote(self.folder)
+        full = "" if remote else full_disk(cause, self.folder, needed=self._size())
+        reason = reason_of(cause) if isinstance(cause, OSError) else str(cause).strip().split("\n")[0]
+        try:
+            kept = [earlier for earlier in saved_steps(self.folder) if earlier < step]
+        except OSError:  # a store that does not answer
+            kept = []
+        room = "make room there and" if kept else "make room, or name another job.dump_folder, and"
+        first = "when the store can be written to," if remote else room
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.folder} (rank {rank}: {full or reason}); "
-            + (f"make room there and {again}" if kept else f"make room, or name another job.dump_folder, and {again}")
+            f"{first} run the same command again" + (f", which resumes after step {kept[-1]}" if kept else "")
         )
 
     def _size(self) -> int:

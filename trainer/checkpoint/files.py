@@ -4,22 +4,27 @@ Stock DCP unpickles its metadata and every entry that is no tensor, and does not
 """
 
 import io
-import os
 import pickle
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.checkpoint.folder import RunState, keep_latest, mark_best, publish
+from trainer.checkpoint.folder import RunState
+from trainer.checkpoint.publishing import begin, keep_latest, mark_best, publish
+from trainer.checkpoint.remote import Place, is_remote, objects, store_errors
 from trainer.runtime.full_disk import os_error_of
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 _METADATA = ".metadata"
 # All classes and values in the metadata of tensors.
@@ -70,11 +75,56 @@ class _Seekable(io.RawIOBase):
         return self._view.readinto(into) if self.tell() < self._length else 0
 
 
+class _Objects(FileSystemBase):
+    """A remote store as PyTorch's reader and writer see a file system."""
+
+    @contextmanager
+    def create_stream(self, path: "UPath", mode: str) -> Iterator[IO[bytes]]:
+        """Enter a context with an object. One that is written appears at the end; after an error it never does."""
+        with store_errors(path):
+            stream = path.fs.open(path.path, mode)
+        try:
+            yield stream
+            with store_errors(path):
+                stream.close()
+        except BaseException:
+            if mode == "wb" and not stream.closed:
+                stream.discard()
+                stream.closed = True  # or the garbage collector would write what there is
+            raise
+
+    def concat_path(self, path: "UPath", suffix: str) -> "UPath":
+        return path / suffix
+
+    def init_path(self, path: "UPath") -> "UPath":
+        return path
+
+    def mkdir(self, path: "UPath") -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return False  # PyTorch is never asked to find out what an address is for
+
+    def exists(self, path: "UPath") -> bool:
+        return path.name in objects(path.parent)
+
+    def rm_file(self, path: "UPath") -> None:
+        with store_errors(path):
+            path.fs.rm_file(path.path)
+
+    def rename(self, path: "UPath", new_path: "UPath") -> None:
+        with store_errors(path):
+            path.fs.mv(path.path, new_path.path)
+
+
 class Reader(FileSystemReader):
     """Reads the tensors of one checkpoint folder; `files` are the names that its metadata may refer to."""
 
-    def __init__(self, path: Path, *, files: Collection[str]) -> None:
-        super().__init__(path)
+    def __init__(self, path: Place, *, files: Collection[str]) -> None:
+        super().__init__("" if is_remote(path) else path)
+        if is_remote(path):
+            self.fs, self.path = _Objects(), path
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -83,8 +133,8 @@ class Reader(FileSystemReader):
         Raises:
             OSError, ValueError, TypeError, EOFError, pickle.UnpicklingError: unreadable, or no metadata.
         """
-        with (Path(self.path) / _METADATA).open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+        with self.fs.create_stream(self.path / _METADATA, "rb") as file, store_errors(self.path):
+            metadata = _MetadataUnpickler(io.BytesIO(file.read())).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{_METADATA} holds something else")
         for place in metadata.storage_data.values():
@@ -96,9 +146,15 @@ class Reader(FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """Return the archive of one tensor, whose check sum is compared: `torch.load` does not do it.
 
-        The archive is not kept in memory, where it would be a third copy of the tensor.
+        The archive is not kept in memory, where it would be a third copy of the tensor; but of a remote store it is,
+        because each piece that is read there is a request.
         """
-        content = _Seekable(super()._slice_file(file, sinfo), sinfo.length)
+        if is_remote(self.path):
+            file.seek(sinfo.offset)
+            with store_errors(self.path):
+                content = io.BytesIO(file.read(sinfo.length))
+        else:
+            content = _Seekable(super()._slice_file(file, sinfo), sinfo.length)
         with zipfile.ZipFile(content) as archive:
             if archive.testzip() is not None:
                 raise ValueError(f"{sinfo.relative_path} is damaged: a check sum is wrong")
@@ -145,7 +201,7 @@ class Writer(FileSystemWriter):
 
     def __init__(
         self,
-        unfinished: Path,
+        unfinished: Place,
         state: RunState,
         *,
         keep_latest_k: int,
@@ -154,9 +210,22 @@ class Writer(FileSystemWriter):
         file_per_tensor: bool = False,
     ) -> None:
         """file_per_tensor: PyTorch keeps the tensors of a file in memory until the file is complete."""
-        super().__init__(unfinished, single_file_per_rank=not file_per_tensor, sync_files=True)
+        remote = is_remote(unfinished)
+        super().__init__("" if remote else unfinished, single_file_per_rank=not file_per_tensor, sync_files=not remote)
+        if remote:
+            self.fs, self.path = _Objects(), unfinished
         self._state, self._best = state, best
         self._keep_latest_k, self._keep_every = keep_latest_k, keep_every
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Claim the place of the checkpoint, on one rank, before any rank writes."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:
+            begin(self.path)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # PyTorch would make a folder, and look for a checkpoint there that another rank removes now.
+        return plan if is_remote(self.path) else super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors.
@@ -177,8 +246,9 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata, publish the checkpoint, and remove old ones."""
         super().finish(metadata, results)
-        unfinished = Path(self.path)
-        files = {_METADATA: os.stat(unfinished / _METADATA).st_size}
+        unfinished = self.path
+        with store_errors(unfinished):
+            files = {_METADATA: (unfinished / _METADATA).stat().st_size}
         for result in (result for of_rank in results for result in of_rank):
             place = result.storage_data
             files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)

@@ -8,31 +8,28 @@
       best.json            the step with the lowest validation loss, and that loss, if it is kept
       step-1000.tmp/       being written, or left by a run that was killed while saving: never read, removed later
 
+A folder in a remote store has the same files, but for step-N.tmp: see `publishing.py`, which writes both.
 Other names, and folders step-N without a state.json, belong to somebody else: never read, never removed.
 """
 
 import json
-import logging
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import ConfigError
+from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of, store_errors
+from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
+from trainer.config.writable import is_address
 from trainer.models.args import ModelArgs
 
 STATE_FILE, BEST_FILE = "state.json", "best.json"
 FORMAT = 1
 LATEST = -1
 _SAVED = re.compile(r"step-([1-9]\d*)")
-_UNFINISHED = re.compile(r"step-[1-9]\d*\.tmp")
-
-logger = logging.getLogger("trainer")
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,14 @@ class RunState:
     files: Mapping[str, int]
 
 
-def checkpoint_folder(config: JobConfig) -> Path:
-    """Return the folder of all checkpoints of a run."""
+def checkpoint_folder(config: JobConfig) -> Place:
+    """Return the folder of all checkpoints of a run.
+
+    Raises:
+        ConfigError: it is in a store that cannot be opened.
+    """
+    if is_address(config.checkpoint.folder):
+        return place_of("checkpoint.folder", config.checkpoint.folder)
     return Path(config.job.dump_folder) / config.checkpoint.folder
 
 
@@ -68,12 +71,20 @@ def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
     return {"name": config.model.name, **fixed, "dtype": config.training.dtype, **adapters}
 
 
-def step_folder(folder: Path, step: int) -> Path:
+def step_folder(folder: Place, step: int) -> Place:
     return folder / f"step-{step}"
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in `folder`, in order; none where there is no such folder."""
+def saved_steps(folder: Place) -> list[int]:
+    """Return the steps of the complete checkpoints in `folder`, in order; none where there is no such folder.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if is_remote(folder):
+        names = (name.partition("/") for name in objects(folder))
+        matches = [_SAVED.fullmatch(step) for step, _, name in names if name == STATE_FILE]
+        return sorted(int(match[1]) for match in matches if match)
     if not folder.is_dir():
         return []
     matches = [(_SAVED.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -85,17 +96,18 @@ def step_to_load(config: JobConfig) -> int | None:
 
     Raises:
         ConfigError: the folder is a file or cannot be read, or `checkpoint.load_step` is not there.
+        MissingFile: the folder is in a store that does not answer from here.
     """
     folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
-    if os.path.lexists(folder) and not folder.is_dir():
+    if not is_remote(folder) and os.path.lexists(folder) and not folder.is_dir():
         raise ConfigError(
             f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} is a file; name a folder, such as 'checkpoint'"
         )
     try:
         steps = saved_steps(folder)
     except OSError as error:
-        raise ConfigError(
-            f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} cannot be read ({error.strerror}); "
+        raise (MissingFile if is_remote(folder) else ConfigError)(
+            f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} cannot be read ({reason_of(error)}); "
             f"name a folder that can"
         ) from None
     if wanted == LATEST:
@@ -107,7 +119,7 @@ def step_to_load(config: JobConfig) -> int | None:
     raise ConfigError(f"checkpoint.load_step = {wanted} is not in {folder}; {remedy}")
 
 
-def read_state(folder: Path, step: int) -> RunState:
+def read_state(folder: Place, step: int) -> RunState:
     """Return the state of a saved step, and check that all its files are there in full length.
 
     Raises:
@@ -115,7 +127,10 @@ def read_state(folder: Path, step: int) -> RunState:
     """
     path = step_folder(folder, step)
     try:
-        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        sizes = objects(path) if is_remote(path) else {}
+        with store_errors(path):
+            text = (path / STATE_FILE).read_text(encoding="utf-8")
+        content = json.loads(text)
         if content.pop("format") != FORMAT:
             raise ValueError("another version of this program wrote it")
         content["streams"] = {
@@ -128,7 +143,7 @@ def read_state(folder: Path, step: int) -> RunState:
         for name, size in state.files.items():
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is no name of a file in it")
-            found = (path / name).stat().st_size
+            found = sizes[name] if is_remote(path) else (path / name).stat().st_size
             if found != size:
                 raise ValueError(f"{name} has {found} bytes of {size}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -136,14 +151,19 @@ def read_state(folder: Path, step: int) -> RunState:
     return state
 
 
-def unreadable(folder: Path, step: int, error: BaseException | str) -> ConfigError:
+def unreadable(folder: Place, step: int, error: BaseException | str) -> ConfigError:
     """Return the error for a checkpoint that cannot be loaded."""
     reason = str(error).strip().split("\n")[0].removesuffix(".")
-    if isinstance(error, OSError) and error.filename:
+    if isinstance(error, OSError) and error.filename and not is_remote(folder):
         reason = f"{Path(error.filename).name}: {error.strerror}"
     elif isinstance(error, KeyError):
         reason = f"{reason} is missing"
-    others = [other for other in saved_steps(folder) if other != step]
+    try:
+        others = [other for other in saved_steps(folder) if other != step]
+    except OSError:  # the store does not answer
+        return ConfigError(
+            f"the checkpoint {step_folder(folder, step)} cannot be read ({reason}); run this again later"
+        )
     works = (
         f"use another with checkpoint.load_step (there are {', '.join(map(str, others[-8:]))}), or remove it"
         if others
@@ -153,7 +173,7 @@ def unreadable(folder: Path, step: int, error: BaseException | str) -> ConfigErr
 
 
 def check_same_model(
-    state: RunState, config: JobConfig, model: ModelArgs, path: Path, *, remedy: str, dtype: bool = True
+    state: RunState, config: JobConfig, model: ModelArgs, path: Place, *, remedy: str, dtype: bool = True
 ) -> None:
     """Check that the tensors of `state`, which is in `path`, are those of this model; dtype: of its data type too.
 
@@ -191,94 +211,17 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
             )
 
 
-# ---- writing; all of it by one process
+def best_saved(folder: Place) -> tuple[int, float] | None:
+    """Return step and validation loss of the best checkpoint; None: no checkpoint is marked as that.
 
-
-def publish(unfinished: Path, state: RunState) -> None:
-    """Turn `unfinished`, whose other files are on the disk already, into the checkpoint of its step by one rename."""
-    with (unfinished / STATE_FILE).open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **asdict(state)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(unfinished)
-    final = step_folder(unfinished.parent, state.step)
-    _make_way(final)
-    unfinished.rename(final)
-    sync_folder(final.parent)
-
-
-def _make_way(path: Path) -> None:
-    """Free the name of a checkpoint: remove an older checkpoint of a history that this run left, move anything else."""
-    if (path / STATE_FILE).is_file() and not path.is_symlink():
-        (path / STATE_FILE).unlink()  # a checkpoint that is half removed must not look like one
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        aside = next(p for p in (path.with_name(f"{path.name}.other{i}") for i in count(1)) if not os.path.lexists(p))
-        logger.warning(f"{path} is no checkpoint, and a checkpoint needs its name: it was renamed to {aside.name}")
-        path.rename(aside)
-
-
-def unfinished_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}.tmp"
-
-
-def best_saved(folder: Path) -> tuple[int, float] | None:
-    """Return step and validation loss of the best checkpoint; None: no checkpoint is marked as that."""
+    Raises:
+        OSError: the folder cannot be read.
+    """
     try:
-        best = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))
+        with store_errors(folder):
+            text = (folder / BEST_FILE).read_text(encoding="utf-8")
+        best = json.loads(text)
         step, loss = int(best["step"]), float(best["validation_loss"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return (step, loss) if step in saved_steps(folder) else None
-
-
-def mark_best(folder: Path, step: int, loss: float | None) -> None:
-    """Note that this new checkpoint is the best one so far; loss: None if it is not.
-
-    A checkpoint of that step of another history, which it has replaced, is no longer the best one.
-    """
-    if loss is None:
-        if (best := best_saved(folder)) is not None and best[0] == step:
-            (folder / BEST_FILE).unlink()
-        return
-    written = folder / f"{BEST_FILE}.tmp"
-    written.write_text(json.dumps({"step": step, "validation_loss": loss}), encoding="utf-8")
-    written.replace(folder / BEST_FILE)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove the folders that interrupted saves have left."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-
-
-def keep_latest(folder: Path, k: int, written: int, *, every: int = 0) -> None:
-    """Remove all but the best and the last k checkpoints up to and including step `written`; k = 0 keeps all.
-
-    every: steps that are a multiple of it stay too; 0: none.
-
-    Later steps belong to a history that this run has left; each is removed when this run reaches it.
-    """
-    best = best_saved(folder)
-    of_this_run = [step for step in saved_steps(folder) if step <= written]
-    for step in of_this_run[: -k or None] if k else ():
-        if (best is not None and step == best[0]) or (every and step % every == 0):
-            continue
-        path = step_folder(folder, step)
-        if path.is_symlink():
-            continue
-        doomed = unfinished_folder(folder, step)
-        try:
-            path.rename(doomed)  # a checkpoint that is half removed must not look like one
-            shutil.rmtree(doomed)
-        except OSError as error:
-            logger.warning(f"the old checkpoint {path} could not be removed ({error.strerror})")
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

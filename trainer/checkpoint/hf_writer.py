@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainer.checkpoint.folder import sync_folder
 from trainer.checkpoint.hf_reader import DTYPES
+from trainer.checkpoint.publishing import sync_folder
 from trainer.checkpoint.safetensors import INDEX, plan_files
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig

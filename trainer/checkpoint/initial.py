@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from trainer.checkpoint.folder import STATE_FILE, check_same_model, read_state, step_to_load
+from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of
 from trainer.checkpoint.safetensors import read_folder
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig, LoRA
-from trainer.config.writable import check_local
 from trainer.models.args import ModelArgs
 from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.registry import hf_config, is_folder
@@ -16,10 +16,11 @@ from trainer.models.registry import hf_config, is_folder
 _STEP = re.compile(r"step-(\d+)")
 
 
-def saved_step(path: Path) -> int | None:
+def saved_step(path: Place) -> int | None:
     """Return the step of a checkpoint folder `step-N` of this program; None: it is something else."""
     match = _STEP.fullmatch(path.absolute().name)
-    return int(match[1]) if match and (path / STATE_FILE).is_file() else None
+    saved = match and (STATE_FILE in objects(path) if is_remote(path) else (path / STATE_FILE).is_file())
+    return int(match[1]) if saved else None
 
 
 def hf_folder(config: JobConfig) -> Path | None:
@@ -40,14 +41,23 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         return
     if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
         return  # a run with checkpoints resumes from them; those of adapters hold nothing else
-    check_local("checkpoint.initial_load_path", given)
-    path = Path(given)
-    if not path.is_dir():
+    path = place_of("checkpoint.initial_load_path", given)
+    if not is_remote(path) and not path.is_dir():
         raise MissingFile(
             f"checkpoint.initial_load_path = {given!r} is no folder here; name a folder with weights (for a finished "
             "run, in its config.toml)"
         )
-    step = saved_step(path)
+    try:
+        step = saved_step(path)
+    except OSError as error:
+        raise MissingFile(
+            f"checkpoint.initial_load_path = {given!r} cannot be read ({reason_of(error)}); name a folder that can"
+        ) from None
+    if is_remote(path) and step is None:
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {given!r} holds no checkpoint; name a step-N of a run's "
+            "checkpoint.folder, or copy a Hugging Face folder to this machine"
+        )
     if not config.checkpoint.initial_load_model_only:
         _check_branch(config, given, step)
     if step is not None:

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainer.checkpoint.folder import check_same_model, read_state, unreadable
+from trainer.checkpoint.remote import Place
 from trainer.checkpoint.weights import load_tensors, names_of, reader_of
 from trainer.config.schema import JobConfig
 from trainer.models.args import ModelArgs
@@ -30,7 +30,7 @@ class Verified:
     tensors: int
 
 
-def verify_step(folder: Path, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
+def verify_step(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
     """Read all that a saved step in `folder` holds; run: the configuration and the model that it must be of.
 
     Raises:

@@ -4,7 +4,6 @@ import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,11 +22,12 @@ from trainer.checkpoint.folder import (
     read_state,
     step_folder,
     step_to_load,
-    unfinished_folder,
     unreadable,
 )
 from trainer.checkpoint.hf_reader import HFReader
 from trainer.checkpoint.initial import check_initial_weights, saved_step
+from trainer.checkpoint.publishing import unfinished_folder
+from trainer.checkpoint.remote import Place, place_of
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.models.args import ModelArgs
@@ -52,7 +52,7 @@ def model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
     return {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
 
 
-def open_step(config: JobConfig, model: ModelArgs, step: int, folder: Path | None = None) -> tuple[RunState, Reader]:
+def open_step(config: JobConfig, model: ModelArgs, step: int, folder: Place | None = None) -> tuple[RunState, Reader]:
     """Return the state of a saved step, and a reader of its tensors. folder: of another run's checkpoints.
 
     Raises:
@@ -64,7 +64,7 @@ def open_step(config: JobConfig, model: ModelArgs, step: int, folder: Path | Non
     return state, reader_of(folder, state)
 
 
-def reader_of(folder: Path, state: RunState) -> Reader:
+def reader_of(folder: Place, state: RunState) -> Reader:
     """Return a reader of the tensors of a saved step in `folder`, which has its metadata.
 
     Raises:
@@ -85,7 +85,7 @@ def open_initial(config: JobConfig, args: ModelArgs) -> Reader | HFReader:
         ConfigError: they are damaged, or of another model.
     """
     check_initial_weights(config, args)
-    path = Path(config.checkpoint.initial_load_path)
+    path = place_of("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
     step = saved_step(path)
     if step is None:
         return HFReader(path, model_spec(config.model.name), args)

@@ -4,6 +4,7 @@ import os
 
 from trainer.checkpoint.folder import checkpoint_folder, saved_steps
 from trainer.config.schema import JobConfig
+from trainer.config.writable import is_address
 from trainer.job import ResolvedJob
 from trainer.job.memory import check_memory, rank_memory, size_words
 from trainer.runtime.devices import Machine
@@ -31,7 +32,7 @@ def job_notes(job: ResolvedJob, machine: Machine, ranks_here: int) -> list[str]:
 
 
 def _left_checkpoints(job: ResolvedJob) -> str:
-    if job.config.checkpoint.enable:
+    if job.config.checkpoint.enable or is_address(job.config.checkpoint.folder):  # a store may answer late
         return ""
     folder = checkpoint_folder(job.config)
     try:

@@ -10,10 +10,10 @@ The exit code is 0 if all steps are whole, 1 if one is damaged, and 2 if there i
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from trainer.checkpoint.folder import checkpoint_folder, saved_steps, step_folder
 from trainer.checkpoint.initial import saved_step
+from trainer.checkpoint.remote import Place, is_remote, place_of
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -23,7 +23,7 @@ from trainer.models.args import ModelArgs
 _RUN_FILE = "config.toml"
 
 
-def steps_of(path: Path) -> tuple[Path, list[int], Path]:
+def steps_of(path: Place) -> tuple[Place, list[int], Place]:
     """Return the folder of checkpoints that a path means, the steps in it, and the file of its run's configuration.
 
     Raises:
@@ -33,7 +33,7 @@ def steps_of(path: Path) -> tuple[Path, list[int], Path]:
     own = path / _RUN_FILE
     if (step := saved_step(path)) is not None:
         return path.parent, [step], path.parent.parent / _RUN_FILE
-    if own.is_file():
+    if not is_remote(path) and own.is_file():
         config = parse_command_line(["--job.config_file", str(own), "--job.dump_folder", str(path)]).config
         folder, run = checkpoint_folder(config), own
     else:
@@ -47,9 +47,9 @@ def steps_of(path: Path) -> tuple[Path, list[int], Path]:
     return folder, steps, run
 
 
-def model_of(run: Path) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
+def model_of(run: Place) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
     """Return configuration and model of a run, or None and why they are not known."""
-    if not run.is_file():
+    if is_remote(run) or not run.is_file():
         return None, f"{run} is missing"
     missing: list[str] = []
     try:
@@ -63,7 +63,7 @@ def model_of(run: Path) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     described = argparse.ArgumentParser(prog="lct verify", description=__doc__.splitlines()[0])
-    described.add_argument("path", type=Path, help="job.dump_folder of a run, or one saved step of it, step-N")
+    described.add_argument("path", help="job.dump_folder of a run, or one saved step of it, step-N")
     return described
 
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print a line for each saved step, and return 1 if one is damaged."""
     args = parser().parse_args(argv)
     try:
-        folder, steps, file = steps_of(args.path)
+        folder, steps, file = steps_of(place_of("path", args.path))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

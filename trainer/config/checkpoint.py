@@ -25,7 +25,7 @@ class Checkpoint:
     enable: bool = False
     """Save checkpoints, and resume from the latest one."""
     folder: str = key("checkpoint", when=_LOADING)
-    """Folder of the checkpoints, inside job.dump_folder."""
+    """Folder of the checkpoints, inside job.dump_folder; or an address in a remote store, such as s3://bucket/run."""
     interval: int = key(500, AT_LEAST_ONE, "steps", when=SAVING)
     """Steps from one checkpoint to the next; the last step of a run is always saved."""
     interval_seconds: float | None = key(None, POSITIVE, "seconds", when=SAVING, example=1800.0)

@@ -19,18 +19,21 @@ def nearest_existing(path: Path) -> Path:
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 
-def check_local(name: str, folder: str) -> None:
-    """Check that the value of a key is no address of a remote store, such as `s3://bucket/run`.
+def is_address(folder: str) -> bool:
+    """Return whether this is the address of a folder in a remote store, such as `s3://bucket/run`, and no path."""
+    return "://" in folder
 
-    A checkpoint appears by the rename of a folder, which object stores do not have.
+
+def check_local(name: str, folder: str) -> None:
+    """Check that the value of a key is no address: only checkpoints are read and written in remote stores.
 
     Raises:
         ConfigError: it is one.
     """
-    if "://" in folder:
+    if is_address(folder):
         raise ConfigError(
-            f"{name} = {folder!r} is an address, and only folders of a file system are read and written; name a "
-            "folder, and copy finished checkpoints to or from the remote store"
+            f"{name} = {folder!r} is an address, and only checkpoints may be in a remote store (checkpoint.folder, "
+            "and a step-N of it as checkpoint.initial_load_path); name a folder"
         )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from trainer.checkpoint.folder import check_fits, checkpoint_folder, read_state, step_to_load
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.config.writable import check_local, is_writable, nearest_existing, writable_folder
+from trainer.config.writable import check_local, is_address, is_writable, nearest_existing, writable_folder
 from trainer.models.args import ModelArgs
 from trainer.models.registry import hf_config
 
@@ -46,7 +46,11 @@ def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
         hf_config(config.model.name).write(model)  # refuses what transformers does not have
     if not settings.folder:
         raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")
-    check_local("checkpoint.folder", settings.folder)
+    if settings.last_save_in_hf and is_address(settings.folder):
+        raise ConfigError(
+            f"checkpoint.last_save_in_hf writes beside the checkpoints, and checkpoint.folder = {settings.folder!r} "
+            "is in a remote store; leave it out, and use lct convert to-hf after the run"
+        )
     if settings.keep_every % settings.interval:
         raise ConfigError(
             f"checkpoint.keep_every = {settings.keep_every} must be a multiple of checkpoint.interval = "

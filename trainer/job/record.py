@@ -175,7 +175,6 @@ def resolve(
     compilation = resolve_compilation(config, splits_backward=splits_backward, planned_attention=attention is not None)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
     _check_files(config, degrees, model, missing)
-    check_checkpoint(config, model)
     degrees = with_head_degree(degrees, attention)
     return ResolvedJob(config, degrees, device_type, model, attention, reason, layouts, pipeline, compilation, notes)
 
@@ -190,8 +189,8 @@ def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing:
     text = partial(check_mixture_data, config) if config.mixture.names else partial(check_source, *given, how=how)
     data = partial(check_samples, config) if config.trains_fields else text
     weights = partial(check_initial_weights, config, model)
-    chat = partial(check_chat, config)
-    for check in (data, partial(check_validation_data, config), chat, partial(check_trackers, config), weights):
+    chat, saved = partial(check_chat, config), partial(check_checkpoint, config, model)
+    for check in (data, partial(check_validation_data, config), chat, partial(check_trackers, config), weights, saved):
         try:
             check()
         except MissingFile as error:

@@ -1,0 +1,264 @@
+"""Laws of checkpoint folders in a remote store, by the names in it: a step is whole or unfinished, never half read."""
+
+import builtins
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.s3_server import ADDRESS, reached_by, s3_server
+from tests.unit.test_checkpoint_folder import refused, shape_of
+from trainer.checkpoint import publishing
+from trainer.checkpoint.files import _Objects
+from trainer.checkpoint.folder import RunState, best_saved, model_description, read_state, saved_steps, step_to_load
+from trainer.checkpoint.publishing import begin, keep_latest, mark_best, prepare_folder, publish, unfinished_folder
+from trainer.checkpoint.remote import Place, objects, place_of
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import JobConfig
+from trainer.job import resolve
+
+STREAM = {"epoch": 0, "document": 3, "token": 17, "samples": 5, "seed": 0, "data_streams": 64, "documents": 700}
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[None]:
+    with s3_server() as variables, reached_by(variables):
+        yield
+
+
+@pytest.fixture
+def folder(store: None, request: pytest.FixtureRequest) -> Place:
+    """A folder of checkpoints that has nothing in it."""
+    return place_of("checkpoint.folder", f"{ADDRESS}/{abs(hash(request.node.name))}")
+
+
+def configured(folder: object, *arguments: str) -> JobConfig:
+    return parse_command_line(["--checkpoint.enable", f"--checkpoint.folder={folder}", *arguments]).config
+
+
+def save(folder: Place, step: int, *, done: str = "all") -> None:
+    """A checkpoint as far as objects go; done: after what the process is killed."""
+    place = unfinished_folder(folder, step)
+    begin(place)
+    contents = {".metadata": b"m" * 10, "__0_0.distcp": bytes(100 + step), "__1_0.distcp": bytes(50)}
+    for name, content in contents.items():
+        (place / name).write_bytes(content)
+    if done == "data":
+        return
+    files = {name: len(content) for name, content in contents.items()}
+    model = model_description(JobConfig(), shape_of(JobConfig()))
+    state = RunState(step, 1000 * step, model, dict.fromkeys(range(64), STREAM), files)
+    if done == "state":  # killed before `saving` is removed
+        with mock.patch.object(type(place), "unlink", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            publish(place, state)
+        return
+    publish(place, state)
+
+
+def test_what_is_published_is_read_back_and_found_by_a_run(folder: Place) -> None:
+    prepare_folder(folder)
+    assert objects(folder) == {}
+    for step in (500, 1500, 1000):
+        save(folder, step)
+    state = read_state(folder, 1000)
+    assert (state.step, state.tokens_seen, state.files["__0_0.distcp"]) == (1000, 1_000_000, 1100)
+    assert saved_steps(folder) == [500, 1000, 1500]
+    assert step_to_load(configured(folder)) == 1500
+    assert step_to_load(configured(folder, "--checkpoint.load_step=500")) == 500
+    assert not any("saving" in name or name.endswith(".tmp") for name in objects(folder))
+    resolve(configured(folder), 1)
+    assert "use one of the saved steps: 500, 1000, 1500" in refused(configured(folder, "--checkpoint.load_step=7"))
+
+
+def test_what_is_saved_by_another_process_is_seen_at_once(folder: Place) -> None:
+    assert saved_steps(folder) == []
+    type(folder.fs).clear_instance_cache()
+    other = place_of("checkpoint.folder", str(folder))
+    assert other.fs is not folder.fs
+    save(other, 500)
+    assert saved_steps(folder) == [500]
+
+
+@pytest.mark.parametrize("done", ["data", "state"])
+def test_an_interrupted_save_is_whole_or_removed(folder: Place, done: str) -> None:
+    save(folder, 500)
+    save(folder, 1000, done=done)
+    whole = [500, 1000] if done == "state" else [500]
+    assert saved_steps(folder) == whole
+    prepare_folder(folder)
+    assert saved_steps(folder) == whole
+    names = {name for name in objects(folder) if name.startswith("step-1000/")}
+    assert names == (
+        {f"step-1000/{n}" for n in ("state.json", ".metadata", "__0_0.distcp", "__1_0.distcp")}
+        if done == "state"
+        else set()
+    )
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3])
+def test_a_removal_that_is_killed_at_any_request_leaves_no_half_of_a_checkpoint(folder: Place, calls: int) -> None:
+    """It is whole still, or it is none and the next run removes the rest."""
+    for step in (500, 1000):
+        save(folder, step)
+    left = iter(range(calls))
+
+    def until_then(function):
+        def call(*args, **kwargs):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return function(*args, **kwargs)
+
+        return call
+
+    kind = type(folder)
+    with (
+        mock.patch.object(kind, "write_bytes", until_then(kind.write_bytes)),
+        mock.patch.object(folder.fs, "rm", until_then(folder.fs.rm)),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        keep_latest(folder, 1, 1000)
+    assert saved_steps(folder) == ([500, 1000] if calls < 2 else [1000])
+    for step in saved_steps(folder):
+        read_state(folder, step)
+    prepare_folder(folder)
+    assert saved_steps(folder) == ([500, 1000] if calls < 2 else [1000])
+    assert not any("saving" in name for name in objects(folder))
+    keep_latest(folder, 1, 1000)
+    assert {name.split("/")[0] for name in objects(folder)} == {"step-1000"}
+
+
+def test_the_best_and_the_latest_stay(folder: Place) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(folder, step)
+        mark_best(folder, step, 0.5 if step == 2 else None)
+        keep_latest(folder, 2, step, every=3)
+    assert saved_steps(folder) == [2, 3, 4, 5]
+    assert best_saved(folder) == (2, 0.5)
+    save(folder, 2)  # of another history
+    mark_best(folder, 2, None)
+    assert best_saved(folder) is None
+
+
+def test_a_step_of_another_history_is_replaced(folder: Place) -> None:
+    save(folder, 500)
+    (folder / "step-500" / "__2_0.distcp").write_bytes(b"of a third rank")
+    (folder / "step-500" / "notes.txt").write_bytes(b"of a person")
+    place = unfinished_folder(folder, 500)
+    begin(place)
+    assert saved_steps(folder) == []
+    assert objects(place).keys() == {"saving", "notes.txt"}
+
+
+def test_what_others_have_put_there_stays_and_a_step_of_theirs_is_refused(folder: Place) -> None:
+    for name in ("step-7.old/x", "best", "step-007/x", "my-step-9/x"):
+        (folder / name).write_bytes(b"of a person")
+    before = objects(folder)
+    prepare_folder(folder)
+    keep_latest(folder, 1, 10)
+    assert objects(folder) == before
+    (folder / "step-12" / ".metadata").write_bytes(b"of another program")
+    with pytest.raises(ConfigError, match="step-12 in it is no checkpoint of this program"):
+        prepare_folder(folder)
+    assert saved_steps(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("__0_0.distcp", b"short", "__0_0.distcp has 5 bytes of 600"),
+        ("__1_0.distcp", None, "'__1_0.distcp' is missing"),
+        ("state.json", b"{", "Expecting property name"),
+    ],
+)
+def test_a_damaged_step_is_one_sentence(folder: Place, name: str, content: bytes | None, told: str) -> None:
+    save(folder, 500)
+    save(folder, 400)
+    place = folder / "step-500" / name
+    place.unlink() if content is None else place.write_bytes(content)
+    text = refused(configured(folder))
+    assert f"{folder}/step-500 cannot be read ({told}" in text
+    assert "use another with checkpoint.load_step (there are 400)" in text
+
+
+def fails_after(files: _Objects, place: Place, size: int) -> None:
+    with files.create_stream(place, "wb") as stream:
+        stream.blocksize = 5 * 2**20
+        stream.write(bytes(size))
+        raise KeyError
+
+
+def test_an_object_of_a_failed_write_never_appears(folder: Place) -> None:
+    """Not even when the garbage collector closes it, and no part of it is left that would be billed."""
+    files = _Objects()
+    for size in (1000, 12 * 2**20):  # in one request, and in parts
+        with pytest.raises(KeyError):
+            fails_after(files, folder / "part", size)
+        assert objects(folder) == {}
+        assert folder.fs.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads") is None
+    with files.create_stream(folder / "part", "wb") as stream:
+        stream.write(bytes(1000))
+    assert objects(folder) == {"part": 1000}
+
+
+def test_a_store_that_does_not_answer_is_one_sentence(folder: Place) -> None:
+    with reached_by({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}):
+        with pytest.raises(MissingFile, match=r"cannot be read \(Could not connect to the endpoint"):
+            step_to_load(configured(folder))
+        away = place_of("checkpoint.folder", str(folder))
+        with pytest.raises(OSError, match="Could not connect"):
+            prepare_folder(away)
+        with pytest.raises(OSError, match="Could not connect"):  # and no checkpoint is taken for none
+            best_saved(away)
+        missing: list[str] = []
+        resolve(configured(folder), 1, missing=missing)  # a plan is made without the store
+        assert len(missing) == 1
+
+
+def test_a_bucket_that_does_not_exist_is_named(store: None) -> None:
+    assert "The specified bucket does not exist" in refused(configured("s3://buckte/run"))
+
+
+def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:
+    assert "is no address (Unsupported filesystem: 'nope')" in refused(configured("nope://a/b"))
+    real = builtins.__import__
+
+    def without(name: str, *args, **kwargs):
+        if name == "upath":
+            raise ImportError("No module named 'upath'")
+        return real(name, *args, **kwargs)
+
+    with mock.patch("builtins.__import__", without):
+        text = refused(configured(ADDRESS))
+    assert "pip install 'long-context-trainer[remote]'" in text
+    assert "only checkpoints may be in a remote store" in refused(
+        configured(ADDRESS, "--job.dump_folder=s3://bucket/run")
+    )
+    assert "use lct convert to-hf after the run" in refused(configured(ADDRESS, "--checkpoint.last_save_in_hf"))
+
+
+def test_saving_is_written_first_and_removed_last(folder: Place) -> None:
+    """What a killed process leaves is always known as this program's."""
+    seen = []
+    kind = type(folder)
+    write, remove = kind.write_bytes, folder.fs.rm
+
+    def noted(place: Place, *args) -> None:
+        seen.append(place.name)
+        write(place, *args)
+
+    def removed(names: list[str] | str, **options) -> None:
+        seen.append("objects" if isinstance(names, list) else Path(names).name)
+        assert f"{folder.path}/step-500/{publishing.SAVING_FILE}" in folder.fs.find(folder.path)
+        remove(names, **options)
+
+    with mock.patch.object(kind, "write_bytes", noted):
+        save(folder, 500)
+        with mock.patch.object(folder.fs, "rm", removed):
+            save(folder, 500)
+    assert seen == [
+        *("saving", ".metadata", "__0_0.distcp", "__1_0.distcp"),
+        *("saving", "state.json", "objects", "saving", "saving", ".metadata", "__0_0.distcp", "__1_0.distcp"),
+        "saving",
+    ]
