@@ -195,6 +195,30 @@ CHECKPOINTS = (
         "tests/unit/test_checkpoint_files.py",
     ),
     Mutant(
+        "a checkpoint in a store is half removed while it still looks whole",
+        "trainer/checkpoint/publishing.py",
+        """        (path / STATE_FILE).unlink()
+    if ours""",
+        """        pass
+    if ours""",
+        "tests/unit/test_remote_folder.py",
+    ),
+    Mutant(
+        "a save in a store does not say that it has begun",
+        "trainer/checkpoint/publishing.py",
+        """            _remove_objects(unfinished)
+            (unfinished / SAVING_FILE).write_bytes(b"")""",
+        "            _remove_objects(unfinished)",
+        "tests/unit/test_remote_folder.py",
+    ),
+    Mutant(
+        "half an object appears in a store after an error",
+        "trainer/checkpoint/files.py",
+        "                stream.discard()",
+        "                stream.close()",
+        "tests/unit/test_remote_folder.py",
+    ),
+    Mutant(
         "the latest checkpoints are removed, not the oldest",
         "trainer/checkpoint/publishing.py",
         "of_this_run[: -k or None]",

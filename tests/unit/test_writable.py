@@ -76,14 +76,13 @@ def test_writable_is_a_matter_of_the_nearest_folder_that_exists(tmp_path: Path):
     assert "outputs" in writable_folder(tmp_path / "file")
 
 
-@pytest.mark.parametrize("key", ["job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path"])
-def test_an_address_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_an_address_is_no_dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = parse_command_line(["--checkpoint.enable", f"--{key}=s3://bucket/run"]).config
+    config = parse_command_line(["--checkpoint.enable", "--job.dump_folder=s3://bucket/run"]).config
     with pytest.raises(ConfigError) as error:
         resolve(config, 1, "cpu")
     assert str(error.value) == (
-        f"{key} = 's3://bucket/run' is an address, and only folders of a file system are read and written; name a "
-        "folder, and copy finished checkpoints to or from the remote store"
+        "job.dump_folder = 's3://bucket/run' is an address, and only checkpoints may be in a remote store; name a folder, "
+        "and the address as checkpoint.folder"
     )
     assert not list(tmp_path.iterdir())

@@ -1,10 +1,8 @@
-"""Find a folder that a user can write to, for messages that refuse another one; refuse what is no folder."""
+"""Find a folder that a user can write to, for messages that refuse another one; tell addresses from paths."""
 
 import os
 import tempfile
 from pathlib import Path
-
-from trainer.config.errors import ConfigError
 
 
 def is_writable(folder: Path) -> bool:
@@ -22,19 +20,6 @@ def nearest_existing(path: Path) -> Path:
 def is_address(folder: str) -> bool:
     """Return whether this is the address of a folder in a remote store, such as `s3://bucket/run`, and no path."""
     return "://" in folder
-
-
-def check_local(name: str, folder: str) -> None:
-    """Check that the value of a key is no address: only checkpoints are read and written in remote stores.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    if is_address(folder):
-        raise ConfigError(
-            f"{name} = {folder!r} is an address, and only checkpoints may be in a remote store (checkpoint.folder, "
-            "and a step-N of it as checkpoint.initial_load_path); name a folder"
-        )
 
 
 def writable_folder(refused: Path) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from trainer.checkpoint.folder import check_fits, checkpoint_folder, read_state, step_to_load
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.config.writable import check_local, is_address, is_writable, nearest_existing, writable_folder
+from trainer.config.writable import is_address, is_writable, nearest_existing, writable_folder
 from trainer.models.args import ModelArgs
 from trainer.models.registry import hf_config
 
@@ -18,7 +18,11 @@ def check_dump_folder(folder: str) -> None:
     """
     if not folder:
         raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
-    check_local("job.dump_folder", folder)
+    if is_address(folder):
+        raise ConfigError(
+            f"job.dump_folder = {folder!r} is an address, and only checkpoints may be in a remote store; name a folder, "
+            "and the address as checkpoint.folder"
+        )
     path = Path(folder)
     existing = nearest_existing(path)
     if not existing.is_dir():
