@@ -82,7 +82,7 @@ def test_an_address_is_no_dump_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError) as error:
         resolve(config, 1, "cpu")
     assert str(error.value) == (
-        "job.dump_folder = 's3://bucket/run' is an address, and only checkpoints may be in a remote store; name a folder, "
-        "and the address as checkpoint.folder"
+        "job.dump_folder = 's3://bucket/run' is an address, and only checkpoints may be in a remote store; name a "
+        "folder, and the address as checkpoint.folder"
     )
     assert not list(tmp_path.iterdir())

@@ -20,8 +20,8 @@ def check_dump_folder(folder: str) -> None:
         raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
     if is_address(folder):
         raise ConfigError(
-            f"job.dump_folder = {folder!r} is an address, and only checkpoints may be in a remote store; name a folder, "
-            "and the address as checkpoint.folder"
+            f"job.dump_folder = {folder!r} is an address, and only checkpoints may be in a remote store; name a "
+            "folder, and the address as checkpoint.folder"
         )
     path = Path(folder)
     existing = nearest_existing(path)
