@@ -165,6 +165,7 @@ def _serve(connection: Connection, device: str) -> None:
         MODELS[family][0].update(flavors)
     MODELS["toy"] = (TOY_FLAVORS, "tests.toy_family.spec")
     torch.set_num_threads(1)
+    gc.freeze()  # a collection after each case would look at all that is imported
     while True:
         try:
             variables, function, args = pickle.loads(connection.recv_bytes())

@@ -13,6 +13,7 @@ from tests.distributed import harness
 from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
+from tests.slow import slow
 from trainer.config.schema import ActivationCheckpoint
 from trainer.distributed.sharding import exchange
 from trainer.models.common.decoder import Transformer
@@ -34,7 +35,7 @@ LAYERS = harness.TINY.n_layers
     ("layout", "mode"),
     [
         # Two dimensions at a time: the support matrix.
-        pytest.param(layout, mode, marks=[pytest.mark.slow] if layout == "fsdp2+cp2+tp2" else [])
+        pytest.param(layout, mode, marks=[] if (layout, mode) == ("one", "op") else [pytest.mark.slow])
         for layout in ("one", "fsdp2+cp2+tp2")
         for mode in ("full", "2", "op")
     ],
@@ -73,7 +74,7 @@ def counted(pool: WorkerPool, layout: str) -> dict[str, tuple[Counter[str], Coun
     return {mode: pool.run(world_size, counted_case, [*settings, *arguments])[0] for mode, settings in MODES.items()}
 
 
-@pytest.mark.parametrize("layout", ["one", "fsdp2", "tp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("one", "tp2")])
 def test_attention_forwards_that_are_run_again(pool: WorkerPool, layout: str) -> None:
     got = {mode: calls[ATTENTION] - LAYERS for mode, (calls, _, _) in counted(pool, layout).items()}
     assert got == {"none": 0, "op": 0, "2": LAYERS // 2, "full": LAYERS}
@@ -93,9 +94,8 @@ def test_context_parallel_attention_is_not_communicated_again_by_op(pool: Worker
 KEPT = "all_to_all --parallelism.context_parallel_keep_exchanged"
 
 
-@pytest.mark.parametrize(
-    "method", ["all_gather", *(pytest.param(m, marks=pytest.mark.slow) for m in ("all_to_all", KEPT))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_gather", "all_to_all", KEPT])
 def test_nor_do_the_other_methods(pool: WorkerPool, method: str) -> None:
     """And each mode's gradients are those of the single process, with documents that change the plan."""
     world_size, arguments = LAYOUTS["cp2"]

@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import trainer_in
+from tests.slow import slow
 from trainer.checkpoint.folder import read_state, saved_steps
 from trainer.config.errors import ConfigError
 from trainer.data.streams import dealt, shuffled
@@ -45,7 +46,7 @@ def train(folder: str, arguments: list[str]) -> tuple[str, int, dict]:
     return "", len(done), state
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, *slow(1, 3)])
 def test_a_bad_record_stops_or_is_left_out(pool: WorkerPool, tmp_path: Path, data: Path, ranks: int) -> None:
     """With 3 ranks the 10 streams are shared."""
     batch = ["--training.global_batch_size=-1", "--training.local_batch_size=3"] if ranks == 3 else []

@@ -17,6 +17,7 @@ from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import trainer_in
 from tests.distributed.test_parity import LAYOUTS, degrees, reference
+from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
 from trainer.data.packing import IGNORE_INDEX
@@ -49,7 +50,7 @@ CASES = {
     "fsdp2+cp2, compiled": (4, [*degrees(dp_shard=2, cp=2), "--compile.enable", "--compile.backend=aot_eager"]),
     "fsdp2+cp2+tp2": LAYOUTS["fsdp2+cp2+tp2"],
 }
-SLOW = {"hsdp2x2", "fsdp4", "fsdp2+cp2+tp2", "fsdp2, loss in chunks", "fsdp2+cp2, chosen for each batch"}
+QUICK = {"fsdp2+tp2", "fsdp2+cp2, dealt by cost", "ddp2, one micro-batch"}
 
 
 def same_rows(got: Record, wanted: Record) -> Record:
@@ -58,7 +59,7 @@ def same_rows(got: Record, wanted: Record) -> Record:
     return replace(got, metrics=metrics)
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES])
 def test_a_balanced_step_equals_one_process(pool: WorkerPool, case: str) -> None:
     ranks, arguments = CASES[case]
     wanted = reference(pool, *DOCUMENTS)
@@ -87,7 +88,9 @@ def faulty(arguments: list[str], fault: str) -> Record:
         return run_layout(arguments)
 
 
-@pytest.mark.parametrize("fault", ["a document is lost", "two documents run together", "labels of another token"])
+@pytest.mark.parametrize(
+    "fault", ["two documents run together", *slow("a document is lost", "labels of another token")]
+)
 def test_the_comparison_sees_a_wrong_deal(pool: WorkerPool, fault: str) -> None:
     wanted = reference(pool, *DOCUMENTS)
     arguments = ["--training.local_batch_size=4", *degrees(dp_shard=2), BALANCED]
@@ -130,7 +133,7 @@ def balanced_batches_of(group: dist.ProcessGroup) -> Iterator[dict[str, torch.Te
     return iter(BalancedBatches(Sequences(group.rank()), step, group, plan=lambda arrays: arrays["tokens"].shape))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [4, *slow(1, 2)])
 def test_every_document_with_a_label_is_somewhere_once(pool: WorkerPool, ranks: int) -> None:
     results = pool.run(ranks, exchanged)
     for step in range(2):

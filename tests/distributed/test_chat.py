@@ -13,6 +13,7 @@ from tests.distributed import harness
 from tests.distributed.harness import BASE, Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
 from trainer.components.loss import token_losses
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
@@ -56,9 +57,7 @@ references: dict[str, Record] = {}
     ("layout", "data", "settings"),
     [
         ("fsdp2+cp2", "questions", [CONTIGUOUS]),
-        ("fsdp2+cp2", "many", [AUTO]),
-        pytest.param("fsdp2+tp2", "many", [], marks=pytest.mark.slow),
-        pytest.param("cp2+pp2", "questions", [CONTIGUOUS], marks=pytest.mark.slow),
+        *slow(("fsdp2+cp2", "many", [AUTO]), ("fsdp2+tp2", "many", []), ("cp2+pp2", "questions", [CONTIGUOUS])),
     ],
 )
 def test_a_layout_trains_as_one_process(
@@ -134,7 +133,9 @@ def run_case(arguments: list[str], folder: str) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "data", [["many"], pytest.param(["short", "--training.seq_len=256"], id="more than 63 conversations wait")]
+    "data",
+    [["many"], *slow(["short", "--training.seq_len=256"])],
+    ids=["less than 64 conversations wait", "more than 63 conversations wait"],
 )
 def test_a_run_resumes_with_other_ranks_on_the_same_data(
     pool: WorkerPool, files: Path, tmp_path: Path, data: list[str]

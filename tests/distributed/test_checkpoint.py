@@ -6,6 +6,7 @@ import io
 import os
 import threading
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ import train
 from tests.distributed.harness import whole
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
 from trainer.checkpoint import files as checkpoint_files
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
 from trainer.checkpoint.folder import saved_steps
@@ -102,7 +104,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize(
     "variant",
-    [name if name in ("plain", "tied embeddings") else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+    [name if name == "plain" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
 )
 def test_every_layout_loads_exactly_what_another_saved(pool: WorkerPool, tmp_path: Path, variant: str) -> None:
     """Weights, both moments and the step of every parameter, learning rate, position of every data stream."""
@@ -171,8 +173,10 @@ def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, 
         return wanted, whole_state(trainer), meanwhile, saved_steps(path)
 
 
-@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
-@pytest.mark.parametrize("layout", ["fsdp2", "one"])
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [("fsdp2", "async"), ("one", "async_with_pinned_mem"), *slow(("one", "async"), ("fsdp2", "async_with_pinned_mem"))],
+)
 def test_training_does_not_change_what_is_being_written(
     pool: WorkerPool, tmp_path: Path, layout: str, mode: str
 ) -> None:
@@ -238,19 +242,24 @@ def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str,
         return where, text, saved_steps(Path(folder) / "checkpoint")
 
 
+ROOM_ERRORS = {errno.ENOSPC: "the disk is full (", errno.EDQUOT: "the quota of this user is used up (about "}
+QUICK_ERRORS = {("disabled", 0, errno.EDQUOT), ("async", 1, errno.ENOSPC), ("async_with_pinned_mem", 0, errno.ENOSPC)}
+
+
 @pytest.mark.parametrize(
-    ("number", "told"),
-    [(errno.ENOSPC, "the disk is full ("), (errno.EDQUOT, "the quota of this user is used up (about ")],
+    ("mode", "rank", "number"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_ERRORS else [pytest.mark.slow])
+        for case in product(("disabled", "async", "async_with_pinned_mem"), (0, 1), ROOM_ERRORS)
+    ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_an_error_while_writing_reaches_every_rank(
-    pool: WorkerPool, tmp_path: Path, mode: str, rank: int, number: int, told: str
+    pool: WorkerPool, tmp_path: Path, mode: str, rank: int, number: int
 ) -> None:
     for where, text, steps in pool.run(2, full_disk_case, str(tmp_path), mode, rank, number):
         assert where == ("save" if mode == "disabled" else "next save")
         assert text.startswith("the checkpoint of step 500 could not be written to ")
-        assert f"(rank {rank}: {told}" in text
+        assert f"(rank {rank}: {ROOM_ERRORS[number]}" in text
         assert "are needed)); make room, or name another job.dump_folder, and run the same command again" in text
         assert "\n" not in text
         assert steps == []
@@ -284,7 +293,7 @@ def damaged(path: Path, kind: str) -> None:
         (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[::-1])
 
 
-@pytest.mark.parametrize("kind", ["one wrong bit", "zeros", "metadata garbage", "data of another"])
+@pytest.mark.parametrize("kind", ["one wrong bit", *slow("zeros", "metadata garbage", "data of another")])
 def test_a_damaged_checkpoint_is_one_sentence_on_every_layout(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
     pool.run(2, load_step_save, str(tmp_path), LAYOUTS["fsdp2"][1], 1)
     pool.run(2, load_step_save, str(tmp_path), LAYOUTS["fsdp2"][1], 1)
@@ -357,7 +366,7 @@ def stop_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], dict[s
         return in_step, dict(exchange.calls)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--job.max_minutes=10"]], ids=["signals", "signals and minutes"])
+@pytest.mark.parametrize("arguments", [["--job.max_minutes=10"], *slow([])], ids=["signals and minutes", "signals"])
 def test_loss_norm_and_stop_are_one_reduction(pool: WorkerPool, tmp_path: Path, arguments) -> None:
     arguments = [*arguments, "--metrics.log_freq=100", "--training.steps=100"]
     # The other reduction is that of the number of labels, before the backward.

@@ -8,6 +8,7 @@ import torch
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, main_case, merged, same, trainer_in
 from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
 from trainer.checkpoint.folder import saved_steps
 
 FSDP2 = LAYOUTS["fsdp2"][1]
@@ -55,7 +56,7 @@ def test_load_only_resumes_and_writes_no_checkpoint(pool: WorkerPool, tmp_path: 
     assert saved_steps(tmp_path / "a" / "checkpoint") == [2, 3, 4]  # a control: without it, there are more
 
 
-@pytest.mark.parametrize("anew", [["optimizer"], ["dataloader"], ["optimizer", "dataloader"]])
+@pytest.mark.parametrize("anew", [["optimizer"], *slow(["dataloader"], ["optimizer", "dataloader"])])
 def test_what_is_excluded_starts_anew_and_nothing_else(pool: WorkerPool, tmp_path: Path, anew: list[str]) -> None:
     wanted = merged(pool.run(2, load_step_save, str(tmp_path), FSDP2, 2), "after")
     excluding = ["--checkpoint.load_step=2", "--checkpoint.exclude_from_loading", *anew]
@@ -78,7 +79,7 @@ def test_what_is_excluded_starts_anew_and_nothing_else(pool: WorkerPool, tmp_pat
     assert after["optimizer.norm.weight.step"] == torch.tensor(1.0 if "optimizer" in anew else 3.0)
 
 
-@pytest.mark.parametrize("anew", [[], ["dataloader"]])
+@pytest.mark.parametrize("anew", [[], *slow(["dataloader"])])
 def test_a_run_continues_another_one_and_then_itself(pool: WorkerPool, tmp_path: Path, anew: list[str]) -> None:
     """On another layout; the folder of the other run stays as it is."""
     wanted = merged(pool.run(2, load_step_save, str(tmp_path / "a"), FSDP2, 2), "after")

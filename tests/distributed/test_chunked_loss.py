@@ -13,6 +13,7 @@ from tests.distributed.harness import Record, assert_parity, run_layout, trainer
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_compile import compiled_case
 from tests.distributed.test_parity import LAYOUTS, TOLERANCE, reference
+from tests.slow import slow
 from trainer.components.grad_norm import settle_gradients
 from trainer.distributed.sharding import exchange
 from trainer.models.common import chunked_loss
@@ -23,12 +24,12 @@ PRECISION = "--training.dtype=float64"
 ALWAYS = "--parallelism.fsdp_reshard_after_forward=always"
 ZERO_BUBBLE = ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.flavor=tiny4"]
 CASES = [
-    ("fsdp2", [TIED], "float64"),
     ("fsdp2+tp2", [], "float64"),
     ("cp2", [], "float32"),
     ("pp2", [], "float64"),
 ]
 SLOW = [
+    ("fsdp2", [TIED], "float64"),
     ("fsdp2", [], "float32"),
     ("fsdp2", [ALWAYS], "float64"),
     ("ddp2", [], "float64"),
@@ -66,9 +67,7 @@ def test_every_gradient_is_that_of_all_logits_at_once(
     ("layout", "backend"),
     [
         ("fsdp2", "aot_eager"),
-        pytest.param("one", "inductor", marks=pytest.mark.slow),
-        pytest.param("fsdp2+tp2", "inductor", marks=pytest.mark.slow),
-        pytest.param("cp2+tp2", "aot_eager", marks=pytest.mark.slow),
+        *slow(("one", "inductor"), ("fsdp2+tp2", "inductor"), ("cp2+tp2", "aot_eager")),
     ],
 )
 def test_compiled_chunks_are_two_graphs_whatever_their_lengths(pool: WorkerPool, layout: str, backend: str) -> None:
@@ -129,7 +128,7 @@ def collectives_case(arguments: list[str]) -> tuple[Counter[tuple[str, int]], Co
 ONE_BATCH = "--training.global_batch_size=4"
 
 
-@pytest.mark.parametrize("reshard", [[], [ALWAYS]], ids=["default", "always"])
+@pytest.mark.parametrize("reshard", [[ALWAYS], *slow([])], ids=["always", "default"])
 def test_fsdp_gathers_the_weight_once_and_reduces_its_gradient_once(pool: WorkerPool, reshard: list[str]) -> None:
     """Not once a chunk: with 7 chunks as with one, and as without."""
     world_size, arguments = LAYOUTS["fsdp2"]

@@ -29,11 +29,11 @@ FULL = ["--activation_checkpoint.mode=full"]
 LOSS = 1  # graph of its own
 # What inductor makes differs by layout, and takes it many seconds; what is traced does not.
 CASES = [
-    ("one", "eager", FULL),
     ("cp2", "inductor", OP),
     ("fsdp2+tp2", "aot_eager", OP),
 ]
 SLOW = [
+    ("one", "eager", FULL),
     ("fsdp2", "inductor", OP),
     ("fsdp2", "inductor", []),
     ("tp2", "inductor", []),
@@ -98,7 +98,13 @@ WINDOWS = ["--model.sliding_window=5", "--model.sliding_window_every=2"]
         pytest.param("cp2", "inductor", [*DOCUMENTS, *KEPT], 1, marks=pytest.mark.slow),
         pytest.param("cp2+tp2", "inductor", [*KEPT, *FULL], 1, marks=pytest.mark.slow),
         # A layer with a window and one without are two graphs, however many layers and steps there are.
-        ("cp2", "aot_eager", [*WINDOWS, "--parallelism.context_parallel_method=all_gather", *FULL], 2),
+        pytest.param(
+            "cp2",
+            "aot_eager",
+            [*WINDOWS, "--parallelism.context_parallel_method=all_gather", *FULL],
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_plans_that_change_every_step_are_not_compiled_again(
@@ -114,6 +120,7 @@ def test_plans_that_change_every_step_are_not_compiled_again(
         assert not counts.get("graph_break")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="PyTorch 2.11 raises an error of its own instead")
 def test_without_the_wait_the_gradient_of_the_embedding_is_lost(pool: WorkerPool) -> None:
     """The negative control: TP + FSDP + compile train on, and the embedding learns nothing."""
@@ -154,6 +161,7 @@ def test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again(poo
     assert calls == calls_some == calls_little
 
 
+@pytest.mark.slow
 def test_the_compiler_recomputes_whole_layers_of_tensor_parallelism(pool: WorkerPool) -> None:
     """`full` keeps as little with PyTorch's own attention as with planned attention, and trains the same."""
     tp2, window = LAYOUTS["tp2"][1], "--model.sliding_window=15"  # of 16 tokens: one pair is hidden

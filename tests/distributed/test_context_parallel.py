@@ -22,6 +22,7 @@ from tests.distributed.attention_cases import (
     relative,
 )
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import (
     context_parallel_attention,
@@ -48,7 +49,7 @@ def cases_of(method: str, lengths: tuple[int, ...] = (48, 37, 5, 2)) -> list[Cas
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, *(pytest.param(d, marks=pytest.mark.slow) for d in (6, 8))])
+@pytest.mark.parametrize("degree", [3, *slow(1, 2, 4, 6, 8)])
 def test_every_method_layout_and_mask_equals_one_process(pool: WorkerPool, degree: int, method: str) -> None:
     """Every length, also fewer tokens than ranks; grouped heads; rows that see nothing."""
     assert_exact(pool, degree, cases_of(method, (37, 5) if degree > 4 else (48, 37, 5, 2)))
@@ -73,7 +74,7 @@ def test_a_ring_of_head_groups(pool: WorkerPool, degrees: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("degree", [1, 3])
+@pytest.mark.parametrize("degree", [3, *slow(1)])
 def test_sinks_take_their_share_once(pool: WorkerPool, degree: int, method: str) -> None:
     """Applied after the merge, with their own gradient, also where a query sees nothing but its sink."""
     options = ContextParallelOptions(method)
@@ -84,9 +85,11 @@ def test_sinks_take_their_share_once(pool: WorkerPool, degree: int, method: str)
 @pytest.mark.parametrize(
     ("degree", "options"),
     [
-        (2, ContextParallelOptions("all_to_all", keep_exchanged=True)),
         (3, ContextParallelOptions("all_to_all", "contiguous", keep_exchanged=True)),
-        (4, ContextParallelOptions("hybrid", "balanced", hybrid_degrees=(2, 2), keep_exchanged=True)),
+        *slow(
+            (2, ContextParallelOptions("all_to_all", keep_exchanged=True)),
+            (4, ContextParallelOptions("hybrid", "balanced", hybrid_degrees=(2, 2), keep_exchanged=True)),
+        ),
     ],
     ids=lambda value: value if isinstance(value, int) else value.method,
 )
@@ -125,14 +128,14 @@ RATIOS = [(12, 12), (12, 6), (12, 4), (12, 3), (12, 2), (12, 1)]
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [4, *slow(2)])
 def test_every_head_ratio(pool: WorkerPool, degree: int, method: str) -> None:
     """Also key/value heads fewer than ranks, and numbers that have no common factor with the degree."""
     options = ContextParallelOptions(method)
     assert_exact(pool, degree, [Case(21, heads, options=options, mask="documents") for heads in RATIOS])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ring", "all_to_all", *slow("all_gather")])
 def test_ranks_without_tokens(pool: WorkerPool, method: str) -> None:
     """Empty shards of one key/value head or several, with masks of each sequence: empty results share no memory."""
     options = ContextParallelOptions(method, "contiguous")
@@ -146,7 +149,7 @@ def test_ranks_without_tokens(pool: WorkerPool, method: str) -> None:
     assert_exact(pool, 3, cases)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ring", *slow("all_gather", "all_to_all")])
 def test_keys_more_or_fewer_than_queries(pool: WorkerPool, method: str) -> None:
     """The last query stands at the last key; queries before the first key see nothing."""
     cases = [
@@ -158,7 +161,7 @@ def test_keys_more_or_fewer_than_queries(pool: WorkerPool, method: str) -> None:
     assert_exact(pool, 3, cases)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("method", ["all_to_all", *slow("all_gather")])
 def test_a_few_heads_at_a_time(pool: WorkerPool, method: str) -> None:
     """Results are the same, the same bytes travel in more exchanges; a last pass may be smaller."""
     numbers = (0, 1, 2, 3)
@@ -200,14 +203,14 @@ def strides_case(method: str) -> list[float]:
     return [relative(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["all_to_all", *slow("ring", "all_gather")])
 def test_strides_do_not_matter(pool: WorkerPool, method: str) -> None:
     for errors in pool.run(2, strides_case, method):
         assert len(errors) == 12
         assert max(errors) < 1e-12
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ring", *slow("all_gather", "all_to_all")])
 def test_data_types_and_head_sizes(pool: WorkerPool, method: str) -> None:
     options = ContextParallelOptions(method)
     cases = [
@@ -254,7 +257,7 @@ def own_communicators_case(cases: list[Case], can_split: bool) -> tuple[list[dic
     return results, made
 
 
-@pytest.mark.parametrize("can_split", [False, True])
+@pytest.mark.parametrize("can_split", [True, *slow(False)])
 def test_keys_and_gradients_have_communicators_of_their_own_where_one_is_a_queue(
     pool: WorkerPool, can_split: bool
 ) -> None:

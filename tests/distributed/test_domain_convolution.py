@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.distributed.domain_parallel.convolution import conv, conv_transpose
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -107,7 +108,7 @@ def cases(name: str, numbers: range) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *slow(1, 2, 4)])
 @pytest.mark.parametrize("name", DRAW)
 def test_convolutions_equal_one_process(pool: WorkerPool, name: str, world_size: int, number: int) -> None:
     check(pool.run(world_size, cases, name, seeds(world_size, number)))

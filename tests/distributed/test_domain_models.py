@@ -15,6 +15,7 @@ from transformers import ConvNextConfig, ConvNextModel, ResNetConfig, ResNetMode
 
 from tests.distributed.domain_cases import error, local, meshes
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 from trainer.distributed.domain_parallel.modules import DomainConv2d, NeighborhoodAttention, parallelize
 from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
@@ -163,7 +164,7 @@ def check(results: list[dict[str, dict[str, float]]]) -> None:
             assert {key: value for key, value in errors.items() if not value <= TOLERANCE} == {}, name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["resnet", "unet", *slow("bottleneck", "convnext", "Circular")])
 def test_models_equal_one_process_on_two_ranks(pool: WorkerPool, name: str) -> None:
     check(pool.run(2, models, [name], "sizes"))
 

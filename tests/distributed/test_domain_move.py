@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, layout_of, local, meshes, seeds, worst
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.distributed.domain_parallel import norms
 from trainer.distributed.domain_parallel.convolution import conv
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
@@ -92,7 +93,7 @@ def cubes(numbers: range) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *slow(1, 2, 4)])
 def test_a_move_is_a_permutation_with_its_adjoint(pool: WorkerPool, world_size: int, number: int) -> None:
     check(pool.run(world_size, moves, seeds(world_size, number)))
 

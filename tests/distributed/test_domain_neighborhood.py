@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed.domain_cases import TOLERANCE, error, layout_of, local, meshes
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.distributed.domain_parallel import neighborhood
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 from trainer.distributed.domain_parallel.natten_kernel import fits_box
@@ -201,7 +202,7 @@ def cases(seeds: range, most: int = 1 << 20, change: int = 0) -> list[tuple[floa
     return sorted(found, reverse=True)[:5]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4, *slow(1, 2)])
 def test_attention_equals_dense_attention(pool: WorkerPool, world_size: int) -> None:
     first = world_size * 10_000
     for most, seeds in [(1 << 20, range(first, first + 30)), (64, range(first + 100, first + 110))]:

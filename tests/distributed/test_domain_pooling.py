@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.distributed.domain_parallel import pooling
 
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -54,6 +55,6 @@ def cases(numbers: range) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *slow(1, 2, 4)])
 def test_pooling_equals_one_process(pool: WorkerPool, world_size: int, number: int) -> None:
     check(pool.run(world_size, cases, seeds(world_size, number)))

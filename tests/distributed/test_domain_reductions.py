@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, error, local, meshes, seeds, worst
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.distributed.domain_parallel import norms, reductions
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 
@@ -89,7 +90,7 @@ def cases(name: str, numbers: range) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *slow(1, 2, 4)])
 @pytest.mark.parametrize("name", DRAW)
 def test_reductions_and_norms_equal_one_process(pool: WorkerPool, name: str, world_size: int, number: int) -> None:
     check(pool.run(world_size, cases, name, seeds(world_size, number)))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.distributed.domain_parallel import resample
 
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -79,7 +80,7 @@ def cases(name: str, numbers: range) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *slow(1, 2, 4)])
 @pytest.mark.parametrize("name", DRAW)
 def test_resampling_equals_one_process(pool: WorkerPool, name: str, world_size: int, number: int) -> None:
     check(pool.run(world_size, cases, name, seeds(world_size, number)))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.distributed.domain_cases import DomainCase, check, error, layout_of, local, meshes, worst
 from tests.distributed.pool import WorkerPool
 from tests.distributed.tensor_cases import FAMILIES
+from tests.slow import slow
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
 from trainer.distributed.sharding import exchange as door
@@ -38,7 +39,7 @@ def cases(family: str, numbers: range) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *slow(1, 2, 4)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_functions_equal_those_of_a_whole_tensor(pool: WorkerPool, family: str, world_size: int, times: int) -> None:
     number = times * len(FAMILIES[family])

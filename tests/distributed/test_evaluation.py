@@ -17,6 +17,7 @@ from torch import nn
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model
+from tests.slow import slow
 from trainer.commands.evaluate import evaluate
 from trainer.commands.evaluate_options import checked
 from trainer.commands.evaluate_report import rows_of
@@ -78,11 +79,13 @@ def found_case(argv: list[str], folder: str, fault: str = "") -> dict[str, list[
 
 
 CASES = [
-    ("cp2", "hf", []),
-    ("fsdp2", "hf", ["--batch-size", "2"]),
-    ("tp2", "tied", ["--training.loss_chunk_tokens", "16"]),
     ("fsdp2+cp2", "tied", ["--model.rope_theta", "5e4"]),
     ("cp2+tp2", "hf", ["--batch-size", "3"]),
+    *slow(
+        ("cp2", "hf", []),
+        ("fsdp2", "hf", ["--batch-size", "2"]),
+        ("tp2", "tied", ["--training.loss_chunk_tokens", "16"]),
+    ),
 ]
 
 
@@ -165,7 +168,7 @@ def likeliest_case(argv: list[str], folder: str, prompts: list[NeedlePrompt]) ->
         return said
 
 
-@pytest.mark.parametrize("layout", ["cp2", "fsdp2", "cp2+tp2"])
+@pytest.mark.parametrize("layout", ["cp2+tp2", *slow("cp2", "fsdp2")])
 def test_an_answer_is_right_if_all_its_tokens_are_the_likeliest(
     pool: WorkerPool, folder: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -287,12 +290,10 @@ def test_the_program_on_two_ranks(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        pytest.param(
-            ["--seq-len", "5000", "--ngpu", "2"],
-            "no document has more than --seq-len 5000 tokens",
-            marks=pytest.mark.slow,
+        *slow(
+            (["--seq-len", "5000", "--ngpu", "2"], "no document has more than --seq-len 5000 tokens"),
+            (["--lengths", "30", "--ngpu", "1"], "--lengths 30 has no room"),
         ),
-        (["--lengths", "30", "--ngpu", "1"], "--lengths 30 has no room"),
         (["--dataset-path", "nowhere", "--ngpu", "2"], "--dataset-path = 'nowhere' is neither a file nor a folder"),
         (["--parallelism.pipeline_parallel_degree", "2", "--ngpu", "2"], "runs no pipeline; add "),
         (

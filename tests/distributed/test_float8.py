@@ -49,11 +49,9 @@ def reference(pool: WorkerPool, *arguments: str) -> Record:
     return pool.run(1, run_layout, [*ROWS, *arguments])[0]
 
 
-QUICK = [
-    ("fsdp2", []),
-    ("cp2", [ROWWISE]),
-]
+QUICK = [("cp2", [ROWWISE])]
 SLOW = [
+    ("fsdp2", []),
     ("fsdp2", [GATHER, PRECOMPUTE, OP, *COMPILE]),
     ("tp2", []),
     ("fsdp2", [ROWWISE]),
@@ -132,6 +130,7 @@ def test_other_scales_are_as_near_to_high_precision(pool: WorkerPool, layout: st
         assert abs(mine["loss"] - theirs["loss"]) < 1e-3 * theirs["loss"]
 
 
+@pytest.mark.slow
 def test_a_mistake_is_not_as_near(pool: WorkerPool) -> None:
     """The negative control of the test above."""
     world_size, arguments = LAYOUTS["cp2"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.distributed.pool import WorkerPool
 from tests.hf_decoders import hf_model
+from tests.slow import slow
 from trainer.commands import generate as command
 from trainer.commands.finished_run import loaded_model
 from trainer.components import generation
@@ -51,6 +53,13 @@ MODELS = [
     Model(name="gpt_oss"),
 ]
 IDS = ["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2", "gpt_oss"]
+
+
+def models(*quick: str) -> list[Any]:
+    """All of them as cases of a test; `make test` has those that are named."""
+    return [
+        pytest.param(m, id=i, marks=() if i in quick else pytest.mark.slow) for m, i in zip(MODELS, IDS, strict=True)
+    ]
 
 
 @contextmanager
@@ -102,7 +111,7 @@ def likeliest_case(model: Model, prompts: list[list[int]], tokens: int) -> list[
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("model", MODELS, ids=IDS)
+@pytest.mark.parametrize("model", models("convolution", "gpt_oss"))
 def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, model: Model) -> None:
     """Prompts of different lengths together, and each alone."""
     ((together),) = pool.run(1, written_case, model, PROMPTS, 12, GREEDY, 0)
@@ -113,8 +122,14 @@ def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, 
         assert pool.run(1, written_case, model, [prompt], 12, GREEDY, 0) == [[text]]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, top_p=0.9)], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("model", MODELS, ids=IDS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=1.0, top_p=0.9), id="drawn"),
+    ],
+)
+@pytest.mark.parametrize("model", models("plain", "windows and sinks"))
 def test_tensor_parallel_ranks_write_the_same(pool: WorkerPool, model: Model, sampling: Sampling) -> None:
     """Chunks of odd lengths, and a text that outgrows the longest sequence."""
     (alone,) = pool.run(1, written_case, model, PROMPTS, 30, sampling, 3)
@@ -170,7 +185,7 @@ def hugging_face_case(family: str, prompts: list[list[int]], tokens: int) -> tup
         return ours, found
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", *slow("llama3")])
 def test_greedy_tokens_are_those_of_transformers(pool: WorkerPool, family: str) -> None:
     ((ours, theirs),) = pool.run(1, hugging_face_case, family, PROMPTS, 16)
     assert ours == theirs
@@ -209,7 +224,7 @@ def of_a_folder_case(folder: str, prompts: list[list[int]], tokens: int, samplin
         return generate(model, job, dims, prompts, tokens=tokens, sampling=sampling, seed=1)
 
 
-@pytest.mark.parametrize("args", [LLAMA, TIED], ids=["plain", "tied, scaled"])
+@pytest.mark.parametrize("args", [TIED, *slow(LLAMA)], ids=["tied, scaled", "plain"])
 def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, tmp_path: Path, args: TransformerArgs) -> None:
     hf_folder = made_folder(tmp_path, args)
     theirs = transformers.LlamaForCausalLM.from_pretrained(hf_folder, dtype="float64")
@@ -254,7 +269,7 @@ def test_a_broken_folder_is_one_sentence(hf_folder: Path, capsys: pytest.Capture
     assert "holds no run" in refused_folder([str(hf_folder)], capsys)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *slow(1)])
 def test_the_command_starts_its_ranks_and_one_of_them_prints(hf_folder: Path, ranks: int) -> None:
     arguments = ["--prompt", "def f(", "--prompt", "class A", "--tokens", "5", "--temperature", "0"]
     line = [sys.executable, "-m", "trainer", "generate", str(hf_folder), *arguments, "--ngpu", str(ranks)]

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.harness import trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import degrees
+from tests.slow import slow
 from trainer.distributed.host_arguments import keep_on_host
 from trainer.trainer import Trainer
 
@@ -80,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["cp and tp, fused", "cp, documents", "pp", *slow("fsdp", "cp", "tp", "fsdp, fused")])
 def test_the_host_reads_once_in_a_step(pool: WorkerPool, case: str) -> None:
     ranks, arguments, expected = CASES[case]
     for counts, listed in pool.run(ranks, reads_case, arguments):

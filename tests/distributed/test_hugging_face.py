@@ -23,6 +23,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged
 from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model, in_float64
+from tests.slow import slow
 from trainer.checkpoint import hf_reader, hf_writer
 from trainer.checkpoint.export import export
 from trainer.config.errors import ConfigError
@@ -176,19 +177,16 @@ def check(pool: WorkerPool, folder: Path, model: str, dtype: str, layout: str) -
 
 
 CASES = [
-    ("plain", "float64", "one"),
     ("plain", "float32", "one"),
     ("tied, scaled", "float64", "fsdp2+tp2"),
-    ("plain", "float64", "cp2+tp2"),
-    ("plain", "float64", "pp2"),
-    ("qwen3", "float64", "fsdp2+tp2"),
     ("qwen3", "float64", "cp2+pp2"),
-    ("qwen2", "float64", "tp2+pp2"),
-    ("mistral", "float64", "cp2+tp2"),
-    ("plain", "float32", "tp2+pp2"),
-    *(
-        pytest.param("plain", "float64", layout, marks=pytest.mark.slow)
-        for layout in ("fsdp2+tp2", "hsdp2x2", "fsdp2+pp2", "cp2+pp2", "fsdp2+cp2+tp2", "fsdp2+tp2+pp2")
+    *slow(
+        ("qwen3", "float64", "fsdp2+tp2"),
+        ("qwen2", "float64", "tp2+pp2"),
+        ("mistral", "float64", "cp2+tp2"),
+        ("plain", "float32", "tp2+pp2"),
+        *(("plain", "float64", layout) for layout in ("one", "pp2", "fsdp2+tp2", "cp2+tp2", "hsdp2x2", "fsdp2+pp2")),
+        *(("plain", "float64", layout) for layout in ("cp2+pp2", "fsdp2+cp2+tp2", "fsdp2+tp2+pp2")),
     ),
 ]
 
@@ -242,7 +240,7 @@ def trainer_from(folder: str, hf: str, arguments: list[str]) -> Iterator[Trainer
         trainer.metrics.close()
 
 
-@pytest.mark.parametrize("layout", ["fsdp2+tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["fsdp2+tp2", *slow("pp2")])
 def test_a_rank_reads_what_it_holds(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     """And the rest of the heads that it has a part of: none here, as shards end with heads."""
     initial("plain").save_pretrained(tmp_path / "hf")
@@ -284,7 +282,7 @@ def failed_export(folder: str, hf: str, arguments: list[str], at: str) -> tuple[
     return "", []
 
 
-@pytest.mark.parametrize("at", ["__init__", "put", "finish"])
+@pytest.mark.parametrize("at", ["put", *slow("__init__", "finish")])
 def test_a_full_disk_at_the_export_is_told_on_every_rank(pool: WorkerPool, tmp_path: Path, at: str) -> None:
     initial("plain").save_pretrained(tmp_path / "hf")
     (tmp_path / "run" / "checkpoint").mkdir(parents=True)

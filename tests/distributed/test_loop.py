@@ -17,6 +17,7 @@ from tests.distributed import harness
 from tests.distributed.harness import Record, RecordingTrainer, assert_parity, run_layout
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
 from trainer.components import metrics
 from trainer.config.loader import parse_command_line
 from trainer.distributed import data_parallel
@@ -46,7 +47,7 @@ def bfloat16_case(folder: str, arguments: list[str]) -> dict:
     return seen
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2+tp2", "one"])
+@pytest.mark.parametrize("layout", ["fsdp2+tp2", *slow("fsdp2", "one")])
 def test_bfloat16_computes_and_float32_keeps(pool: WorkerPool, tmp_path, layout: str) -> None:
     world_size, arguments = LAYOUTS.get(layout, (1, []))
     seen = pool.run(world_size, bfloat16_case, str(tmp_path), [*arguments, "--training.mixed_precision_param=bfloat16"])
@@ -92,7 +93,7 @@ def test_prefetching_gathers_layers_ahead(pool: WorkerPool, tmp_path) -> None:
     assert backward.index("gather 1") < backward.index("back 3") < backward.index("gather 0") < backward.index("back 2")
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [False, *slow(True)])
 def test_the_same_run_twice(pool: WorkerPool, deterministic: bool) -> None:
     world_size, arguments = LAYOUTS["hsdp2x2"]
     flag = "--training.deterministic" if deterministic else "--training.no-deterministic"
@@ -143,8 +144,10 @@ def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool, bool]
     return str(error.value), same, same_state
 
 
-@pytest.mark.parametrize("layout", ["fsdp4", "fsdp2+tp2"])
-@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+@pytest.mark.parametrize(
+    ("implementation", "layout"),
+    [("foreach", "fsdp4"), ("fused", "fsdp2+tp2"), *slow(("fused", "fsdp4"), ("foreach", "fsdp2+tp2"))],
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing(
     pool: WorkerPool, tmp_path, implementation: str, layout: str
 ) -> None:
@@ -210,7 +213,7 @@ def clock_case(folder: str, arguments: list[str]) -> tuple[list[dict], int]:
     return [json.loads(line) for line in lines], resumed
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "cp2", "tp2"])
+@pytest.mark.parametrize("layout", ["cp2", *slow("fsdp2", "tp2")])
 def test_speed_counts_each_token_of_the_job_once(pool: WorkerPool, tmp_path, layout: str) -> None:
     """8 rows of 16 tokens in a step; the clock is looked at before and after loading, and when the step is logged.
 
@@ -314,7 +317,7 @@ def timeout_case(what: str) -> float:
         return time.monotonic() - started
 
 
-@pytest.mark.parametrize("what", ["collective", "message"])
+@pytest.mark.parametrize("what", ["message", *slow("collective")])
 def test_a_lowered_timeout_is_in_force(pool: WorkerPool, what: str) -> None:
     """gloo keeps for messages the time-out that a group was made with, unless it is said anew."""
     assert pool.run(2, timeout_case, what)[0] < 4

@@ -20,6 +20,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged, trainer_in
 from tests.distributed.test_hugging_face import LLAMA, SETTINGS, STEPS, error, initial, logits_of, precise, rows
 from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
 from trainer.checkpoint.export import export
 from trainer.commands import convert
 from trainer.commands.evaluate_options import checked
@@ -103,11 +104,11 @@ def differences(got: dict, wanted: dict) -> list[str]:
     return found
 
 
-QUICK = ["fsdp2+tp2", "cp2+tp2", "tp2+pp2"]
-SLOW = ["fsdp2", "tp2", "pp2", "hsdp2x2", "fsdp2+cp2", "fsdp2+pp2", "cp2+pp2", "ddp2+tp2"]
+QUICK = ["cp2+tp2"]
+SLOW = ["fsdp2+tp2", "tp2+pp2", "fsdp2", "tp2", "pp2", "hsdp2x2", "fsdp2+cp2", "fsdp2+pp2", "cp2+pp2", "ddp2+tp2"]
 
 
-@pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)])
+@pytest.mark.parametrize("layout", [*QUICK, *slow(*SLOW)])
 def test_layouts_train_the_same_adapters(pool: WorkerPool, hf: Path, one: dict, tmp_path: Path, layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]
     got = pool.run(world_size, train, str(tmp_path / "run"), str(hf), arguments)[0]
@@ -121,6 +122,7 @@ def test_the_comparison_sees_a_sum_over_inputs_that_misses_a_rank(
     assert any(what.startswith("gradient layers.0.feed_forward.w2.lora_b") for what in differences(got, one))
 
 
+@pytest.mark.slow
 def test_features_train_the_same_adapters(pool: WorkerPool, hf: Path, one: dict, tmp_path: Path) -> None:
     """Recomputed, compiled and in chunks of the loss, at once."""
     arguments = ["--activation_checkpoint.mode=full", "--compile.enable", "--compile.backend=aot_eager"]
@@ -172,7 +174,7 @@ def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Pa
         assert error(logits_of(base), logits_of(initial("plain"))) > 1e-4  # peft has changed it: there is a difference
 
 
-@pytest.mark.parametrize("command", ["generate", "evaluate"])
+@pytest.mark.parametrize("command", ["generate", *slow("evaluate")])
 def test_commands_of_text_open_a_run_with_its_adapters(
     pool: WorkerPool, hf: Path, tmp_path: Path, command: str
 ) -> None:
@@ -276,9 +278,11 @@ def test_frozen_weights_are_there_after_a_resume(pool: WorkerPool, base: str, tm
 @pytest.mark.parametrize(
     ("arguments", "start", "said"),
     [
-        (["--lora.rank=2"], "base", "lora.rank = 2 is not the 4 of the checkpoint"),
         ([*LORA, "--lora.modules", "wq"], "base", "lora.modules = ['wq'] is not the ["),
-        ([], "base", "lora.rank = 0 is not the 4 of the checkpoint"),
+        *slow(
+            (["--lora.rank=2"], "base", "lora.rank = 2 is not the 4 of the checkpoint"),
+            ([], "base", "lora.rank = 0 is not the 4 of the checkpoint"),
+        ),
         (LORA, "adapters", "holds adapters only; merge them into a Hugging Face folder with lct convert to-hf"),
     ],
 )

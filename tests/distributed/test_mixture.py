@@ -9,6 +9,7 @@ import torch
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import trainer_in
 from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
 from trainer.components.source_losses import SourceLosses
 
 NAMES = ["web", "code", "none"]
@@ -49,7 +50,7 @@ def lines_of(folder: Path) -> list[dict]:
 references: dict[str, list[dict]] = {}
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "cp2", pytest.param("cp2+pp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("cp2", "cp2+pp2")])
 def test_a_layout_records_what_one_process_does(pool: WorkerPool, tmp_path: Path, data: list[str], layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]
     more = ["--training.local_batch_size=2"] if "fsdp" in layout else ["--training.local_batch_size=4"]
@@ -76,7 +77,7 @@ def test_a_layout_records_what_one_process_does(pool: WorkerPool, tmp_path: Path
 BALANCED = {"fsdp2": LAYOUTS["fsdp2"], "fsdp2+cp2": LAYOUTS["fsdp2+cp2"]}
 
 
-@pytest.mark.parametrize("layout", BALANCED)
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("fsdp2+cp2")])
 def test_sources_are_told_apart_where_documents_are_dealt(
     pool: WorkerPool, tmp_path: Path, data: list[str], layout: str
 ) -> None:

@@ -28,13 +28,14 @@ from tests.distributed.other_models import (
     sharded_logits,
 )
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations import interception
 
 
-@pytest.mark.parametrize("model", ["Llama", "Qwen3", "GPT2"])
+@pytest.mark.parametrize("model", ["Llama", "GPT2", *slow("Qwen3")])
 def test_losses_and_gradients_are_those_of_one_process(pool: WorkerPool, model: str) -> None:
     """Every pair of method, layout, route and activation checkpointing; ranks hold different numbers of tokens."""
     choices = (
@@ -90,7 +91,7 @@ def test_sliding_windows_are_refused_where_they_cannot_be_seen(pool: WorkerPool)
     assert_equal_to_one_process(pool, [Case("Mistral", changes={"sliding_window": SEQ_LEN})])
 
 
-@pytest.mark.parametrize("reentrant", [None, False])
+@pytest.mark.parametrize("reentrant", [False, *slow(None)])
 def test_attention_sinks_are_honoured_by_the_registered_function(pool: WorkerPool, reentrant: bool | None) -> None:
     """GPT-OSS: sinks with gradients of their own, in layers with and without a window."""
     changes = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6, "head_dim": 8}
@@ -175,7 +176,7 @@ def fsdp_case(reentrant: bool | None) -> tuple[float, int]:
         return max(relative(a.grad.full_tensor(), b.grad) for a, b in pairs), cp.live.calls
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("reentrant", [None, *slow(False, True)])
 def test_with_sharded_parameters(pool: WorkerPool, reentrant: bool | None) -> None:
     for worst, attention_calls in pool.run(RANKS, fsdp_case, reentrant):
         assert worst < TOLERANCE
@@ -192,7 +193,7 @@ def not_entered_again_case(reentrant: bool) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, *slow(True)])
 def test_recomputation_needs_the_mode_entered_again(pool: WorkerPool, reentrant: bool) -> None:
     for message in pool.run(RANKS, not_entered_again_case, reentrant):
         assert "outside of the context's interception" in message

@@ -10,6 +10,7 @@ from tests.distributed.harness import Record, assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import trainer_in
 from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
 
 SEQ_LEN = 64
 references: dict[str, Record] = {}
@@ -33,7 +34,7 @@ def arguments_of(data: Path, packing: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("layout", "packing"),
-    [("fsdp2+cp2", "best_fit"), ("cp2", "pad"), pytest.param("fsdp2+tp2", "pad", marks=pytest.mark.slow)],
+    [("fsdp2+cp2", "best_fit"), *slow(("cp2", "pad"), ("fsdp2+tp2", "pad"))],
 )
 def test_a_layout_trains_as_one_process(pool: WorkerPool, data: Path, layout: str, packing: str) -> None:
     world_size, arguments = LAYOUTS[layout]
@@ -61,7 +62,7 @@ def padding_case(folder: str, arguments: list[str]) -> tuple[list[int], int]:
     return found, rows
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "cp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("cp2")])
 def test_the_share_of_padding_is_that_of_all_ranks(pool: WorkerPool, tmp_path: Path, data: Path, layout: str) -> None:
     results = pool.run(2, padding_case, str(tmp_path), [*arguments_of(data, "pad"), *LAYOUTS[layout][1]])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -108,8 +108,8 @@ def allowed(row: Row) -> bool:
 
 
 ROWS = covering_array(AXES, allowed)
-# The first rows hold most pairs: what every commit runs.
-QUICK = 18
+# What every commit runs: the rows with a value that no row before them has.
+QUICK = [row for i, row in enumerate(ROWS) if row.items() - {item for before in ROWS[:i] for item in before.items()}]
 
 
 def world_size(row: Row) -> int:
@@ -143,7 +143,7 @@ def name(row: Row) -> str:
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=f"{i} {name(row)}", marks=[pytest.mark.slow] if i >= QUICK else [])
+        pytest.param(row, id=f"{i} {name(row)}", marks=[] if row in QUICK else [pytest.mark.slow])
         for i, row in enumerate(ROWS)
     ],
 )
@@ -154,11 +154,11 @@ def test_a_combination_equals_one_process(pool: WorkerPool, row: Row) -> None:
 
 
 def test_every_pair_that_goes_together_is_in_a_row() -> None:
-    """And the quick rows hold every value, and four of five pairs."""
-    everything, quick = ({pair for row in rows for pair in pairs_of(row)} for rows in (ROWS, ROWS[:QUICK]))
+    """And the quick rows hold every value, and two of three pairs."""
+    everything, quick = ({pair for row in rows for pair in pairs_of(row)} for rows in (ROWS, QUICK))
     values = {(axis, value) for axis, of_axis in AXES.items() for value in of_axis}
     assert {value for pair in quick for value in pair} == values
-    assert len(quick) > 0.8 * len(everything)
+    assert len(quick) > 2 / 3 * len(everything)
     for a, b in combinations(sorted(values), 2):
         if a[0] != b[0] and (a, b) not in everything:
             assert not any(allowed(dict(row) | dict((a, b))) for row in ROWS), (a, b)

@@ -12,6 +12,7 @@ from tests.distributed import harness
 from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
+from tests.slow import slow
 from trainer.components.grad_norm import settle_gradients, squared_norm
 from trainer.components.step_totals import StepTotals
 from trainer.config.errors import ConfigError
@@ -101,7 +102,7 @@ def one_table_case(arguments: list[str]) -> Record:
         return run_layout(arguments)
 
 
-@pytest.mark.parametrize(("case", "layout"), [(scaled_case, "pp2"), (one_table_case, "cp2+pp2")])
+@pytest.mark.parametrize(("case", "layout"), [(scaled_case, "pp2"), *slow((one_table_case, "cp2+pp2"))])
 def test_negative_control(pool: WorkerPool, case, layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]
     broken = pool.run(world_size, case, [PRECISION, *arguments])[0]
@@ -168,7 +169,7 @@ class BrokenLayerError(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", *slow("1F1B")])
 def test_what_a_stage_raises_arrives_as_it_is(pool: WorkerPool, schedule: str) -> None:
     """Not wrapped into an error that lists the stage's arguments."""
     more = FOUR_STAGES if schedule != "1F1B" else []

@@ -16,6 +16,7 @@ import train
 from tests.distributed.harness import run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
 from trainer.components.profiling import profiling
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -162,10 +163,8 @@ def test_a_rank_that_hangs_leaves_a_record_on_the_rank_that_noticed(pool: Worker
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        ("fsdp2", ["--activation_checkpoint.mode=selective"]),
         ("cp2", ["--activation_checkpoint.mode=full"]),
-        pytest.param("hsdp2x2+tp2", [], marks=pytest.mark.slow),
-        pytest.param("fsdp2+cp2+tp2", [], marks=pytest.mark.slow),
+        *slow(("fsdp2", ["--activation_checkpoint.mode=selective"]), ("hsdp2x2+tp2", []), ("fsdp2+cp2+tp2", [])),
     ],
 )
 def test_deterministic_runs_have_the_same_bits(pool: WorkerPool, layout: str, settings: list[str]) -> None:

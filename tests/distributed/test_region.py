@@ -1,6 +1,7 @@
 """Laws of regions: a model of which a part is context parallel has the outputs and gradients of one process."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.func import functional_call
 
 from tests.distributed.attention_cases import mesh_of_all, random, relative
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.planning.mask import documents, documents_of, full
@@ -149,9 +151,16 @@ def decoder_region_case(grad: str, method: str, faulty: bool) -> list[float]:
         return decoder_region(mesh_of_all(process), grad, method, faulty)
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
-@pytest.mark.parametrize("grad", ["partial", "replicated"])
-@pytest.mark.parametrize("degree", [2, 4])
+REGIONS = [(4, "partial", "ring"), (2, "replicated", "all_gather"), (2, "partial", "all_to_all")]
+
+
+@pytest.mark.parametrize(
+    ("degree", "grad", "method"),
+    [
+        pytest.param(*case, marks=[] if case in REGIONS else [pytest.mark.slow])
+        for case in product((2, 4), ("partial", "replicated"), ("ring", "all_gather", "all_to_all"))
+    ],
+)
 def test_a_region_with_local_cross_attention(pool: WorkerPool, degree: int, grad: str, method: str) -> None:
     """A length that does not divide; nothing is scaled back. With the other placement, gradients are wrong."""
     for errors in pool.run(degree, decoder_region_case, grad, method, False):
@@ -184,7 +193,7 @@ def encoder_region_case(grad: str) -> list[float]:
 
 
 @pytest.mark.parametrize("grad", ["partial", "replicated"])
-@pytest.mark.parametrize("degree", [1, 3])
+@pytest.mark.parametrize("degree", [3, *slow(1)])
 def test_a_prefix_in_a_region_and_the_rest_on_every_rank(pool: WorkerPool, degree: int, grad: str) -> None:
     for errors in pool.run(degree, encoder_region_case, grad):
         assert max(errors) < 1e-11
@@ -215,7 +224,7 @@ def cross_region_case(method: str) -> list[float]:
         return compared(toy, summed=True, group=mesh.get_group(), wanted=alone)
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("method", ["ring", *slow("all_gather", "all_to_all")])
 def test_cross_attention_between_two_sharded_sequences(pool: WorkerPool, method: str) -> None:
     for errors in pool.run(2, cross_region_case, method):
         assert max(errors) < 1e-11
@@ -254,8 +263,8 @@ def borrowing_case(copies: int, method: str) -> list[float]:
         return compared(toy, summed=True, group=group, wanted=alone)
 
 
-@pytest.mark.parametrize("method", ["ring", "all_to_all"])
-@pytest.mark.parametrize(("degree", "copies"), [(2, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("method", ["all_to_all", *slow("ring")])
+@pytest.mark.parametrize(("degree", "copies"), [(2, 1), (4, 2), *slow((2, 2))])
 def test_samples_move_between_ranks_before_and_after_a_region(
     pool: WorkerPool, degree: int, copies: int, method: str
 ) -> None:

@@ -15,6 +15,7 @@ from tests.distributed.domain_cases import layout_of
 from tests.distributed.harness import assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import PLANNED, degrees, reference
+from tests.slow import slow
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel import (
     ContextParallelAttention,
@@ -125,8 +126,8 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kernel: int, batch: int, pack
     return problems
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
+@pytest.mark.parametrize("world_size", [2, 4, *slow(1, 3)])
 def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: int) -> None:
     """Shards of any size, down to none and to one row, also many a rank; and what travels is what is missing."""
     assert not [problem for rank in pool.run(world_size, random_cases, seed) for problem in rank]
@@ -167,7 +168,7 @@ def packed_and_alone(balancer: str) -> tuple[float, float]:
         return results[0], results[1]
 
 
-@pytest.mark.parametrize("balancer", ["head_tail", "contiguous", "balanced"])
+@pytest.mark.parametrize("balancer", ["balanced", *slow("head_tail", "contiguous")])
 def test_packed_documents_are_those_alone(pool: WorkerPool, balancer: str) -> None:
     """Through the whole model. Rotary embeddings see distances alone, so that positions that go on through all
     documents change the convolution only."""
@@ -215,7 +216,8 @@ WORK = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if i else []) for i, x in enumerate(WORK)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WORK)
 def test_other_work_equals_single_process(pool: WorkerPool, case: str) -> None:
     """What test_pairs.py does not have together with it, and documents dealt by cost."""
     settings = ["--training.dtype=float64", "--model.short_conv_kernel=4", "--training.attention_mask=document"]

@@ -36,6 +36,7 @@ from tests.distributed.other_models import (
     run_case,
 )
 from tests.distributed.pool import WorkerPool
+from tests.slow import slow
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.context import context_parallel
@@ -329,7 +330,7 @@ def autocast_case(dtype: torch.dtype) -> list[float]:
         return [relative(x, wanted) for x in found]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)])
 def test_autocast_is_as_exact_as_on_one_process(pool: WorkerPool, dtype: torch.dtype) -> None:
     for one, sharded in pool.run(RANKS, autocast_case, dtype):
         assert 1e-4 < one < 0.1

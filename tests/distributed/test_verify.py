@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import damaged, load_step_save, trainer_in
 from tests.distributed.test_checkpoint_layouts import LAYOUTS, planted_case
+from tests.slow import slow
 from trainer.checkpoint import checkpointer
 from trainer.commands import verify
 
@@ -44,10 +45,12 @@ def run(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("layout", "model"),
     [
         ("ep2", ["--model.name=qwen3_moe", "--model.router_bias_update_rate=0.01"]),
-        ("tp2", ["--model.flavor=tiny_tied"]),
-        pytest.param("pp2", ["--training.dtype=bfloat16"], marks=pytest.mark.slow),
-        pytest.param("hsdp2x2", ["--model.name=gpt_oss"], marks=pytest.mark.slow),
-        pytest.param("cp2", ["--model.short_conv_kernel=4", "--model.attention_sinks"], marks=pytest.mark.slow),
+        *slow(
+            ("tp2", ["--model.flavor=tiny_tied"]),
+            ("pp2", ["--training.dtype=bfloat16"]),
+            ("hsdp2x2", ["--model.name=gpt_oss"]),
+            ("cp2", ["--model.short_conv_kernel=4", "--model.attention_sinks"]),
+        ),
     ],
 )
 def test_what_a_layout_saves_is_whole(pool: WorkerPool, tmp_path: Path, layout: str, model: list[str]) -> None:
@@ -115,7 +118,7 @@ def not_finite_case(folder: str, name: str) -> None:
         trainer.checkpoint.save(1, tokens_seen=7, last=True)
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.attention.wq.weight", "optimizer.norm.weight.exp_avg_sq"])
+@pytest.mark.parametrize("name", ["model.layers.1.attention.wq.weight", *slow("optimizer.norm.weight.exp_avg_sq")])
 def test_a_value_that_is_not_finite_is_found(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     pool.run(1, not_finite_case, str(tmp_path), name)
     code, (line,), _ = verified(pool, tmp_path)
@@ -127,8 +130,10 @@ def test_a_value_that_is_not_finite_is_found(pool: WorkerPool, tmp_path: Path, n
     ("fault", "told"),
     [
         ("surplus", "it holds optimizer.layers.7.wq.weight.exp_avg and the model has none"),
-        ("missing", "optimizer.norm.weight.exp_avg is missing"),
-        ("other shape", "model.norm.weight has the shape (3,), and (64,) in the model"),
+        *slow(
+            ("missing", "optimizer.norm.weight.exp_avg is missing"),
+            ("other shape", "model.norm.weight has the shape (3,), and (64,) in the model"),
+        ),
     ],
 )
 def test_entries_are_those_of_the_model(pool: WorkerPool, tmp_path: Path, fault: str, told: str) -> None:

@@ -46,8 +46,14 @@ def preset(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(pool: WorkerPool, path: str, preset: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return pool.run(1, run_main, str(tmp_path_factory.mktemp("one")), path, preset)[0]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the run of one rank."""
+    return tmp_path_factory.mktemp("one")
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: WorkerPool, path: str, preset: list[str], folder: Path) -> list[dict]:
+    return pool.run(1, run_main, str(folder), path, preset)[0]
 
 
 @pytest.mark.parametrize(
@@ -65,13 +71,14 @@ def test_losses_are_those_of_one_rank(
         assert mine["tokens_seen"] == theirs["tokens_seen"] == mine["step"] * 8 * 32 * 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [
         ("2 uneven", "2"),
-        pytest.param("4, one empty", "2 x 2", marks=pytest.mark.slow),
-        pytest.param("2 x 2", "fsdp and 2", marks=pytest.mark.slow),
-        pytest.param("fsdp and 2", "4, one empty", marks=pytest.mark.slow),
+        ("4, one empty", "2 x 2"),
+        ("2 x 2", "fsdp and 2"),
+        ("fsdp and 2", "4, one empty"),
     ],
 )
 def test_a_checkpoint_of_one_division_is_loaded_by_another(
@@ -85,17 +92,28 @@ def test_a_checkpoint_of_one_division_is_loaded_by_another(
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), mine["step"]
 
 
+def forecast(folder: Path) -> list[list[str]]:
+    """The table of four steps, one row each, after a look at the picture."""
+    picture = folder / "forecast.png"
+    command = [sys.executable, "-m", "trainer", "forecast", str(folder), "--steps", "4", "--picture", str(picture)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = [line.split() for line in result.stdout.splitlines()[1:5]]
+    assert [int(row[0]) for row in rows] == [1, 2, 3, 4]
+    return rows
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_forecasts(folder: Path) -> None:
+    assert float(forecast(folder)[0][3]) > 0.5, "after four steps it knows little"
+
+
+@pytest.mark.slow
 def test_it_learns_and_forecasts(pool: WorkerPool, path: str, tmp_path: Path) -> None:
     arguments = ["--job.config_file", "domain_unet", "--training.steps=60", "--model.flavor=debugmodel"]
     steps = pool.run(2, run_main, str(tmp_path), path, [*arguments, *LAYOUTS["2 uneven"][1]])[0]
     assert steps[-1]["loss"] < steps[0]["loss"] / 4
-    picture = tmp_path / "forecast.png"
-    command = [sys.executable, "-m", "trainer", "forecast", str(tmp_path), "--steps", "4", "--picture", str(picture)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = [line.split() for line in result.stdout.splitlines()[1:5]]
-    assert [int(row[0]) for row in rows] == [1, 2, 3, 4]
-    assert float(rows[0][3]) < 0.5, "the model is better than persistence on fields that it has not seen"
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert float(forecast(tmp_path)[0][3]) < 0.5, "the model is better than persistence on fields that it has not seen"
 
 
 @pytest.mark.parametrize(

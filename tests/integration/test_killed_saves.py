@@ -13,6 +13,7 @@ import pytest
 
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.integration.test_resume import SETTINGS, layout_of, logged, run_main
+from tests.slow import slow
 from trainer.checkpoint.folder import saved_steps
 from trainer.checkpoint.verify import verify_step
 from trainer.config.loader import parse_command_line
@@ -64,8 +65,7 @@ def without_a_save_case(folder: str, arguments: list[str], steps: int) -> None:
     ("layout", "mode", "kills"),
     [
         ("fsdp2", "disabled", 3),
-        pytest.param("fsdp2", "disabled", 100, marks=pytest.mark.slow),
-        pytest.param("one", "async", 100, marks=pytest.mark.slow),
+        *slow(("fsdp2", "disabled", 100), ("one", "async", 100)),
     ],
 )
 def test_a_run_that_is_killed_while_it_saves_loses_nothing(

@@ -14,6 +14,7 @@ import torch
 
 from tests.distributed.pool import free_port
 from tests.integration.console import lines_of
+from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
@@ -116,9 +117,8 @@ def test_two_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--training.stepz=3"], "training.steps"),
         (["--parallelism.data_parallel_shard_degree=3"], "world size of 2"),
-        (["--model.flavor=9B"], "debugmodel"),
+        *slow((["--training.stepz=3"], "training.steps"), (["--model.flavor=9B"], "debugmodel")),
     ],
 )
 def test_a_wrong_setting_stops_before_anything_starts(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -134,7 +134,7 @@ def test_a_wrong_setting_stops_before_anything_starts(tmp_path: Path, arguments:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("value", ["0", "two", "-1"])
+@pytest.mark.parametrize("value", ["two", *slow("0", "-1")])
 def test_a_wrong_number_of_ranks(value: str) -> None:
     process = launch(NGPU=value)
     _, err = process.communicate(timeout=60)
@@ -142,6 +142,7 @@ def test_a_wrong_number_of_ranks(value: str) -> None:
     assert err == f"error: NGPU = '{value}' must be a whole number from 1 up, such as NGPU=2\n"
 
 
+@pytest.mark.slow
 def test_data_that_turns_bad_during_the_run(tmp_path: Path) -> None:
     """What only the running job can find is one sentence and exit code 2 too."""
     data = tmp_path / "data.txt"
@@ -163,6 +164,7 @@ def test_data_that_turns_bad_during_the_run(tmp_path: Path) -> None:
     assert not data.exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
     """Named with its step, before the optimizer step; exit code 1."""
     process = launch(*QUICK, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0", f"--job.dump_folder={tmp_path}")
@@ -174,6 +176,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
     assert len(losses(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     process = launch(*QUICK, "--training.steps=100000", f"--job.dump_folder={tmp_path}")
     deadline = time.monotonic() + 60
@@ -204,9 +207,8 @@ def test_a_signal_to_the_launcher_ends_the_job_in_good_order(tmp_path: Path, num
     assert lines_of(out)[-1] == f"stopped by {number.name} after step {len(losses(tmp_path))}; nothing saved"
 
 
-@pytest.mark.parametrize(
-    "second", [pytest.param(True, id="second signal"), pytest.param(False, id="time-out", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [True, False], ids=["second signal", "time-out"])
 def test_a_stop_that_takes_too_long_ends_at_once(tmp_path: Path, second: bool) -> None:
     """In a step of minutes."""
     long_step = ["--training.global_batch_size=4096", "--training.seq_len=256"]

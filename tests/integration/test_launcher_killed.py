@@ -76,7 +76,8 @@ def kill_launcher(launcher: str, folder: Path, *, after_first_step: bool, delay:
     ("launcher", "after_first_step", "delays"),
     [
         pytest.param("launcher", False, (0.0, 0.05, 0.4), id="importing"),
-        pytest.param("torchrun", False, (0.0, 0.5), id="torchrun"),  # 0.0: before ranks look for their parent
+        # 0.0: before ranks look for their parent.
+        pytest.param("torchrun", False, (0.0, 0.5), id="torchrun", marks=pytest.mark.slow),
         pytest.param("torchrun", True, (0.3,), id="torchrun training", marks=pytest.mark.slow),
         pytest.param("launcher", False, "random", id="20 random moments", marks=pytest.mark.slow),
     ],

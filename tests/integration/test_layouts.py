@@ -55,7 +55,7 @@ LAYOUTS = {
     "cp_all_to_all": (4, [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=all_to_all"]),
 }
 # What every commit runs: the program itself on each kind of layout. Their parity is tested in tests/distributed.
-QUICK = {"default", "ddp+cp", "pp_dp_1f1b"}
+QUICK = {"pp_dp_1f1b"}
 DOCUMENTS = ["--training.attention_mask=document", "--model.sliding_window=48", "--model.sliding_window_every=2"]
 
 

@@ -20,6 +20,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.integration.console import lines_of
 from tests.integration.test_launch import ROOT, environment, launch, ranks_of
+from tests.slow import slow
 from trainer.checkpoint.folder import saved_steps
 from trainer.runtime.process_group import set_timeout
 from trainer.trainer import Trainer
@@ -77,7 +78,7 @@ def uninterrupted(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-QUICK = {("cp2", "disabled"), ("fsdp2", "async")}
+QUICK = {("fsdp2", "async")}
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_negative_control(pool: WorkerPool, tmp_path: Path, uninterrupted, what:
     assert all(mine["loss"] != theirs["loss"] for mine, theirs in zip(got[3:], wanted[3:], strict=True))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_degrees(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
     run(pool, tmp_path / "first", "fsdp2", *SAVING)
     forget(tmp_path / "first", 4, 6)
@@ -159,6 +161,7 @@ def test_load_step_goes_back(pool: WorkerPool, tmp_path: Path, uninterrupted) ->
     assert run(pool, tmp_path, "fsdp2", *SAVING, "--optimizer.lr=1e-3") == other
 
 
+@pytest.mark.slow
 def test_only_the_latest_are_kept(pool: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "checkpoint" / "step-1.old").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-4.tmp").mkdir()  # of a run that was killed
@@ -180,6 +183,7 @@ def test_max_minutes_saves_before_it_stops(pool: WorkerPool, tmp_path: Path, uni
     assert run(pool, tmp_path, "fsdp2", *SAVING) == uninterrupted("fsdp2")
 
 
+@pytest.mark.slow
 def test_tensorboard_goes_on(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -212,7 +216,7 @@ def signalled_case(folder: str, arguments: list[str], number: int) -> tuple[int,
     return code, signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT)])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     pool: WorkerPool, tmp_path: Path, uninterrupted, number: signal.Signals
 ) -> None:
@@ -346,7 +350,7 @@ def test_a_bad_checkpoint_stops_before_anything_starts(tmp_path: Path) -> None:
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--print-config"]])
+@pytest.mark.parametrize("arguments", [["--print-config"], *slow(["--help"])])
 def test_a_reader_that_has_seen_enough(arguments: list[str]) -> None:
     command = f"{sys.executable} {ROOT}/train.py {arguments[0]} | head -1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)

@@ -18,6 +18,7 @@ import pytest
 from tests.distributed.pool import free_port
 from tests.integration.test_launch import QUICK, ROOT, environment, losses
 from tests.integration.test_launcher_killed import ranks_in
+from tests.slow import slow
 from trainer.checkpoint.folder import saved_steps
 
 # A launcher that prints its waiting line every second.
@@ -106,7 +107,12 @@ def test_a_port_that_another_program_has() -> None:
     ("argument", "message"),
     [
         ("--nnodes=abc", "NNODES = 'abc' must be a whole number from 1 up, such as NNODES=2"),
-        ("--nproc-per-node=0", "--nproc-per-node = '0' must be a whole number from 1 up, such as --nproc-per-node 2"),
+        *slow(
+            (
+                "--nproc-per-node=0",
+                "--nproc-per-node = '0' must be a whole number from 1 up, such as --nproc-per-node 2",
+            )
+        ),
     ],
 )
 def test_a_wrong_number(argument: str, message: str) -> None:

@@ -73,7 +73,7 @@ def test_links_are_those_of_the_site() -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize(("scheme", "name"), [(LIGHT, "default"), (DARK, "slate")])
+@pytest.mark.parametrize(("scheme", "name"), [(DARK, "slate"), pytest.param(LIGHT, "default", marks=pytest.mark.slow)])
 def test_a_browser_shows_it_light_and_dark(site: Path, tmp_path: Path, scheme: str, name: str) -> None:
     page = f"file://{site}/context_parallelism.html"
     dom = shown(page, scheme)

@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import main_case
 from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
 from trainer.checkpoint.folder import saved_steps
 from trainer.checkpoint.verify import verify_step
 
@@ -34,7 +35,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["async", *slow("disabled")])
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
     pool: WorkerPool, small_disk: Path, mode: str
 ) -> None:
