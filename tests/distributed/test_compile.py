@@ -29,10 +29,10 @@ FULL = ["--activation_checkpoint.mode=full"]
 LOSS = 1  # graph of its own
 # What inductor makes differs by layout, and takes it many seconds; what is traced does not.
 CASES = [
-    ("cp2", "inductor", OP),
     ("fsdp2+tp2", "aot_eager", OP),
 ]
 SLOW = [
+    ("cp2", "inductor", OP),
     ("one", "eager", FULL),
     ("fsdp2", "inductor", OP),
     ("fsdp2", "inductor", []),

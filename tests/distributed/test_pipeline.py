@@ -49,6 +49,7 @@ def test_the_first_step_runs_no_forward_of_its_own(pool: WorkerPool) -> None:
     assert {"norm.weight", "output.weight"} < set(names_last)
 
 
+@pytest.mark.slow
 def test_stages_without_attention_are_fine_under_context_parallelism(pool: WorkerPool) -> None:
     schedule = ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B", *FOUR_STAGES]
     got = pool.run(4, run_layout, [PRECISION, *CP2_PP2, *schedule])

@@ -16,7 +16,6 @@ import train
 from tests.distributed.harness import run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
-from tests.slow import slow
 from trainer.components.profiling import profiling
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -160,11 +159,14 @@ def test_a_rank_that_hangs_leaves_a_record_on_the_rank_that_noticed(pool: Worker
     assert entries[-1]["timeout_ms"] == 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
         ("cp2", ["--activation_checkpoint.mode=full"]),
-        *slow(("fsdp2", ["--activation_checkpoint.mode=selective"]), ("hsdp2x2+tp2", []), ("fsdp2+cp2+tp2", [])),
+        ("fsdp2", ["--activation_checkpoint.mode=selective"]),
+        ("hsdp2x2+tp2", []),
+        ("fsdp2+cp2+tp2", []),
     ],
 )
 def test_deterministic_runs_have_the_same_bits(pool: WorkerPool, layout: str, settings: list[str]) -> None:

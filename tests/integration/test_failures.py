@@ -218,7 +218,8 @@ def test_a_rank_of_a_sequence_a_matrix_or_a_pipeline_fails(
 TORCHRUN_GRACE_SECONDS = 30
 
 
-@pytest.mark.parametrize("known", [True, *slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [True, False])
 def test_a_rank_that_the_watchdog_of_nccl_ends_is_not_the_cause(tmp_path: Path, known: bool) -> None:
     """A stand-in for the watchdog aborts rank 0 while rank 1 hangs; without its file it would be a crash."""
     records, settings = tmp_path / "records", ["--comm.init_timeout_seconds=60", "--comm.train_timeout_seconds=60"]

@@ -86,6 +86,7 @@ def test_a_pytorch_without_the_gpus_of_the_machine_is_told(tmp_path: Path) -> No
         assert "note: this machine has cuda, and the installed PyTorch uses cpu: so does the run" in lines_of(out)
 
 
+@pytest.mark.slow
 def test_torchrun_by_hand(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py", *QUICK]
     result = subprocess.run(

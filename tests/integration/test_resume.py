@@ -246,6 +246,7 @@ def timeouts_case(folder: str, arguments: list[str]) -> list[timedelta]:
     return seen
 
 
+@pytest.mark.slow
 def test_time_outs_are_lowered_in_resumed_runs_too_but_not_that_of_saving(pool: WorkerPool, tmp_path: Path) -> None:
     for _ in range(2):
         arguments = [

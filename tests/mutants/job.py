@@ -428,7 +428,7 @@ PROCESSES = (
         "trainer/runtime/launch.py",
         "return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode",
         "return 1",
-        "tests/integration/test_launch.py::test_a_killed_rank_ends_the_job",
+        "tests/integration/test_failures.py::test_one_rank_that_fails_ends_the_job",
     ),
     Mutant(
         "the launcher waits for a rank that hangs",

@@ -87,7 +87,7 @@ GRADIENTS = (
         "trainer/trainer.py",
         "            settle_gradients(self.parameters)\n",
         "",
-        f"{_LAYOUT}[tp2-float32]",
+        f"{_LAYOUT}[ddp2+tp2-float32]",
     ),
     Mutant(
         "replicas are not summed beside TP",
@@ -353,7 +353,7 @@ EVALUATION = (
         "trainer/tasks/evaluation.py",
         "Retrieved(round(hits) == prompt.answer_tokens,",
         "Retrieved(hits > 0,",
-        f"{_EVALUATION}::test_an_answer_is_right_if_all_its_tokens_are_the_likeliest[cp2]",
+        f"{_EVALUATION}::test_an_answer_is_right_if_all_its_tokens_are_the_likeliest[cp2+tp2]",
     ),
     Mutant(
         "what fills up a chunk of a text stays in the cache",
