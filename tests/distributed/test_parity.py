@@ -62,7 +62,7 @@ LAYOUTS = {
     "cp2+tp2+pp2": (8, degrees(cp=2, tp=2, pp=2)),
 }
 # What every commit runs in float32; in float64 the rows of test_pairs.py run there.
-QUICK_FLOAT32 = {"ddp2+tp2", "fsdp2+tp2", "cp2", "pp2"}
+QUICK_FLOAT32 = {"tp2", "ddp2+tp2", "fsdp2+tp2", "cp2", "pp2"}
 ONLY_HERE = {
     "fsdp4",
     "ddp4",

@@ -87,7 +87,7 @@ GRADIENTS = (
         "trainer/trainer.py",
         "            settle_gradients(self.parameters)\n",
         "",
-        f"{_LAYOUT}[ddp2+tp2-float32]",
+        f"{_LAYOUT}[tp2-float32]",
     ),
     Mutant(
         "replicas are not summed beside TP",
