@@ -156,6 +156,8 @@ def unreadable(folder: Place, step: int, error: BaseException | str) -> ConfigEr
     reason = str(error).strip().split("\n")[0].removesuffix(".")
     if isinstance(error, OSError) and error.filename and not is_remote(folder):
         reason = f"{Path(error.filename).name}: {error.strerror}"
+    elif isinstance(error, OSError):
+        reason = reason_of(error)
     elif isinstance(error, KeyError):
         reason = f"{reason} is missing"
     try:

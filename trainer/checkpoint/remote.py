@@ -33,7 +33,7 @@ def place_of(key: str, value: str) -> Place:
         from upath import UPath
 
         # Another process may have written since the last look; of a file, ranks read only the bytes that they hold.
-        place = UPath(value, use_listings_cache=False, default_cache_type="none")
+        place = UPath(value.rstrip("/"), use_listings_cache=False, default_cache_type="none")
         _ = place.fs  # imports the package of the store
         return place
     except ImportError as error:
@@ -74,7 +74,8 @@ def objects(place: "UPath") -> dict[str, int]:
     """
     with store_errors(place):
         found = place.fs.find(place.path, detail=True)
-    return {name.removeprefix(f"{place.path}/"): entry["size"] for name, entry in found.items()}
+    above = place.path.rstrip("/") + "/"
+    return {name.removeprefix(above): entry["size"] for name, entry in found.items()}
 
 
 def reason_of(error: OSError) -> str:
