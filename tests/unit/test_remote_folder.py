@@ -232,7 +232,7 @@ def test_a_store_that_does_not_answer_is_one_sentence(folder: Place, capsys: pyt
 
 
 def test_a_bucket_that_does_not_exist_is_named(store: None) -> None:
-    assert "The specified bucket does not exist" in refused(configured("s3://buckte/run"))
+    assert "bucket does not exist); check address, credentials and network" in refused(configured("s3://buckte/run"))
 
 
 def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:

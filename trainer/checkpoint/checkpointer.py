@@ -35,7 +35,7 @@ from trainer.checkpoint.folder import (
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.initial import check_initial_weights, saved_step
 from trainer.checkpoint.publishing import prepare_folder, unfinished_folder
-from trainer.checkpoint.remote import Place, is_remote, place_of, reason_of
+from trainer.checkpoint.remote import Place, is_remote, place_of, reason_of, remedy_of
 from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
@@ -190,7 +190,7 @@ class Checkpointer:
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.folder = {self.settings.folder!r}: {error.filename or self.folder} cannot be written "
-                f"({reason_of(error)}); name a folder that can"
+                f"({reason_of(error)}); {remedy_of(self.folder)}"
             ) from None
 
     # ---- saving

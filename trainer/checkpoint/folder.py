@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of, store_errors
+from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of, remedy_of, store_errors
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
@@ -108,7 +108,7 @@ def step_to_load(config: JobConfig) -> int | None:
     except OSError as error:
         raise (MissingFile if is_remote(folder) else ConfigError)(
             f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} cannot be read ({reason_of(error)}); "
-            f"name a folder that can"
+            f"{remedy_of(folder)}"
         ) from None
     if wanted == LATEST:
         return steps[-1] if steps else None

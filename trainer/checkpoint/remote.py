@@ -81,3 +81,8 @@ def objects(place: "UPath") -> dict[str, int]:
 def reason_of(error: OSError) -> str:
     """Return why an operation failed; errors of remote stores have a message alone."""
     return error.strerror or str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def remedy_of(place: Place) -> str:
+    """Return what a user can do about a folder that cannot be read or written."""
+    return "check address, credentials and network" if is_remote(place) else "name a folder that can"
