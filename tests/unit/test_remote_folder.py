@@ -246,7 +246,7 @@ def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:
 
     with mock.patch("builtins.__import__", without):
         text = refused(configured(ADDRESS))
-    assert "pip install 'long-context-trainer[remote]'" in text
+    assert "pip install universal_pathlib and the package of its store: s3fs for s3://" in text
     assert "only checkpoints may be in a remote store" in refused(
         configured(ADDRESS, "--job.dump_folder=s3://bucket/run")
     )

@@ -38,8 +38,8 @@ def place_of(key: str, value: str) -> Place:
         return place
     except ImportError as error:
         raise MissingFile(
-            f"{key} = {value!r} cannot be opened ({error}); pip install 'long-context-trainer[remote]' is enough for "
-            "s3://, and other stores need their own package of fsspec, such as gcsfs for gs://"
+            f"{key} = {value!r} cannot be opened ({error}); pip install universal_pathlib and the package of "
+            "its store: s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{key} = {value!r} is no address ({error}); name one such as s3://bucket/run") from None
