@@ -406,6 +406,7 @@ EFFECTS: dict[str, str | Seen] = {
         f"{_SAVE} --checkpoint.interval=1",
     ),
     "checkpoint.initial_load_path": "tests/distributed/test_hugging_face.py::test_a_model_trains_here_as_there",
+    "checkpoint.last_save_model_only": f"{_CHECKPOINTS}::test_the_last_save_may_be_of_weights_alone",
     "checkpoint.last_save_in_hf": Seen(
         f"{_SAVE} --checkpoint.last_save_in_hf", _more("files", "checkpoint/step-3-hf/model.safetensors"), _SAVE
     ),

@@ -1,8 +1,9 @@
 """How evenly the documents of steps lie on dp x cp ranks, as they are read and as `training.balance` deals them.
 
 Documents have log-normal lengths, cut at the ends of sequences. The time of a step is the sum, over its micro-batches,
-of the costliest rank's FLOPs, in those of the mean; `bound` is what documents that are dealt whole allow. Milliseconds
-are those of the deal. FLOPs are those of `flops_per_token`: there is no model, and no process group.
+of the costliest rank's FLOPs, in those of the mean; `bound` is what documents that are dealt whole allow. `plan_ms`
+are milliseconds of the deal, `layout_ms` of the layout `balanced` of one row over cp ranks. FLOPs are those of
+`flops_per_token`: there is no model, and no process group.
 
 python scripts/benchmarks/balance.py --flavor 8B --seq-len 131072 --dp 8 --cp 8 --micro-batches 1 4
 """
@@ -48,14 +49,22 @@ def documents_of_step(rng: np.random.Generator, rows: int, seq_len: int, mean: f
     return np.diff(ends[ends <= rows * seq_len], prepend=0).astype(np.int64)
 
 
-def rank_costs(lengths: np.ndarray, flops: tuple[float, float], cp: int, load_balancer: str) -> list[float]:
-    """Return the cost of each context-parallel rank of a row with these documents. flops: of a token, of a key."""
+def rank_costs(
+    lengths: np.ndarray, flops: tuple[float, float], cp: int, load_balancer: str
+) -> tuple[list[float], float]:
+    """Return the cost of each context-parallel rank of a row with these documents, and the milliseconds of its layout.
+
+    flops: of a token, of a key.
+    """
     ids = np.repeat(np.arange(len(lengths)), lengths)
     keys = np.concatenate([np.arange(1, length + 1) for length in lengths])
     options = ContextParallelOptions(load_balancer=load_balancer)
-    layout = options.layout(len(ids), cp, documents_of(ids))
+    documents = documents_of(ids)
+    started = time.perf_counter()
+    layout = options.layout(len(ids), cp, documents)
+    took = 1e3 * (time.perf_counter() - started)
     shards = [layout.indices(rank) for rank in range(cp)]
-    return [len(shard) * flops[0] + keys[shard].sum() * flops[1] for shard in shards]
+    return [len(shard) * flops[0] + keys[shard].sum() * flops[1] for shard in shards], took
 
 
 def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, object]:
@@ -63,7 +72,8 @@ def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, o
     costs_of = document_costs(flops_per_token, s.seq_len)
     linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]
     flops = linear, flops_per_token(1)[1] - linear
-    found: dict[str, list[float]] = {"read": [], "dealt": [], "dealt, and over cp by cost": [], "ms": []}
+    found: dict[str, list[float]] = {"read": [], "dealt": [], "dealt, and over cp by cost": []}
+    planned, laid_out = [], []
     numbers, leasts = [], []
     for seed in range(s.steps):
         rows = s.dp * micro_batches
@@ -72,25 +82,28 @@ def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, o
         sizes = {"micro_batches": micro_batches, "ranks": s.dp, "most": int(BALANCE_GROWTH * s.seq_len)}
         started = time.perf_counter()
         dealt = deal(lengths, costs, read, **sizes)
-        found["ms"].append(1e3 * (time.perf_counter() - started))
+        planned.append(1e3 * (time.perf_counter() - started))
         for name, bins, load_balancer in (
             ("read", read, "head_tail"),
             ("dealt", dealt.bins, "head_tail"),
             ("dealt, and over cp by cost", dealt.bins, "balanced"),
         ):
-            work = np.array([rank_costs(lengths[bins == i], flops, s.cp, load_balancer) for i in range(rows)])
-            work = work.reshape(micro_batches, -1)
+            costs_of_rows, took = zip(
+                *(rank_costs(lengths[bins == i], flops, s.cp, load_balancer) for i in range(rows)), strict=True
+            )
+            laid_out += took * (load_balancer == "balanced")
+            work = np.array(costs_of_rows).reshape(micro_batches, -1)
             found[name].append(work.max(axis=1).mean() / work.mean())
         numbers.append(len(lengths))
         leasts.append(dealt.least)
-    medians = {name: round(statistics.median(values), 3) for name, values in found.items()}
     return {
         "mean_length": mean,
         "micro_batches": micro_batches,
         "documents_of_a_step": round(statistics.median(numbers)),
         "bound": round(statistics.median(leasts), 3),
-        "time": {name: value for name, value in medians.items() if name != "ms"},
-        "plan_ms": medians["ms"],
+        "time": {name: round(statistics.median(values), 3) for name, values in found.items()},
+        "plan_ms": round(statistics.median(planned), 3),
+        "layout_ms": round(statistics.median(laid_out), 3),
     }
 
 

@@ -9,7 +9,8 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, main_case, merged, same, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint.folder import saved_steps
+from trainer.checkpoint.folder import read_state, saved_steps
+from trainer.checkpoint.verify import verify_step
 
 FSDP2 = LAYOUTS["fsdp2"][1]
 
@@ -101,3 +102,32 @@ def test_a_run_continues_another_one_and_then_itself(pool: WorkerPool, tmp_path:
     after = merged(results, "after")
     again = merged(pool.run(2, load_step_save, str(tmp_path / "b"), [*FSDP2, *branch], 0), "before")
     assert [name for name in after if not same(after[name], again[name])] == []
+
+
+def test_the_last_save_may_be_of_weights_alone(pool: WorkerPool, tmp_path: Path) -> None:
+    """No run goes on from them by itself; other commands take them, and an optimizer may start anew with them."""
+    run, arguments = str(tmp_path), [*FSDP2, "--checkpoint.last_save_model_only", "--checkpoint.interval=1"]
+    wanted = merged(pool.run(2, load_step_save, run, [*arguments, "--training.steps=2"], 2), "after")
+    state = read_state(tmp_path / "checkpoint", 2)
+    assert state.model_only
+    whole = pool.run(2, load_step_save, str(tmp_path / "stopped"), [*arguments, "--training.steps=3"], 2)
+    assert same(merged(whole, "after")["model.norm.weight"], wanted["model.norm.weight"])
+    stopped = read_state(tmp_path / "stopped" / "checkpoint", 2)  # before its last step
+    assert not stopped.model_only
+    assert sum(state.files.values()) < 0.5 * sum(stopped.files.values())
+    verified = verify_step(tmp_path / "checkpoint", 2, None)
+    assert verified.tensors == sum(name.startswith("model.") for name in wanted)
+
+    results = pool.run(2, main_case, run, [*arguments, "--training.steps=3"])
+    text = "".join(text for code, text in results if code)
+    assert text.count("training.steps = 3 goes on after the checkpoint") == 1
+    assert "which holds the weights alone (checkpoint.last_save_model_only)" in text
+    assert [code for code, _ in pool.run(2, main_case, run, [*arguments, "--training.steps=2"])] == [0, 0]
+
+    anew = ["--checkpoint.load_step=2", "--checkpoint.exclude_from_loading", "optimizer", "--training.steps=3"]
+    results = pool.run(2, load_step_save, run, [*LAYOUTS["tp2"][1], *anew], 1)
+    got = merged(results, "before")
+    assert results[0]["step"] == 2
+    assert [name for name in wanted if name.startswith("model.") and not same(got[name], wanted[name])] == []
+    assert not any(got[name].any() for name in got if name.startswith("optimizer."))
+    assert not read_state(tmp_path / "checkpoint", 3).model_only

@@ -99,6 +99,7 @@ def test_a_file_means_here_what_it_means_there(path: Path, tmp_path, monkeypatch
     in_vain = ["profiling.profile_freq", "checkpoint.interval"] if wanted.flavor == "debugmodel" else []
     if path.stem == "2026_02_debug_model":
         in_vain.insert(1, "parallelism.pipeline_parallel_schedule")
+    in_vain += ["checkpoint.last_save_model_only"] * ("last_save_model_only = true" in path.read_text())
     in_vain += ["validation.freq"] * ("[validation]" in path.read_text())  # its validation is off
     assert [note.partition(" = ")[0] for note in unused] == in_vain
     for note in (*command.notes, *unused):
@@ -205,12 +206,12 @@ def test_the_command_line_goes_over_a_file_for_them_too(tmp_path):
 
 
 def test_what_a_base_asks_for_is_judged_with_what_the_file_says(tmp_path):
-    (tmp_path / "base.toml").write_text('[checkpoint]\nlast_save_model_only = true\ninterval_type = "seconds"\n')
+    (tmp_path / "base.toml").write_text('[checkpoint]\nmodel_weights_only = true\ninterval_type = "seconds"\n')
     (tmp_path / "run.toml").write_text('base = "base.toml"\n[checkpoint]\ninterval_type = "steps"\n')
     assert len(read(tmp_path / "run.toml").notes) == 2
-    with pytest.raises(ConfigError, match=r"last_save_model_only = true .*base.toml\)"):
+    with pytest.raises(ConfigError, match=r"model_weights_only = true .*base.toml\)"):
         read(tmp_path / "run.toml", "--checkpoint.enable")
-    read(tmp_path / "run.toml", "--checkpoint.enable", "--checkpoint.no-last_save_model_only")
+    read(tmp_path / "run.toml", "--checkpoint.enable", "--checkpoint.no-model_weights_only")
 
 
 # ---- values and folders

@@ -145,6 +145,7 @@ TOLD = [
     ("lora.alpha", ["8"], 1, None, "without lora.rank"),
     ("lora.modules", ["wq"], 1, None, "without lora.rank"),
     ("checkpoint.last_save_in_hf", [], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
+    ("checkpoint.last_save_model_only", [], 1, ["--checkpoint.enable"], "without checkpoint.enable"),
     (
         "checkpoint.export_dtype",
         ["bfloat16"],

@@ -14,6 +14,7 @@ from trainer.checkpoint.files import _Objects
 from trainer.checkpoint.folder import RunState, best_saved, model_description, read_state, saved_steps, step_to_load
 from trainer.checkpoint.publishing import begin, keep_latest, mark_best, prepare_folder, publish, unfinished_folder
 from trainer.checkpoint.remote import Place, objects, place_of
+from trainer.commands import verify
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -79,6 +80,18 @@ def test_what_is_saved_by_another_process_is_seen_at_once(folder: Place) -> None
     assert other.fs is not folder.fs
     save(other, 500)
     assert saved_steps(folder) == [500]
+
+
+@pytest.mark.parametrize("address", [f"{ADDRESS}/slashes/", "s3://whole", "s3://whole/"])
+def test_an_address_may_end_with_a_slash_and_may_be_a_whole_bucket(store: None, address: str) -> None:
+    folder = place_of("checkpoint.folder", address)
+    folder.fs.makedirs("whole", exist_ok=True)
+    save(folder, 500)
+    assert saved_steps(folder) == [500]
+    keep_latest(folder, 1, 500)
+    read_state(folder, 500)
+    begin(unfinished_folder(folder, 500))
+    assert objects(folder) == {"step-500/saving": 0}
 
 
 @pytest.mark.parametrize("done", ["data", "state"])
@@ -202,7 +215,7 @@ def test_an_object_of_a_failed_write_never_appears(folder: Place) -> None:
     assert objects(folder) == {"part": 1000}
 
 
-def test_a_store_that_does_not_answer_is_one_sentence(folder: Place) -> None:
+def test_a_store_that_does_not_answer_is_one_sentence(folder: Place, capsys: pytest.CaptureFixture[str]) -> None:
     with reached_by({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}):
         with pytest.raises(MissingFile, match=r"cannot be read \(Could not connect to the endpoint"):
             step_to_load(configured(folder))
@@ -211,13 +224,15 @@ def test_a_store_that_does_not_answer_is_one_sentence(folder: Place) -> None:
             prepare_folder(away)
         with pytest.raises(OSError, match="Could not connect"):  # and no checkpoint is taken for none
             best_saved(away)
+        assert verify.main([str(folder)]) == 2
+        assert "cannot be read (Could not connect to the endpoint" in capsys.readouterr().err
         missing: list[str] = []
         resolve(configured(folder), 1, missing=missing)  # a plan is made without the store
         assert len(missing) == 1
 
 
 def test_a_bucket_that_does_not_exist_is_named(store: None) -> None:
-    assert "The specified bucket does not exist" in refused(configured("s3://buckte/run"))
+    assert "bucket does not exist); check address, credentials and network" in refused(configured("s3://buckte/run"))
 
 
 def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:
@@ -231,7 +246,7 @@ def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:
 
     with mock.patch("builtins.__import__", without):
         text = refused(configured(ADDRESS))
-    assert "pip install 'long-context-trainer[remote]'" in text
+    assert "pip install universal_pathlib and the package of its store: s3fs for s3://" in text
     assert "only checkpoints may be in a remote store" in refused(
         configured(ADDRESS, "--job.dump_folder=s3://bucket/run")
     )

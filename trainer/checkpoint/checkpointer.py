@@ -35,7 +35,7 @@ from trainer.checkpoint.folder import (
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.initial import check_initial_weights, saved_step
 from trainer.checkpoint.publishing import prepare_folder, unfinished_folder
-from trainer.checkpoint.remote import Place, is_remote, place_of, reason_of
+from trainer.checkpoint.remote import Place, is_remote, place_of, reason_of, remedy_of
 from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
@@ -160,6 +160,7 @@ class Checkpointer:
         state, reader = raise_on_all_ranks(lambda: open_step(self._config, self._model, step, folder), world)
         anew = {*self.settings.exclude_from_loading} if without else set()
         tensors = tensors_of(self._model_parts, self._optimizer)
+        anew |= {"optimizer"} if state.model_only else set()
         tensors = {name: x for name, x in tensors.items() if name.partition(".")[0] not in anew}
         try:
             dcp.load(tensors, storage_reader=reader, planner=WholeState(without=anew), process_group=self.group)
@@ -190,7 +191,7 @@ class Checkpointer:
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.folder = {self.settings.folder!r}: {error.filename or self.folder} cannot be written "
-                f"({reason_of(error)}); name a folder that can"
+                f"({reason_of(error)}); {remedy_of(self.folder)}"
             ) from None
 
     # ---- saving
@@ -234,12 +235,16 @@ class Checkpointer:
         self.wait()
         started = time.monotonic()
         self._saved_at = started
-        state = RunState(step, tokens_seen, model_description(self._config, self._model), self._all_streams(), files={})
+        described = model_description(self._config, self._model)
+        model_only = self.settings.last_save_model_only and step == self._config.training.steps
+        state = RunState(step, tokens_seen, described, self._all_streams(), files={}, model_only=model_only)
         say_waiting(f"saving the checkpoint of step {step}")
         kept = {"keep_latest_k": self.settings.keep_latest_k, "keep_every": self.settings.keep_every}
         writer = Writer(unfinished_folder(self.folder, step), state, best=best, **kept)
         self._last_step = step
         tensors = tensors_of(self._model_parts, self._optimizer)
+        if model_only:
+            tensors = {name: x for name, x in tensors.items() if name.startswith("model.")}
         saving = {"storage_writer": writer, "process_group": self.group}
         if self.settings.async_mode != "disabled" and not last:
             self._pending = self._save_in_background(tensors, saving)

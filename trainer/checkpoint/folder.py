@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of, store_errors
+from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of, remedy_of, store_errors
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
@@ -37,7 +37,7 @@ class RunState:
     """The part of a checkpoint that is no tensor; the content of `state.json`.
 
     model: see `model_description`; streams: number of a data stream -> its position; files: name of every other file
-    of the checkpoint -> its length in bytes.
+    of the checkpoint -> its length in bytes; model_only: whether the tensors are the weights alone.
     """
 
     step: int
@@ -45,6 +45,7 @@ class RunState:
     model: Mapping[str, Any]
     streams: Mapping[int, Mapping[str, int]]
     files: Mapping[str, int]
+    model_only: bool = False
 
 
 def checkpoint_folder(config: JobConfig) -> Place:
@@ -108,7 +109,7 @@ def step_to_load(config: JobConfig) -> int | None:
     except OSError as error:
         raise (MissingFile if is_remote(folder) else ConfigError)(
             f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} cannot be read ({reason_of(error)}); "
-            f"name a folder that can"
+            f"{remedy_of(folder)}"
         ) from None
     if wanted == LATEST:
         return steps[-1] if steps else None
@@ -156,6 +157,8 @@ def unreadable(folder: Place, step: int, error: BaseException | str) -> ConfigEr
     reason = str(error).strip().split("\n")[0].removesuffix(".")
     if isinstance(error, OSError) and error.filename and not is_remote(folder):
         reason = f"{Path(error.filename).name}: {error.strerror}"
+    elif isinstance(error, OSError):
+        reason = reason_of(error)
     elif isinstance(error, KeyError):
         reason = f"{reason} is missing"
     try:
@@ -194,12 +197,19 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     """Check that this run can resume from `state`.
 
     Raises:
-        ConfigError: another model, data type, seed or number of data streams.
+        ConfigError: another model, data type, seed or number of data streams, or no optimizer for the steps to come.
     """
     path = step_folder(checkpoint_folder(config), state.step)
     elsewhere = "or start anew in another checkpoint.folder"
     check_same_model(state, config, model, path, remedy=f"resume with that, {elsewhere}")
-    if "dataloader" in config.checkpoint.exclude_from_loading:
+    anew, left = config.checkpoint.exclude_from_loading, config.training.steps - state.step
+    if state.model_only and left > 0 and "optimizer" not in anew:
+        raise ConfigError(
+            f"training.steps = {config.training.steps} goes on after the checkpoint {path}, which holds the weights "
+            "alone (checkpoint.last_save_model_only); go on from an earlier step with checkpoint.load_step, or start "
+            f"the optimizer anew: --checkpoint.load_step {state.step} --checkpoint.exclude_from_loading optimizer"
+        )
+    if "dataloader" in anew:
         return
     first = next(iter(state.streams.values()), {})
     for key, now in (("seed", config.training.seed), ("data_streams", config.training.data_streams)):

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from trainer.checkpoint.folder import STATE_FILE, check_same_model, read_state, step_to_load
-from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of
+from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of, remedy_of
 from trainer.checkpoint.safetensors import read_folder
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig, LoRA
@@ -51,7 +51,7 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         step = saved_step(path)
     except OSError as error:
         raise MissingFile(
-            f"checkpoint.initial_load_path = {given!r} cannot be read ({reason_of(error)}); name a folder that can"
+            f"checkpoint.initial_load_path = {given!r} cannot be read ({reason_of(error)}); {remedy_of(path)}"
         ) from None
     if is_remote(path) and step is None:
         raise ConfigError(

@@ -33,13 +33,13 @@ def place_of(key: str, value: str) -> Place:
         from upath import UPath
 
         # Another process may have written since the last look; of a file, ranks read only the bytes that they hold.
-        place = UPath(value, use_listings_cache=False, default_cache_type="none")
+        place = UPath(value.rstrip("/"), use_listings_cache=False, default_cache_type="none")
         _ = place.fs  # imports the package of the store
         return place
     except ImportError as error:
         raise MissingFile(
-            f"{key} = {value!r} cannot be opened ({error}); pip install 'long-context-trainer[remote]' is enough for "
-            "s3://, and other stores need their own package of fsspec, such as gcsfs for gs://"
+            f"{key} = {value!r} cannot be opened ({error}); pip install universal_pathlib and the package of "
+            "its store: s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{key} = {value!r} is no address ({error}); name one such as s3://bucket/run") from None
@@ -74,9 +74,15 @@ def objects(place: "UPath") -> dict[str, int]:
     """
     with store_errors(place):
         found = place.fs.find(place.path, detail=True)
-    return {name.removeprefix(f"{place.path}/"): entry["size"] for name, entry in found.items()}
+    above = place.path.rstrip("/") + "/"
+    return {name.removeprefix(above): entry["size"] for name, entry in found.items()}
 
 
 def reason_of(error: OSError) -> str:
     """Return why an operation failed; errors of remote stores have a message alone."""
     return error.strerror or str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def remedy_of(place: Place) -> str:
+    """Return what a user can do about a folder that cannot be read or written."""
+    return "check address, credentials and network" if is_remote(place) else "name a folder that can"

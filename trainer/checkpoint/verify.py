@@ -41,7 +41,7 @@ def verify_step(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | Non
     entries = reader.read_metadata().state_dict_metadata
     if run is not None:
         check_same_model(state, *run, reader.path, remedy="verify it with the configuration of its run")
-        if problem := _difference(entries, expected_entries(*run, with_optimizer=step > 0)):
+        if problem := _difference(entries, expected_entries(*run, with_optimizer=step > 0 and not state.model_only)):
             raise unreadable(folder, step, problem)
     for name, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):

@@ -102,6 +102,7 @@ def text_configuration(
         training=Training(
             local_batch_size=1,
             seq_len=training.seq_len,
+            steps=training.steps,
             seed=training.seed,
             data_streams=training.data_streams,
             dataset_text_field=training.dataset_text_field,

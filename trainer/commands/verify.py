@@ -13,7 +13,7 @@ import time
 
 from trainer.checkpoint.folder import checkpoint_folder, saved_steps, step_folder
 from trainer.checkpoint.initial import saved_step
-from trainer.checkpoint.remote import Place, is_remote, place_of
+from trainer.checkpoint.remote import Place, is_remote, place_of, reason_of
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -72,8 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         folder, steps, file = steps_of(place_of("path", args.path))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ConfigError, OSError) as error:
+        text = error if isinstance(error, ConfigError) else f"{args.path} cannot be read ({reason_of(error)})"
+        print(f"error: {text}", file=sys.stderr)
         return 2
     run, why_not = model_of(file)
     if run is None:

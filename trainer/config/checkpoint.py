@@ -53,6 +53,8 @@ class Checkpoint:
     """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
     initial_load_model_only: bool = key(True, when=_INITIAL)
     """false: initial_load_path is a folder step-N whose whole run this one continues: optimizer, data and steps too."""
+    last_save_model_only: bool = key(False, when=SAVING)
+    """Save the weights alone after step training.steps: a third of the size, and no run resumes from it."""
     last_save_in_hf: bool = key(False, when=(*SAVING, TOKENS))
     """Also save the weights of the last step as a Hugging Face folder, step-N-hf beside the checkpoint."""
     export_dtype: Literal["float32", "float64", "bfloat16", "float16"] = key(

@@ -107,6 +107,7 @@ OLDER: dict[str, Spelling] = {
         bool,
         lambda on: "fused" if on else "foreach",
     ),
+    "checkpoint.last_save_model_weights_only": Spelling("checkpoint.last_save_model_only"),
     "checkpoint.initial_load_model_weights_only": Spelling("checkpoint.initial_load_model_only"),
     "lr_scheduler.lr_min": Spelling("lr_scheduler.min_lr_factor"),
     **_moved("scheduler", "warmup_steps decay_ratio decay_type", "lr_scheduler"),
@@ -201,15 +202,9 @@ _IGNORED = {
     _STRINGS: "mx.filter_fqns mx.moe_fqns_prototype quantize.linear.mx.filter_fqns",
 }
 # Keys of torchtitan's table [checkpoint] -> the value that is ignored, and what to do instead of another one.
-_WHOLE_STATE = (
-    False,
-    "every checkpoint holds the whole state, the weights among it; leave it out",
-)
 _CHECKPOINT = {
     "interval_type": ("steps", "checkpoint.interval counts steps; leave it out"),
-    "model_weights_only": _WHOLE_STATE,
-    "last_save_model_weights_only": _WHOLE_STATE,
-    "last_save_model_only": _WHOLE_STATE,
+    "model_weights_only": (False, "only the last one may: set checkpoint.last_save_model_only instead"),
 }
 _OWN_PROGRAM = "import your module in a program of your own; leave it out"
 _OWN_KEYS = "settings are those of docs/configuration.md; leave it out"

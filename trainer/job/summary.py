@@ -3,6 +3,7 @@
 from pathlib import Path
 from textwrap import TextWrapper
 
+from trainer.config.writable import is_address
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.lora import adapter_sizes
 from trainer.job.memory import ITEMSIZE, rank_memory, size_words
@@ -48,7 +49,7 @@ def summary(job: ResolvedJob) -> str:
     return "\n".join(lines)
 
 
-def closing(job: ResolvedJob, *, checkpoint: Path | None, program: str) -> str:
+def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
     """Return where everything of a finished run lies, and what to run next.
 
     checkpoint: of the last step, if any; program: how a user calls `lct`.
@@ -63,7 +64,8 @@ def closing(job: ResolvedJob, *, checkpoint: Path | None, program: str) -> str:
         lines.append(f"{'weights':{_TOPIC}}{checkpoint}")
         follow = "forecast {}" if job.config.trains_fields else "generate {} --prompt '...'"
         lines.append(f"{'next':{_TOPIC}}{program} {follow.format(folder)}")
-        lines.append(f"{'':{_TOPIC}}the same command with a larger --training.steps trains on")
+        if not job.config.checkpoint.last_save_model_only:
+            lines.append(f"{'':{_TOPIC}}the same command with a larger --training.steps trains on")
     return "\n".join(lines)
 
 
@@ -246,12 +248,13 @@ def _checkpoints(job: ResolvedJob) -> str:
     start = "" if settings.initial_load_path is None else f"a new run has the weights of {settings.initial_load_path}; "
     if not settings.enable:
         return f"{start}none are saved (checkpoint.enable = false)"
-    folder = Path(job.config.job.dump_folder) / settings.folder
+    folder = settings.folder if is_address(settings.folder) else Path(job.config.job.dump_folder) / settings.folder
     if settings.load_only:
         return f"one is read in {folder}, none are saved (checkpoint.load_only = true)"
     seconds = f" or {settings.interval_seconds:g} seconds" if settings.interval_seconds else ""
     hf = ", which is also a Hugging Face folder" if settings.last_save_in_hf else ""
-    return f"{start}every {settings.interval:,} steps{seconds} and after the last one{hf}, in {folder}"
+    last = "the last one" + " (its weights alone)" * settings.last_save_model_only
+    return f"{start}every {settings.interval:,} steps{seconds} and after {last}{hf}, in {folder}"
 
 
 def _memory(job: ResolvedJob) -> str:
