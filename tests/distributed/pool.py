@@ -5,6 +5,7 @@ raises or hangs fails the case with its trace, and the pool starts anew for the 
 """
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -165,6 +166,7 @@ def _serve(connection: Connection, device: str) -> None:
         MODELS[family][0].update(flavors)
     MODELS["toy"] = (TOY_FLAVORS, "tests.toy_family.spec")
     torch.set_num_threads(1)
+    faulthandler.enable()
     gc.freeze()  # a collection after each case would look at all that is imported
     while True:
         try:

@@ -13,7 +13,15 @@ _MAKERS |= {"Library", "Lock", "local"}
 # Calls that change the process, and names whose attributes are the process's when they are set.
 _CHANGES = {
     *("signal.signal", "setLevel", "filterwarnings", "simplefilter", "gc.disable", "manual_seed", "set_device"),
-    *("use_deterministic_algorithms", "faulthandler.register", "putenv", "setrlimit", "mallopt", "activate"),
+    *(
+        "use_deterministic_algorithms",
+        "faulthandler.register",
+        "faulthandler.enable",
+        "putenv",
+        "setrlimit",
+        "mallopt",
+        "activate",
+    ),
 }
 _SETTINGS = ("os.environ", "torch.backends", "torch.compiler.config", "settings.cache_key_tag", "sys.excepthook")
 

@@ -161,6 +161,7 @@ def command_line(program: Callable[..., int] = main) -> int:
     launcher, arguments = launcher_of(sys.argv[1:], os.environ)
     if launcher is not None:
         end_with(launcher)
+    faulthandler.enable()  # a crash in native code prints where Python was
     faulthandler.register(signal.SIGUSR1)
     try:
         try:
