@@ -294,7 +294,6 @@ class Trainer:
         lr = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
         if updated and self.metrics.due(step):
-            sums = all_reduce(sums, self.dims["pp"])  # the last stage has them
             sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
             scalars = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": self.data.epoch}
             scalars["padding"] = sum(batch.get("padding", 0) for batch in batches)

@@ -66,13 +66,6 @@ LOSS = (
         f"{_LAYOUT}[cp2-float32]",
     ),
     Mutant(
-        "losses stay on the last stage",
-        "trainer/trainer.py",
-        'sums = all_reduce(sums, self.dims["pp"])',
-        'sums = all_reduce(sums, self.dims["tp"])',
-        f"{_LAYOUT}[pp2-float32]",
-    ),
-    Mutant(
         "row losses are those of one part of the sequence",
         "trainer/trainer.py",
         'sequence_losses = all_reduce(sums, self.dims["cp"])',

@@ -229,9 +229,9 @@ class MetricsLogger:
     ) -> StepMetrics:
         """Reduce and write one step. A collective: every rank calls it for the same steps.
 
-        loss: of the whole job; sequence_losses: (B,) mean loss of each sequence of this rank; epoch: mean over the data
-        streams of this rank; padding: tokens of this rank's batches that are of no document; more: what the family of
-        the model has to say, on every rank.
+        loss: of the whole job; sequence_losses: (B,) mean loss of each sequence of this rank, 0 before the last stage
+        of a pipeline; epoch: mean over the data streams of this rank; padding: tokens of this rank's batches that are
+        of no document; more: what the family of the model has to say, on every rank.
         """
         elapsed = time.perf_counter() - self._started
         steps = step - self._last_step
