@@ -206,9 +206,16 @@ CHECKPOINTS = (
     Mutant(
         "a save in a store does not say that it has begun",
         "trainer/checkpoint/publishing.py",
-        """            _remove_objects(unfinished)
-            (unfinished / SAVING_FILE).write_bytes(b"")""",
-        "            _remove_objects(unfinished)",
+        """        _remove_objects(unfinished)
+        (unfinished / SAVING_FILE).write_text(claim, encoding="utf-8")""",
+        "        _remove_objects(unfinished)",
+        "tests/unit/test_remote_folder.py",
+    ),
+    Mutant(
+        "of two jobs that save to one name in a store both are published",
+        "trainer/checkpoint/publishing.py",
+        'raise OSError(errno.EBUSY, "another job saves there, too")',
+        "pass",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(

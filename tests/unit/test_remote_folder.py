@@ -12,7 +12,15 @@ from tests.unit.test_checkpoint_folder import refused, shape_of
 from trainer.checkpoint import publishing
 from trainer.checkpoint.files import _Objects
 from trainer.checkpoint.folder import RunState, best_saved, model_description, read_state, saved_steps, step_to_load
-from trainer.checkpoint.publishing import begin, keep_latest, mark_best, prepare_folder, publish, unfinished_folder
+from trainer.checkpoint.publishing import (
+    begin,
+    keep_latest,
+    mark_best,
+    prepare_folder,
+    publish,
+    remove_unfinished,
+    unfinished_folder,
+)
 from trainer.checkpoint.remote import Place, objects, place_of
 from trainer.commands import verify
 from trainer.config.errors import ConfigError, MissingFile
@@ -42,7 +50,7 @@ def configured(folder: object, *arguments: str) -> JobConfig:
 def save(folder: Place, step: int, *, done: str = "all") -> None:
     """A checkpoint as far as objects go; done: after what the process is killed."""
     place = unfinished_folder(folder, step)
-    begin(place)
+    claim = begin(place)
     contents = {".metadata": b"m" * 10, "__0_0.distcp": bytes(100 + step), "__1_0.distcp": bytes(50)}
     for name, content in contents.items():
         (place / name).write_bytes(content)
@@ -53,9 +61,9 @@ def save(folder: Place, step: int, *, done: str = "all") -> None:
     state = RunState(step, 1000 * step, model, dict.fromkeys(range(64), STREAM), files)
     if done == "state":  # killed before `saving` is removed
         with mock.patch.object(type(place), "unlink", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            publish(place, state)
+            publish(place, state, claim)
         return
-    publish(place, state)
+    publish(place, state, claim)
 
 
 def test_what_is_published_is_read_back_and_found_by_a_run(folder: Place) -> None:
@@ -91,7 +99,7 @@ def test_an_address_may_end_with_a_slash_and_may_be_a_whole_bucket(store: None, 
     keep_latest(folder, 1, 500)
     read_state(folder, 500)
     begin(unfinished_folder(folder, 500))
-    assert objects(folder) == {"step-500/saving": 0}
+    assert objects(folder).keys() == {"step-500/saving"}
 
 
 @pytest.mark.parametrize("done", ["data", "state"])
@@ -140,6 +148,27 @@ def test_a_removal_that_is_killed_at_any_request_leaves_no_half_of_a_checkpoint(
     assert not any("saving" in name for name in objects(folder))
     keep_latest(folder, 1, 1000)
     assert {name.split("/")[0] for name in objects(folder)} == {"step-1000"}
+
+
+@pytest.mark.parametrize("other", ["begins", "is done", "starts"])
+def test_of_two_jobs_that_save_to_one_name_the_last_that_began_is_published(folder: Place, other: str) -> None:
+    """The first one is told, and none of its objects is taken for one of the other's."""
+    place, theirs = unfinished_folder(folder, 500), place_of("checkpoint.folder", str(folder))
+    claim = begin(place)
+    (place / f"__{claim}_0_0.distcp").write_bytes(b"of the first")
+    state = RunState(500, 0, {}, {}, {f"__{claim}_0_0.distcp": 12})
+    if other == "starts":
+        remove_unfinished(theirs)
+    else:
+        last = begin(unfinished_folder(theirs, 500))
+        assert last != claim
+    if other == "is done":
+        save(theirs, 500)
+    with pytest.raises(OSError, match="another job saves there, too"):
+        publish(place, state, claim)
+    assert saved_steps(folder) == ([500] if other == "is done" else [])
+    save(theirs, 500)
+    assert read_state(folder, 500).files["__0_0.distcp"] == 600
 
 
 def test_the_best_and_the_latest_stay(folder: Place) -> None:
@@ -257,23 +286,29 @@ def test_saving_is_written_first_and_removed_last(folder: Place) -> None:
     """What a killed process leaves is always known as this program's."""
     seen = []
     kind = type(folder)
-    write, remove = kind.write_bytes, folder.fs.rm
+    remove = folder.fs.rm
 
-    def noted(place: Place, *args) -> None:
-        seen.append(place.name)
-        write(place, *args)
+    def noting(write):
+        def noted(place: Place, *args, **options) -> None:
+            seen.append(place.name)
+            write(place, *args, **options)
+
+        return noted
 
     def removed(names: list[str] | str, **options) -> None:
         seen.append("objects" if isinstance(names, list) else Path(names).name)
         assert f"{folder.path}/step-500/{publishing.SAVING_FILE}" in folder.fs.find(folder.path)
         remove(names, **options)
 
-    with mock.patch.object(kind, "write_bytes", noted):
+    with (
+        mock.patch.object(kind, "write_bytes", noting(kind.write_bytes)),
+        mock.patch.object(kind, "write_text", noting(kind.write_text)),
+    ):
         save(folder, 500)
         with mock.patch.object(folder.fs, "rm", removed):
             save(folder, 500)
     assert seen == [
-        *("saving", ".metadata", "__0_0.distcp", "__1_0.distcp"),
-        *("saving", "state.json", "objects", "saving", "saving", ".metadata", "__0_0.distcp", "__1_0.distcp"),
-        "saving",
+        *("saving", ".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"),
+        *("saving", "state.json", "objects", "saving"),  # the older one is removed
+        *("saving", ".metadata", "__0_0.distcp", "__1_0.distcp", "state.json", "saving"),
     ]

@@ -310,7 +310,7 @@ class Checkpointer:
         except OSError:  # a store that does not answer
             kept = []
         room = "make room there and" if kept else "make room, or name another job.dump_folder, and"
-        first = "when the store can be written to," if remote else room
+        first = "when the cause is gone," if remote else room
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.folder} (rank {rank}: {full or reason}); "
             f"{first} run the same command again" + (f", which resumes after step {kept[-1]}" if kept else "")

@@ -214,18 +214,26 @@ class Writer(FileSystemWriter):
         super().__init__("" if remote else unfinished, single_file_per_rank=not file_per_tensor, sync_files=not remote)
         if remote:
             self.fs, self.path = _Objects(), unfinished
-        self._state, self._best = state, best
+        self._state, self._best, self._claim = state, best, ""
         self._keep_latest_k, self._keep_every = keep_latest_k, keep_every
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Claim the place of the checkpoint, on one rank, before any rank writes."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            begin(self.path)
+            self._claim = begin(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         # PyTorch would make a folder, and look for a checkpoint there that another rank removes now.
         return plan if is_remote(self.path) else super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the files of all ranks, on one of them."""
+        plans = super().prepare_global_plan(plans)
+        if not self._claim:
+            return plans
+        names = [replace(plan.storage_data, prefix=f"__{self._claim}_{i}_") for i, plan in enumerate(plans)]
+        return [replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors.
@@ -252,6 +260,6 @@ class Writer(FileSystemWriter):
         for result in (result for of_rank in results for result in of_rank):
             place = result.storage_data
             files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
-        publish(unfinished, replace(self._state, files=files))
+        publish(unfinished, replace(self._state, files=files), self._claim)
         mark_best(unfinished.parent, self._state.step, self._best)
         keep_latest(unfinished.parent, self._keep_latest_k, self._state.step, every=self._keep_every)

@@ -3,13 +3,18 @@
 On a file system a save writes to step-N.tmp, and one rename makes it the checkpoint. A remote store has no rename: a
 save writes to step-N itself, where the object `saving` says that it is this program's and unfinished, and `state.json`
 is written last. A step with `saving` and without `state.json` is never read, and removed later.
+
+Two jobs may save to one name, for instance when a job is started again and the old one is still alive. `saving` holds
+the claim of the last one that began, a word that is in the names of its objects too. Only that one is published.
 """
 
+import errno
 import json
 import logging
 import os
 import re
 import shutil
+import uuid
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -21,7 +26,7 @@ from trainer.config.errors import ConfigError
 SAVING_FILE = "saving"
 _UNFINISHED = re.compile(r"step-[1-9]\d*\.tmp")
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
-_OURS = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?")
+_OURS = re.compile(r"__([0-9a-f]+_)?\d+_\d+\.distcp|\.metadata(\.tmp)?")
 
 logger = logging.getLogger("trainer")
 
@@ -55,27 +60,34 @@ def unfinished_folder(folder: Place, step: int) -> Place:
     return step_folder(folder, step) if is_remote(folder) else folder / f"step-{step}.tmp"
 
 
-def begin(unfinished: Place) -> None:
+def begin(unfinished: Place) -> str:
     """Claim the place of a step in a store, where one of a history that this run left may be. Before any rank writes.
+
+    Return the claim; empty for a file system.
 
     Raises:
         OSError: the store failed.
     """
-    if is_remote(unfinished):
-        with store_errors(unfinished):
-            _remove_objects(unfinished)
-            (unfinished / SAVING_FILE).write_bytes(b"")
+    if not is_remote(unfinished):
+        return ""
+    claim = uuid.uuid4().hex
+    with store_errors(unfinished):
+        _remove_objects(unfinished)
+        (unfinished / SAVING_FILE).write_text(claim, encoding="utf-8")
+    return claim
 
 
-def publish(unfinished: Place, state: RunState) -> None:
-    """Turn `unfinished`, whose other files are written already, into the checkpoint of its step.
+def publish(unfinished: Place, state: RunState, claim: str = "") -> None:
+    """Turn `unfinished`, whose other files are written already, into the checkpoint of its step. claim: see `begin`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or another job has claimed it.
     """
     content = json.dumps({"format": FORMAT, **asdict(state)})
     if is_remote(unfinished):
         with store_errors(unfinished):
+            if SAVING_FILE not in objects(unfinished) or (unfinished / SAVING_FILE).read_text("utf-8") != claim:
+                raise OSError(errno.EBUSY, "another job saves there, too")
             (unfinished / STATE_FILE).write_text(content, encoding="utf-8")
             (unfinished / SAVING_FILE).unlink()
         return
