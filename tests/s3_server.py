@@ -1,8 +1,13 @@
-"""An S3 server on this machine, in this process (moto): real requests, whole and in parts."""
+"""An S3 server on this machine, in this process (moto): real requests, whole and in parts.
+
+python -m tests.s3_server COMMAND ...    runs a command that finds it
+"""
 
 import contextlib
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from urllib import request
 
@@ -50,3 +55,8 @@ def reached_by(variables: Mapping[str, str]) -> Iterator[None]:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         s3fs.S3FileSystem.clear_instance_cache()
+
+
+if __name__ == "__main__":
+    with s3_server() as found:
+        sys.exit(subprocess.run(sys.argv[1:], env={**os.environ, **found}).returncode)

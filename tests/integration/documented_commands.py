@@ -202,6 +202,13 @@ RULES = [
         r"lct convert from-hf .*", r"rm -rf outputs/llama && \g<0>", why=OWN, first=LLAMA, says="a training run loads"
     ),
     Rule(
+        r"lct train --checkpoint\.enable --checkpoint\.folder s3://.*",
+        rf"python -m tests.s3_server \g<0> {SHORT}",
+        why="a server on this machine stands in for the store",
+        first="rm -rf outputs/debug_model",
+        says="weights      s3://bucket/run/step-2",
+    ),
+    Rule(
         r"lct train --checkpoint\.enable --checkpoint\.last_save_in_hf",
         rf"\g<0> {SHORT}",
         why=LONG,
