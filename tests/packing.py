@@ -1,9 +1,12 @@
 """Whole documents through the trainer's `SequenceBuilder`: what the tests of packing and of the loader compare with."""
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
+from trainer.data.loader import BatchLoader
 from trainer.data.packing import PackedSequence, SequenceBuilder
 
 
@@ -16,3 +19,25 @@ def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[PackedSequen
             start += builder.add(document, start)
             if builder.missing == 0:
                 yield builder.finish()
+
+
+def assert_exact_in_legs(
+    loader: Callable[..., BatchLoader], rows: Callable[[Iterable], list[tuple]], legs: list[tuple[int, int]]
+) -> dict[int, dict[str, int]]:
+    """Read in legs of (data-parallel degree, steps), each resumed from the one before, and compare with one loader.
+
+    loader: makes that of rank `r` of `d`, of one sequence a batch. Return the last state.
+    """
+    everything = rows(islice(iter(loader()), sum(d * steps for d, steps in legs)))
+    states, done = None, 0
+    for d, steps in legs:
+        ranks = [loader(r=r, d=d) for r in range(d)]
+        for r, one in enumerate(ranks):
+            if states is not None:
+                one.load_state_dict(states)
+            window = range(done, done + d * steps)
+            assert rows(islice(iter(one), steps)) == [everything[i] for i in window if i % d == r]
+        merged = {s: entry for one in ranks for s, entry in one.state_dict().items()}
+        states = {int(s): entry for s, entry in json.loads(json.dumps(merged)).items()}
+        done += d * steps
+    return states

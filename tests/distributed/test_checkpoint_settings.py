@@ -1,6 +1,9 @@
 """Laws of what a run saves by the time, of a run that only reads, and of parts that start anew on purpose."""
 
+import errno
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.checkpoint.folder import read_state, saved_steps
 from trainer.checkpoint.verify import verify_step
+from trainer.runtime.process_group import Process
 
 FSDP2 = LAYOUTS["fsdp2"][1]
 
@@ -102,6 +106,21 @@ def test_a_run_continues_another_one_and_then_itself(pool: WorkerPool, tmp_path:
     after = merged(results, "after")
     again = merged(pool.run(2, load_step_save, str(tmp_path / "b"), [*FSDP2, *branch], 0), "before")
     assert [name for name in after if not same(after[name], again[name])] == []
+
+
+def best_unreadable_case(folder: str, arguments: list[str]) -> tuple[int, str]:
+    """Rank 1 cannot read which checkpoint is the best one."""
+    failing = OSError(errno.EIO, os.strerror(errno.EIO)) if Process.from_environment().rank == 1 else None
+    with mock.patch("trainer.checkpoint.checkpointer.best_saved", side_effect=failing, return_value=None):
+        return main_case(folder, arguments)
+
+
+def test_a_mark_of_the_best_that_one_rank_cannot_read_stops_all(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, load_step_save, str(tmp_path), FSDP2, 1)
+    results = pool.run(2, best_unreadable_case, str(tmp_path), [*FSDP2, "--training.steps=2"])
+    assert all(code != 0 for code, _ in results)
+    assert "best.json cannot be read (Input/output error)" in "".join(text for _, text in results)
+    assert saved_steps(tmp_path / "checkpoint") == [1]
 
 
 def test_the_last_save_may_be_of_weights_alone(pool: WorkerPool, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
 """
 
-from tests.mutants import attention, chat, domain, experts, job, step
+from tests.mutants import attention, chat, checkpoints, domain, experts, job, step
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -22,7 +22,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.LAYOUTS,
     *job.DATA,
     *chat.CHAT,
-    *job.CHECKPOINTS,
+    *checkpoints.CHECKPOINTS,
     *job.SETTINGS,
     *job.CACHES,
     *step.METRICS,

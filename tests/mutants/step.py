@@ -208,15 +208,15 @@ METRICS = (
     Mutant(
         "tokens of a sequence count once for each of its ranks",
         "trainer/components/metrics.py",
-        'tokens_per_second=per_device * self.dims.size("world")',
-        'tokens_per_second=per_device * self.dims.size("world") * self.dims.size("cp")',
+        "tokens_per_second=per_device * ranks",
+        'tokens_per_second=per_device * ranks * self.dims.size("cp")',
         _LOOP,
     ),
     Mutant(
         "the largest row loss is that of a few ranks",
         "trainer/components/metrics.py",
-        'all_reduce(largest, self.dims["world"], "max")',
-        'all_reduce(largest, self.dims["tp"], "max")',
+        'all_reduce(numbers, self.dims["world"], operation)',
+        'all_reduce(numbers, self.dims["tp"], operation)',
         "tests/distributed/test_parity.py::test_micro_batches_do_not_change_the_step",
     ),
     Mutant(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.numbered import mixed
+from tests.packing import assert_exact_in_legs
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.loader import BatchLoader
@@ -75,18 +76,7 @@ def test_a_weight_of_zero_is_no_sample() -> None:
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.integers(0, 9)), min_size=1, max_size=4))
 def test_the_order_does_not_depend_on_degrees_and_a_resume_is_exact(legs: list[tuple[int, int]]) -> None:
-    everything = rows(islice(iter(loader()), sum(d * steps for d, steps in legs)))
-    states, done = None, 0
-    for d, steps in legs:
-        ranks = [loader(r=r, d=d) for r in range(d)]
-        for r, one in enumerate(ranks):
-            if states is not None:
-                one.load_state_dict(states)
-            window = range(done, done + d * steps)
-            assert rows(islice(iter(one), steps)) == [everything[i] for i in window if i % d == r]
-        merged = {s: entry for one in ranks for s, entry in one.state_dict().items()}
-        states = {int(s): entry for s, entry in json.loads(json.dumps(merged)).items()}
-        done += d * steps
+    states = assert_exact_in_legs(loader, rows, legs)
     assert all(type(value) is int for entry in states.values() for value in entry.values())
 
 

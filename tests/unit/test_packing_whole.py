@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.numbered import Numbers
+from tests.packing import assert_exact_in_legs
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model, Training
@@ -116,18 +117,7 @@ def rows(batches) -> list[tuple]:
 def test_resume_on_any_degree_is_exact(alone: bool, legs: list[tuple[int, int]]) -> None:
     """Also in the middle of a document that has several pieces."""
     lengths = [5, 90, 13, 150, 40, 8, 19, 61, 2, 1, 17, 33] * 4
-    everything = rows(islice(iter(loader(lengths, alone=alone)), sum(d * steps for d, steps in legs)))
-    states, done = None, 0
-    for d, steps in legs:
-        ranks = [loader(lengths, alone=alone, r=r, d=d) for r in range(d)]
-        for r, one in enumerate(ranks):
-            if states is not None:
-                one.load_state_dict(states)
-            window = range(done, done + d * steps)
-            assert rows(islice(iter(one), steps)) == [everything[i] for i in window if i % d == r]
-        merged = {s: entry for one in ranks for s, entry in one.state_dict().items()}
-        states = {int(s): entry for s, entry in json.loads(json.dumps(merged)).items()}
-        done += d * steps
+    assert_exact_in_legs(partial(loader, lengths, alone=alone), rows, legs)
 
 
 def test_a_resume_between_the_pieces_of_a_document_needs_their_number() -> None:

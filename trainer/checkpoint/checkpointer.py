@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from trainer.checkpoint.export import export
 from trainer.checkpoint.files import WholeState, Writer
 from trainer.checkpoint.folder import (
+    BEST_FILE,
     RunState,
     best_saved,
     checkpoint_folder,
@@ -138,7 +139,7 @@ class Checkpointer:
         if initial is not None and not adapts:
             logger.info(f"checkpoint.initial_load_path = {initial!r} is not read: this run has checkpoints of its own")
         tokens_seen = self._resume(self.folder, step, without=self.settings.load_step != -1)
-        best = raise_on_all_ranks(lambda: best_saved(self.folder), world)
+        best = raise_on_all_ranks(self._best_of_before, world)
         loss = best[1] if best is not None and best[0] <= step else math.inf  # a later one is of another history
         # One value for all: a rank that sees an older file would save when the others do not.
         found = torch.tensor(loss, dtype=torch.float64, device=world.device_type)
@@ -148,8 +149,16 @@ class Checkpointer:
 
     def _branch_off(self, path: Place) -> tuple[int, int]:
         """Go on with the run of another folder after a step, whose checkpoint is at `path`; return as `load`."""
-        step = saved_step(path)
+        step = raise_on_all_ranks(lambda: saved_step(path), self._dims["world"])
         return step, self._resume(path.parent, step, without=True)
+
+    def _best_of_before(self) -> tuple[int, float] | None:
+        try:
+            return best_saved(self.folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.folder / BEST_FILE} cannot be read ({reason_of(error)}); {remedy_of(self.folder)}"
+            ) from None
 
     def _resume(self, folder: Place, step: int, *, without: bool) -> int:
         """Load a saved step of a folder of checkpoints, and return the tokens seen up to it.

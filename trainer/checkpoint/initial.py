@@ -17,9 +17,16 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def saved_step(path: Place) -> int | None:
-    """Return the step of a checkpoint folder `step-N` of this program; None: it is something else."""
+    """Return the step of a checkpoint folder `step-N` of this program; None: it is something else.
+
+    Raises:
+        MissingFile: it is in a store that does not answer from here.
+    """
     match = _STEP.fullmatch(path.absolute().name)
-    saved = match and (STATE_FILE in objects(path) if is_remote(path) else (path / STATE_FILE).is_file())
+    try:
+        saved = match and (STATE_FILE in objects(path) if is_remote(path) else (path / STATE_FILE).is_file())
+    except OSError as error:
+        raise MissingFile(f"{path} cannot be read ({reason_of(error)}); {remedy_of(path)}") from None
     return int(match[1]) if saved else None
 
 
@@ -47,12 +54,7 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
             f"checkpoint.initial_load_path = {given!r} is no folder here; name a folder with weights (for a finished "
             "run, in its config.toml)"
         )
-    try:
-        step = saved_step(path)
-    except OSError as error:
-        raise MissingFile(
-            f"checkpoint.initial_load_path = {given!r} cannot be read ({reason_of(error)}); {remedy_of(path)}"
-        ) from None
+    step = saved_step(path)
     if is_remote(path) and step is None:
         raise ConfigError(
             f"checkpoint.initial_load_path = {given!r} holds no checkpoint; name a step-N of a run's "

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from trainer.distributed.parallel_dims import ParallelDims
 
 _RUN_FILE = "config.toml"
+# Settings of [training] with which commands read text and compute.
+_KEPT = (
+    *("seq_len", "steps", "seed", "data_streams", "dataset_text_field", "on_bad_record"),
+    *("loss_chunk_tokens", "dtype", "mixed_precision_param", "enable_cpu_offload"),
+)
 _TEXT_COMMANDS = ("generate", "evaluate")
 
 
@@ -99,19 +104,7 @@ def text_configuration(
     config = JobConfig(
         job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),  # not beside the weights
         model=given.model,
-        training=Training(
-            local_batch_size=1,
-            seq_len=training.seq_len,
-            steps=training.steps,
-            seed=training.seed,
-            data_streams=training.data_streams,
-            dataset_text_field=training.dataset_text_field,
-            on_bad_record=training.on_bad_record,
-            loss_chunk_tokens=training.loss_chunk_tokens,
-            dtype=training.dtype,
-            mixed_precision_param=training.mixed_precision_param,
-            enable_cpu_offload=training.enable_cpu_offload,
-        ),
+        training=Training(local_batch_size=1, **{name: getattr(training, name) for name in _KEPT}),
         parallelism=given.parallelism,
         checkpoint=Checkpoint(initial_load_path=weights),
         float8=given.float8,

@@ -3,12 +3,12 @@
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -236,11 +236,10 @@ class MetricsLogger:
         elapsed = time.perf_counter() - self._started
         steps = step - self._last_step
         largest = [sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
-        largest = torch.tensor(largest, dtype=torch.float64, device=self.device)
-        loss_max, elapsed, memory = all_reduce(largest, self.dims["world"], "max").tolist()
-        means = torch.tensor([self._data_seconds, epoch, padding], dtype=torch.float64, device=self.device)
-        waited, epoch, padded = (all_reduce(means, self.dims["world"]) / self.dims.size("world")).tolist()
-        per_device = self.tokens_per_step * steps / elapsed / self.dims.size("world")
+        loss_max, elapsed, memory = self._of_all_ranks(largest, "max")
+        ranks = self.dims.size("world")
+        waited, epoch, padded = (x / ranks for x in self._of_all_ranks([self._data_seconds, epoch, padding], "sum"))
+        per_device = self.tokens_per_step * steps / elapsed / ranks
         flops = [per_device * flops for flops in self.flops_per_token]
         mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]
         metrics = StepMetrics(
@@ -250,7 +249,7 @@ class MetricsLogger:
             grad_norm=grad_norm,
             lr=lr,
             seconds_per_step=elapsed / steps,
-            tokens_per_second=per_device * self.dims.size("world"),
+            tokens_per_second=per_device * ranks,
             tokens_per_second_per_device=per_device,
             tflops=flops[0] / 1e12,
             mfu=mfu[0],
@@ -268,6 +267,10 @@ class MetricsLogger:
             sink.write(asdict(metrics) | dict(more or {}))
         self.restart_clock(step)
         return metrics
+
+    def _of_all_ranks(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return all_reduce(numbers, self.dims["world"], operation).tolist()
 
     def close(self) -> None:
         """Flush and close the files."""

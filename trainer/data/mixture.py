@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -168,7 +167,10 @@ def open_training_data(config: JobConfig) -> TextData | Mixture:
         ConfigError: see `open_text`.
     """
     training, mixture = config.training, config.mixture
-    opened: Callable[[Any], TextData] = lambda path: open_text(config.model, training.dataset, path, training)  # noqa: E731
+
+    def opened(path: str | None) -> TextData:
+        return open_text(config.model, training.dataset, path, training)
+
     if not mixture.names:
         return opened(training.dataset_path)
     return Mixture(
