@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def run_block(block: Block, device: str, scale: float = 1.0) -> Found:
     with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as folder:
         notes, log = Path(folder, "notes.json"), Path(folder, "log")
         command = [sys.executable, "-m", f"{_HERE}.child", block.entry, device, str(notes), str(limit)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(ROOT), _stand_ins(), os.environ.get("PYTHONPATH")]))
         # Also what a killed block leaves behind goes with the folder.
         environment = os.environ | {"PYTHONPATH": path, "TMPDIR": folder}
         if device == "cpu":  # also where there are GPUs; one thread, which waits for no other program
@@ -95,6 +96,11 @@ def run_block(block: Block, device: str, scale: float = 1.0) -> Found:
     return {"name": block.name, "seconds": seconds, "limit": limit} | found
 
 
+def _stand_ins() -> str:
+    """Return the folder of what stands for a package that a bare machine lacks, or nothing if it is installed."""
+    return "" if find_spec("tiktoken") else str(ROOT / "scripts" / "gpu_blocks" / "stand_ins")
+
+
 def _why(code: int | None, limit: float) -> str:
     """Return the verdict on a block that did not end by itself with 0; code: None if it was killed at its limit."""
     if code is None:
@@ -111,7 +117,13 @@ def machine(device: str) -> Found:
     if device == "cuda":
         with suppress(OSError, subprocess.SubprocessError):
             gpus = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
-    return {"cuda": torch.version.cuda, "torch_git": torch.version.git_version, "gpus_memory_driver": gpus}
+    text = "tiktoken" if find_spec("tiktoken") else "bytes: tiktoken is not installed"
+    return {
+        "text": text,
+        "cuda": torch.version.cuda,
+        "torch_git": torch.version.git_version,
+        "gpus_memory_driver": gpus,
+    }
 
 
 def check(blocks: Iterable[Block], head: Found, device: str, out: Path | None, scale: float = 1.0) -> list[Found]:

@@ -20,6 +20,7 @@ from trainer.components.source_losses import SourceLosses
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
 from trainer.config.loader import to_toml
+from trainer.config.schema import JobConfig
 from trainer.data.ahead import BatchesAhead
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
@@ -158,9 +159,7 @@ class Trainer:
         )
         check_memory_snapshot(self.config.profiling, self.device)
         if self.dims.rank("world") == 0:
-            folder = Path(self.config.job.dump_folder)
-            with writing_to(folder):
-                (folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+            _save_configuration(self.config)
 
     def train(self) -> None:
         """Train until `training.steps`, `job.max_minutes` or a signal, and save the last step.
@@ -383,3 +382,15 @@ class Trainer:
                 f"the ranks {self.dims['pp_cp_tp'].mesh.tolist()} of one data-parallel rank read different batches "
                 f"(hashes {hashes}); the data set must be the same on all machines"
             )
+
+
+def _save_configuration(config: JobConfig) -> None:
+    """Write `config.toml`, which commands on the finished run read."""
+    folder = Path(config.job.dump_folder)
+    try:
+        text = to_toml(config)
+    except ModuleNotFoundError as error:
+        logger.warning(f"{folder / 'config.toml'} is not written, so `lct generate` cannot read this run: {error}")
+        return
+    with writing_to(folder):
+        (folder / "config.toml").write_text(text, encoding="utf-8")

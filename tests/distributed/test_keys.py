@@ -55,6 +55,7 @@ def observe(arguments: list[str], folder: str, fail: str) -> Observed:
     """Run the program and write down what it did."""
     seen, trainers = Observed(), []
     out = io.StringIO()
+    out.isatty = lambda: True
 
     class Watched(Trainer):
         def __init__(self, *args: Any) -> None:
@@ -75,7 +76,7 @@ def observe(arguments: list[str], folder: str, fail: str) -> Observed:
     with (
         mock.patch("trainer.trainer.Trainer", Watched),
         mock.patch("trainer.commands.rank._GRACE_SECONDS", 0),
-        mock.patch.dict(os.environ, {"FORCE_COLOR": "1", "TERM": "xterm"}),
+        mock.patch.dict(os.environ, {"TERM": "xterm"}),
         recorded(seen),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(out),

@@ -63,6 +63,17 @@ def test_two_ranks_by_default_without_a_gpu(tmp_path: Path) -> None:
     assert {"metrics      out/metrics.jsonl", "weights      not saved; --checkpoint.enable saves them"} <= {*lines}
 
 
+def test_a_python_without_the_packages_is_one_sentence(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
+    bare.chmod(0o755)
+    process = launch(*QUICK, PYTHON=str(bare))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert len(err.splitlines()) == 1
+    assert f"error: {bare} lacks torch numpy tiktoken tomli_w rich; run `make train` once" in err
+
+
 @pytest.mark.slow
 def test_log_rank_chooses_who_speaks(tmp_path: Path) -> None:
     process = launch(*QUICK, f"--job.dump_folder={tmp_path}", LOG_RANK="1")

@@ -389,4 +389,11 @@ PROCESSES = (
         '"passed"',
         "tests/unit/test_gpu_check.py",
     ),
+    Mutant(
+        "a machine that has PyTorch alone cannot read a configuration",
+        "trainer/config/loader.py",
+        "from trainer.config.command_line import COMMAND_LINE",
+        "import tomli_w\nfrom trainer.config.command_line import COMMAND_LINE",
+        "tests/unit/test_gpu_check.py",
+    ),
 )

@@ -149,16 +149,20 @@ def test_a_line_on_a_cpu_has_no_empty_column():
 
 
 @pytest.mark.parametrize("mfu", [None, 0.4567])
-def test_the_widest_line_fits_100_columns(mfu):
+@pytest.mark.parametrize("width", [100, 80])
+def test_the_widest_line_fits_100_columns_and_a_narrow_terminal(mfu, width, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
     widest = replace(
         METRICS, step=99999, loss=11.7642, loss_max=12.3456, grad_norm=12345.6, lr=2.345e-4, mfu=mfu,
         seconds_per_step=123.4, tokens_per_second=12_345_678.0, memory_gib=139.87, data_loading_fraction=0.123,
     )  # fmt: skip
     line = console_line(widest, 100_000, 12 * 3600 + 34 * 60 + 56)
-    assert len(line) <= 100, (len(line), line)
-    for part in ("99999/100000", "loss 11.764", "grad 12346", "12.35M tok/s", "123 s", "140 GiB", "eta 12:34:56"):
+    assert len(line) <= width, (len(line), line)
+    for part in ("99999/100000", "loss 11.764", "grad 12346", "12.35M tok/s", "eta 12:34:56"):
         assert part in line
-    assert ("46% mfu" in line) is (mfu is not None)
+    assert ("123 s" in line, "140 GiB" in line) == (width == 100,) * 2
+    assert ("46% mfu" in line) is (mfu is not None and width == 100)
     assert "max" not in line
 
 

@@ -4,11 +4,10 @@ import io
 import logging
 import os
 import re
+import sys
 
 import pytest
-from rich.console import Console
 
-from trainer.runtime import console
 from trainer.runtime.console import end_live_line, logger, program, say_waiting, set_up_logging, show_progress
 
 STEP = "step 50/100  loss 5.191 (max 5.91)  grad 0.53  lr 2.3e-3  1,461 tok/s  5.6 s  0.7 GiB  eta 4:40"
@@ -19,12 +18,15 @@ def printed(monkeypatch: pytest.MonkeyPatch):
     """Set up the console of a rank on a terminal or elsewhere, and return what it prints."""
     kept = logger.handlers, logger.level, logger.propagate
 
-    def start(rank: int = 0, *, terminal: bool, color: bool = True, log_rank: str = "0") -> io.StringIO:
+    def start(
+        rank: int = 0, *, terminal: bool, color: bool = True, log_rank: str = "0", width: int = 120
+    ) -> io.StringIO:
         out = io.StringIO()
+        out.isatty = lambda: terminal
         monkeypatch.setitem(os.environ, "LOG_RANK", log_rank)
-        monkeypatch.setattr(
-            console, "Console", lambda **options: Console(**options | {"file": out}, force_terminal=terminal, width=60)
-        )
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setattr("sys.stdout", out)
         set_up_logging(rank, color=color)
         return out
 
@@ -45,7 +47,7 @@ def test_elsewhere_than_on_a_terminal_every_line_has_the_time(printed) -> None:
 
 
 def test_on_a_terminal_the_last_line_changes(printed) -> None:
-    out = printed(terminal=True, color=False)
+    out = printed(terminal=True, color=False, width=60)
     say_waiting("importing PyTorch")
     show_progress("step 1/100 runs " + "x" * 100)
     logger.info("a line")
@@ -64,6 +66,24 @@ def test_a_step_is_coloured_on_a_terminal_only_if_wanted(printed) -> None:
     out = printed(terminal=True, color=False)
     logger.warning(STEP)
     assert "\x1b[33m" not in out.getvalue()
+
+
+def test_a_long_line_is_broken_between_words_at_the_width_of_the_terminal(printed) -> None:
+    path = "/a/folder-with/" + "x" * 50
+    out = printed(terminal=True, color=False, width=40)
+    logger.info(f"a checkpoint of step 10 was found in {path} and is\nread")
+    lines = ["a checkpoint of step 10 was found in", f"    {path}", "    and is", "read"]
+    assert out.getvalue().splitlines() == lines
+    out = printed(terminal=False, width=40)
+    logger.info("x " * 60)
+    assert len(out.getvalue().splitlines()) == 1, "a file keeps its lines"
+
+
+def test_without_rich_a_terminal_has_plain_lines(printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    out = printed(terminal=True)
+    logger.info(STEP)
+    assert out.getvalue() == STEP + "\n"
 
 
 @pytest.mark.parametrize(("rank", "log_rank", "spoken"), [(0, "0", True), (1, "0", False), (1, "0,1", True)])

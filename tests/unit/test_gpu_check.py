@@ -24,7 +24,19 @@ from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.job import resolve
 
 _FAULTS = "tests.unit.gpu_check_faults"
-_HEAD = {"command", "commit", "device", "torch", "python", "cuda", "torch_git", "gpus_memory_driver", "date", "seconds"}
+_HEAD = {
+    "command",
+    "commit",
+    "device",
+    "torch",
+    "python",
+    "cuda",
+    "torch_git",
+    "gpus_memory_driver",
+    "date",
+    "seconds",
+    "text",
+}
 _KEYS = {"name", "seconds", "limit", "verdict", "headline", "problems", "facts"}
 
 
@@ -147,17 +159,38 @@ def test_a_dry_run_of_light_blocks(tmp_path: Path) -> None:
     assert tiles["same_bits_twice"] == {"cpu_flash": True, "math": True}
 
 
-@pytest.mark.slow
-def test_a_dry_run_of_all_blocks_without_pytest(tmp_path: Path) -> None:
-    """On a machine that has PyTorch and little else."""
-    for name in ("pytest", "hypothesis"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError")
-    out = tmp_path / "found.json"
-    command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--out", str(out), "--limit-scale", "4"]
+def on_a_bare_machine(*command: str) -> str:
+    """Run Python with PyTorch, NumPy, Triton and the standard library alone; what it prints."""
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests" / "assets" / "bare_machine")},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_block_is_imported_and_one_trains_on_a_bare_machine(tmp_path: Path) -> None:
+    modules = ", ".join(sorted({block.entry.partition(":")[0] for block in BLOCKS}))
+    out = tmp_path / "found.json"
+    arguments = ["--device", "cpu", "--blocks", "syncs", "--limit-scale", "4", "--out", str(out)]
+    program = (
+        "from importlib.util import find_spec\n"
+        "assert not any(map(find_spec, ('tomli_w', 'rich', 'tiktoken', 'tokenizers', 'pytest')))\n"
+        f"import sys, {modules}, tests.thread_attention, tests.distributed.attention_cases\n"
+        f"from scripts.gpu_check import main\nsys.exit(main({arguments!r}))"
+    )
+    assert "no block failed" in on_a_bare_machine("-c", program)
+    assert json.loads(out.read_text())["text"] == "bytes: tiktoken is not installed"
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_all_blocks_on_a_bare_machine(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    on_a_bare_machine("scripts/gpu_check.py", "--device", "cpu", "--out", str(out), "--limit-scale", "4")
     found = {block["name"]: block for block in json.loads(out.read_text())["blocks"]}
     assert [*found] == [block.name for block in BLOCKS]
     assert {name for name, block in found.items() if block["verdict"] == "skipped"} == {"several", "flex"}

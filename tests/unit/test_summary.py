@@ -42,7 +42,9 @@ def job_of(*arguments: str, ranks: int = 1, device: str = "cpu") -> ResolvedJob:
 def test_a_summary_fits_100_columns_for_every_preset(name: str, ranks: int) -> None:
     config = parse_command_line(["--job.config_file", f"{ROOT}/train_configs/{name}"]).config
     config = replace(config, training=replace(config.training, global_batch_size=-1, data_streams=512))
-    text = summary(resolve(config, ranks, "cuda", missing=[]))
+    job = resolve(config, ranks, "cuda", missing=[])
+    assert max(map(len, summary(job, 80).splitlines())) <= 80
+    text = summary(job)
     assert max(map(len, text.splitlines())) <= WIDTH, text
     about = () if config.trains_fields else ("attention",)
     for topic in ("model", "data", "step", "mesh", *about, "precision", "recomputed", "checkpoints", "memory"):

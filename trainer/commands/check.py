@@ -11,6 +11,7 @@ from trainer.job import resolve
 from trainer.job.memory import check_memory
 from trainer.job.summary import summary
 from trainer.runtime import holder_of
+from trainer.runtime.console import line_width
 from trainer.runtime.devices import this_machine
 
 CPU_RANKS = 2
@@ -49,7 +50,7 @@ def check(command: CommandLine) -> int:
     check_memory(job, None)
     if not command.print_config:
         print(opening(config, ranks, device_type))
-        print(summary(job))
+        print(summary(job, line_width()))
         print("the settings are valid", flush=True)
     for note in (*(f"missing here: {text}" for text in dict.fromkeys(missing)), *command.notes, *job.notes, *here):
         print(f"note: {note}", file=sys.stderr)

@@ -23,7 +23,7 @@ from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.runtime import end_with, folder_held, launcher_of
-from trainer.runtime.console import end_live_line, logger, report, say_waiting, set_up_logging
+from trainer.runtime.console import end_live_line, line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if not launched or ranks_here < world_size:
             logger.info(opening(command.config, world_size, job.device_type))
-            logger.info(summary(job))
+            logger.info(summary(job, line_width()))
             for note in (*command.notes, *job.notes, *job_notes(job, machine, ranks_here)):
                 logger.info(f"note: {note}")
             say_waiting("importing PyTorch")

@@ -19,7 +19,7 @@ from trainer.config.loader import CommandLine, parse_command_line
 from trainer.job import resolve
 from trainer.job.summary import summary
 from trainer.runtime import holder_of
-from trainer.runtime.console import logger, report, say_waiting, set_up_logging
+from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 from trainer.runtime.nodes import Nodes, whole_number
 
@@ -85,7 +85,10 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     set_up_logging(0, color=config.metrics.enable_color_printing)
     logger.info(opening(config, ranks, device_type))
     job = resolve(config, ranks, device_type)
-    told = [summary(job), *(f"note: {note}" for note in (*command.notes, *job.notes, *job_notes(job, machine, here)))]
+    told = [
+        summary(job, line_width()),
+        *(f"note: {note}" for note in (*command.notes, *job.notes, *job_notes(job, machine, here))),
+    ]
     for text in told if nodes.count == 1 else ():  # of several nodes rank 0 tells it, once
         logger.info(text)
     if taken := holder_of(Path(config.job.dump_folder)):

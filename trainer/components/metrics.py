@@ -17,7 +17,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.lora import flops_beside
 from trainer.job.record import ResolvedJob
-from trainer.runtime.console import logger, show_progress
+from trainer.runtime.console import line_width, logger, show_progress
 
 # Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
 _PEAK_FLOPS = {
@@ -87,30 +87,32 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float, *, position: str = "tok") -> str:
-    """Return one line of at most 100 characters: progress, loss, speed, resources, time left.
+    """Return one line of at most `line_width()` characters: progress, loss, speed, resources, time left.
 
     position: short word for what a sample consists of: tokens, or points of a field.
     `max`, the largest loss of a sequence, gives way to the share of the device's peak where that is known. A line that
-    is too long has single blanks, then neither `data` (waiting for data, from 5 % on) nor `max`.
+    is too long has single blanks, then neither `data` (waiting for data, from 5 % on) nor `max`,
+    and at last no resources.
     """
     loss_max = f" (max {_loss(metrics.loss_max, 2)})" if metrics.mfu is None else ""
     data = f"data {metrics.data_loading_fraction:.0%}" if metrics.data_loading_fraction >= 0.05 else ""
     lines = []
-    for detail, extra in ((loss_max, data), (loss_max, ""), ("", "")):
+    for detail, extra, resources in ((loss_max, data, True), (loss_max, "", True), ("", "", True), ("", "", False)):
+        mfu = "" if metrics.mfu is None else f"{metrics.mfu:.0%} mfu"
+        seconds = f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s"
+        memory = f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB"
         parts = [
             f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
             f"loss {_loss(metrics.loss)}{detail}",
             f"grad {metrics.grad_norm:.{2 if metrics.grad_norm < 100 else 0}f}",
             f"lr {_short_power(metrics.lr)}",
             f"{_speed(metrics.tokens_per_second)} {position}/s",
-            "" if metrics.mfu is None else f"{metrics.mfu:.0%} mfu",
-            f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s",
-            f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB",
+            *((mfu, seconds, memory) if resources else ()),
             extra,
             f"eta {duration(eta_seconds)}" if metrics.step < total_steps else "",
         ]
         lines += [blanks.join(part for part in parts if part) for blanks in ("  ", " ")]
-    return next((line for line in lines if len(line) <= 100), lines[-1])
+    return next((line for line in lines if len(line) <= line_width()), lines[-1])
 
 
 def duration(seconds: float) -> str:

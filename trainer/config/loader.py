@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import tomli_w
-
 from trainer.config.command_line import COMMAND_LINE, Options, read_options
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.files import read_file
@@ -65,6 +63,8 @@ def to_toml(config: JobConfig) -> str:
         for table, content in asdict(config).items()
     }
     tables["job"].pop("config_file", None)
+    import tomli_w  # here: a machine without it can train
+
     return tomli_w.dumps(tables)
 
 

@@ -14,11 +14,10 @@ from trainer.models.registry import is_folder
 
 WIDTH = 100
 _TOPIC = 13
-_WRAPPER = TextWrapper(WIDTH - _TOPIC, break_on_hyphens=False, break_long_words=False)
 
 
-def summary(job: ResolvedJob) -> str:
-    """Return one paragraph per decision, in lines of at most `WIDTH` characters.
+def summary(job: ResolvedJob, width: int = WIDTH) -> str:
+    """Return one paragraph per decision, in lines of at most `width` characters.
 
     Raises:
         ConfigError: the configured kernel cannot run on the job's type of device.
@@ -39,11 +38,12 @@ def summary(job: ResolvedJob) -> str:
         "checkpoints": [_checkpoints(job)],
         "memory": [_memory(job)],
     }
+    wrap = TextWrapper(max(width, 2 * _TOPIC) - _TOPIC, break_on_hyphens=False, break_long_words=False).wrap
     lines = []
     for topic, paragraphs in topics.items():
-        text = [line for paragraph in paragraphs if paragraph for line in _WRAPPER.wrap(paragraph)]
+        text = [line for paragraph in paragraphs if paragraph for line in wrap(paragraph)]
         if topic == "mesh":  # a picture keeps its blanks
-            text = [*_WRAPPER.wrap(paragraphs[0]), *paragraphs[1:]]
+            text = [*wrap(paragraphs[0]), *paragraphs[1:]]
         for number, line in enumerate(text):
             lines.append(f"{topic if number == 0 else '':{_TOPIC}}{line}")
     return "\n".join(lines)

@@ -8,10 +8,9 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-
-from rich.console import Console
-from rich.text import Text
+from textwrap import wrap
 
 logger = logging.getLogger("trainer")
 _COLORS = {logging.WARNING: "yellow", logging.ERROR: "bold red"}
@@ -21,47 +20,88 @@ _WAIT = {"live": True}
 _ERASE = "\r\x1b[2K"
 
 
-class _ConsoleHandler(logging.Handler):
-    def __init__(self, console: Console, rank: int) -> None:
+class _Lines(logging.Handler):
+    """Elsewhere than on a terminal: plain lines with the time of day."""
+
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self.console = console
+        self.stream = sys.stdout
         self.prefix = f"[rank {rank}] " if rank else ""  # rank 0 logs for the job
-        self.live = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = self.prefix + record.getMessage()
-        if not self.console.is_terminal:
-            if not getattr(record, "terminal_only", False):
-                now = time.strftime("%H:%M:%S")
-                self._put("".join(f"{now} {line}\n" for line in message.splitlines()))
-        elif getattr(record, "live", False):
-            self.live = message.splitlines()[0][: self.console.width - 1]
-            self._put(_ERASE + self.live)
-        else:
-            self.erase()  # the next step shows it again
-            text = Text(message, style=_COLORS.get(record.levelno, ""))
-            if "  loss " in message:
-                text.highlight_regex(_NAMES, "dim")
-                text.highlight_regex(r"(?<=loss )[\d.]+", "bold")
-            self.console.print(text, soft_wrap=True)  # soft_wrap: a line stays a line in a narrow terminal
-            self.console.file.flush()
+        if not getattr(record, "terminal_only", False):
+            now = time.strftime("%H:%M:%S")
+            message = self.prefix + record.getMessage()
+            self.put("".join(f"{now} {line}\n" for line in message.splitlines()))
+
+    def put(self, text: str) -> None:
+        """Write at once."""
+        self.stream.write(text)
+        self.stream.flush()
+
+
+class _Terminal(_Lines):
+    """On a terminal: lines of its width, in colours where rich is installed, and a last line that changes."""
+
+    def __init__(self, rank: int, *, color: bool) -> None:
+        super().__init__(rank)
+        self.live = ""
+        self.styled = _styled() if color else None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message, width = self.prefix + record.getMessage(), shutil.get_terminal_size().columns
+        if getattr(record, "live", False):
+            self.live = message.splitlines()[0][: width - 1]
+            self.put(_ERASE + self.live)
+            return
+        self.erase()  # the next step shows it again
+        text = "".join(f"{part}\n" for line in message.splitlines() for part in _wrapped(line, width))
+        self.put(text if self.styled is None else self.styled(text, record.levelno))
 
     def erase(self) -> None:
         """Erase the last line of the terminal, if it is one that changes."""
         if self.live:
             self.live = ""
-            self._put(_ERASE)
+            self.put(_ERASE)
 
-    def _put(self, text: str) -> None:
-        self.console.file.write(text)
-        self.console.file.flush()
+
+def line_width(most: int = 100) -> int:
+    """Return the columns of the terminal that stdout is, at most `most`; `most` if it is none."""
+    return min(shutil.get_terminal_size().columns, most) if sys.stdout.isatty() else most
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Break a line between words, and indent what follows. A path is never broken."""
+    if len(line) <= width:
+        return [line]
+    return wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _styled() -> Callable[[str, int], str] | None:
+    """Return a function that colours a text by its level, or None if rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        return None
+    console = Console(file=sys.stdout, force_terminal=True, color_system="standard", highlight=False)
+
+    def styled(message: str, level: int) -> str:
+        text = Text(message, style=_COLORS.get(level, ""), end="")
+        if "  loss " in message:
+            text.highlight_regex(_NAMES, "dim")
+            text.highlight_regex(r"(?<=loss )[\d.]+", "bold")
+        with console.capture() as captured:
+            console.print(text, soft_wrap=True, end="")  # lines are broken already
+        return captured.get()
+
+    return styled
 
 
 def set_up_logging(rank: int, *, color: bool) -> None:
     """Send log lines to stdout: all lines of the ranks in LOG_RANK (default 0), warnings of the others."""
     spoken = [word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")]
-    console = Console(file=sys.stdout, no_color=not color, highlight=False)
-    logger.handlers = [_ConsoleHandler(console, rank)]
+    logger.handlers = [_Terminal(rank, color=color) if sys.stdout.isatty() else _Lines(rank)]
     logger.setLevel(logging.INFO if str(rank) in spoken else logging.WARNING)
     logger.propagate = False
 
@@ -84,7 +124,7 @@ def report(line: str) -> None:
 def end_live_line() -> None:
     """Erase the last line of a terminal, before something else writes there."""
     for handler in logger.handlers:
-        if isinstance(handler, _ConsoleHandler):
+        if isinstance(handler, _Terminal):
             handler.erase()
 
 
