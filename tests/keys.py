@@ -167,6 +167,7 @@ EFFECTS: dict[str, str | Seen] = {
     "metrics.enable_color_printing": Seen("", _more("out", "\x1b[33m"), "--metrics.no-enable_color_printing"),
     # ---- model
     "model.name": "tests/unit/test_job.py::test_what_cannot_work_is_refused_in_one_sentence",
+    "model.path": "tests/distributed/test_hugging_face.py::test_a_model_trains_here_as_there",
     "model.flavor": Seen("--model.flavor=tiny4", lambda off, on: len(_layers(on)) == 2 * len(_layers(off))),
     "model.norm_type": Seen(
         "--model.norm_type=np_layernorm", lambda off, on: "norm.weight" in {*off.parameters} - {*on.parameters}

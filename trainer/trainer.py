@@ -51,6 +51,8 @@ from trainer.transforms.compile import (
 from trainer.transforms.float8 import check_float8_machine, precompute_scales
 
 _NO_DATA = "the data of the next step cannot be read: stopped"
+_SAVED = "checkpoint saved: the same command resumes from it"
+_NOT_SAVED = "nothing saved: with --checkpoint.enable a run saves, and the same command resumes it"
 
 
 class Trainer:
@@ -199,7 +201,7 @@ class Trainer:
                         step, tokens_seen=tokens_seen, last=last, due=self.save_is_due, best=best
                     )
                     if reason:
-                        logger.info(f"{reason} after step {step}; {'checkpoint saved' if saved else 'nothing saved'}")
+                        logger.info(f"{reason} after step {step}; {_SAVED if saved else _NOT_SAVED}")
                         if reason == _NO_DATA:
                             raise_on_all_ranks(self.data.take, self.dims["world"])
                         return

@@ -27,6 +27,7 @@ from trainer.commands import generate as command
 from trainer.commands.finished_run import loaded_model
 from trainer.components import generation
 from trainer.components.generation import Sampling, generate
+from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model, Parallelism, Training
 from trainer.data.tokenizer import default_tokenizer_path
 from trainer.distributed.parallel_dims import ParallelDims
@@ -320,3 +321,21 @@ def test_tokens_are_drawn_among_the_likeliest() -> None:
     assert seen(top_p=1e-9) == {3: 1.0}
     assert seen(top_k=3, top_p=0.5) == pytest.approx({1: 3 / 7, 3: 4 / 7}, abs=0.03)
     assert Sampling(temperature=0).draw(logits, generator) == 3
+
+
+def refused(model: Model, sampling: Sampling) -> str:
+    with opened(model) as (part, job, dims):
+        with torch.no_grad():
+            local = part.norm.weight.to_local() if isinstance(part.norm.weight, DTensor) else part.norm.weight
+            local[0] = torch.nan
+        try:
+            generate(part, job, dims, PROMPTS, tokens=3, sampling=sampling, seed=0)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)], ids=["greedy", "drawn"])
+def test_weights_that_are_not_numbers_write_nothing(pool: WorkerPool, sampling: Sampling) -> None:
+    for said in pool.run(2, refused, Model(), sampling):
+        assert said.startswith("the model's logits are not numbers, so its weights are damaged or diverged")

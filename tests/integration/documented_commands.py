@@ -102,7 +102,7 @@ echo '{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant",
 echo '{"prompt": "Who wrote Faust?", "answer": "Goethe"}'; done > chat.jsonl"""
 
 ADAPT = (
-    f"{CHAT}; lct train --model.flavor ./Llama-3.2-1B-Instruct --checkpoint.initial_load_path ./Llama-3.2-1B-Instruct "
+    f"{CHAT}; lct train --model.path ./Llama-3.2-1B-Instruct "
     "--training.dataset chat --training.dataset_path chat.jsonl --training.data_streams 8 --lora.rank 2 "
     f"--checkpoint.enable {SHORT}"
 )

@@ -23,6 +23,7 @@ from trainer.checkpoint.folder import saved_steps
 
 START_TIMEOUT_SECONDS, STEP_TIMEOUT_SECONDS, SAVING_TIMEOUT_SECONDS = 8, 4, 5
 # What comes on top: reports of the other ranks, the launcher's patience, the end of processes on a busy machine.
+KILLED = "SIGKILL, mostly for lack of host memory"
 MARGIN_SECONDS = 14
 STEPS = 6
 SETTINGS = [
@@ -134,7 +135,7 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path, rank: str, kind: str, 
     traces = end.err.count("Traceback (most recent call last)") + end.out.count("Traceback")
     if kind == "die":
         assert end.code == 128 + signal.SIGKILL, end
-        assert lines[-1] == f"error: rank {rank} failed first (SIGKILL); the other ranks were stopped"
+        assert lines[-1] == f"error: rank {rank} failed first ({KILLED}); the other ranks were stopped"
         assert traces == 0, end.err
     elif kind == "raise" and saving:  # found out by all ranks together
         assert end.code == 1, end
@@ -210,7 +211,10 @@ def test_a_rank_of_a_sequence_a_matrix_or_a_pipeline_fails(
     assert end.seconds < 2 * MARGIN_SECONDS + STEP_TIMEOUT_SECONDS * waits, end  # twice the processes
     assert end.left == []
     assert end.code == (128 + signal.SIGKILL if kind == "die" else 1), end
-    named = {"die": f"rank {rank} failed first (SIGKILL)", "raise": f"rank {rank} failed first (exit code 1)"}
+    named = {
+        "die": f"rank {rank} failed first ({KILLED})",
+        "raise": f"rank {rank} failed first (exit code 1)",
+    }
     assert named.get(kind, f"rank {rank} did not answer within {STEP_TIMEOUT_SECONDS} s") in end.err, end
 
 

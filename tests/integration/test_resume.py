@@ -299,7 +299,10 @@ def test_full_checkpoint(tmp_path: Path, whole_run: list[dict]) -> None:
     assert err == "SIGTERM: stopping after this step; a second signal ends the run at once\n"
     stopped = len(logged(tmp_path))
     assert 3 <= stopped < 24
-    assert lines_of(out)[-1] == f"stopped by SIGTERM after step {stopped}; checkpoint saved"
+    assert (
+        lines_of(out)[-1]
+        == f"stopped by SIGTERM after step {stopped}; checkpoint saved: the same command resumes from it"
+    )
     assert saved_steps(tmp_path / "checkpoint")[-1] == stopped
 
     process = launch(*LONG, f"--job.dump_folder={tmp_path}")

@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pytest
 
-from trainer.commands.train import parse
+from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.help import help_text
 from trainer.config.keys import keys_of

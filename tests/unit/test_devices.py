@@ -47,10 +47,15 @@ def test_the_gpus_that_are_here_and_visible(present, variable, count, note, gpus
     assert machine.memory("cpu") > 2**28
 
 
-def test_auto_takes_gpus_where_there_are_some() -> None:
+def test_auto_takes_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus, without = Machine(2, None, None), Machine(0, None, None)
     assert [with_gpus.device_type(wanted) for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
-    assert [without.device_type(wanted) for wanted in ("auto", "cuda", "cpu")] == ["cpu", "cuda", "cpu"]
+    assert [without.device_type(wanted) for wanted in ("auto", "cpu")] == ["cpu", "cpu"]
+    monkeypatch.setattr(devices, "_OTHER_GPUS", ())
+    with pytest.raises(ConfigError, match=r"job\.device = 'cuda' needs a GPU, and this machine shows none"):
+        without.device_type("cuda")
+    monkeypatch.setattr(devices, "_OTHER_GPUS", ("/",))  # as of AMD, which PyTorch counts
+    assert without.device_type("cuda") == "cuda"
 
 
 def test_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ wrong in a folder is one sentence that names it."""
 import errno
 import json
 import random
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -26,10 +28,14 @@ from trainer.checkpoint.hf_reader import HFReader
 from trainer.checkpoint.safetensors import INDEX, SINGLE, plan_files, read_file, read_folder
 from trainer.commands import convert
 from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line
-from trainer.job import resolve
+from trainer.config.loader import parse_command_line, to_toml
+from trainer.config.schema import Model
+from trainer.job import ResolvedJob, resolve
+from trainer.job.summary import summary
 from trainer.models.llama3 import spec as llama3
-from trainer.models.state_dict import from_hf
+from trainer.models.model_spec import model_spec
+from trainer.models.registry import MODELS, hf_config
+from trainer.models.state_dict import from_hf, pairs
 
 
 @pytest.fixture
@@ -239,6 +245,102 @@ def test_what_cannot_start_a_run_is_refused_before_it(folder: Path, tmp_path: Pa
 
 
 SINKS = "--model.attention_sinks"
+
+
+def resolved(*arguments: str) -> ResolvedJob:
+    return resolve(parse_command_line(list(arguments)).config, 1, "cpu")
+
+
+def test_a_path_gives_family_sizes_weights_and_tokenizer(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "hf", replace(QWEN3, vocab_size=4400), family="qwen3")
+    job = resolved(f"--model.path={folder}", "--training.seq_len=32")
+    assert job.model == replace(QWEN3, vocab_size=4400, max_seq_len=32)
+    config = job.config
+    assert (config.model.name, config.model.flavor) == ("qwen3", str(folder))
+    assert config.checkpoint.initial_load_path == str(folder)
+    again = parse_command_line(["--job.config_file", _written(tmp_path / "again.toml", to_toml(config))]).config
+    assert resolve(again, 1, "cpu").config.model == config.model, "config.toml of the run names the same model"
+    own = resolved(f"--model.path={folder}", f"--checkpoint.initial_load_path={folder}", "--model.rope_theta=1e7")
+    assert own.model.rope_theta == 1e7
+    shutil.copy(Model().tokenizer_file, folder / "tokenizer.model")
+    assert resolved(f"--model.path={folder}").config.model.tokenizer_file == str(folder)
+
+
+def test_a_path_replaces_the_model_of_a_preset_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    base = 'base = "llama3_8b_sft"\n[training]\ndataset = "python_stdlib"\n'
+    file = _written(tmp_path / "own.toml", f'{base}[model]\npath = "{folder}"\nrope_theta = 2e6\n')
+    for arguments in (
+        ["--job.config_file", file],
+        ["--job.config_file", _written(tmp_path / "b.toml", base), f"--model.path={folder}", "--model.rope_theta=2e6"],
+    ):
+        config = parse_command_line(arguments).config
+        assert config.model == Model(path=str(folder), rope_theta=2e6), "no scaling, no tokenizer of Llama 3.1"
+        assert config.checkpoint.initial_load_path is None
+        assert (config.checkpoint.enable, config.optimizer.lr) == (True, 1e-5)
+
+
+def test_a_wrong_path_is_one_sentence_before_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refused("--model.path=Qwen/Qwen3-8B")
+    assert message == (
+        "model.path = 'Qwen/Qwen3-8B' is no folder here; name a folder of a Hugging Face model, with its weights, such "
+        "as './Qwen3-8B' after `hf download Qwen/Qwen3-8B --local-dir ./Qwen3-8B`"
+    )
+    assert "hf download ORG/NAME --local-dir nowhere" in refused("--model.path=./nowhere")
+    assert "hf download Qwen/Qwen3-8B" in refused("--model.flavor=Qwen/Qwen3-8B")
+    assert "both give the sizes" in refused(f"--model.path={folder}", "--model.flavor=8B")
+    assert "holds a model of 'llama3'; leave out model.name" in refused(f"--model.path={folder}", "--model.name=qwen3")
+    (folder / INDEX).unlink()
+    assert "holds no weights" in refused(f"--model.path={folder}")
+
+
+def test_the_start_says_where_the_weights_come_from(folder: Path) -> None:
+    def weights(*arguments: str) -> str:
+        text = re.search(r"(?m)^weights +(.*(?:\n  +.*)*)", summary(resolved(*arguments)))[1]
+        return " ".join(text.split())
+
+    assert weights("--training.seed=3") == "random, seed 3"
+    assert weights(f"--model.path={folder}") == f"of {folder}"
+    sizes = weights(f"--model.flavor={folder}")
+    assert sizes.startswith("random, seed 0; ")
+    assert "takes its weights, too" in sizes
+
+
+@pytest.mark.parametrize(("family", "shape"), CONFIGS)
+def test_names_in_headers_are_known_without_torch(family: str, shape: str) -> None:
+    args = CONFIGS[family, shape]
+    wanted = {name for pair in pairs(model_spec(family), args).values() for name in pair.hf.names}
+    assert hf_config(family).tensor_names(args) == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_names_of_experts_in_headers_are_known_without_torch(family: str) -> None:
+    args = MODELS[family][0]["debugmodel"]
+    wanted = {name for pair in pairs(model_spec(family), args).values() for name in pair.hf.names}
+    assert hf_config(family).tensor_names(args) == wanted
+
+
+def test_files_of_another_number_of_layers_are_refused_before_ranks(folder: Path) -> None:
+    changed(folder, num_hidden_layers=LLAMA.n_layers + 1)
+    assert f"lacks model.layers.{LLAMA.n_layers}.input_layernorm.weight and 8 more" in refused(f"--model.path={folder}")
+    changed(folder, num_hidden_layers=LLAMA.n_layers - 1)
+    assert f"holds model.layers.{LLAMA.n_layers - 1}.input_layernorm.weight and" in refused(f"--model.path={folder}")
+
+
+def test_rotary_tables_of_old_files_are_ignored(folder: Path) -> None:
+    """Until 2023 transformers stored them; it ignores them since."""
+    old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(LLAMA.n_layers)}
+    whole = tensors(folder) | old
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    safetensors.torch.save_file(whole, folder / SINGLE)
+    resolved(f"--model.path={folder}")
+    assert HFReader(folder, llama3.SPEC, LLAMA).pairs
+
+
+def _written(file: Path, text: str) -> str:
+    file.write_text(text)
+    return str(file)
 
 
 # ---- the command

@@ -13,6 +13,7 @@ ROOMS = (
     (
         *("trainer.models.args", "trainer.models.common.expert_args", "trainer.models.common.shapes"),
         *("trainer.models.common.decoder_args", "trainer.models.common.decoder_hf_config"),
+        "trainer.models.common.decoder_hf_names",
         *("trainer.models.llama3.args", "trainer.models.qwen3.args", "trainer.models.qwen2.args"),
         *("trainer.models.mistral.args", "trainer.models.qwen3_moe.args", "trainer.models.gpt_oss.args"),
         *("trainer.models.unet.args", "trainer.models.nat.args"),

@@ -40,7 +40,7 @@ ALWAYS = {
     "job.device",
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_wandb", "metrics.enable_color_printing"),
-    *("model.name", "model.flavor", "lr_scheduler.warmup_steps"),
+    *("model.path", "model.name", "model.flavor", "lr_scheduler.warmup_steps"),
     *("model.router_aux_loss_coef", "model.router_bias_update_rate"),
     *(key for key in keys_of(JobConfig) if key.startswith("optimizer.")),
     *(key for key in keys_of(JobConfig) if key.startswith("training.") and key not in CONDITIONAL),

@@ -261,7 +261,11 @@ def test_a_size_in_words() -> None:
 @pytest.mark.parametrize("seq_len", [10**12, 2 * 10**9])
 def test_a_length_that_no_memory_holds_is_refused(seq_len: int) -> None:
     job = job_of(f"--training.seq_len={seq_len}")
-    with pytest.raises(ConfigError, match=rf"training\.seq_len = {seq_len} .* it has 24\.0 GiB; use a shorter length"):
+    given = rf"training\.local_batch_size = 2, training\.seq_len = {seq_len} .* it has 24\.0 GiB"
+    with pytest.raises(ConfigError, match=rf"{given}; use a smaller batch or length"):
+        job_notes(job, Machine(0, None, 24 * 2**30), 1)
+    job = job_of(f"--training.seq_len={seq_len}", "--training.local_batch_size=1")
+    with pytest.raises(ConfigError, match=rf"^training\.seq_len = {seq_len} .*; use a shorter length"):
         job_notes(job, Machine(0, None, 24 * 2**30), 1)
 
 

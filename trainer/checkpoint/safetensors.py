@@ -34,7 +34,7 @@ class Stored:
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a Hugging Face folder, by name.
+    """Return every tensor of a Hugging Face folder, by name, but for rotary tables, which models compute.
 
     Raises:
         ConfigError: a file is missing or broken, or a tensor is in another file than the index says.
@@ -45,7 +45,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
                 f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there; transformers' save_pretrained "
                 f"writes them"
             )
-        return read_file(folder / SINGLE)
+        return _without_tables(read_file(folder / SINGLE))
     try:
         files = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -58,7 +58,12 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     for name, file in files.items():
         if name not in found or found[name].file.name != file:
             raise ConfigError(f"{folder / INDEX} says that {name} is in {file}, and it is not; copy both again")
-    return found
+    return _without_tables(found)
+
+
+def _without_tables(found: dict[str, Stored]) -> dict[str, Stored]:
+    """Leave out the tables of frequencies that transformers stored until 2023, and ignores since then."""
+    return {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}
 
 
 def read_file(file: Path) -> dict[str, Stored]:

@@ -1,25 +1,22 @@
 """Check a configuration for a number of ranks, and print every decision with its reason. Torch-free."""
 
-import os
 import sys
 from pathlib import Path
 
 from trainer.commands.notes import job_notes, opening
+from trainer.commands.start import Start, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.job import resolve
 from trainer.job.memory import check_memory
 from trainer.job.summary import summary
-from trainer.runtime import holder_of
+from trainer.runtime import check_creatable, holder_of
 from trainer.runtime.console import line_width
 from trainer.runtime.devices import this_machine
 
-CPU_RANKS = 2
-"""Ranks that are started on a machine without GPUs."""
 
-
-def acted(command: CommandLine) -> int | None:
-    """Do what --print-config and --check-config ask for, and return the exit code; None: the run is to start.
+def acted(command: CommandLine, start: Start) -> int | None:
+    """Do what --print-config and --check-config ask for, and return the exit code, or None if the run is to start.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -28,26 +25,28 @@ def acted(command: CommandLine) -> int | None:
         print(to_toml(command.config), flush=True)
         if not command.check_config:
             return 0
-    return check(command) if command.check_config else None
+    return check(command, start) if command.check_config else None
 
 
-def check(command: CommandLine) -> int:
+def check(command: CommandLine, start: Start) -> int:
     """Check the configuration, print its summary (but not beside --print-config), and return the exit code.
 
-    With --world-size the job may be for another machine: `job.device = "auto"` then means GPUs, and files that are not
-    here yet are notes.
+    Without --world-size this is the job that `lct train` would start here. With it the job may be for another machine:
+    `job.device = "auto"` then means GPUs, and files that are not here yet are notes.
 
     Raises:
         ConfigError: a setting is wrong.
     """
     machine, config = this_machine(), command.config
     elsewhere = command.world_size is not None
-    ranks = command.world_size or int(os.environ.get("WORLD_SIZE", machine.gpus or CPU_RANKS))
-    device_type = "cuda" if elsewhere and config.job.device == "auto" else machine.device_type(config.job.device)
+    ranks = command.world_size or start.world_size(config, machine)
+    device_type = "cuda" if elsewhere and config.job.device != "cpu" else machine.device_type(config.job.device)
     missing: list[str] = []
     job = resolve(config, ranks, device_type, missing=missing if elsewhere else None)
-    here = [] if elsewhere else job_notes(job, machine, ranks)
+    here = [] if elsewhere else job_notes(job, machine, start.ranks_here(config, machine))
     check_memory(job, None)
+    if not elsewhere:
+        check_creatable(Path(config.job.dump_folder))
     if not command.print_config:
         print(opening(config, ranks, device_type))
         print(summary(job, line_width()))
@@ -60,11 +59,10 @@ def check(command: CommandLine) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """`check [FILE] [--world-size N] [--table.key value ...]`."""
-    if argv and not argv[0].startswith("-"):
-        argv = ["--job.config_file", *argv]
+    """`check [FILE] [--world-size N | --ngpu N] [--table.key value ...]`: FILE and variables as of `train`."""
     try:
-        return check(parse_command_line(["--check-config", *argv]))
+        start = parse(argv)
+        return check(parse_command_line(["--check-config", *start.arguments]), start)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

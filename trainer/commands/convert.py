@@ -37,7 +37,9 @@ def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: 
         ConfigError: there is no such run or step, it is damaged, or transformers does not have its model.
         OSError: the folder cannot be written.
     """
-    import torch
+    config = configuration(run, step, command="convert")
+    args = resolve_model(config)
+    import torch  # when the run is known to be there
 
     from trainer.checkpoint.adapters import merged_tensor
     from trainer.checkpoint.hf_writer import HFWriter, check_output
@@ -46,8 +48,6 @@ def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: 
     from trainer.models.model_spec import model_spec
     from trainer.models.state_dict import pairs
 
-    config = configuration(run, step, command="convert")
-    args = resolve_model(config)
     check_output(output)
     shapes = pairs(model_spec(config.model.name), args)
     read = _reading(config, open_weights(config, args))
@@ -68,16 +68,16 @@ def to_peft(run: Path, output: Path, *, step: int) -> None:
         ConfigError: there is no such run or step, it has no adapters, or transformers does not have its model.
         OSError: the folder cannot be written.
     """
-    from trainer.checkpoint.adapters import write_peft
-    from trainer.checkpoint.hf_writer import check_output
-    from trainer.checkpoint.weights import open_step
-
     config = configuration(run, step, command="convert")
     if not config.lora.rank:
         raise ConfigError(f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights")
     if (saved := step_to_load(config)) is None:
         raise ConfigError(f"{run} holds no adapters; train with --checkpoint.enable to save the last step")
     args = resolve_model(config)
+    from trainer.checkpoint.adapters import write_peft
+    from trainer.checkpoint.hf_writer import check_output
+    from trainer.checkpoint.weights import open_step
+
     check_output(output)
     write_peft(output, config, args, _reading(config, open_step(config, args, saved)[1]))
 
@@ -105,13 +105,13 @@ def from_hf(folder: Path, output: Path, *, dtype: str, tokenizer: str | None) ->
         ConfigError: a file is missing or broken, or of a model that is not known here.
         OSError: the run cannot be written.
     """
+    name = hf_family(entries := read_config(folder))
+    longest = hf_config(name).read(entries).max_seq_len
     from trainer.checkpoint.hf_reader import HFReader
     from trainer.checkpoint.hf_writer import carry, check_output
     from trainer.checkpoint.weights import save_initial
     from trainer.models.model_spec import model_spec
 
-    name = hf_family(entries := read_config(folder))
-    longest = hf_config(name).read(entries).max_seq_len
     check_output(output)
     copied = output.absolute() / "hf"
     config = JobConfig(

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from trainer.commands.check import CPU_RANKS
 from trainer.commands.evaluate_report import check_output
 from trainer.commands.finished_run import text_configuration
 from trainer.commands.ranks import all_ranks
+from trainer.commands.start import CPU_RANKS
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.datasets import DATASETS, Reading, check_source

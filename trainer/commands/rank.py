@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
+from trainer.commands.start import Start
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
     try:
         command = parse_command_line(sys.argv[1:] if argv is None else argv)
         if command.print_config or command.check_config:
-            return acted(command) if rank == 0 else 0
+            return acted(command, Start(world_size, "0", [])) if rank == 0 else 0
         machine = this_machine()
         job = resolve(command.config, world_size, machine.device_type(command.config.job.device))
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.commands.start import ROOT
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.job import ResolvedJob
@@ -13,8 +14,6 @@ from trainer.runtime.nodes import Nodes
 
 if TYPE_CHECKING:
     import torch
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:

@@ -6,56 +6,28 @@ The variables NGPU, CONFIG_FILE and LOG_RANK stand for FILE and the two options.
 on each (docs/several_nodes.md). Torch is imported when everything has been checked and said.
 """
 
-import argparse
 import os
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
-from trainer.commands.check import CPU_RANKS, acted
+from trainer.checkpoint.folder import checkpoint_folder, saved_steps
+from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
-from trainer.commands.ranks import ROOT, launch_options
+from trainer.commands.ranks import launch_options
+from trainer.commands.start import Start, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
+from trainer.config.schema import JobConfig
+from trainer.config.writable import is_address
 from trainer.job import resolve
 from trainer.job.summary import summary
-from trainer.runtime import holder_of
+from trainer.runtime import check_creatable, holder_of
 from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
-from trainer.runtime.nodes import Nodes, whole_number
+from trainer.runtime.meeting import addresses_of
+from trainer.runtime.nodes import Nodes
 
-DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
-
-
-@dataclass(frozen=True)
-class Start:
-    """What to start on this machine."""
-
-    ranks: int | None
-    """None: one per GPU."""
-    log_rank: str
-    arguments: list[str]
-    """The settings, for every rank."""
-
-
-def parse(argv: list[str]) -> Start:
-    """Return what the arguments and the variables NGPU, CONFIG_FILE and LOG_RANK say.
-
-    Raises:
-        ConfigError: a number of ranks that is none.
-    """
-    config = argv[0] if argv and not argv[0].startswith("-") else None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for option in ("--ngpu", "--log-rank"):
-        parser.add_argument(option, nargs="?", const="")
-    known, rest = parser.parse_known_args(argv[1:] if config else argv)
-    ranks = None
-    if "ngpu" in known:
-        ranks = whole_number("--ngpu", known.ngpu, such_as="--ngpu 2")
-    elif "NGPU" in os.environ:
-        ranks = whole_number("NGPU", os.environ["NGPU"], such_as="NGPU=2")
-    config = config or os.environ.get("CONFIG_FILE") or str(DEFAULT_CONFIG)
-    log_rank = getattr(known, "log_rank", os.environ.get("LOG_RANK", "0"))
-    return Start(ranks, log_rank, ["--job.config_file", config, *rest])
+_WRONG = 2  # a setting
 
 
 def main(argv: list[str]) -> int:
@@ -63,24 +35,40 @@ def main(argv: list[str]) -> int:
     try:
         start = parse(argv)
         command = parse_command_line(start.arguments)
-        if (code := acted(command)) is not None:
+        if (code := acted(command, start)) is not None:
             return code
         launch_arguments = _prepare(start, command)
     except ConfigError as error:
         report(f"error: {error}")
-        return 2
+        return _WRONG
     say_waiting("importing PyTorch, here and in the ranks")
     from trainer.runtime.launch import main as launch
 
-    return launch([*launch_arguments, *start.arguments])
+    code = launch([*launch_arguments, *start.arguments])
+    if code not in (0, _WRONG) and (hint := _to_resume(command.config)):
+        report(hint)
+    return code
+
+
+def _to_resume(config: JobConfig) -> str:
+    """Return what a failed run has saved, and how it resumes; empty for addresses, whose stores may answer late."""
+    if is_address(config.checkpoint.folder):
+        return ""
+    if not config.checkpoint.enable:
+        return "nothing is saved: with --checkpoint.enable a run saves, and the same command resumes it"
+    folder = checkpoint_folder(config)
+    with suppress(OSError):
+        if steps := saved_steps(folder):
+            return f"step {steps[-1]:,} is saved in {folder}: the same command resumes from it"
+    return f"no step is saved yet in {folder}: the same command starts again"
 
 
 def _prepare(start: Start, command: CommandLine) -> list[str]:
     """Say what starts, check it, set the variables of the ranks, and return the options of the launcher."""
     config, machine = command.config, this_machine()
     nodes = Nodes.from_environment(os.environ)
-    here = start.ranks or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
-    ranks, device_type = here * nodes.count, machine.device_type(config.job.device)
+    here, ranks = start.ranks_here(config, machine), start.world_size(config, machine)
+    device_type = machine.device_type(config.job.device)
     os.environ["LOG_RANK"] = start.log_rank
     set_up_logging(0, color=config.metrics.enable_color_printing)
     logger.info(opening(config, ranks, device_type))
@@ -91,6 +79,9 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     ]
     for text in told if nodes.count == 1 else ():  # of several nodes rank 0 tells it, once
         logger.info(text)
+    if nodes.count > 1:
+        addresses_of(nodes)
+    check_creatable(Path(config.job.dump_folder))
     if taken := holder_of(Path(config.job.dump_folder)):
         raise taken
     return launch_options(config, here, device_type)

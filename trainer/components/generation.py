@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.components.logits import whole_logits, whole_sequence
+from trainer.config.errors import SharedConfigError
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
@@ -59,6 +60,9 @@ def generate(
 
     A text ends before a token of `ends`. What is drawn for a prompt depends on `seed` and on its number, not on the
     other prompts. The model sees at most `training.seq_len` tokens: the older half of a longer text is dropped.
+
+    Raises:
+        SharedConfigError: on every rank, if logits are not numbers.
     """
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     texts, open_texts = [list(prompt) for prompt in prompts], list(range(len(prompts)))
@@ -68,6 +72,11 @@ def generate(
     reading = _again(model, job, dims, texts) if again else _cached(model, job, dims, texts, most)
     for _ in range(tokens):
         logits = next(reading)
+        if logits.isnan().any():
+            raise SharedConfigError(
+                "the model's logits are not numbers, so its weights are damaged or diverged in training; `lct verify` "
+                "checks a run's steps, and --step chooses an earlier one"
+            )
         for i in tuple(open_texts):
             token = sampling.draw(logits[i], generators[i])
             if token in ends:

@@ -21,13 +21,14 @@ _RECOMPUTE = "use activation_checkpoint.mode"
 _DATA = "set training.dataset = 'text', 'jsonl' or 'chat', and training.dataset_path"
 _ANSWERS = "leave it out: with training.dataset = 'chat' answers alone have labels"
 _TOKENIZER = "use model.tokenizer_path"
-_FLAVOR = "use model.flavor, a size or a Hugging Face folder, and checkpoint.initial_load_path for its weights"
+_FLAVOR = "use model.path for a Hugging Face folder, or model.flavor for a size"
 _WARMUP_SHARE = "set lr_scheduler.warmup_steps, a number of steps"
 _SEQUENCE_PARALLEL = "set parallelism.tensor_parallel_degree, which has it built in"
 _ULYSSES = "use parallelism.context_parallel_degree, and parallelism.context_parallel_method = 'all_to_all'"
 _TRACKER = "use metrics.enable_wandb or metrics.enable_tensorboard, or read metrics.jsonl in job.dump_folder"
 _HEADS = "use model.flavor: the sizes of a model are fixed by it"
 _LAUNCH = "give the number of ranks to the launcher: NGPU=8 ./run_llama_train.sh; --world-size is for --check-config"
+_NODES = "set the variables NNODES, MASTER_ADDR and MASTER_PORT on every node (docs/several_nodes.md)"
 _BUILT_IN = "leave it out: PyTorch's fast attention is chosen by itself, see parallelism.context_parallel_kernel"
 
 _GROUPS = (
@@ -78,7 +79,8 @@ _GROUPS = (
     ("data_parallel_size dp dp_size fsdp zero_stage zero_optimization fsdp_config sharding_strategy", _SHARDING),
     ("use_distributed_optimizer deepspeed use_torch_fsdp2 dp_shard", _SHARDING),
     ("dp_replicate hsdp num_distributed_optimizer_instances", "use parallelism.data_parallel_replicate_degree"),
-    ("nproc_per_node num_gpus ngpu n_gpus gpus devices nnodes num_nodes", _LAUNCH),
+    ("nproc_per_node num_gpus ngpu n_gpus gpus devices", _LAUNCH),
+    ("nnodes num_nodes node_rank master_addr master_port rdzv_endpoint", _NODES),
     # Data and model
     ("data_path train_data_path train_file data_files dataset_name datasets dataset_dir data", _DATA),
     ("chat_template_path chat_template_name apply_chat_template", "use model.chat_template"),

@@ -40,7 +40,7 @@ Examples
     lct train --training.dataset text \\
       --training.dataset_path 'books/*.txt'
 
-Start (of lct train)
+Start (of lct train and lct check)
   FILE
       TOML file, or a preset by name. Default: CONFIG_FILE, or debug_model.
   --ngpu N
@@ -55,8 +55,8 @@ Actions
   --check-config
       Check every setting without starting anything, then exit.
   --world-size N
-      With --check-config, the number of ranks to check for. Default: as many
-      as lct train starts here.
+      Of lct check: the number of ranks of a job on other machines. Default: as
+      many as lct train starts here.
   --print-config
       Print the effective configuration as TOML, then exit."""
 

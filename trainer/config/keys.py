@@ -24,6 +24,7 @@ class Bounds:
 POSITIVE = Bounds(lambda x: 0 < x < math.inf, "above 0")
 NOT_NEGATIVE = Bounds(lambda x: 0 <= x < math.inf, "at least 0")
 AT_LEAST_ONE = Bounds(lambda x: 1 <= x < math.inf, "at least 1")
+STEPS = Bounds(lambda x: 1 <= x <= 10**12, "in [1, 1000000000000]")
 SHARE = Bounds(lambda x: 0 <= x <= 1, "in [0, 1]")
 DECAY = Bounds(lambda x: 0 <= x < 1, "in [0, 1)")
 POSITIVE_OR_OFF = Bounds(lambda x: x > 0, "above 0 (inf: off)")

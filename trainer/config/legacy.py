@@ -12,6 +12,8 @@ from trainer.config.schema import JobConfig
 from trainer.config.torchtitan import ABSENT, OLDER, OLDER_VALUES
 from trainer.config.values import shown
 
+_OF_THE_MODEL = ("model.", "checkpoint.initial_load_")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -26,8 +28,14 @@ class Settings:
     notes: tuple[str, ...] = ()
 
     def over(self, base: "Settings") -> "Settings":
-        """Return these settings merged over `base`; notes in the order of reading, the base first."""
-        return Settings(base.values | self.values, base.absent | self.absent, base.notes + self.notes)
+        """Return these settings merged over `base`; notes in the order of reading, the base first.
+
+        A `model.path` brings a model of its own: it replaces table [model] and the initial weights of the base.
+        """
+        below = base.values
+        if self.values.get("model.path") is not None:
+            below = {key: value for key, value in below.items() if not key.startswith(_OF_THE_MODEL)}
+        return Settings(below | self.values, base.absent | self.absent, base.notes + self.notes)
 
 
 @cache

@@ -17,6 +17,7 @@ from trainer.config.keys import (
     POSITIVE,
     POSITIVE_OR_OFF,
     SHARE,
+    STEPS,
     TOKENS,
     Bounds,
     Condition,
@@ -147,10 +148,12 @@ class Metrics:
 class Model:
     """Architecture and tokenizer."""
 
+    path: str | None = None
+    """Folder of a Hugging Face model that gives family, sizes, weights and tokenizer; keys beside it change them."""
     name: str = "llama3"
     """Model family: llama3, qwen3, qwen3_moe, gpt_oss, qwen2, mistral, or for fields unet or nat."""
     flavor: str = "debugmodel"
-    """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json."""
+    """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json: its sizes alone."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=TOKENS)
@@ -284,7 +287,7 @@ class Training:
         when=(TOKENS, WITHOUT_GATHERED_LOGITS, OUTPUT_IN_HIGH_PRECISION),
     )
     """Tokens whose logits exist at once, in the loss; 0: all; None: 2048 for a vocabulary of more than 32,000."""
-    steps: int = key(10000, AT_LEAST_ONE, "steps")
+    steps: int = key(10000, STEPS, "steps")
     """Optimizer steps of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Data type in which parameters and optimizer state are stored."""

@@ -1,6 +1,7 @@
 """Convert a TOML value, or the words of a command line, to the type of its key."""
 
 import math
+import os
 import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin
@@ -9,6 +10,8 @@ from trainer.config.errors import ConfigError
 from trainer.config.spelling import nearest
 
 _SWITCHES = dict.fromkeys(("1", "yes", "y", "on", "t"), "true") | dict.fromkeys(("0", "no", "n", "off", "f"), "false")
+_SYNONYMS = {"gpu": "cuda", "gpus": "cuda", "nvidia": "cuda"}
+_MOST_SHOWN = 4  # of the words that the shell made of a pattern
 _NAMES: dict[type, str] = {bool: "true or false", int: "an int", float: "a finite float", str: "a string"}
 
 
@@ -42,10 +45,13 @@ def from_words(key: str, words: list[str], kind: Any, default: object, *, infini
     if plain is bool and not words:
         return True
     if len(words) != 1:
-        given = f"{' '.join(words)!r}" if words else "none"
+        more = f" and {len(words) - _MOST_SHOWN} more" if len(words) > _MOST_SHOWN else ""
+        given = f"{' '.join(words[:_MOST_SHOWN])!r}{more}" if words else "none"
         hint = _example(default, plain)
         if any(word[:1] == "-" and _parsed(word, float) == word for word in words):
             hint = "; options begin with two hyphens"
+        elif plain is str and words and all(map(os.path.exists, words)):
+            hint = f"; the shell has put files in the place of a pattern: quote it, such as --{key} 'data/*.txt'"
         elif not words and plain is str:
             hint += f"; write --{key}=VALUE for a value that begins with two hyphens"
         raise ConfigError(f"{key} ({where}) was given {given}, and takes one value: {kind_name(plain)}{hint}")
@@ -121,7 +127,8 @@ def _wrong(
 ) -> ConfigError:
     hint = _example(default, kind)
     if get_origin(kind) is Literal:
-        near = nearest(str(value), get_args(kind))
+        near = _SYNONYMS.get(str(value).lower())
+        near = near if near in get_args(kind) else nearest(str(value), get_args(kind))
         hint = f"; did you mean {near!r}?" if near else ""
     elif isinstance(value, str) and kind in (int, float, bool) and _checked(_parsed(value, kind), kind) is not None:
         hint = f"; write {value.strip()} without quotes"

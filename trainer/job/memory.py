@@ -67,11 +67,15 @@ def check_memory(job: "ResolvedJob", available: int | None) -> None:
         floor += memory.weights + memory.gradients + memory.optimizer
     if floor > limit:
         has = f"it has {size_words(limit)}" if available else "no device has that"
-        what = "fields" if job.config.trains_fields else f"training.seq_len = {job.config.training.seq_len}"
+        training = job.config.training
+        what = "fields" if job.config.trains_fields else f"training.seq_len = {training.seq_len}"
+        batch, shorter = "", "a shorter length"
+        if training.local_batch_size > 1:
+            batch, shorter = f"training.local_batch_size = {training.local_batch_size}, ", "a smaller batch or length"
         raise ConfigError(
-            f"{what} and model.flavor = {job.config.model.flavor!r} take at "
+            f"{batch}{what} and model.flavor = {job.config.model.flavor!r} take at "
             f"least {size_words(floor)} a rank for weights, gradients, optimizer, rotary table and batch, and {has}; "
-            "use a shorter length, a smaller model, or more ranks that shard it"
+            f"use {shorter}, a smaller model, or more ranks that shard it"
         )
 
 

@@ -38,6 +38,7 @@ from trainer.job.training import (
 )
 from trainer.job.validation import check_validation, check_validation_data
 from trainer.models.args import ModelArgs
+from trainer.models.registry import from_path
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def resolve(
     Raises:
         ConfigError: the first wrong setting, in one sentence: the value, the rule, what would work.
     """
+    config = from_path(config)
     check_bounds(config)
     check_schedule(config)
     check_profiling(config)

@@ -3,6 +3,8 @@
 from pathlib import Path
 from textwrap import TextWrapper
 
+from trainer.checkpoint.folder import checkpoint_folder, step_to_load
+from trainer.config.errors import MissingFile
 from trainer.config.writable import is_address
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.lora import adapter_sizes
@@ -24,6 +26,7 @@ def summary(job: ResolvedJob, width: int = WIDTH) -> str:
     """
     topics = {
         "model": [_model(job)],
+        "weights": [_weights(job)],
         "data": [_data(job)],
         "step": [_step(job)],
         "mesh": [_mesh(job), *mesh_picture(job.degrees)],
@@ -77,6 +80,23 @@ def _model(job: ResolvedJob) -> str:
         where = ", ".join(lora.modules) or "all linear modules of layers"
         text += f"; trained are {adapters:,} of adapters of rank {lora.rank} on {where} (LoRA)"
     return text
+
+
+def _weights(job: ResolvedJob) -> str:
+    """Return where the weights of the first step come from."""
+    config = job.config
+    try:
+        step = step_to_load(config) if config.checkpoint.enable else None
+    except MissingFile:  # of a check for machines that reach the store
+        return f"of the latest step in {checkpoint_folder(config)}, if it holds one"
+    if step is not None and not config.lora.rank:
+        return f"of step {step:,} in {checkpoint_folder(config)}"
+    if (initial := config.checkpoint.initial_load_path) is not None:
+        adapters = f", adapters of step {step:,} in {checkpoint_folder(config)}" if step is not None else ""
+        return f"of {initial}{adapters or ', adapters new' * bool(config.lora.rank)}"
+    flavor = config.model.flavor
+    sizes = f"; {flavor} gives the sizes alone: model.path = {flavor!r} takes its weights, too"
+    return f"random, seed {config.training.seed}{sizes * is_folder(flavor)}"
 
 
 def _data(job: ResolvedJob) -> str:
@@ -245,16 +265,15 @@ def _compiled(job: ResolvedJob) -> str:
 
 def _checkpoints(job: ResolvedJob) -> str:
     settings = job.config.checkpoint
-    start = "" if settings.initial_load_path is None else f"a new run has the weights of {settings.initial_load_path}; "
     if not settings.enable:
-        return f"{start}none are saved (checkpoint.enable = false)"
+        return "none are saved (checkpoint.enable = false)"
     folder = settings.folder if is_address(settings.folder) else Path(job.config.job.dump_folder) / settings.folder
     if settings.load_only:
         return f"one is read in {folder}, none are saved (checkpoint.load_only = true)"
     seconds = f" or {settings.interval_seconds:g} seconds" if settings.interval_seconds else ""
     hf = ", which is also a Hugging Face folder" if settings.last_save_in_hf else ""
     last = "the last one" + " (its weights alone)" * settings.last_save_model_only
-    return f"{start}every {settings.interval:,} steps{seconds} and after {last}{hf}, in {folder}"
+    return f"every {settings.interval:,} steps{seconds} and after {last}{hf}, in {folder}"
 
 
 def _memory(job: ResolvedJob) -> str:

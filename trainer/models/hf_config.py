@@ -1,7 +1,7 @@
 """`config.json` of a Hugging Face folder: its entries, checked. Torch-free. A family says what they mean to it."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,18 @@ class HFConfig:
     ConfigError, by key and value, for what the family does not have."""
     write: Callable[[Any], dict[str, Any]]
     """Model arguments -> entries. It raises a ConfigError for what transformers does not have."""
+    tensor_names: Callable[[Any], Collection[str]] | None = None
+    """Model arguments -> names of the tensors, for a check of a folder's headers; None: they are checked when read."""
+
+
+def folder_hint(folder: Path) -> str:
+    """Return how to get a folder of that path."""
+    name = "/".join(folder.parts[-2:]) if len(folder.parts) == 2 and not folder.is_absolute() else "ORG/NAME"
+    there = f"./{folder.name}" if name != "ORG/NAME" else folder
+    return (
+        f"name a folder of a Hugging Face model, with its weights, such as {str(there)!r} after "
+        f"`hf download {name} --local-dir {there}`"
+    )
 
 
 def read_config(folder: Path) -> Entries:
@@ -96,7 +108,7 @@ def read_config(folder: Path) -> Entries:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); name a folder of a Hugging Face model") from None
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); {folder_hint(folder)}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON ({error}); copy it from the model again") from None
     if not isinstance(content, dict):

@@ -1,13 +1,14 @@
 """Names of models and flavors -> model arguments. Torch-free."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
-from trainer.config.schema import Model
+from trainer.config.schema import JobConfig, Model
 from trainer.models.args import DecoderArgs, ModelArgs
 from trainer.models.gpt_oss import args as gpt_oss
-from trainer.models.hf_config import Entries, HFConfig, read_config
+from trainer.models.hf_config import Entries, HFConfig, folder_hint, read_config
 from trainer.models.llama3 import args as llama3
 from trainer.models.mistral import args as mistral
 from trainer.models.nat import args as nat
@@ -69,6 +70,33 @@ def hf_family(entries: Entries) -> str:
     if found not in names:
         raise ConfigError(f"{entries.file}: model_type = {found!r} is not supported; it must be {' or '.join(names)}")
     return names[found]
+
+
+def from_path(config: JobConfig) -> JobConfig:
+    """Return the configuration with `model.path` written out: family, sizes, and weights if no others are named.
+
+    Raises:
+        ConfigError: the folder is missing, of no known family, or beside another model.
+    """
+    model = config.model
+    if model.path is None:
+        return config
+    folder = Path(model.path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.path = {model.path!r} is no folder here; {folder_hint(folder)}")
+    if model.flavor != Model().flavor:
+        raise ConfigError(
+            f"model.path = {model.path!r} and model.flavor = {model.flavor!r} both give the sizes of the model; leave "
+            "one of them out"
+        )
+    family = hf_family(read_config(folder))
+    if model.name not in (Model().name, family):
+        raise ConfigError(f"model.path = {model.path!r} holds a model of {family!r}; leave out model.name")
+    path = model.path if is_folder(model.path) else f"./{model.path}"
+    checkpoint = config.checkpoint
+    if checkpoint.initial_load_path is None:
+        checkpoint = replace(checkpoint, initial_load_path=path)
+    return replace(config, model=replace(model, path=None, name=family, flavor=path), checkpoint=checkpoint)
 
 
 def flavor_args(model: Model) -> ModelArgs:

@@ -9,7 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.config.errors import ConfigError
+
 _FILES = re.compile(r"nvidia\d+")
+_OTHER_GPUS = ("/dev/kfd", "/dev/dxg")  # of AMD, of Windows' Linux: PyTorch counts these
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -24,7 +27,16 @@ class Machine:
     """A line for the log, if CUDA_VISIBLE_DEVICES names more than there is."""
 
     def device_type(self, wanted: str) -> str:
-        """Return 'cuda' or 'cpu' for `job.device`."""
+        """Return 'cuda' or 'cpu' for `job.device`.
+
+        Raises:
+            ConfigError: a GPU is wanted, and there is none.
+        """
+        if wanted == "cuda" and not self.gpus and not any(map(os.path.exists, _OTHER_GPUS)):
+            raise ConfigError(
+                "job.device = 'cuda' needs a GPU, and this machine shows none (nvidia-smi, /dev/nvidia0, "
+                f"{_VISIBLE}); use job.device = 'auto', or 'cpu'"
+            )
         return ("cuda" if self.gpus else "cpu") if wanted == "auto" else wanted
 
     def memory(self, device_type: str) -> int | None:

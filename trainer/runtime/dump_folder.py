@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,16 +39,27 @@ def writing_to(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        if full := full_disk(error, nearest_existing(folder)):
-            raise ConfigError(
-                f"job.dump_folder = {str(folder)!r} cannot be written: {full}; make room there, or name another "
-                "folder, and run the same command again"
-            ) from None
-        where = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        raise ConfigError(
-            f"job.dump_folder = {str(folder)!r} cannot be written ({where}); "
-            f"name a folder that can{writable_folder(folder)}"
-        ) from None
+        raise _refused(folder, error) from None
+
+
+def check_creatable(folder: Path) -> None:
+    """Check that the folder can be created and written to, and leave no trace.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".lct-", dir=nearest_existing(folder)))
+    except OSError as error:
+        raise _refused(folder, error) from None
+
+
+def _refused(folder: Path, error: OSError) -> ConfigError:
+    given = f"job.dump_folder = {str(folder)!r} cannot be written"
+    if full := full_disk(error, nearest_existing(folder)):
+        return ConfigError(f"{given}: {full}; make room there, or name another folder, and run the same command again")
+    where = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return ConfigError(f"{given} ({where}); name a folder that can{writable_folder(folder)}")
 
 
 @contextmanager

@@ -171,6 +171,7 @@ def _failed(error: ChildFailedError, received: list[int], watchdog: Watchdog) ->
         )
         return 1
     how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
+    how += ", mostly for lack of host memory" * (failure.exitcode == -signal.SIGKILL)
     if failure.exitcode != 2:  # the rank has named the wrong setting
         report(f"error: rank {rank} failed first ({how}); the other ranks were stopped")
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

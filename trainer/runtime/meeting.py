@@ -61,7 +61,7 @@ def meet(nodes: Nodes, ranks: int, timeout_seconds: float, open_store: Callable[
         ConfigError: MASTER_ADDR has no address, MASTER_PORT is taken, or nodes have different numbers.
         NodesMissing: a node is missing after `timeout_seconds`.
     """
-    addresses = _addresses(nodes)
+    addresses = addresses_of(nodes)
     waiting = _Waiting(nodes, timeout_seconds)
     me = {"job": nodes.job, "name": nodes.here, "nodes": nodes.count, "ranks": ranks}
     refused = 0
@@ -295,8 +295,12 @@ def _taken(nodes: Nodes) -> NoReturn:
     )
 
 
-def _addresses(nodes: Nodes) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the IP addresses of the first node."""
+def addresses_of(nodes: Nodes) -> list[tuple[socket.AddressFamily, str]]:
+    """Return the IP addresses of the first node.
+
+    Raises:
+        ConfigError: MASTER_ADDR has no address.
+    """
     try:
         found = socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.common.decoder_hf_names import tensor_names
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.hf_config import Entries, HFConfig
 
@@ -32,7 +33,7 @@ class HFDecoder:
     """What heads have if `head_dim` is missing; None: `hidden_size / num_attention_heads`."""
 
     def config(self) -> HFConfig:
-        return HFConfig(self.model_type, self._read, self._write)
+        return HFConfig(self.model_type, self._read, self._write, tensor_names)
 
     def check_features(self, args: TransformerArgs) -> None:
         """Check that the architecture can compute what the model computes: what is written must be read as it was.

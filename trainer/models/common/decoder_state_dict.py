@@ -5,23 +5,10 @@ from functools import partial
 import torch
 
 from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.common.decoder_hf_names import MODULES, MODULES_OF_LAYER
 from trainer.models.common.expert_state_dict import expert_counterpart
 from trainer.models.model_spec import Counterpart
 
-_MODULES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-_MODULES_OF_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-}
 _ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 
 
@@ -33,12 +20,12 @@ def counterpart(args: TransformerArgs, name: str) -> Counterpart | None:
     module, kind = name.rsplit(".", 1)
     if args.experts is not None and ".feed_forward." in name:
         return expert_counterpart(args.experts, *name.removeprefix("layers.").split(".feed_forward."))
-    if module in _MODULES:
-        return Counterpart(f"{_MODULES[module]}.{kind}")
+    if module in MODULES:
+        return Counterpart(f"{MODULES[module]}.{kind}")
     _, layer, part = module.split(".", 2)
     if part == "attention.sinks":
         return Counterpart(f"model.layers.{layer}.self_attn.sinks")
-    there, pairs = f"model.layers.{layer}.{_MODULES_OF_LAYER[part]}.{kind}", args.head_dim // 2
+    there, pairs = f"model.layers.{layer}.{MODULES_OF_LAYER[part]}.{kind}", args.head_dim // 2
     if part in _ROTATED:
         there_and_back = partial(_swap, sizes=(-1, pairs, 2)), partial(_swap, sizes=(-1, 2, pairs))
         return Counterpart(there, *there_and_back, moves_rows=True)

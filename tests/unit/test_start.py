@@ -1,0 +1,142 @@
+"""Law: `lct check` checks the run that `lct train` starts; a wrong start is one sentence before torch is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.commands import check, train
+from trainer.commands.start import parse
+from trainer.config.errors import ConfigError
+
+CASES = [
+    ([], {}),
+    (["--training.seq_len=256"], {}),
+    (["--ngpu", "4"], {}),
+    ([], {"NGPU": "8"}),
+    ([], {"NNODES": "2", "MASTER_ADDR": "localhost"}),
+    (["debug_model", "--ngpu=1", "--training.steps=7"], {"NGPU": "3"}),
+    ([], {"CONFIG_FILE": "own.toml"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("NGPU", "CONFIG_FILE", "LOG_RANK", "NNODES", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    Path("own.toml").write_text('base = "debug_model"\n[training]\nsteps = 5\n')
+
+
+@pytest.mark.parametrize(("arguments", "variables"), CASES, ids=str)
+def test_check_and_train_mean_the_same_run(
+    arguments: list[str], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert check.main(arguments) == 0
+    checked = capsys.readouterr().out
+    assert train.main([*arguments, "--check-config"]) == 0
+    assert capsys.readouterr().out == checked
+    started: list[str] = []
+    monkeypatch.setattr(train.logger, "info", lambda line, **_: started.append(line))
+    monkeypatch.setattr(train, "set_up_logging", lambda *_, **__: None)
+    monkeypatch.setattr(train, "launch_options", lambda *_: [])  # it sets variables for the ranks
+    monkeypatch.setenv("LOG_RANK", "0")
+    start = parse(arguments)
+    train._prepare(start, train.parse_command_line(start.arguments))
+    told = [line for line in checked.splitlines() if line != "the settings are valid"]
+    assert told[0] == started[0]
+    if "NNODES" not in variables:  # of several nodes rank 0 prints the rest
+        assert told[1:] == started[1].splitlines()
+
+
+def test_the_file_and_the_ranks_are_those_of_the_variables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("CONFIG_FILE", "own.toml")
+    monkeypatch.setenv("NGPU", "4")
+    assert check.main([]) == 0
+    out = capsys.readouterr().out
+    assert "Llama 3 debug model on 4 CPU ranks" in out
+    assert "5 steps are" in out
+    assert check.main(["--world-size", "8"]) == 0, "NGPU is of this machine"
+    assert "on 8 GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ngpu", "2", "--world-size", "4"], "leave one of them out"),
+        (["debug_model", "second.toml"], "'second.toml' beside 'debug_model' is neither the one file nor an option"),
+        (["-c", "own.toml"], "'-c' is neither the one file nor an option"),
+        (["--nnodes", "2"], "set the variables NNODES, MASTER_ADDR and MASTER_PORT on every node"),
+        (["--job.device", "gpu"], "did you mean 'cuda'?"),
+        (["--job.dump_folder", "/proc/new"], "job.dump_folder = '/proc/new' cannot be written"),
+        (["--training.steps", "99999999999999999999"], "must be in [1, 1000000000000]"),
+        (
+            ["--training.dataset_path", *["own.toml"] * 60],
+            "was given 'own.toml own.toml own.toml own.toml' and 56 more, and takes one value: a string; the shell has "
+            "put files in the place of a pattern: quote it",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture) -> None:
+    for command in (check, train):
+        assert command.main(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+
+
+LATE = [
+    ["train", "--job.device", "cuda"],
+    ["train", "--job.dump_folder", "/proc/new"],
+    ["train"],
+    ["convert", "to-hf", "nowhere", "out"],
+    ["convert", "to-peft", "nowhere", "out"],
+    ["convert", "from-hf", "nowhere", "out"],
+]
+
+
+def test_no_wrong_input_waits_for_torch() -> None:
+    """One process, in which an import of torch fails, tries them all."""
+    program = (
+        "import sys, os\nsys.modules['torch'] = None\nfrom trainer.commands.main import main\n"
+        "os.environ |= {'CUDA_VISIBLE_DEVICES': ''}\n"
+        f"for arguments in {LATE!r}:\n"
+        "    if arguments == ['train']:\n"
+        "        os.environ |= {'NNODES': '2', 'MASTER_ADDR': 'no-such-host.invalid'}\n"
+        "    assert main(arguments) == 2, arguments\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(LATE), done.stderr
+    assert "MASTER_ADDR = 'no-such-host.invalid' is not known" in errors[2]
+
+
+def test_a_start_names_its_ranks() -> None:
+    with pytest.raises(ConfigError, match="--ngpu = '0' must be a whole number from 1 up"):
+        parse(["--ngpu", "0"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saved", "hint"),
+    [
+        ([], (), "nothing is saved: with --checkpoint.enable"),
+        (["--checkpoint.enable"], (), "no step is saved yet in"),
+        (["--checkpoint.enable"], (5, 10), "step 10 is saved in outputs/debug_model/checkpoint: the same command"),
+        (["--checkpoint.enable", "--checkpoint.folder=s3://bucket/run"], (), ""),
+    ],
+    ids=str,
+)
+def test_a_run_that_failed_says_how_it_resumes(arguments: list[str], saved: tuple[int, ...], hint: str) -> None:
+    for step in saved:
+        folder = Path(f"outputs/debug_model/checkpoint/step-{step}")
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+    found = train._to_resume(train.parse_command_line(parse(arguments).arguments).config)
+    assert found.startswith(hint)
+    assert bool(found) == bool(hint)

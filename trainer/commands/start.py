@@ -1,0 +1,74 @@
+"""What a command line and its variables start on this machine: which file, how many ranks. Torch-free.
+
+    [FILE] [--ngpu N] [--log-rank RANKS] [--table.key value ...]
+
+The variables CONFIG_FILE, NGPU and LOG_RANK stand for FILE and the two options.
+"""
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.runtime.devices import Machine
+from trainer.runtime.nodes import Nodes, whole_number
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_RANKS = 2
+"""Ranks that are started on a machine without GPUs."""
+DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What to start on this machine. ranks: None for one per GPU; arguments: the settings, for every rank."""
+
+    ranks: int | None
+    log_rank: str
+    arguments: list[str]
+
+    def ranks_here(self, config: JobConfig, machine: Machine) -> int:
+        """Return the number of ranks on this machine."""
+        return self.ranks or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
+
+    def world_size(self, config: JobConfig, machine: Machine) -> int:
+        """Return the number of ranks of the job: as many on each node as here.
+
+        Raises:
+            ConfigError: the variables that name the nodes are wrong.
+        """
+        return self.ranks_here(config, machine) * Nodes.from_environment(os.environ).count
+
+
+def parse(argv: list[str]) -> Start:
+    """Return what the arguments and the variables NGPU, CONFIG_FILE and LOG_RANK start.
+
+    Raises:
+        ConfigError: a number of ranks that is none, or a word that belongs to no option.
+    """
+    config, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    if rest and not rest[0].startswith("--") and rest[0] != "-h":
+        beside = f" beside {config!r}" if config else ""
+        raise ConfigError(
+            f"{rest[0]!r}{beside} is neither the one file nor an option; write FILE --table.key value, such as "
+            "debug_model --training.steps 300"
+        )
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for option in ("--ngpu", "--log-rank"):
+        parser.add_argument(option, nargs="?", const="")
+    known, rest = parser.parse_known_args(rest)
+    ranks = None
+    if "ngpu" in known:
+        ranks = whole_number("--ngpu", known.ngpu, such_as="--ngpu 2")
+        if any(word.startswith("--world-size") for word in rest):
+            raise ConfigError(
+                f"--ngpu {ranks} is for a job that starts here, and --world-size for one on other machines; leave one "
+                "of them out"
+            )
+    elif "NGPU" in os.environ:
+        ranks = whole_number("NGPU", os.environ["NGPU"], such_as="NGPU=2")
+    config = config or os.environ.get("CONFIG_FILE") or str(DEFAULT_CONFIG)
+    log_rank = getattr(known, "log_rank", os.environ.get("LOG_RANK", "0"))
+    return Start(ranks, log_rank, ["--job.config_file", config, *rest])
