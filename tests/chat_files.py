@@ -35,7 +35,13 @@ INSTRUCT = (
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% else %}"
     "{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
-TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "marked": MARKED, "instruct": INSTRUCT}
+# As Qwen's, but for tools.
+CALLS = CHATML.replace(
+    "message['content'] + '<|end|>' + '\\n' -}}",
+    "message['content'] -}}{% for call in message.tool_calls %}{{- '<call>' + call.function.name -}}"
+    "{{- call.function.arguments | tojson + '</call>' -}}{% endfor %}{{- '<|end|>' + '\\n' -}}",
+)
+TEMPLATES = {"calls": CALLS, "llama3": LLAMA3, "chatml": CHATML, "marked": MARKED, "instruct": INSTRUCT}
 SPECIALS = ("<|begin|>", "<|eos|>", "<|head|>", "<|/head|>", "<|end|>", "<|pad|>")
 WORDS = [
     "the",

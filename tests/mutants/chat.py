@@ -23,6 +23,27 @@ CHAT = (
         f"{_CHAT}::test_both_ways_to_find_answers_agree",
     ),
     Mutant(
+        "tools in a string are spelled letter by letter",
+        "trainer/data/chat.py",
+        "json.loads(tools) if isinstance(tools, str) else tools",
+        "list(tools)",
+        "tests/unit/test_chat.py::test_tools_may_be_a_string_of_json",
+    ),
+    Mutant(
+        "a tool call that a template leaves out is taught as silence",
+        "trainer/data/chat_written.py",
+        'for call in message.get("tool_calls") or ():\n            function, arguments',
+        "for call in ():\n            function, arguments",
+        "tests/unit/test_chat.py::test_a_message_that_the_template_leaves_out_is_refused",
+    ),
+    Mutant(
+        "a short answer is found in an earlier message",
+        "trainer/data/chat_written.py",
+        "text.find(form, start)",
+        "text.find(form)",
+        "tests/unit/test_chat.py::test_a_message_that_the_template_leaves_out_is_refused",
+    ),
+    Mutant(
         "a conversation is packed that is one token too long",
         "trainer/data/best_fit.py",
         "(missing, 1)",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.chat_files import CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations, write_lines
+from tests.chat_files import CALLS, CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations, write_lines
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import Model
 from trainer.data.chat import ConversationEncoder, as_text, conversation
@@ -181,6 +181,82 @@ def test_llama_3_in_both_formats(tmp_path):
     assert learnt(sample, tokenizer) == "five<|eot_id|>"
 
 
+# --- tools
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}}
+CALL = {"id": "1", "function": {"name": "add", "arguments": {"a": 2, "to": "thrée", "more": [True, None]}}}
+CALLING = [
+    TURNS[0],
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"sum": 5}'},
+    {"role": "assistant", "content": "five"},
+]
+
+
+def test_calls_are_learnt_as_transformers_writes_them(folders):
+    theirs = AutoTokenizer.from_pretrained(folders["calls"])
+    sample = encoder(folders["calls"]).sample(as_text(read({"messages": CALLING})))
+    assert sample.tokens.tolist() == theirs.apply_chat_template(CALLING, return_dict=False)
+    call = '<call>add{"a": 2, "to": "thrée", "more": [true, null]}</call><|end|>'
+    assert learnt(sample, open_tokenizer(str(folders["calls"]))) == f"{call}five<|end|>"
+
+
+def test_openais_format_is_the_same_conversation(folders):
+    """Arguments are a string of JSON, and the content beside a call is null or missing."""
+    arguments = json.dumps(CALL["function"]["arguments"], ensure_ascii=False)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    wanted = encoder(folders["calls"]).sample(as_text(read({"messages": CALLING})))
+    for content in ({"content": None}, {}, {"content": ""}):
+        messages = [CALLING[0], {"role": "assistant", "tool_calls": [call], **content}, *CALLING[2:]]
+        sample = encoder(folders["calls"]).sample(as_text(read({"messages": messages})))
+        assert (sample.tokens == wanted.tokens).all()
+        assert (sample.labels == wanted.labels).all()
+
+
+def test_tools_may_be_a_string_of_json(folders):
+    lines = [
+        {"messages": TURNS, "tools": tools} for tools in ([TOOL], json.dumps([TOOL]), json.dumps([TOOL], indent=1))
+    ]
+    texts = {find_template(str(folders["marked"]), None).render(read(line))[0] for line in lines}
+    assert len(texts) == 1
+    assert '{"type": "number"}' in texts.pop()
+    for tools in ("not JSON", '{"a": 1}', ["add"], 3):
+        assert '"tools" must be a list of objects' in refusal(read, {"messages": TURNS, "tools": tools})
+    assert "tools" not in read({"messages": TURNS, "tools": "[]"})
+
+
+SHORT = {"role": "assistant", "content": "a"}
+
+
+def without(condition: str) -> str:
+    """The template, without the messages for which the condition holds."""
+    first, last = CALLS.index("{{- "), CALLS.index("{% endfor %}\n")
+    one = "{% if not (" + condition + ") %}" + CALLS[first:last] + "{% endif %}"
+    return CALLS[:first] + one + CALLS[last:]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "missing"),
+    [
+        (CHATML, CALLING, "the call of 'add' in message 2"),
+        (CALLS.replace("call.function.arguments | tojson", "'{}'"), CALLING, "the call of 'add' in message 2"),
+        (without("message.role == 'tool'"), CALLING, "the content of message 3 (tool)"),
+        # A short content is not found in the place of an earlier message.
+        (
+            without("loop.last"),
+            [*TURNS[:3], {"role": "assistant", "content": "a"}],
+            "the answer of message 4 (assistant)",
+        ),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(template, messages, missing):
+    found = read({"messages": messages}, "b.jsonl, line 7")
+    assert refusal(ChatTemplate(template, "my.jinja", SPECIAL).render, found) == (
+        f"b.jsonl, line 7: the chat template my.jinja does not write {missing}; use the template of a model that has "
+        "it, or leave the line out"
+    )
+
+
 # --- where a template is found
 
 
@@ -212,8 +288,12 @@ def test_a_template_that_is_not_there_or_no_template_is_refused(tmp_path):
 
 # --- refused
 
-REWRITES = CHATML.replace("message['content'] + ", "(message['content'] if loop.last else '...') + ")
+REWRITES = CHATML.replace("message['content'] + ", "message['content'] + ('' if loop.last else ' (old)') + ")
 HEADERS = CHATML[: CHATML.index("{% if add_generation")]
+CHANGES = (
+    "{% for m in messages %}{{ m.content }} {% endfor %}"
+    "{% set x %}{% generation %} a{% endgeneration %}{% endset %}{{ x | trim | length }}"
+)
 CLOCK = "{{ strftime_now('%Y') }}" + CHATML
 
 
@@ -226,7 +306,7 @@ CLOCK = "{{ strftime_now('%Y') }}" + CHATML
         ("{{ raise_exception('no!') }}", "refuses it (no!)"),
         ("{{ messages.__class__ }}{{ messages.__class__.mro() }}", "refuses it (access to attribute"),
         (MARKED.replace("message.role == 'assistant'", "false"), "marks no answer"),
-        ("{% set x %}{% generation %} a{% endgeneration %}{% endset %}{{ x | trim | length }}", "changes text after"),
+        (CHANGES, "changes text after"),
     ],
 )
 def test_a_template_that_cannot_be_right_is_refused_with_line_and_name(template, part):
@@ -253,6 +333,9 @@ BAD = [
     ({"messages": [{"role": "user", "content": None}]}, 'message 1: "content" must be a string'),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images, cannot be trained on"),
     ({"messages": [TURNS[0], {"role": "assistant", "content": ""}]}, "message 2: the answer is empty"),
+    ({"messages": [TURNS[0], {"role": "assistant", "content": None}]}, 'message 2: "content" must be a string'),
+    ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": ["add"]}]}, 'message 2: "tool_calls" must be a list'),
+    ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]}, '"tool_calls" must be a list'),
 ]
 
 

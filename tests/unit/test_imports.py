@@ -20,7 +20,7 @@ ROOMS = (
         *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
         *("trainer.data.json_lines", "trainer.data.token_files", "trainer.data.file_index", "trainer.data.bad_records"),
         *("trainer.data.hub", "trainer.data.streamed", "trainer.data.token_writer"),
-        *("trainer.data.chat", "trainer.data.chat_template", "trainer.data.packing"),
+        *("trainer.data.chat", "trainer.data.chat_template", "trainer.data.chat_written", "trainer.data.packing"),
         *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),
         "trainer.data.sentencepiece_format",
         "trainer.models.hf_config",

@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
+from trainer.data.chat_written import function_of
 from trainer.data.packing import IGNORE_INDEX, Sample
 from trainer.data.tokenizer import Tokenizer, replace_surrogates
 
@@ -46,7 +48,7 @@ def conversation(content: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}, must be a JSON object in UTF-8, such as {_EXAMPLE}")
     if "messages" in line:
         known = {"messages": _messages(line["messages"], where)}
-        return known | ({"tools": line["tools"]} if line.get("tools") else {}) | {"where": where}
+        return known | ({"tools": tools} if (tools := _tools(line.get("tools"), where)) else {}) | {"where": where}
     answer = next((key for key in ANSWER_KEYS if key in line), None)
     if "prompt" not in line or answer is None:
         raise ConfigError(f'{where}, has neither "messages" nor "prompt" and "answer"; write {_EXAMPLE}')
@@ -78,11 +80,23 @@ def _messages(given: object, where: str) -> list[dict[str, Any]]:
     return messages
 
 
+def _tools(given: object, where: str) -> list[dict[str, Any]]:
+    """Return the tools of a line, which many data sets store as a string of JSON."""
+    tools = given or []
+    with suppress(ValueError, RecursionError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f'{where}: "tools" must be a list of objects, or a string of JSON that is one')
+    return tools
+
+
 def _message(given: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
     """Return a message with its content as one string, without entries that are null."""
     role, content = given.get("role"), given.get("content")
     if role not in ROLES:
         raise ConfigError(f'{where}, message {number}: "role" = {role!r} must be one of {", ".join(map(repr, ROLES))}')
+    if content is None and given.get("tool_calls"):
+        content = ""  # so the call is all that there is
     if isinstance(content, list) and all(_is_text(part) for part in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
@@ -92,6 +106,11 @@ def _message(given: Mapping[str, Any], number: int, where: str) -> dict[str, Any
         )
     if role == "assistant" and not content.strip() and not given.get("tool_calls"):
         raise ConfigError(f"{where}, message {number}: the answer is empty; leave the message or the line out")
+    if not all(function_of(call) for call in given.get("tool_calls") or ()):
+        raise ConfigError(
+            f'{where}, message {number}: "tool_calls" must be a list of {{"function": {{"name": ..., "arguments": '
+            "{...}}}, with the arguments as an object or a string of JSON"
+        )
     return {key: value for key, value in given.items() if value is not None} | {"content": content}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigError, MissingFile
+from trainer.data.chat_written import left_out, with_objects
 
 if TYPE_CHECKING:
     import jinja2
@@ -48,14 +49,29 @@ class ChatTemplate:
         """Return a conversation as text, and the characters [start, stop) of its answers with their end tokens.
 
         Raises:
-            ConfigError: the template refuses it, or writes a part of it otherwise than the whole.
+            ConfigError: the template refuses it, leaves out a message, or writes a part of it otherwise than the whole.
         """
         messages = found.get("messages")
         if messages is None:
             roles = {"user": found["prompt"], "assistant": found["answer"]}
             messages = [{"role": role, "content": text} for role, text in roles.items()]
+        try:
+            return self._rendered(found, messages)
+        except ConfigError:  # most templates write arguments of calls as JSON, and some take them as such
+            if (objects := with_objects(messages)) is None:
+                raise
+        return self._rendered(found, objects)
+
+    def _rendered(
+        self, found: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[int, int]]]:
         write = partial(self._text, tools=found.get("tools"), where=found["where"])
         text = write(self._plain, messages)
+        if missing := left_out(messages, text):
+            raise ConfigError(
+                f"{found['where']}: the chat template {self._name} does not write {missing}; use the template of a "
+                "model that has it, or leave the line out"
+            )
         if self._marked is None:
             return text, self._spans_by_prefixes(write, messages, text, found["where"])
         return text, self._spans_by_marks(write(self._marked, messages), text, found["where"])
