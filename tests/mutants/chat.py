@@ -44,6 +44,20 @@ CHAT = (
         "tests/unit/test_chat.py::test_a_message_that_the_template_leaves_out_is_refused",
     ),
     Mutant(
+        "a text begins with a token that the tokenizer does not put there",
+        "trainer/data/tokenizer_json.py",
+        "return begin[0] if begin else None",
+        'return begin[0] if begin else self._tokenizer.token_to_id("<|begin|>")',
+        "tests/unit/test_tokenizer_formats.py::test_what_begins_and_ends_a_text",
+    ),
+    Mutant(
+        "a text ends with one of the model's end tokens only",
+        "trainer/commands/generate.py",
+        "ends |= set(named) if isinstance(named, list) else {named}",
+        "pass",
+        "tests/unit/test_hugging_face.py::test_every_end_that_a_model_names_ends_a_text",
+    ),
+    Mutant(
         "a conversation is packed that is one token too long",
         "trainer/data/best_fit.py",
         "(missing, 1)",

@@ -65,7 +65,7 @@ def test_a_template_of_your_own(data, tmp_path):
         texts.append(encoder._tokenizer.decode(encoder.sample(source[0]).tokens.tolist()))
     assert texts[0] == "<|head|>user\ntwo<|end|>\n<|head|>assistant\nfive<|end|>\n"
     assert texts[1].startswith("<|begin|><|head|>system<|/head|>")
-    assert texts[2] == "<|begin|>twofive<|eos|>"
+    assert texts[2] == "twofive<|eos|>", "this tokenizer puts nothing before a text"
     none = refusal(*chat(data), f"--model.tokenizer_path={folder}", "--model.chat_template=none")
     assert "need a chat template" in none
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from scripts.benchmarks.teams import PeakBytes
+from tests.chat_files import chat_folder
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN3, SHAPES, changed, saved
 from tests.toy_family import spec as toy
 from tests.toy_family.args import FLAVORS
@@ -27,9 +28,11 @@ from trainer.checkpoint import hf_reader, hf_writer
 from trainer.checkpoint.hf_reader import HFReader
 from trainer.checkpoint.safetensors import INDEX, SINGLE, plan_files, read_file, read_folder
 from trainer.commands import convert
+from trainer.commands.generate import end_ids
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Model
+from trainer.data.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.models.llama3 import spec as llama3
@@ -336,6 +339,20 @@ def test_rotary_tables_of_old_files_are_ignored(folder: Path) -> None:
     safetensors.torch.save_file(whole, folder / SINGLE)
     resolved(f"--model.path={folder}")
     assert HFReader(folder, llama3.SPEC, LLAMA).pairs
+
+
+def test_every_end_that_a_model_names_ends_a_text(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "hf", replace(LLAMA, vocab_size=4400))
+    chat_folder(folder, None)
+    (folder / "original").mkdir()
+    shutil.copy(Model().tokenizer_file, folder / "original" / "tokenizer.model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, 308, 99999]}))
+    config = resolved(f"--model.path={folder}").config
+    tokenizer = open_tokenizer(config.model.tokenizer_file)
+    assert tokenizer.decode([tokenizer.eos_id]) == "<|eos|>", "of tokenizer.json, not of Meta's file beside it"
+    assert end_ids(config, tokenizer) == {tokenizer.eos_id, 300, 308}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 301}))
+    assert end_ids(config, tokenizer) == {tokenizer.eos_id, 301}
 
 
 def _written(file: Path, text: str) -> str:

@@ -188,7 +188,7 @@ def test_a_malformed_file_is_refused_in_one_sentence(tmp_path, case, use):
     ("name", "message"),
     [
         ("nothing", "does not exist"),
-        (".", "is a folder without original/tokenizer.model, tokenizer.json and tokenizer.model; get"),
+        (".", "is a folder without tokenizer.json, original/tokenizer.model and tokenizer.model; get"),
     ],
 )
 def test_a_missing_file_is_refused_in_one_sentence(tmp_path, name, message, use):

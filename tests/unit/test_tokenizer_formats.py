@@ -29,8 +29,8 @@ def texts() -> list[str]:
     return [source[i] for i in range(0, len(source), 60)] + ["naïve Ünïcode 中文 \U0001f600 1234567", "  \t\n x"]
 
 
-def write_json(folder: Path, *, config: dict | None) -> Path:
-    """A byte-level BPE as Llama 3 and Qwen have it: special tokens after the vocabulary; a template adds one."""
+def write_json(folder: Path, *, config: dict | None, begins: bool = True) -> Path:
+    """A byte-level BPE as of Llama 3 and Qwen: special tokens after the vocabulary. begins: a template adds one."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -40,7 +40,10 @@ def write_json(folder: Path, *, config: dict | None) -> Path:
     )
     fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIALS])
     begin = fast.token_to_id("<|begin|>")
-    fast.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+    if begins:
+        fast.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+    else:
+        fast.post_processor = processors.ByteLevel(trim_offsets=False)
     folder.mkdir(exist_ok=True)
     fast.save(str(folder / "tokenizer.json"))
     if config is not None:
@@ -134,38 +137,58 @@ def test_the_ids_are_those_of_sentencepiece(piece_folder: Path) -> None:
 
 
 def test_a_folder_is_known_by_its_files(tmp_path: Path, json_folder: Path, piece_folder: Path) -> None:
-    """The first of original/tokenizer.model, tokenizer.json and tokenizer.model."""
+    """The first of tokenizer.json, which is the model's own, original/tokenizer.model and tokenizer.model."""
     ranks, pieces = Path(default_tokenizer_path()).read_bytes(), (piece_folder / "tokenizer.model").read_bytes()
     (tmp_path / "tokenizer.model").write_bytes(ranks)
     assert isinstance(open_tokenizer(str(tmp_path)), TiktokenTokenizer)
     (tmp_path / "tokenizer.model").write_bytes(pieces)
     assert isinstance(open_tokenizer(str(tmp_path)), SentencePieceTokenizer)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((json_folder / name).read_bytes())
-    assert isinstance(open_tokenizer(str(tmp_path)), JsonTokenizer)
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "tokenizer.model").write_bytes(ranks)
     assert isinstance(open_tokenizer(str(tmp_path)), TiktokenTokenizer)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((json_folder / name).read_bytes())
+    assert isinstance(open_tokenizer(str(tmp_path)), JsonTokenizer)
     assert isinstance(open_tokenizer(str(tmp_path / "tokenizer.json")), JsonTokenizer), "a file by its content"
 
 
 @pytest.mark.parametrize(
-    ("config", "others", "ends"),
+    ("config", "others", "ends", "begins"),
     [
-        ({"bos_token": None, "eos_token": "<|end|>"}, {"bos_token_id": 3}, (None, "<|end|>")),  # as Qwen's
-        ({**CONFIG, "add_bos_token": False}, {}, (None, "<|end|>")),
-        (None, {"bos_token_id": 600, "eos_token_id": [601, 602]}, ("<|begin|>", "<|end|>")),
-        ({"eos_token": "<|turn|>"}, {"bos_token_id": 600}, ("<|begin|>", "<|turn|>")),
+        (CONFIG, {}, ("<|begin|>", "<|end|>"), True),
+        (CONFIG, {}, (None, "<|end|>"), False),  # as SmolLM2's: a begin token is named, and nothing puts it there
+        ({"bos_token": None, "eos_token": "<|end|>"}, {"bos_token_id": 3}, (None, "<|end|>"), False),  # as Qwen's
+        ({**CONFIG, "add_bos_token": False}, {}, ("<|begin|>", "<|end|>"), True),
+        ({**CONFIG, "add_bos_token": True}, {}, (None, "<|end|>"), False),
+        (None, {"bos_token_id": 1, "eos_token_id": [601, 602]}, ("<|begin|>", "<|end|>"), True),
+        (None, {"bos_token_id": 1, "eos_token_id": [601, 602]}, (None, "<|end|>"), False),  # Llama's default is a word
+        ({"eos_token": "<|turn|>"}, {"bos_token_id": 600}, ("<|begin|>", "<|turn|>"), True),
     ],
 )
-def test_what_begins_and_ends_a_text(tmp_path: Path, config: dict | None, others: dict, ends: tuple) -> None:
-    folder = write_json(tmp_path / "it", config=config)
+def test_what_begins_and_ends_a_text(
+    tmp_path: Path, config: dict | None, others: dict, ends: tuple, begins: bool
+) -> None:
+    folder = write_json(tmp_path / "it", config=config, begins=begins)
     (folder / "generation_config.json").write_text(json.dumps(others))
     tokenizer = open_tokenizer(str(folder))
     found = [None if i is None else tokenizer.decode([i]) for i in (tokenizer.bos_id, tokenizer.eos_id)]
     assert tuple(found) == ends
     if ends[0] is None:
         assert tokenizer.encode("a", bos=True) == tokenizer.encode("a"), "a token that there is not is left out"
+    if config is not None:
+        theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+        assert tokenizer.encode("a fox", bos=True) == theirs("a fox")["input_ids"], "with transformers' own begin"
+
+
+def test_several_tokens_before_a_text_are_refused(tmp_path: Path) -> None:
+    folder = write_json(tmp_path / "it", config=CONFIG)
+    content = (folder / "tokenizer.json").read_text()
+    piece = '{"SpecialToken":{"id":"<|begin|>","type_id":0}}'
+    squeezed = json.dumps(json.loads(content), separators=(",", ":"))
+    assert piece in squeezed
+    (folder / "tokenizer.json").write_text(squeezed.replace(piece, f"{piece},{piece}", 1))
+    with pytest.raises(ConfigError, match="begins a text with 2 tokens, and only one is supported"):
+        open_tokenizer(str(folder))
 
 
 def broken(folder: Path, name: str, content: str | bytes) -> str:
@@ -196,7 +219,7 @@ def test_a_json_without_an_end_of_text_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"bos_token_id": 99999, "eos_token_id": 601}, "bos_token_id = 99999 beside tokenizer.json is no id of its"),
+        ({"eos_token_id": 99999}, "eos_token_id = 99999 beside tokenizer.json is no id of its"),
         ({"eos_token_id": [-1, 601]}, "eos_token_id = -1 beside"),
         ({"eos_token_id": "601"}, "eos_token_id = '601' beside"),
         ({"eos_token_id": True}, "eos_token_id = True beside"),

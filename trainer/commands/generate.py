@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainer.checkpoint.initial import hf_folder
 from trainer.commands.finished_run import loaded_model, text_configuration
 from trainer.commands.ranks import all_ranks, run_on_ranks, work_on_rank
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Parallelism
+from trainer.config.schema import JobConfig, Parallelism
 from trainer.job import ResolvedJob, resolve
 from trainer.runtime.devices import this_machine
 
@@ -63,12 +64,24 @@ def write(job: ResolvedJob, device: "torch.device", wanted: Request, tokenizer: 
     """
     from trainer.components.generation import generate
 
-    ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    ends = end_ids(job.config, tokenizer)
     model, dims = loaded_model(job, device)
     given = [[*wanted.begin, *ids] for ids in wanted.prompts]
     settings = {"tokens": wanted.tokens, "sampling": wanted.sampling, "seed": wanted.seed, "ends": ends}
     written = generate(model, job, dims, given, **settings)
     return [tokenizer.decode([*ids, *more]) for ids, more in zip(wanted.prompts, written, strict=True)]
+
+
+def end_ids(config: JobConfig, tokenizer: "Tokenizer") -> set[int]:
+    """Return the tokens that end a text: the tokenizer's, and all that the model's `generation_config.json` names."""
+    from trainer.data.tokenizer_json import read_settings
+
+    folders = {Path(config.model.tokenizer_file), Path(config.model.tokenizer_file).parent, hf_folder(config)}
+    ends: set[Any] = {tokenizer.eos_id}
+    for folder in folders - {None}:
+        named = read_settings(folder / "generation_config.json").get("eos_token_id")
+        ends |= set(named) if isinstance(named, list) else {named}
+    return {end for end in ends if type(end) is int and 0 <= end < tokenizer.vocab_size}
 
 
 def parser() -> argparse.ArgumentParser:

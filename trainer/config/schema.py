@@ -29,7 +29,7 @@ from trainer.config.keys import (
 from trainer.config.parallelism import DATA_PARALLEL, NO_PIPELINE, Comm, Parallelism
 from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 
-TOKENIZER_FILES = ("original/tokenizer.model", "tokenizer.json", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", "original/tokenizer.model", "tokenizer.model")
 """Files of a tokenizer in a folder; the first one that it has is taken."""
 _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python_4k.tiktoken"
 

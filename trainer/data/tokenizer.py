@@ -1,7 +1,7 @@
 """Text <-> token ids. The format of a tokenizer is known by its file, or by what lies in its folder.
 
-    original/tokenizer.model   Meta's rank file of Llama 3: tiktoken_format.py
     tokenizer.json             of Hugging Face's tokenizers: tokenizer_json.py
+    original/tokenizer.model   Meta's rank file of Llama 3: tiktoken_format.py
     tokenizer.model            a rank file, or a model of sentencepiece: sentencepiece_format.py
 
 The first one that a folder has is taken. All other modules know tokenizers by `Tokenizer` alone.

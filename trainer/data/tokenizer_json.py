@@ -17,11 +17,13 @@ from trainer.data.tokenizer import Tokenizer
 class JsonTokenizer(Tokenizer):
     """A `tokenizer.json`. given: the path as the user gave it, for messages.
 
-    The tokens that begin and end a text are those of `tokenizer_config.json`, else those of `generation_config.json` or
-    `config.json`. With `add_bos_token = false` nothing begins a text.
+    A text begins with the token that the file's own post-processor puts there, as in transformers: `bos_token` alone
+    puts none. It ends with the `eos_token` of `tokenizer_config.json`, else with that of `generation_config.json` or
+    `config.json`.
 
     Raises:
-        ConfigError: the file is damaged, or the files beside it name no token that ends a text, or an id that is none.
+        ConfigError: the file is damaged, begins a text with several tokens, or the files beside it name no token that
+            ends a text, or an id that is none.
     """
 
     def __init__(self, file: str, given: str) -> None:
@@ -36,9 +38,10 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = True  # their names in a text are ordinary text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.bos_id = self._added_before_text(given)
         # One that adds tokens is not wanted, and one for bytes takes blanks out of the places of tokens.
         self._tokenizer.post_processor = processors.Sequence([])
-        self.bos_id, self.eos_id = self._ends(Path(file).parent, given)
+        self.eos_id = self._end(Path(file).parent, given)
 
     def ids_of(self, text: str) -> Sequence[Sequence[int]]:
         text.encode()  # a lone surrogate raises here as in other formats
@@ -53,27 +56,34 @@ class JsonTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def _ends(self, folder: Path, given: str) -> tuple[int | None, int]:
+    def _added_before_text(self, given: str) -> int | None:
+        """Return the token that the post-processor puts before a text, or None if it puts none there."""
+        text, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        begin = whole[: next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)]
+        if len(begin) > 1:
+            raise ConfigError(
+                f"model.tokenizer_path = {given!r} begins a text with {len(begin)} tokens, and only one is supported; "
+                "take its post_processor out of a copy of tokenizer.json for texts without them"
+            )
+        return begin[0] if begin else None
+
+    def _end(self, folder: Path, given: str) -> int:
         settings = read_settings(folder / "tokenizer_config.json")
-        ends = [self._named(settings.get(f"{which}_token")) for which in ("bos", "eos")]
+        end = self._named(settings.get("eos_token"))
         for name in ("generation_config.json", "config.json"):
-            others = read_settings(folder / name)
-            for i, which in enumerate(("bos", "eos")):
-                if ends[i] is None and f"{which}_token" not in settings:
-                    ends[i] = _first(others.get(f"{which}_token_id"))
-        for which, end in zip(("bos", "eos"), ends, strict=True):
-            if end is not None and (type(end) is not int or not 0 <= end < self.vocab_size):
-                raise ConfigError(
-                    f"model.tokenizer_path = {given!r}: {which}_token_id = {end!r} beside tokenizer.json is no id of "
-                    f"its {self.vocab_size}; copy all files from one model"
-                )
-        bos, eos = ends
-        if eos is None:
+            if end is None and "eos_token" not in settings:
+                end = _first(read_settings(folder / name).get("eos_token_id"))
+        if end is None:
             raise ConfigError(
                 f"model.tokenizer_path = {given!r}: no file beside tokenizer.json names a token that ends a text; copy "
                 "tokenizer_config.json there too, with its eos_token"
             )
-        return (None if settings.get("add_bos_token") is False else bos), eos
+        if type(end) is not int or not 0 <= end < self.vocab_size:
+            raise ConfigError(
+                f"model.tokenizer_path = {given!r}: eos_token_id = {end!r} beside tokenizer.json is no id of its "
+                f"{self.vocab_size}; copy all files from one model"
+            )
+        return end
 
     def _named(self, token: str | Mapping[str, Any] | None) -> int | None:
         """Return the id of a token, which older files write as an object."""
