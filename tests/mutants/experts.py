@@ -48,4 +48,11 @@ EXPERTS = (
         "zip(part, names[: lengths[0]], strict=True)",
         "tests/unit/test_expert_hugging_face.py::test_any_part_is_read_and_a_rank_reads_no_other_experts",
     ),
+    Mutant(
+        "a gpt-oss without RoPE keys has none of its class",
+        "trainer/models/common/decoder_hf_config.py",
+        "{**self.defaults, **given}",
+        "given | {'sliding_window': given.get('sliding_window')}",
+        "tests/unit/test_hugging_face_config.py",
+    ),
 )

@@ -58,6 +58,7 @@ GPT_OSS = TransformerArgs(
 MODELS = {
     "qwen3_moe": ("qwen3_moe", QWEN),
     "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss, no windows": ("gpt_oss", replace(GPT_OSS, sliding_window=None, sliding_window_every=1)),
     "qwen3_moe, shares of all experts": ("qwen3_moe", replace(QWEN, experts=ExpertArgs(6, 3, 24, normalise=False))),
 }
 

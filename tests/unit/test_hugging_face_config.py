@@ -6,13 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, saved
 from trainer.config.errors import ConfigError
 from trainer.models.common.shapes import RopeScaling
-from trainer.models.hf_config import read_config
-from trainer.models.registry import hf_config
+from trainer.models.hf_config import Entries, read_config
+from trainer.models.registry import HF_CONFIGS, hf_config
 
+# Entries of config.json that files may lack.
+_ASSUMED = (
+    *("rope_parameters", "rms_norm_eps", "num_key_value_heads", "head_dim", "sliding_window", "use_sliding_window"),
+    *("max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "layer_types"),
+    *("output_router_logits", "router_aux_loss_coef", "max_window_layers", "decoder_sparse_step", "mlp_only_layers"),
+)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -33,6 +40,36 @@ def test_what_we_write_is_what_transformers_writes(tmp_path: Path, family: str, 
     theirs, ours = read_config(tmp_path).content, hf_config(family).write(CONFIGS[family, shape])
     same = ours.keys() - {"rope_theta", "rope_scaling"}  # the names of before transformers 5
     assert {key: theirs[key] for key in same} == {key: ours[key] for key in same}
+
+
+SIZES = {
+    "hidden_size": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 50,
+}
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEFAULTS = [(family, key) for family in HF_CONFIGS for key in (*_ASSUMED, "rope_scaling = null", "all of these")]
+
+
+@pytest.mark.parametrize(("family", "key"), DEFAULTS, ids=str)
+def test_what_a_file_lacks_is_what_transformers_assumes(family: str, key: str) -> None:
+    """The file as it is, and with all that the class of transformers fills in, are the same model."""
+    known = hf_config(family)
+    kind = type(AutoConfig.for_model(known.model_type))
+    architecture = kind.__name__.replace("Config", "ForCausalLM")
+    sizes = SIZES | (EXPERTS if family in ("qwen3_moe", "gpt_oss") else {})
+    wholly = kind(**sizes).to_dict() | {"architectures": [architecture]}
+    gone = {key} if key in _ASSUMED else {"rope_parameters"} if "null" in key else set(_ASSUMED)
+    given = {name: value for name, value in wholly.items() if name not in gone}
+    given |= {"rope_scaling": None} if "null" in key else {}
+    if "num_key_value_heads" in gone:
+        given["num_attention_heads"] = 64
+    # transformers' own class, of the same file
+    filled = kind(**given).to_dict() | {"architectures": [architecture]}
+    assert known.read(Entries(Path(), given)) == known.read(Entries(Path(), filled))
 
 
 def test_old_and_new_names_mean_the_same(folder: Path) -> None:

@@ -4,8 +4,8 @@ Since transformers 5 the rotary table is `rope_parameters`; before, `rope_theta`
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from trainer.models.common.decoder_hf_names import tensor_names
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.hf_config import Entries, HFConfig
 
+_ROPE = ("rope_parameters", "rope_scaling")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -29,8 +30,8 @@ class HFDecoder:
     value, for what cannot be computed here."""
     write: Callable[[TransformerArgs], dict[str, Any]]
     """The entries of these fields."""
-    head_size: int | None = None
-    """What heads have if `head_dim` is missing; None: `hidden_size / num_attention_heads`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Entries that the architecture's class assumes where the file lacks them, if they are not those of Llama's."""
 
     def config(self) -> HFConfig:
         return HFConfig(self.model_type, self._read, self._write, tensor_names)
@@ -51,6 +52,9 @@ class HFDecoder:
                 )
 
     def _read(self, config: Entries) -> TransformerArgs:
+        # An empty table of RoPE is as good as none.
+        given = {key: value for key, value in config.content.items() if value or key not in _ROPE}
+        config = Entries(config.file, {**self.defaults, **given})
         config.only("model_type", self.model_type)
         config.only("architectures", [self.architecture])
         config.only("hidden_act", "silu")
@@ -58,12 +62,12 @@ class HFDecoder:
         dim, n_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
         n_kv_heads = config.whole("num_key_value_heads", n_heads)
         divided = {"num_attention_heads": n_kv_heads}
-        if config.content.get("head_dim") is None and self.head_size is None:
+        if config.content.get("head_dim") is None:
             divided["hidden_size"] = n_heads
         for whole, part in divided.items():
             if config.whole(whole) % part:
                 raise ConfigError(f"{config.file}: {whole} = {config.whole(whole)} must be a multiple of {part}")
-        head_dim = config.whole("head_dim", self.head_size or dim // n_heads)
+        head_dim = config.whole("head_dim", dim // n_heads)
         if head_dim % 2:
             raise ConfigError(f"{config.file}: head_dim = {head_dim} must be even, for rotary positions")
         theta, scaling = _rotary(config)

@@ -46,6 +46,24 @@ FLAVORS: dict[str, TransformerArgs] = {
 }
 
 
+_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
 def _read(config: Entries) -> dict[str, Any]:
     """Windows are switched on by being there; by default every second layer has one, from the first on."""
     if (config.content.get("quantization_config") or {}).get("quant_method") == "mxfp4":
@@ -59,7 +77,7 @@ def _read(config: Entries) -> dict[str, Any]:
     kinds = config.content.get("layer_types")
     if kinds is None:
         kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(config.whole("num_hidden_layers"))]
-    windows = {"use_sliding_window": config.content.get("sliding_window") is not None, "layer_types": kinds}
+    windows = {"use_sliding_window": config.content["sliding_window"] is not None, "layer_types": kinds}
     return {
         "attention_sinks": True,
         "attention_bias": True,
@@ -82,9 +100,10 @@ def _write(args: TransformerArgs) -> dict[str, Any]:
         "num_experts_per_tok": experts.per_token,
         "router_aux_loss_coef": args.router_aux_loss_coef,
         "attention_bias": True,
-        "sliding_window": windows["sliding_window"],
+        # transformers makes a mask of the window also where no layer has it.
+        "sliding_window": windows["sliding_window"] or _DEFAULTS["sliding_window"],
         "layer_types": windows["layer_types"],
     }
 
 
-HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write, head_size=64)
+HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write, _DEFAULTS)

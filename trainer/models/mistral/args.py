@@ -30,12 +30,18 @@ FLAVORS: dict[str, TransformerArgs] = {
 def _read(config: Entries) -> dict[str, Any]:
     """Without the entry all layers have a window of 4,096 tokens, with null none."""
     config.only("layer_types", None)
-    without = config.content.get("sliding_window", 4096) is None
-    return {"sliding_window": None if without else config.whole("sliding_window", 4096)}
+    without = config.content["sliding_window"] is None
+    return {"sliding_window": None if without else config.whole("sliding_window")}
 
 
 def _write(args: TransformerArgs) -> dict[str, Any]:
     return {"sliding_window": args.sliding_window}
 
 
-HF = HFDecoder("mistral", "MistralForCausalLM", _read, _write)
+HF = HFDecoder(
+    "mistral",
+    "MistralForCausalLM",
+    _read,
+    _write,
+    {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+)

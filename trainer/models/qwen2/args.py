@@ -36,4 +36,10 @@ def _read(config: Entries) -> dict[str, Any]:
     return {"attention_bias": True, **read_windows(config)}
 
 
-HF = HFDecoder("qwen2", "Qwen2ForCausalLM", _read, write_windows)
+HF = HFDecoder(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    _read,
+    write_windows,
+    {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+)
