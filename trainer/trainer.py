@@ -263,12 +263,15 @@ class Trainer:
         if first:
             self._check_same_batch(batches[0])
         # One count for the whole step, before any backward: a mean of means is wrong if ranks have different counts.
-        valid = all_reduce(sum(self.task.counts(batch).sum() for batch in batches), self.dims["dp"])
+        labels = sum(self.task.counts(batch).sum() for batch in batches)
+        size = torch.full_like(labels, sum(map(self.task.size, batches)))
+        valid, positions = all_reduce(torch.stack((labels, size)), self.dims["dp"])
 
         self.optimizer.zero_grad()
         for part in self.model_parts:
             precompute_scales(part, self.config.float8)
-            normalise_auxiliary_losses(part, valid.clamp(min=1))
+            normalise_auxiliary_losses(part, positions.clamp(min=1))
+        self.spec.before_step(self.model_parts, self.dims)
         losses = [
             self.forward_backward(batch, valid.clamp(min=1), last=i == len(batches) - 1)
             for i, batch in enumerate(batches)

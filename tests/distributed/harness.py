@@ -2,6 +2,7 @@
 
 Every layout trains on the same rows: row i is made from i, and data-parallel rank r of D takes rows r, r + D, ...
 Rows have different numbers of labels, and every odd row of the first step has none, so that some ranks have no label.
+With packed documents some rows end with padding.
 """
 
 import json
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
@@ -133,10 +134,13 @@ class MadeRows(LanguageTask):
         while True:
             rows = []
             for _ in range(training.local_batch_size):
-                rows.append(make_row(i, training.seq_len, no_labels=i < training.global_batch_size and i % 2 == 1))
+                no_labels = i < training.global_batch_size and i % 2 == 1
+                padding = i % 4 if self.config.masks_documents else 0
+                rows.append(make_row(i, training.seq_len, no_labels=no_labels, padding=padding))
                 i += degree
             batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-            arrays = {name: x.numpy().copy() for name, x in batch.items()}
+            batch["padding"] = (batch["positions"] < 0).sum().item()
+            arrays = {name: x.numpy().copy() for name, x in batch.items() if name != "padding"}
             yield batch | ({} if plan is None else {"plan": plan(arrays)})
 
     @contextmanager
@@ -178,17 +182,22 @@ class RecordingTrainer(Trainer):
         return {name: x for stages in of_ranks for name, x in stages.items()}
 
 
-def make_row(i: int, seq_len: int, *, no_labels: bool = False) -> dict[str, torch.Tensor]:
-    """Global row i: random tokens in documents, and labels of which a share that depends on i is missing."""
+def make_row(i: int, seq_len: int, *, no_labels: bool = False, padding: int = 0) -> dict[str, torch.Tensor]:
+    """Global row i: random tokens in documents, and labels of which a share that depends on i is missing.
+
+    padding: tokens at the end, a document of their own without labels and positions.
+    """
     generator = torch.Generator().manual_seed(1000 + i)
     text = torch.randint(VOCAB, (seq_len + 1,), generator=generator)
     hidden = torch.rand(seq_len, generator=generator) < (1.0 if no_labels else (i % 7) / 8)
     starts = (torch.rand(seq_len, generator=generator) < 0.2).long().index_fill_(0, torch.tensor([0]), 1)
-    places = torch.arange(seq_len)
+    places, end = torch.arange(seq_len), seq_len - padding
+    hidden[end:] = True
+    starts[end:] = torch.arange(padding) == 0
     return {
         "tokens": text[:-1].clone(),
         "labels": text[1:].masked_fill(hidden, IGNORE_INDEX),
-        "positions": places - (places * starts).cummax(0).values,
+        "positions": (places - (places * starts).cummax(0).values).masked_fill(places >= end, NO_POSITION),
         "document_ids": starts.cumsum(0) - 1,
     }
 

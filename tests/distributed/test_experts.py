@@ -218,17 +218,18 @@ def auxiliary_case() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for hook in hooks:
             hook.remove()
         inputs = [torch.cat(seen[router]) for router in routers]
-        labels = routers[0].auxiliary.labels.item()
+        tokens = routers[0].auxiliary.tokens.item()
     with trainer_of([*settings, "--model.router_aux_loss_coef=0.5"]) as trainer:
         trainer.train_step(1)
         trainer.train_step(2)
         gradients = trainer.record.gradients[1]
     got, wanted = [], []
-    for layer, (x, load, weight) in enumerate(zip(inputs, loads, weights, strict=True)):
+    load = torch.stack(loads).mean(0)
+    for layer, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
         name = f"layers.{layer}.feed_forward.router.gate.weight"
         got.append(gradients[name] - without[name])
         weight.requires_grad_()
-        loss = 0.5 * 4 * ((x @ weight.T).softmax(-1).sum(0) * load).sum() / labels
+        loss = 0.5 * 4 * 2 * ((x @ weight.T).softmax(-1).sum(0) * load).sum() / (len(loads) * tokens)
         wanted.append(torch.autograd.grad(loss, weight)[0])
     return got, wanted
 

@@ -85,7 +85,8 @@ def explicit_loss_case() -> dict[str, float]:
         batches = [next(rows) for _ in range(trainer.job.micro_batches)]
         with mock.patch.object(AuxiliaryLoss, "forward", collect):
             losses = [token_losses(model.output(model(x["tokens"])), x["labels"]).sum() for x in batches]
-        total = (sum(losses) + sum(penalties)) / sum(count_valid(x["labels"]) for x in batches)
+        labels, tokens = sum(count_valid(x["labels"]) for x in batches), sum(x["tokens"].numel() for x in batches)
+        total = sum(losses) / labels + sum(penalties) / tokens
         names, parameters = zip(*model.named_parameters(), strict=True)
         wanted = torch.autograd.grad(total, parameters)
         trainer.train_step(1)

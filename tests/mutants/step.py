@@ -237,17 +237,17 @@ METRICS = (
 
 FAMILIES = (
     Mutant(
-        "an auxiliary loss is not divided by the labels of the step",
+        "an auxiliary loss is not divided by the tokens of the step",
         "trainer/models/common/auxiliary_loss.py",
-        "_AddGradient.apply(x, loss / self.labels)",
+        "_AddGradient.apply(x, loss / self.tokens)",
         "_AddGradient.apply(x, loss)",
         f"{_FAMILY}::test_gradients_are_those_of_the_token_losses_and_the_auxiliary_ones",
     ),
     Mutant(
-        "an auxiliary loss is divided by the labels of one micro-batch",
+        "an auxiliary loss is divided by the labels of the step",
         "trainer/trainer.py",
+        "normalise_auxiliary_losses(part, positions.clamp(min=1))",
         "normalise_auxiliary_losses(part, valid.clamp(min=1))",
-        "normalise_auxiliary_losses(part, self.task.counts(batches[0]).sum().clamp(min=1))",
         f"{_FAMILY}::test_gradients_are_those_of_the_token_losses_and_the_auxiliary_ones",
     ),
     Mutant(

@@ -14,7 +14,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.best_fit import WINDOW, WholeStream
 from trainer.data.chat import ConversationEncoder
 from trainer.data.loader import BatchLoader
-from trainer.data.packing import IGNORE_INDEX, Sample
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION, Sample
 from trainer.data.text_data import DocumentStream
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
@@ -60,11 +60,12 @@ def documents(sequence) -> list[tuple[int, ...]]:
     for number in range(int(ids[-1]) + 1):
         inside = ids == number
         tokens, labels = sequence.tokens[inside], sequence.labels[inside]
-        assert sequence.positions[inside].tolist() == list(range(inside.sum()))
         if (tokens == 0).all():
             assert number == ids[-1]
+            assert (sequence.positions[inside] == NO_POSITION).all()
             assert (labels == IGNORE_INDEX).all()
             continue
+        assert sequence.positions[inside].tolist() == list(range(inside.sum()))
         wanted = Numbers().sample(f"{tokens[0] // 1000} {len(tokens)}")
         assert tokens.tolist() == wanted.tokens.tolist()
         assert labels.tolist() == wanted.labels.tolist()

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -15,8 +16,10 @@ from trainer.checkpoint.hf_reader import HFReader
 from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.models.common.auxiliary_loss import AuxiliaryLoss
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.moe import routers_of
 from trainer.models.common.rotary import rope_frequencies
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.hf_config import read_config
@@ -198,6 +201,38 @@ def test_the_balancing_loss_is_that_of_transformers(tmp_path: Path, family: str)
     file.write_text(json.dumps(entries | {"output_router_logits": True, "router_aux_loss_coef": "much"}))
     with pytest.raises(ConfigError, match="router_aux_loss_coef = 'much' must be a number above 0"):
         hf_config(family).read(read_config(tmp_path))
+
+
+def test_the_auxiliary_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    """Its value and the gradient of every gate, over all layers and without padding, for the same loads."""
+    args = replace(QWEN, n_layers=3, router_aux_loss_coef=0.5)
+    theirs = hf_experts("qwen3_moe", args)
+    theirs.save_pretrained(tmp_path)
+    ours = read_here(tmp_path, "qwen3_moe", args)
+    tokens = torch.randint(args.vocab_size, (3, 16), generator=torch.Generator().manual_seed(2))
+    real = torch.arange(16) < torch.tensor([[16], [9], [4]])
+    frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
+    angles = torch.outer(torch.arange(16, dtype=torch.float64), frequencies)
+    # transformers counts loads in float32.
+    with in_float64(theirs, angles), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        wanted = 0.5 * theirs(tokens, attention_mask=real.long(), output_router_logits=True).aux_loss
+        wanted_gradients = torch.autograd.grad(wanted, [layer.mlp.gate.weight for layer in theirs.model.layers])
+
+    losses: list[torch.Tensor] = []
+    positions = torch.arange(16).expand(3, 16).masked_fill(~real, -1)
+    ours(tokens, positions)  # the step before
+    with mock.patch.object(AuxiliaryLoss, "forward", lambda _module, x, loss: losses.append(loss) or x):
+        routers = routers_of([ours])
+        for router in routers:
+            router.load.copy_(router.count / router.count.sum())
+        for router in routers:
+            router.mean_load.copy_(sum(other.load for other in routers) / len(routers))
+        ours(tokens, positions)
+    loss = sum(losses) / real.sum()
+    gradients = torch.autograd.grad(loss, [router.gate.weight for router in routers])
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+    for ours_of_layer, theirs_of_layer in zip(gradients, wanted_gradients, strict=True):
+        assert relative(ours_of_layer, theirs_of_layer) < 1e-10
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -123,3 +123,25 @@ def test_the_router_computes_in_float32_at_least() -> None:
     router.init_buffers(torch.device("cpu"))
     assert router(case(torch.bfloat16)[0])[1].dtype == torch.float32
     assert router.load.dtype == torch.float32
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_padding_is_no_load_and_is_not_balanced(coefficient: float) -> None:
+    """A router with padding counts, and learns, as one that gets the real tokens alone."""
+    x = torch.randn(12, DIM, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    real = torch.tensor([True, True, False] * 4)
+    found = []
+    for rows, mask in ((x, real), (x[real], None)):
+        router = Router(DIM, ExpertArgs(6, 2, 8), aux_loss_coef=coefficient, bias_update_rate=0.0)
+        router.init_buffers(torch.device("cpu"))
+        drawn(router)
+        router.mean_load.copy_(torch.arange(6) / 15)
+        router.auxiliary.tokens = real.sum()
+        chosen, weights = router(rows, mask)
+        kept = weights if mask is None else weights[mask]
+        kept.square().sum().backward()
+        found.append((router.count, router.gate.weight.grad, chosen.shape))
+    (count, gradient, _), (wanted, alone, _) = found
+    assert count.tolist() == wanted.tolist()
+    assert count.sum() == 2 * real.sum()
+    assert (gradient - alone).norm() < 1e-12 * alone.norm()

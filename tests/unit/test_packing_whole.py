@@ -18,7 +18,7 @@ from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model, Training
 from trainer.data.best_fit import DocumentEncoder, WholeStream
 from trainer.data.loader import BatchLoader
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.data.text_data import DocumentStream, open_text
 from trainer.job import resolve
 
@@ -38,11 +38,12 @@ def pieces(sequence) -> list[tuple[list[int], list[int]]]:
     used = len(ids) - sequence.padding
     assert (sequence.tokens[used:] == 0).all()
     assert (sequence.labels[used:] == IGNORE_INDEX).all()
+    assert (sequence.positions[used:] == NO_POSITION).all()
     assert ids.tolist() == sorted(ids.tolist())
     for number in range(int(ids[-1]) + 1):
         inside = ids == number
-        assert sequence.positions[inside].tolist() == list(range(inside.sum()))
         if sequence.tokens[inside][0]:
+            assert sequence.positions[inside].tolist() == list(range(inside.sum()))
             found.append((sequence.tokens[inside].tolist(), sequence.labels[inside].tolist()))
     assert len(found) == int(ids[-1]) + 1 - (sequence.padding > 0)
     assert sum(len(tokens) for tokens, _ in found) == used

@@ -23,7 +23,7 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import DocumentSource, ids_of_document
-from trainer.data.packing import IGNORE_INDEX, PackedSequence, Sample
+from trainer.data.packing import IGNORE_INDEX, PackedSequence, Sample, positions_of
 from trainer.data.streams import ItemStream, StreamState
 from trainer.data.tokenizer import Tokenizer
 
@@ -192,7 +192,7 @@ def together(samples: list[Sample], seq_len: int) -> PackedSequence:
     sequence = PackedSequence(
         tokens=np.zeros(seq_len, dtype=np.int64),
         labels=np.full(seq_len, IGNORE_INDEX, dtype=np.int64),
-        positions=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        positions=positions_of(lengths, padding=padding),
         document_ids=np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
         padding=padding,
     )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 IGNORE_INDEX = -100  # a label that no loss counts
+NO_POSITION = -1  # of padding, which has a row of the rotary table like any token, and which no router counts
 
 
 class Sample(NamedTuple):
@@ -28,7 +29,7 @@ class Sample(NamedTuple):
 class PackedSequence:
     """Four arrays (seq_len,) int64, each with memory of its own.
 
-    padding: tokens at the end that are of no document; source: number of the data set in a mixture.
+    padding: tokens at the end that are of no document, at NO_POSITION; source: number of the data set in a mixture.
     """
 
     tokens: np.ndarray
@@ -37,6 +38,14 @@ class PackedSequence:
     document_ids: np.ndarray
     padding: int = 0
     source: int = 0
+
+
+def positions_of(lengths: np.ndarray | list[int], *, padding: int) -> np.ndarray:
+    """Return positions (n,) int64, from 0 in each document of these lengths; the last `padding` tokens have none."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    positions[len(positions) - padding :] = NO_POSITION
+    return positions
 
 
 class SequenceBuilder:

@@ -34,7 +34,7 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.mixture import Mixture
-from trainer.data.packing import PackedSequence
+from trainer.data.packing import PackedSequence, positions_of
 from trainer.data.streams import StreamState, Turns
 from trainer.data.text_data import TextData
 
@@ -106,13 +106,11 @@ class _Row(NamedTuple):
 
     def whole(self) -> PackedSequence:
         """Return the sequence."""
-        count = np.arange(len(self.tokens), dtype=np.int64)
-        starts = np.cumsum(self.lengths) - self.lengths
         return PackedSequence(
             tokens=self.tokens.astype(np.int64),
             labels=self.labels.astype(np.int64),
-            positions=count - np.repeat(starts, self.lengths),
-            document_ids=np.repeat(np.arange(len(starts), dtype=np.int64), self.lengths),
+            positions=positions_of(self.lengths, padding=self.padding),
+            document_ids=np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths),
             padding=self.padding,
             source=self.source,
         )

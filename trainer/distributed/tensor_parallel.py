@@ -27,6 +27,21 @@ class LocalParameter(ParallelStyle):
         return distribute_module(module, device_mesh, partition, output_fn=lambda _part, x, _mesh: x.to_local())
 
 
+class OwnPositions(ParallelStyle):
+    """Style for a module called with (B, S / tp, dim) and positions (B, S) or None: a rank takes those of its rows."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rank = device_mesh.get_local_rank()
+
+        def own(_part: nn.Module, inputs: tuple[torch.Tensor, torch.Tensor | None]) -> tuple:
+            x, positions = inputs
+            rows = x.shape[1]
+            return x, None if positions is None else positions[:, rank * rows : (rank + 1) * rows]
+
+        module.register_forward_pre_hook(own)
+        return module
+
+
 class VocabularyParallel(ParallelStyle):
     """Style for the projection to logits from (B, S / tp, dim): each rank has the logits of its part of the vocabulary.
 

@@ -116,6 +116,8 @@ class ModelSpec:
     state_dict_adapter: Callable[[Any, str], Counterpart | None] | None = None
     """(model arguments, name of a parameter or persistent buffer) -> its counterpart at Hugging Face. None: a buffer
     that has none there; it then starts with its first value."""
+    before_step: Callable[[Sequence[Model], ParallelDims], None] = lambda model_parts, dims: None
+    """(model parts of this rank, meshes): prepare state without gradients, in place, before each optimizer step."""
     after_step: Callable[[Sequence[Model], ParallelDims, bool], None] = lambda model_parts, dims, updated: None
     """(model parts of this rank, meshes, updated): update state without gradients, in place, after each optimizer step.
     updated: False if the step was skipped, as not finite; then only forget what its forwards have counted.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trainer.data.ahead import Loader
 from trainer.data.balance import Deal, deal
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing import IGNORE_INDEX, positions_of
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger
@@ -147,7 +147,7 @@ def row(documents: Sequence[np.ndarray], step: Step) -> dict[str, np.ndarray]:
     lengths.append(padding)
     arrays = {
         **{name: columns[:, i] for i, name in enumerate(names)},
-        "positions": np.concatenate([np.arange(length) for length in lengths]),
+        "positions": positions_of(lengths, padding=padding),
         "document_ids": np.repeat(np.arange(len(lengths)), lengths),
     }
     return {name: array.copy()[None] for name, array in arrays.items()}

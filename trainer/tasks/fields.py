@@ -50,6 +50,9 @@ class FieldTask:
         model = self.job.model
         return torch.full_like(batch["sample_numbers"][:, 0], model.channels * model.height * model.width)
 
+    def size(self, batch: Batch) -> int:
+        return batch["sample_numbers"].shape[0] * self.job.positions
+
     @contextmanager
     def opened(self, batch: Batch, model_parts: Sequence[Model]) -> Iterator[Share]:
         dtype = getattr(torch, self.job.compute_dtype)

@@ -92,6 +92,9 @@ class LanguageTask:
     def counts(self, batch: Batch) -> torch.Tensor:
         return count_valid(batch["labels"], dim=1)
 
+    def size(self, batch: Batch) -> int:
+        return batch["tokens"].numel() - batch.get("padding", 0)
+
     def losses(self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.job.loss_chunk_tokens:
             return part.output(hidden, labels=targets)

@@ -32,6 +32,9 @@ class Task(Protocol):
     def counts(self, batch: Batch) -> torch.Tensor:
         """Return the number of positions with a target in each whole sample: (B,) int64."""
 
+    def size(self, batch: Batch) -> int:
+        """Return the number of positions of the batch, without padding."""
+
     def opened(self, batch: Batch, model_parts: Sequence[Model]) -> AbstractContextManager[Share]:
         """Enter the context of forward AND backward, in which this rank has its share of the batch."""
 

@@ -7,7 +7,7 @@ from torch import nn
 
 
 class AuxiliaryLoss(nn.Module):
-    """Returns an activation unchanged; its backward adds the gradient of a loss divided by the labels of the step.
+    """Returns an activation unchanged; its backward adds the gradient of a loss divided by the tokens of the step.
 
     The gradient enters where the activation passes. So every pipeline stage can have a loss, and the loss of a block
     that is recomputed or compiled counts once. Gradients are sums over ranks: pass the sum over this rank's tokens, or
@@ -17,18 +17,18 @@ class AuxiliaryLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # A buffer, because torch.compile reads its value in each step. Casting a model keeps the type of integers.
-        self.register_buffer("labels", torch.empty((), dtype=torch.int64), persistent=False)
+        self.register_buffer("tokens", torch.empty((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         """x: any shape; loss: (), a plain tensor -> x."""
-        return _AddGradient.apply(x, loss / self.labels)
+        return _AddGradient.apply(x, loss / self.tokens)
 
 
-def normalise_auxiliary_losses(part: nn.Module, labels: torch.Tensor) -> None:
-    """Set the number of labels of the whole step, (), at least 1, in a model part."""
+def normalise_auxiliary_losses(part: nn.Module, tokens: torch.Tensor) -> None:
+    """Set the number of tokens of the whole step, (), without padding, at least 1, in a model part."""
     for module in part.modules():
         if isinstance(module, AuxiliaryLoss):
-            module.labels = labels
+            module.tokens = tokens
 
 
 class _AddGradient(torch.autograd.Function):

@@ -20,7 +20,8 @@ def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
     """Return the feed-forward network of a layer, or its experts."""
     if args.experts is None:
         return FeedForward(args.dim, args.ffn_hidden_dim)
-    rates = {"aux_loss_coef": args.router_aux_loss_coef, "bias_update_rate": args.router_bias_update_rate}
+    coefficient = args.router_aux_loss_coef / args.n_layers
+    rates = {"aux_loss_coef": coefficient, "bias_update_rate": args.router_bias_update_rate}
     return MoE(args.dim, args.experts, **rates)
 
 
@@ -44,6 +45,7 @@ class TransformerBlock(nn.Module):
         )
         self.ffn_norm = build_norm(args.norm_type, args.dim, args.norm_eps)
         self.feed_forward = build_feed_forward(args, layer)
+        self.has_experts = args.experts is not None
 
     def forward(
         self,
@@ -53,7 +55,8 @@ class TransformerBlock(nn.Module):
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan, positions=positions)
-        return x + self.feed_forward(self.ffn_norm(x))
+        more = (positions,) if self.has_experts else ()  # routers count no padding
+        return x + self.feed_forward(self.ffn_norm(x), *more)
 
 
 class Transformer(nn.Module):
@@ -81,6 +84,7 @@ class Transformer(nn.Module):
         attention_plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S), each below max_seq_len; by default 0 to S - 1.
+        Padding has the position -1.
 
         attention_plan: handle of the open `context_parallel`. A pipeline stage without the embedding takes hidden
         states instead of tokens.

@@ -3,12 +3,15 @@
 Both ways use the load of the experts: their shares of all choices of a step, over the whole batch. Each router counts
 the choices of its forwards with gradients, and `update_balance`, once a step, sums the counts over all ranks.
 
-The auxiliary loss of a layer (arXiv 2101.03961) is coefficient * E * sum over experts of f_e * P_e. f_e is the load of
-the step BEFORE, and P_e this token's probability, summed over tokens and divided by the labels of the step, as the
-loss is. So the loss is exact on every layout, with any number of micro-batches and ranks, and its forward needs no
-collective. In the first step loads are equal, and its gradient is zero. transformers has f_e of the micro-batch itself
-(in which it sums to the number of chosen experts, not to one), over all layers together, so that its loss depends on
-how a batch is cut.
+The auxiliary loss (arXiv 2101.03961) is that of transformers, over all layers together:
+
+    coefficient * E * sum over experts of f_e * P_e
+
+P_e is the mean probability of expert e, over the tokens of the step and the layers. f_e is the mean number of choices
+of expert e by a token, over the layers, and the sum of all f_e is k. Padding is no token. f_e is that of the step
+BEFORE: so the loss is exact on every layout, with any number of micro-batches and ranks, and its forward needs no
+collective. transformers has f_e of each micro-batch, so that its loss depends on how a batch is cut; for the same f_e
+both are equal. In the first step all f_e are equal, and the gradient is zero.
 
 The bias (arXiv 2408.15664) is added to the logits for the choice alone, never to weights. After each step that of an
 expert with less than the mean load rises by the update rate, and that of one with more falls.
@@ -38,7 +41,9 @@ class Gate(nn.Linear):
 class Router(nn.Module):
     """Chooses experts for each token.
 
-    Buffers, (E,): `load`, the shares of the last step; `selection_bias`; `count`, this rank's choices in this step.
+    Buffers, (E,): `load`, the shares of the last step; `mean_load`, their mean over all layers of the model;
+    `selection_bias`; `count`, this rank's choices in this step.
+    aux_loss_coef: of this layer's part of the auxiliary loss, the coefficient over the number of layers.
     """
 
     def __init__(self, dim: int, args: ExpertArgs, *, aux_loss_coef: float, bias_update_rate: float) -> None:
@@ -48,19 +53,27 @@ class Router(nn.Module):
         self.gate = Gate(dim, args.number, bias=args.biases)
         self.auxiliary = AuxiliaryLoss()
         self.register_buffer("load", torch.empty(args.number))
+        self.register_buffer("mean_load", torch.empty(args.number), persistent=False)
         self.register_buffer("selection_bias", torch.empty(args.number))
         self.register_buffer("count", torch.empty(args.number, dtype=torch.int64), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: (N, dim) -> (experts of each token: (N, k) int64, their weights: (N, k), in float32 at least)."""
+    def forward(self, x: torch.Tensor, real: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: (N, dim) -> (experts of each token: (N, k) int64, their weights: (N, k), in float32 at least).
+
+        real: (N,) bool, False for padding, which is no load; None: there is no padding.
+        """
         logits = self.gate(x)
         scores = logits.detach() + self.selection_bias if self.bias_update_rate else logits.detach()
         chosen = scores.topk(self.per_token, dim=-1).indices
         weights = logits.gather(1, chosen).softmax(-1) if self.normalise else logits.softmax(-1).gather(1, chosen)
         if torch.is_grad_enabled():
-            self.count.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+            counted = torch.ones_like(chosen) if real is None else real.long().unsqueeze(1).expand_as(chosen)
+            self.count.scatter_add_(0, chosen.flatten(), counted.flatten())
             if self.aux_loss_coef:
-                loss = self.aux_loss_coef * self.number * (self.load * logits.softmax(-1)).sum()
+                shares = self.mean_load * logits.softmax(-1)
+                if real is not None:
+                    shares = torch.where(real.unsqueeze(1), shares, 0)
+                loss = self.aux_loss_coef * self.number * self.per_token * shares.sum()
                 weights = self.auxiliary(weights, loss)
         return chosen, weights
 
@@ -68,6 +81,7 @@ class Router(nn.Module):
         """Set equal loads and no bias, in float32 at least."""
         dtype = torch.promote_types(self.gate.weight.dtype, torch.float32)
         self.load = torch.full((self.number,), 1 / self.number, dtype=dtype, device=device)
+        self.mean_load = self.load.clone()
         self.selection_bias = torch.zeros(self.number, dtype=dtype, device=device)
         self.count = torch.zeros(self.number, dtype=torch.int64, device=device)
 
@@ -82,14 +96,30 @@ class MoE(nn.Module):
         self.router = Router(dim, args, aux_loss_coef=aux_loss_coef, bias_update_rate=bias_update_rate)
         self.experts = Experts(dim, args)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, S, dim) -> (B, S, dim)."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (B, S, dim) -> (B, S, dim). positions: (B, S), below 0 for padding."""
         rows = x.flatten(0, 1)
-        return self.run_experts(rows, *self.router(rows)).view_as(x)
+        real = None if positions is None else (positions >= 0).flatten()
+        return self.run_experts(rows, *self.router(rows, real)).view_as(x)
 
     def run_experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Run what is never compiled: numbers of rows that only the routing knows."""
         return self.experts(x, chosen, weights)
+
+
+@torch.no_grad()
+def prepare_balance(model_parts: Sequence[nn.Module], dims: ParallelDims) -> None:
+    """Set the mean load of all layers of the model: a hook before the step, and with pipelines one collective."""
+    routers = routers_of(model_parts)
+    if model_parts[0].args.router_aux_loss_coef == 0 or model_parts[0].args.experts is None:
+        return
+    experts, layers = model_parts[0].args.experts.number, model_parts[0].args.n_layers
+    total = torch.zeros(experts, dtype=torch.float64, device=dims["world"].device_type)
+    for router in routers:
+        total += router.load
+    mean = all_reduce(total, dims["pp"]) / layers
+    for router in routers:
+        router.mean_load.copy_(mean)
 
 
 @torch.no_grad()
@@ -106,7 +136,7 @@ def update_balance(model_parts: Sequence[nn.Module], dims: ParallelDims, updated
         return
     counts = all_reduce(torch.stack([router.count for router in routers]), dims["dp_cp_tp"])
     for router, count in zip(routers, counts, strict=True):
-        router.load.copy_(count.to(router.load.dtype) / count.sum())
+        router.load.copy_(count.to(router.load.dtype) / count.sum().clamp(min=1))
         router.count.zero_()
         if router.bias_update_rate:
             router.selection_bias += router.bias_update_rate * torch.sign(1 / router.number - router.load)

@@ -23,6 +23,7 @@ from trainer.distributed.host_arguments import keep_on_host
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import (
     LocalParameter,
+    OwnPositions,
     VocabularyParallel,
     apply_tensor_parallel,
     logits_layout,
@@ -89,7 +90,7 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
         of_block = _block_styles() | {part: LocalParameter() for part in local}
         if isinstance(block.feed_forward, MoE):  # each rank has the experts' sums for its own tokens
             of_block = {part: style for part, style in of_block.items() if not part.startswith("feed_forward")}
-            of_block |= {"ffn_norm": SequenceParallel(use_local_output=True)}
+            of_block |= {"ffn_norm": SequenceParallel(use_local_output=True), "feed_forward": OwnPositions()}
             of_block |= {"feed_forward.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True)}
         if block.attention.q_norm is not None:  # of (B, S, H, D); each rank has the gradient of its own heads
             of_block |= {
