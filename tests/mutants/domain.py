@@ -8,7 +8,9 @@ _NEIGHBORHOOD = "tests/distributed/test_domain_neighborhood.py"
 _REDUCTIONS = "tests/distributed/test_domain_reductions.py"
 _MODELS = "tests/distributed/test_domain_models.py"
 _MOVE = "tests/distributed/test_domain_move.py"
-_TENSOR = "tests/distributed/test_domain_tensor.py::test_functions_equal_those_of_a_whole_tensor"
+_TENSORS = "tests/distributed/test_domain_tensor.py"
+_TENSOR = f"{_TENSORS}::test_functions_equal_those_of_a_whole_tensor"
+_IN_PLACE = f"{_TENSORS}::test_changes_in_place_reach_what_they_reach_in_the_whole_tensor"
 _VIEWS, _ELEMENTWISE, _PRODUCTS = (f"{_TENSOR}[{name}-3-1]" for name in ("views", "elementwise", "products"))
 _INPUTS = "first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before"
 
@@ -153,5 +155,40 @@ DOMAIN = (
         "if x.is_floating_point() else x.dtype",
         "if not x.dtype.is_complex else x.dtype",
         "tests/distributed/test_domain_tensor.py::test_a_sharded_tensor_looks_like_the_whole_one",
+    ),
+    Mutant(
+        "each rank decides by its shard whether a tensor is contiguous",
+        f"{_DOMAIN}/elementwise.py",
+        "return x if x.is_contiguous(**kwargs) else",
+        "return x if x.local.is_contiguous(**kwargs) else",
+        _IN_PLACE,
+    ),
+    Mutant(
+        "a shard that shares memory where the whole tensor is copied stays a view",
+        f"{_DOMAIN}/dispatch.py",
+        "if sources and not is_view:",
+        "if sources and is_view:",
+        _IN_PLACE,
+    ),
+    Mutant(
+        "the answer for a call is that for the same arguments in another layout of memory",
+        f"{_DOMAIN}/whole.py",
+        'return "tensor", tuple(x.shape), tuple(x.stride()), x.dtype',
+        'return "tensor", tuple(x.shape), x.dtype',
+        _IN_PLACE,
+    ),
+    Mutant(
+        "a copy in place of a view may be changed",
+        f"{_DOMAIN}/dispatch.py",
+        "else whole.Copied.of(given[0].local)",
+        "else None",
+        f"{_TENSORS}::test_a_copy_in_place_of_a_view_is_neither_changed_nor_used_when_stale",
+    ),
+    Mutant(
+        "only a rank with rows sees that torch refuses a call",
+        f"{_DOMAIN}/dispatch.py",
+        "if not (is_simple or is_parallel):",
+        "if not (is_simple or is_parallel) and tensors[0].local.numel():",
+        f"{_TENSORS}::test_what_torch_refuses_is_refused_on_every_rank_and_nothing_is_sent",
     ),
 )
