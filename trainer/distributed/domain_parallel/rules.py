@@ -64,18 +64,20 @@ def avg_pool(
 
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def adaptive_avg_pool(function, x, output_size) -> DomainTensor:
-    if _spatial_is_whole(x, int(function.__name__[-2])):
+    spatial = int(function.__name__[-2])
+    if _spatial_is_whole(x, spatial):
         return _locally(function, x, output_size)
     _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
-    return _result(pooling.adaptive_avg_pool(x.local, x.domain))
+    return _result(pooling.adaptive_avg_pool(x.local, x.domain, spatial=spatial))
 
 
 @rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
 def adaptive_max_pool(function, x, output_size, return_indices=False) -> DomainTensor:
-    if _spatial_is_whole(x, int(function.__name__[-2])):
+    spatial = int(function.__name__[-2])
+    if _spatial_is_whole(x, spatial):
         return _locally(function, x, output_size)
     _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
-    return _result(pooling.adaptive_max_pool(x.local, x.domain))
+    return _result(pooling.adaptive_max_pool(x.local, x.domain, spatial=spatial))
 
 
 def _spatial_is_whole(x: DomainTensor, number: int) -> bool:
@@ -217,10 +219,11 @@ def variance(function, x, dim=None, unbiased=None, keepdim=False, *, correction=
     if isinstance(dim, bool):  # the first argument may be `unbiased`
         dim, unbiased = None, dim
     correction = (1 if unbiased in (None, True) else 0) if correction is None else correction
-    var, domain = reductions.domain_var(x.local, x.domain, _dims(dim), correction=correction, keepdim=keepdim)
+    options = {"correction": correction, "keepdim": keepdim, "dtype": reductions.wide(x.dtype)}
+    var, domain = reductions.domain_var(x.local, x.domain, _dims(dim), **options)
     if function.__name__ == "std":  # without a gradient where it is 0
         var = torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
-    return DomainTensor(var, domain)
+    return DomainTensor(var.to(x.dtype), domain)
 
 
 @rule("norm", "linalg_vector_norm")
