@@ -50,7 +50,7 @@ def rule(*names: str, first_only: bool = False, by_element: bool = False) -> Cal
 
     def register(function: Rule) -> Rule:
         def checked(called: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-            other = next(filter(is_sharded, _flat((args, kwargs))), None)
+            other = next(filter(is_sharded, flat((args, kwargs))), None)
             if other is not None:
                 raise refused(called.__name__, other, "only its first argument may be sharded")
             return function(called, x, *unwrapped(args), **unwrapped(kwargs))
@@ -202,7 +202,7 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
         DomainOperatorError: a tensor is sharded, and the function has no rule; or it is a copy where torch has a view,
             and the tensor that it copied was changed in place since.
     """
-    leaves = [*_flat((args, kwargs))]
+    leaves = [*flat((args, kwargs))]
     tensors = sorted(filter(lambda x: isinstance(x, DomainTensor), leaves), key=is_sharded, reverse=True)
     is_parallel = any(isinstance(x, DTensor) for x in leaves)
     if not is_sharded(tensors[0]) and not is_parallel:
@@ -235,7 +235,7 @@ def _is_plainly_stored(x: Any) -> bool:
 
 def _as_torch_has_it(name: str, result: Any, seen: tuple[whole.Seen, ...], given: list[DomainTensor]) -> Any:
     """Return a rule's result with the strides of torch's, and copied where torch returns a copy; check its shape."""
-    found = [x for x in _flat(result) if isinstance(x, DomainTensor)]
+    found = [x for x in flat(result) if isinstance(x, DomainTensor)]
     if len(found) != len(seen):  # a rule of the user's own
         return result
     for x, (shape, strides, is_view) in zip(found, seen, strict=True):
@@ -280,7 +280,8 @@ def unwrapped(value: Any) -> Any:
     return {name: unwrapped(part) for name, part in value.items()} if type(value) is dict else value
 
 
-def _flat(value: Any) -> Iterable[Any]:
+def flat(value: Any) -> Iterable[Any]:
+    """Return the leaves of nested tuples, lists and dictionaries."""
     if isinstance(value, tuple | list):
-        return (leaf for part in value for leaf in _flat(part))
-    return _flat(tuple(value.values())) if isinstance(value, dict) else (value,)
+        return (leaf for part in value for leaf in flat(part))
+    return flat(tuple(value.values())) if isinstance(value, dict) else (value,)
