@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.distributed.domain_cases import DomainCase, layout_of, local
 from trainer.distributed.domain_parallel.domain import Axis, Domain
@@ -68,6 +69,26 @@ def attended(q, k, v):
 
 def grouped(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def multi_head(x, y, *parameters):
+    weight, bias, out = parameters
+    arguments = (6, 2, weight, bias, None, None, False, 0.0, out, None)
+    return F.multi_head_attention_forward(x, y, y.sin(), *arguments, need_weights=False)[0]
+
+
+def encoder(x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, dtype=torch.float64)
+    return layer(x)
+
+
+def separate(x, y):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = nn.MultiheadAttention(6, 2, bias=False, kdim=5, vdim=5, dtype=torch.float64).eval()
+    return module(x, y, y, need_weights=False)[0]
 
 
 def pieces(x):
@@ -159,6 +180,9 @@ PRODUCTS = [
     case("attention", attended, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(0, 1, 2)),
     case("attention of other keys", attended, (2, 2, 5, 4), (2, 2, 5, 3), shape=HEADS, sharded=(0, 1, 2)),
     case("attention, keys sharded elsewhere", attended, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(1, 2)),
+    case("multi-head attention", multi_head, (7, 3, 6), (18, 6), (18,), (6, 6), shape=(5, 3, 6), sharded=(0, 1)),
+    case("multi-head attention without a batch", separate, (7, 5), shape=(9, 6), sharded=(0,)),
+    case("an encoder's layer", encoder, shape=(3, 9, 6), sharded=(0, 1)),
     case("attention of itself", lambda x: attended(x, x * 2, x.sin()), shape=HEADS, sharded=(0, 1, 2)),
     case("grouped attention", grouped, (2, 1, 9, 4), (2, 1, 9, 4), shape=HEADS, sharded=(0, 2), others=(0, 2)),
     *[

@@ -3,10 +3,14 @@
 Layouts are random, with shards of 0 and 1 rows and several ranges a rank. What has no rule is refused by name.
 """
 
+import copy
+import io
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,6 +106,15 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "columns": (lambda x, _: x.transpose(2, 3) @ torch.ones(6, 2).double(), "sharded columns"),
     "mask": (lambda x, _: F.scaled_dot_product_attention(x, x, x, is_causal=True), "a mask, or dropout"),
     "sharded last": (lambda x, _: F.scaled_dot_product_attention(*[x.transpose(2, 3)] * 3), "a sharded last dim"),
+    "weights of heads": (
+        lambda x, _: nn.MultiheadAttention(5, 1).double()(x[0], x[0], x[0]),
+        "the attention weights; pass need_weights=False",
+    ),
+    "masked heads": (
+        lambda x, _: nn.MultiheadAttention(5, 1, add_zero_attn=True).double()(*[x[0]] * 3, need_weights=False),
+        "a mask, dropout in training, or a bias of keys",
+    ),
+    "numpy": (lambda x, _: np.asarray(x), "array of a tensor of shape"),
     "sharded heads": (
         lambda x, _: F.scaled_dot_product_attention(
             x.transpose(1, 2), *[torch.ones(2, 2, 3, 5).double()] * 2, enable_gqa=True
@@ -269,6 +282,8 @@ def other_errors() -> list[str]:
             lambda: x.no_such_name,
             lambda: x.__setitem__(0, 1),
             lambda: DomainTensor(x.local[:, :, 1:], x.domain),
+            lambda: pickle.dumps(x),
+            lambda: torch.save({"x": x}, io.BytesIO()),
         ]
         said = []
         for use in uses:
@@ -280,11 +295,14 @@ def other_errors() -> list[str]:
 
 def test_other_wrong_uses(pool: WorkerPool) -> None:
     for said in pool.run(2, other_errors):
-        iteration, name, assignment, shard = said
+        iteration, name, assignment, shard, *saved = said
         assert "not iterable" in iteration
         assert name == "a DomainTensor has no attribute 'no_such_name'; its shard is the attribute `local`"
         assert "__setitem__" in assignment
         assert "does not fit its domain" in shard
+        assert ["cannot be pickled or saved" in text and "save the shard `x.local`" in text for text in saved] == [
+            True
+        ] * 2
 
 
 def whole_tensors() -> list[str]:
@@ -329,6 +347,12 @@ def properties() -> dict[str, object]:
             "names": type(x.max(1)).__name__ + str(tuple(values.shape)),
             "same": x.add_(0) is x,
             "one local row": made((1, 5), mesh).squeeze().shape,
+            "numpy": torch.equal((np.float64(2) * x - np.float32(1)).local, x.local * 2 - 1),
+            "copies": [
+                (y.shape, y.domain == x.domain, torch.equal(y.local, x.local), y.local is x.local)
+                for y in (copy.copy(x), copy.deepcopy({"x": [x]})["x"][0])
+            ],
+            "strides": (x.stride(), x.transpose(1, 2).stride(1), x[:, :, :5].is_contiguous(), x.is_contiguous()),
             "repr": repr(x).split(", local")[0],
         }
 
@@ -343,6 +367,9 @@ def test_a_sharded_tensor_looks_like_the_whole_one(pool: WorkerPool) -> None:
             "names": "max(2, 6, 5)",
             "same": True,
             "one local row": shape,
+            "numpy": True,
+            "copies": [(shape, True, True, True), (shape, True, True, False)],
+            "strides": ((120, 30, 5, 1), 5, False, True),
             "repr": "DomainTensor(shape=(2, 4, 6, 5)",
         }
 

@@ -306,3 +306,45 @@ def attention(
         empty = q.local.new_zeros(*q.local.shape[:-1], v.shape[-1])
         return DomainTensor(connected(empty, q.local, k_local, v_local), domain)
     return DomainTensor(function(q.local, k_local, v_local, scale=scale, enable_gqa=enable_gqa), domain)
+
+
+@rule("multi_head_attention_forward")
+def multi_head_attention(
+    function,
+    query,
+    key,
+    value,
+    embed_dim_to_check,
+    num_heads,
+    in_proj_weight,
+    in_proj_bias,
+    bias_k,
+    bias_v,
+    add_zero_attn,
+    dropout_p,
+    out_proj_weight,
+    out_proj_bias,
+    training=True,
+    key_padding_mask=None,
+    need_weights=True,
+    attn_mask=None,
+    use_separate_proj_weight=False,
+    q_proj_weight=None,
+    k_proj_weight=None,
+    v_proj_weight=None,
+    **options,
+) -> tuple[DomainTensor, None]:
+    """query, key, value: (S, N, E), or (S, E); as nn.MultiheadAttention calls it with need_weights=False."""
+    x = next(filter(is_sharded, (query, key, value)), query)
+    extras = (bias_k, bias_v, key_padding_mask, attn_mask, options.get("static_k"), options.get("static_v"))
+    plain = all(extra is None for extra in extras) and not add_zero_attn and not options.get("is_causal")
+    _unless(plain and not (training and dropout_p), function, x, "a mask, dropout in training, or a bias of keys")
+    _unless(not need_weights, function, x, "the attention weights; pass need_weights=False")
+    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)
+    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    projected = []
+    for t, w, b in zip((query, key, value), weights, biases, strict=True):
+        heads = F.linear(t, w, b).unflatten(-1, (num_heads, -1))  # (S, N, H, D), or (S, H, D)
+        projected.append(heads.movedim(0, -2))
+    out = F.scaled_dot_product_attention(*projected).movedim(-2, 0).flatten(-2)
+    return F.linear(out, out_proj_weight, out_proj_bias), None
