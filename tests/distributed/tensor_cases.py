@@ -233,6 +233,7 @@ SPATIAL = [
         sharded=ALL,
     ),
     case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), (4,), (4,)),
+    case("group_norm of single values", lambda x: F.group_norm(x, 4) + x, shape=(3, 4, 1, 1), sharded=(0,)),
     case("instance_norm", lambda x: F.instance_norm(x)),
     case("layer_norm", lambda x, w, b: F.layer_norm(x, (8, 7), w, b) * F.rms_norm(x, (7,)), (8, 7), (8, 7)),
     case("layer_norm of channels", lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1), (4,), w).permute(0, 3, 1, 2), (4,)),

@@ -359,7 +359,7 @@ def disagreements() -> dict[str, str]:
     return said
 
 
-def test_ranks_that_describe_their_inputs_differently_are_told(pool: WorkerPool) -> None:
+def test_inputs_that_ranks_describe_differently_are_refused(pool: WorkerPool) -> None:
     for rank, said in enumerate(pool.run(2, disagreements)):
         assert all("ranks of the domain describe their tensors diff" in said[n] for n in ("layout", "shape", "type"))
         assert str((2, 3, 8 if rank else 9, 8)) in said["layout"]
@@ -383,6 +383,10 @@ def attention_modules() -> dict[str, float]:
         for name, given in {"all": sharded, "keys": [q, *sharded[1:]], "queries": [sharded[0], k, v]}.items():
             y = module(*given)
             errors[name] = error(y.local, local(expected, y.domain), expected)
+        first = next(iter(axes.values()))
+        one = Domain({0: Axis(sized([0, 1] + [0] * (first.degree - 2)), first.group)})
+        y = module(DomainTensor(local(q[:1], one), one), k[:1], v[:1])
+        errors["a batch of one"] = error(y.local, local(expected[:1], one), expected[:1])
     return errors
 
 

@@ -6,6 +6,7 @@ _DOMAIN = "trainer/distributed/domain_parallel"
 _CONVOLUTION = "tests/distributed/test_domain_convolution.py"
 _NEIGHBORHOOD = "tests/distributed/test_domain_neighborhood.py"
 _REDUCTIONS = "tests/distributed/test_domain_reductions.py"
+_GRADIENTS = "tests/distributed/test_domain_gradients.py"
 _MODELS = "tests/distributed/test_domain_models.py"
 _MOVE = "tests/distributed/test_domain_move.py"
 _TENSORS = "tests/distributed/test_domain_tensor.py"
@@ -239,5 +240,68 @@ DOMAIN = (
         "offset = torch.where(chosen, totals, 0).sum((0, 1), dtype=dtype)",
         "offset = torch.tensordot(torch.tensor(before, dtype=dtype), totals, 2)",
         f"{_REDUCTIONS}::test_a_cumulative_sum_under_autocast_loses_no_digits",
+    ),
+    Mutant(
+        "gradients that a wrapper has averaged are averaged again",
+        f"{_DOMAIN}/gradients.py",
+        "            if common != ranks:",
+        "            if ranks:",
+        f"{_GRADIENTS}::test_gradients_are_those_of_one_process",
+    ),
+    Mutant(
+        "gradients over the domain are summed",
+        f"{_DOMAIN}/gradients.py",
+        ", group).div_(group.size())",
+        ", group)",
+        f"{_GRADIENTS}::test_gradients_are_those_of_one_process",
+    ),
+    Mutant(
+        "a rank without a gradient does not join the others",
+        f"{_DOMAIN}/gradients.py",
+        'all_reduce(has, group, "max").tolist()',
+        "has.tolist()",
+        f"{_GRADIENTS}::test_odd_parameters_and_wrappers",
+    ),
+    Mutant(
+        "reentrant checkpointing loses gradients in silence",
+        f"{_DOMAIN}/dispatch.py",
+        "or torch._C._is_fwd_grad_enabled()",
+        "or not torch._C._is_fwd_grad_enabled()",
+        f"{_MODELS}::test_what_loses_gradients_is_refused",
+    ),
+    Mutant(
+        "hooks before the backward of a module are not seen",
+        f"{_DOMAIN}/modules.py",
+        "if module._backward_hooks or module._backward_pre_hooks:",
+        "if module._backward_hooks:",
+        f"{_MODELS}::test_what_loses_gradients_is_refused",
+    ),
+    Mutant(
+        "backward hooks that are registered after parallelize are not seen",
+        f"{_DOMAIN}/modules.py",
+        "model.register_forward_pre_hook(partial(_check_later_hooks, reached))",
+        "_ = reached",
+        f"{_MODELS}::test_what_loses_gradients_is_refused",
+    ),
+    Mutant(
+        "layouts that differ between ranks are not seen",
+        f"{_DOMAIN}/agreement.py",
+        ".view(-1).tolist())) > 1:",
+        ".view(-1).tolist())) > 2:",
+        f"{_MODELS}::test_inputs_that_ranks_describe_differently_are_refused",
+    ),
+    Mutant(
+        "of a batch of one, whole beside a sharded one, every rank takes a sample",
+        f"{_DOMAIN}/elementwise.py",
+        "x.shape[dim] == shape[before + dim]:",
+        "x.shape[dim] != 1:",
+        f"{_MODELS}::test_neighborhood_attention_is_a_module",
+    ),
+    Mutant(
+        "a shard with one value a channel is refused on its rank alone",
+        f"{_DOMAIN}/norms.py",
+        "return torch.group_norm(x,",
+        "return F.group_norm(x,",
+        f"{_TENSOR}[space-3-1]",
     ),
 )
