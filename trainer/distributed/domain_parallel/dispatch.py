@@ -9,8 +9,8 @@ tensor that is sharded nowhere is the same on every rank, and every function wor
     y = torch.cat([x, F.silu(norm(conv(x)))], 1)                           # y.shape: (2, 32, 9, 12), still sharded
 
 Plain tensors beside it, such as weights, are whole on every rank. All gradients of what is whole are partial: the
-ranks' gradients add up, as FSDP does if its mesh includes the ranks of the domain. So a loss that every rank computes
-from a whole tensor counts once for each rank, and one rank's share of it is the loss divided by their number.
+ranks' gradients add up. So a loss that every rank computes from a whole tensor counts once for each rank, and the mean
+over the ranks is the gradient of one process (gradients.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping
