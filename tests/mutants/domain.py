@@ -11,7 +11,8 @@ _MODELS = "tests/distributed/test_domain_models.py"
 _MOVE = "tests/distributed/test_domain_move.py"
 _TENSORS = "tests/distributed/test_domain_tensor.py"
 _TENSOR = f"{_TENSORS}::test_functions_equal_those_of_a_whole_tensor"
-_IN_PLACE = f"{_TENSORS}::test_changes_in_place_reach_what_they_reach_in_the_whole_tensor"
+_VIEWS_TESTS = "tests/distributed/test_domain_views.py"
+_IN_PLACE = f"{_VIEWS_TESTS}::test_changes_in_place_reach_what_they_reach_in_the_whole_tensor"
 _VIEWS, _ELEMENTWISE, _PRODUCTS = (f"{_TENSOR}[{name}-3-1]" for name in ("views", "elementwise", "products"))
 _INPUTS = "first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before"
 
@@ -183,7 +184,7 @@ DOMAIN = (
         f"{_DOMAIN}/dispatch.py",
         "else whole.Copied.of(given[0].local)",
         "else None",
-        f"{_TENSORS}::test_a_copy_in_place_of_a_view_is_neither_changed_nor_used_when_stale",
+        f"{_VIEWS_TESTS}::test_a_copy_in_place_of_a_view_is_neither_changed_nor_used_when_stale",
     ),
     Mutant(
         "only a rank with rows sees that torch refuses a call",
@@ -272,8 +273,8 @@ DOMAIN = (
     Mutant(
         "hooks before the backward of a module are not seen",
         f"{_DOMAIN}/modules.py",
-        "if module._backward_hooks or module._backward_pre_hooks:",
-        "if module._backward_hooks:",
+        "if module._backward_hooks or module._backward_pre_hooks or of_all:",
+        "if module._backward_hooks or of_all:",
         f"{_MODELS}::test_what_loses_gradients_is_refused",
     ),
     Mutant(

@@ -68,6 +68,8 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
 @rule("contiguous")
 def contiguous(function: Callable, x: DomainTensor, **kwargs: Any) -> DomainTensor:
     """Return x itself if the whole tensor is contiguous, and a copy on every rank if it is not."""
+    if torch.compiler.is_compiling():  # strides are not tracked
+        return DomainTensor(x.local.contiguous(**kwargs), x.domain)
     return x if x.is_contiguous(**kwargs) else DomainTensor(x.local.clone(**_KEPT | kwargs), x.domain)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules import module as torch_modules
 
 from trainer.distributed.domain_parallel.agreement import check_layouts, same_draws
 from trainer.distributed.domain_parallel.convolution import conv
@@ -178,7 +179,8 @@ def _check_backward_hooks(module: nn.Module, where: str = "") -> None:
     Raises:
         DomainOperatorError: there are any.
     """
-    if module._backward_hooks or module._backward_pre_hooks:
+    of_all = torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks
+    if module._backward_hooks or module._backward_pre_hooks or of_all:
         raise DomainOperatorError(
             f"{where}a backward hook of a module that gets a sharded tensor would not run; put hooks on parameters "
             "(`parameter.register_hook`) or on the shard (`x.local.register_hook`)"

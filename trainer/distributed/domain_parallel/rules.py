@@ -159,7 +159,8 @@ def interpolate(
 def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
     pairs = zip(pad[::2], pad[1::2], strict=True)
     rows = {x.ndim - 1 - i: pair for i, pair in enumerate(pairs) if any(pair)}
-    return _result(resample.pad(x.local, x.domain, rows, mode=mode, value=value or 0.0))
+    padded, domain = resample.pad(x.local, x.domain, rows, mode=mode, value=value or 0.0)
+    return DomainTensor(padded if any(n > 0 for n in pad) else padded.clone(), domain)  # compiled code needs it
 
 
 @rule("flip")
@@ -175,7 +176,8 @@ def roll(function, x, shifts, dims=None) -> DomainTensor:
     total: Counter[int] = Counter()
     for shift, dim in pairs:  # a dimension may be named twice
         total[dim % x.ndim] += shift
-    return _result(resample.roll(x.local, x.domain, total))
+    rolled, domain = resample.roll(x.local, x.domain, total)
+    return DomainTensor(rolled.clone() if rolled is x.local else rolled, domain)  # compiled code needs it
 
 
 @rule("cumsum")
