@@ -1,5 +1,7 @@
-"""Law: a result shares memory with an argument on every rank or on none, as the strides of the whole tensor say: a change
-in place reaches what it reaches in the whole tensor, and what it cannot reach is refused."""
+"""Law: a result shares memory with an argument on every rank or on none, as the strides of the whole tensor say.
+
+So a change in place reaches what it reaches in the whole tensor; where it cannot, it is refused.
+"""
 
 from collections.abc import Callable
 from typing import Any
