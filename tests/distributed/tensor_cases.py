@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.distributed.domain_cases import DomainCase, layout_of, local
 from trainer.distributed.domain_parallel.domain import Axis, Domain
@@ -68,6 +69,26 @@ def attended(q, k, v):
 
 def grouped(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def multi_head(x, y, *parameters):
+    weight, bias, out = parameters
+    arguments = (6, 2, weight, bias, None, None, False, 0.0, out, None)
+    return F.multi_head_attention_forward(x, y, y.sin(), *arguments, need_weights=False)[0]
+
+
+def encoder(x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, dtype=torch.float64)
+    return layer(x)
+
+
+def separate(x, y):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = nn.MultiheadAttention(6, 2, bias=False, kdim=5, vdim=5, dtype=torch.float64).eval()
+    return module(x, y, y, need_weights=False)[0]
 
 
 def pieces(x):
@@ -159,6 +180,9 @@ PRODUCTS = [
     case("attention", attended, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(0, 1, 2)),
     case("attention of other keys", attended, (2, 2, 5, 4), (2, 2, 5, 3), shape=HEADS, sharded=(0, 1, 2)),
     case("attention, keys sharded elsewhere", attended, HEADS, HEADS, shape=HEADS, sharded=(0, 1, 2), others=(1, 2)),
+    case("multi-head attention", multi_head, (7, 3, 6), (18, 6), (18,), (6, 6), shape=(5, 3, 6), sharded=(0, 1)),
+    case("multi-head attention without a batch", separate, (7, 5), shape=(9, 6), sharded=(0,)),
+    case("an encoder's layer", encoder, shape=(3, 9, 6), sharded=(0, 1)),
     case("attention of itself", lambda x: attended(x, x * 2, x.sin()), shape=HEADS, sharded=(0, 1, 2)),
     case("grouped attention", grouped, (2, 1, 9, 4), (2, 1, 9, 4), shape=HEADS, sharded=(0, 2), others=(0, 2)),
     *[
@@ -180,6 +204,19 @@ SPATIAL = [
     case("avg_pool", lambda x: F.avg_pool2d(x, 2, ceil_mode=True, count_include_pad=False)),
     case("adaptive pools", lambda x: F.adaptive_avg_pool2d(x, 1) + F.adaptive_max_pool2d(x, (1, 1))),
     case("adaptive pool of a sharded batch", lambda x: F.adaptive_avg_pool2d(x, (3, None)), sharded=(0, 1)),
+    case(
+        "adaptive pools without a batch",
+        lambda x: F.adaptive_avg_pool2d(x, 1) * F.adaptive_max_pool1d(x.sum(2), 1).unsqueeze(-1),
+        shape=(4, 8, 7),
+        sharded=(1, 2),
+    ),
+    case(
+        "pools and convolution without a batch",
+        lambda x, w: F.conv2d(F.max_pool2d(x, 2, 1) + F.avg_pool2d(x, 2, 1), w, padding=1),
+        (2, 4, 3, 3),
+        shape=(4, 8, 7),
+        sharded=(1, 2),
+    ),
     case("pools of one dimension", lambda x: F.avg_pool1d(F.max_pool1d(x, 2, 1), 3), shape=(2, 3, 9), sharded=(0, 2)),
     case("interpolate", lambda x: F.interpolate(x, scale_factor=2) + F.interpolate(x, (16, 14), mode="bilinear")),
     case("interpolate a sharded batch", lambda x: F.interpolate(x, (5, 9), mode="bicubic"), sharded=(0, 1)),
@@ -196,6 +233,7 @@ SPATIAL = [
         sharded=ALL,
     ),
     case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), (4,), (4,)),
+    case("group_norm of single values", lambda x: F.group_norm(x, 4) + x, shape=(3, 4, 1, 1), sharded=(0,)),
     case("instance_norm", lambda x: F.instance_norm(x)),
     case("layer_norm", lambda x, w, b: F.layer_norm(x, (8, 7), w, b) * F.rms_norm(x, (7,)), (8, 7), (8, 7)),
     case("layer_norm of channels", lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1), (4,), w).permute(0, 3, 1, 2), (4,)),

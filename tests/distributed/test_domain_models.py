@@ -1,6 +1,7 @@
 """Law: models of transformers and diffusers run on sharded inputs as they are: outputs, every gradient and the running
 statistics equal one process, and what cannot run is refused before any data."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -8,9 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import UNet2DModel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 from transformers import ConvNextConfig, ConvNextModel, ResNetConfig, ResNetModel
 
 from tests.distributed.domain_cases import error, local, meshes
@@ -247,9 +250,124 @@ def test_what_parallelize_says_before_any_data(pool: WorkerPool) -> None:
         assert found["classes"] == ["OtherConv", "DomainConv2d", "OtherConv", "DomainConv2d"]
         assert found["parameters"]
         assert found["output"] == (True, SHAPE, (((0, 11),), ((11, 32),)))
-        assert (found["calls"], found["statistics"], found["hooks"]) == (0, 0, 0)
+        assert (found["calls"], found["statistics"], found["hooks"]) == (3, 0, 0)  # a hash of each call
         assert found["layout"]
         assert found["whole"]
+
+
+class Hooked(nn.Module):
+    """A convolution, and a head of what is whole."""
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.conv, self.head, self.use_reentrant = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 2), use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant is not None:
+            return checkpoint(self.conv, x, use_reentrant=self.use_reentrant)
+        return self.head(self.conv(x).mean((2, 3)).local)
+
+
+class Swish(torch.autograd.Function):
+    """A function as models bring it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * x.sigmoid()
+
+
+def lost_gradients() -> dict[str, str]:
+    """What is said where torch would lose gradients or not run hooks: by `parallelize`, and at the first use."""
+    said = {}
+    with meshes() as all_meshes:
+        domain = domain_on(all_meshes[-1])
+        x = DomainTensor(local(torch.ones(SHAPE), domain).requires_grad_(), domain)
+
+        def note(name: str, function: Callable, *args: Any) -> None:
+            with pytest.raises(DomainOperatorError) as error:
+                function(*args)
+            said[name] = str(error.value)
+
+        note("parallelize, reentrant", parallelize, Hooked(use_reentrant=True), x)
+        note("reentrant", Hooked(use_reentrant=True), x)
+        note("function", Swish.apply, x)
+        for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+            model = Hooked()
+            parallelize(model, x)
+            model.head.register_full_backward_hook(lambda *_: None)  # of plain tensors: torch runs it
+            parallelize(model, x)
+            model(x)
+            getattr(model.conv, name)(lambda *_: None)
+            note(f"later {name}", model, x)
+            note(f"parallelize, {name}", parallelize, model, x)
+        everywhere = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+        note("parallelize, a hook of all modules", parallelize, Hooked(), x)
+        everywhere.remove()
+        kept = Hooked(use_reentrant=False)
+        parallelize(kept, x)
+        (kept(x).local.sum() + kept(x).local.sum()).backward()
+        assert kept.conv.weight.grad.norm() > 0
+        with torch.inference_mode():
+            assert kept(x).shape == (2, 4, 32, 40)
+    return said
+
+
+def test_what_loses_gradients_is_refused(pool: WorkerPool) -> None:
+    for said in pool.run(2, lost_gradients):
+        assert len(said) == 8
+        for name, text in said.items():
+            about = "backward hook of a module" if "hook" in name else "inside an autograd.Function"
+            assert about in text, f"{name}: {text}"
+            assert ("module conv: " in text) == ("register" in name), text
+
+
+class Drops(nn.Module):
+    """Dropout of what is whole on every rank."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        return F.dropout(x.mean((2, 3)), self.p)
+
+
+def disagreements() -> dict[str, str]:
+    """What `parallelize` says of inputs that the ranks describe differently."""
+    said = {}
+    with meshes() as all_meshes:
+        group = all_meshes[-1].get_all_groups()[0]
+        rank = group.rank()
+
+        def shard(rows: tuple[int, int], columns: int = 8, dtype: torch.dtype = torch.float32) -> DomainTensor:
+            return DomainTensor(
+                torch.ones(2, 3, rows[rank], columns, dtype=dtype), Domain({2: Axis(sized(rows), group)})
+            )
+
+        inputs = {
+            "layout": shard((5, 3) if rank else (5, 4)),
+            "shape": shard((5, 3), 8 + rank),
+            "type": shard((5, 3), dtype=torch.float64 if rank else torch.float32),
+        }
+        for name, x in inputs.items():
+            with pytest.raises(ValueError) as error:
+                parallelize(Circular(), x)
+            said[name] = str(error.value)
+        for name, p, seed in (("other seeds", 0.5, rank), ("other seeds, no draw", 0.0, rank), ("one seed", 0.5, 7)):
+            torch.manual_seed(seed)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                parallelize(Drops(p), shard((5, 3)))
+            said[name] = " ".join(str(w.message) for w in caught)
+    return said
+
+
+def test_inputs_that_ranks_describe_differently_are_refused(pool: WorkerPool) -> None:
+    for rank, said in enumerate(pool.run(2, disagreements)):
+        assert all("ranks of the domain describe their tensors diff" in said[n] for n in ("layout", "shape", "type"))
+        assert str((2, 3, 8 if rank else 9, 8)) in said["layout"]
+        assert "have different random states" in said["other seeds"]
+        assert said["other seeds, no draw"] == said["one seed"] == ""
 
 
 def attention_modules() -> dict[str, float]:
@@ -268,6 +386,10 @@ def attention_modules() -> dict[str, float]:
         for name, given in {"all": sharded, "keys": [q, *sharded[1:]], "queries": [sharded[0], k, v]}.items():
             y = module(*given)
             errors[name] = error(y.local, local(expected, y.domain), expected)
+        first = next(iter(axes.values()))
+        one = Domain({0: Axis(sized([0, 1] + [0] * (first.degree - 2)), first.group)})
+        y = module(DomainTensor(local(q[:1], one), one), k[:1], v[:1])
+        errors["a batch of one"] = error(y.local, local(expected[:1], one), expected[:1])
     return errors
 
 

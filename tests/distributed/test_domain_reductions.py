@@ -12,6 +12,7 @@ from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.distributed.domain_parallel import norms, reductions
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.tensor import DomainTensor
 
 REDUCTIONS = {
     "sum": (reductions.domain_sum, torch.sum),
@@ -113,3 +114,102 @@ def far_from_zero() -> list[float]:
 
 def test_statistics_of_values_far_from_zero_lose_no_digits(pool: WorkerPool) -> None:
     assert max(error for errors in pool.run(2, far_from_zero) for error in errors) <= 1e-3
+
+
+PRECISE = {
+    "mean": lambda x: (x + 10).mean(),
+    "mean of rows": lambda x: (x.abs() * 20).mean(2),
+    "sum": lambda x: (x / 100).sum((0, 2, 3)),
+    "var": lambda x: x.var(),
+    "var of values about ten": lambda x: (x + 10).var((2, 3), correction=0),
+    "std": lambda x: (x * 1000).std(),
+    "norm": lambda x: (x * 40).norm(),
+    "mse": lambda x: F.mse_loss(x, x * 0),
+    "adaptive pool": lambda x: F.adaptive_avg_pool2d(x + 10, 1),
+    "average pool": lambda x: F.avg_pool2d(x.abs() * 1000 + 5000, 16),
+    "cumsum": lambda x: (x / 10).cumsum(2),
+}
+"""name -> reduction of a tensor (2, 2, 128, 64)."""
+
+
+def precision() -> list[str]:
+    """The reductions that are less exact than torch's, or of another type; also of each gradient."""
+    wrong = []
+    with meshes() as all_meshes:
+        domain = Domain({2: Axis(sized([90, 38]), all_meshes[0].get_group())})
+        for dtype, slack in ((torch.float16, 1e-4), (torch.bfloat16, 1e-4), (torch.float32, 1.2e-7)):
+            x = torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+            for name, function in PRECISE.items():
+                leaves = [x.double(), x.clone(), local(x, domain)]
+                for leaf in leaves:
+                    leaf.requires_grad_()
+                exact, theirs = function(leaves[0]), function(leaves[1])
+                ours = function(DomainTensor(leaves[2], domain))
+                own = local(exact, ours.domain)
+                errors = error(ours.local.double(), own), error(local(theirs, ours.domain).double(), own)
+                gradients = [
+                    torch.autograd.grad(y, leaf, torch.ones_like(y))[0].double()
+                    for y, leaf in zip((exact, theirs, ours.local), leaves, strict=True)
+                ]
+                wanted = local(gradients[0], domain)
+                scale = 1 if ours.domain.axes else 2  # what is whole on both ranks counts once for each
+                mine = error(gradients[2] / scale, wanted), error(local(gradients[1], domain), wanted)
+                if ours.dtype != dtype or not all(a <= 2 * b + slack for a, b in (errors, mine)):
+                    wrong.append(f"{name} in {dtype}: {errors}, gradients {mine}")
+    return wrong
+
+
+def test_reductions_are_as_exact_as_those_of_torch(pool: WorkerPool) -> None:
+    for wrong in pool.run(2, precision):
+        assert wrong == []
+
+
+SPECIAL = {
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: x.amax((0, 2)),
+    "amin": lambda x: x.amin(2, keepdim=True),
+    "norm": lambda x: x.norm(torch.inf),
+    "adaptive": lambda x: F.adaptive_max_pool2d(x, 1),
+    "infinite": lambda x: x.nan_to_num(-torch.inf).amax() - x.nan_to_num(torch.inf).amin((0, 2)),
+    "var of too few": lambda x: x.nan_to_num(1.0).var(correction=64) + x.nan_to_num(1.0).var(correction=100),
+    "var of one value": lambda x: x[:1, :1, 7:, :1].var() + x[:1, :1, 7:, :1].std(correction=3),
+    "cumsum of infinite values": lambda x: (x.nan_to_num(1.0) / 0).cumsum(2),
+}
+"""name -> function of a tensor (2, 2, 8, 2) with a NaN, the result of which has NaN or infinite values."""
+
+
+def special_values() -> list[str]:
+    """The functions whose results are others than torch's, with the NaN in the rows of one rank."""
+    wrong = []
+    with meshes() as all_meshes:
+        domain = Domain({2: Axis(sized([5, 3]), all_meshes[0].get_group())})
+        for row in (1, 6):
+            for name, function in SPECIAL.items():
+                x = torch.randn(2, 2, 8, 2, generator=torch.Generator().manual_seed(0))
+                x[1, 1, row, 0] = torch.nan
+                found, wanted = function(DomainTensor(local(x, domain), domain)), function(x)
+                if not torch.equal(found.local.nan_to_num(7.0), local(wanted, found.domain).nan_to_num(7.0)):
+                    wrong.append(f"{name}, NaN in row {row}: {found.local}, {wanted}")
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:var")
+@pytest.mark.filterwarnings("ignore:std")
+def test_results_are_nan_or_infinite_where_those_of_torch_are(pool: WorkerPool) -> None:
+    for wrong in pool.run(2, special_values):
+        assert wrong == []
+
+
+def under_autocast() -> float:
+    """The error of a cumulative sum of float32 values under autocast."""
+    with meshes() as all_meshes, torch.autocast("cpu", torch.bfloat16):
+        domain = Domain({2: Axis(sized([90, 38]), all_meshes[0].get_group())})
+        x = torch.randn(2, 2, 128, 8, generator=torch.Generator().manual_seed(0))
+        y = DomainTensor(local(x, domain), domain).cumsum(2)
+        assert y.dtype == torch.float32
+        return error(y.local, local(x.double().cumsum(2), domain))
+
+
+def test_a_cumulative_sum_under_autocast_loses_no_digits(pool: WorkerPool) -> None:
+    assert max(pool.run(2, under_autocast)) <= 1e-6

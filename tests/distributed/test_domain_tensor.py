@@ -3,10 +3,14 @@
 Layouts are random, with shards of 0 and 1 rows and several ranges a rank. What has no rule is refused by name.
 """
 
+import copy
+import io
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,7 +56,6 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "unhandled method": (lambda x, _: x.sort(), "sort of a tensor of shape (2, 4, 6, 5), sharded in dimension 2, is n"),
     "unhandled method in place": (lambda x, _: x.fill_(1), "fill_ of a tensor of shape (2, 4, 6, 5), sharded in dim"),
     "a plain tensor in place": (lambda x, _: torch.zeros(*X).double().add_(x), "add_ of .* not the result's axes"),
-    "in place of another shape": (lambda x, _: x[:, :1].mul_(x), "mul_ of .* not the result's axes"),
     "in place of a whole tensor": (
         lambda x, _: DomainTensor(torch.zeros(X).double(), Domain({})).add_(x),
         "add_ of .* not the result's axes",
@@ -102,8 +105,16 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "vectors": (lambda x, _: x @ torch.ones(5).double(), "vectors"),
     "columns": (lambda x, _: x.transpose(2, 3) @ torch.ones(6, 2).double(), "sharded columns"),
     "mask": (lambda x, _: F.scaled_dot_product_attention(x, x, x, is_causal=True), "a mask, or dropout"),
-    "sizes": (lambda x, _: F.scaled_dot_product_attention(x, x, x[:, :, :3]), "tensors of these sizes"),
     "sharded last": (lambda x, _: F.scaled_dot_product_attention(*[x.transpose(2, 3)] * 3), "a sharded last dim"),
+    "weights of heads": (
+        lambda x, _: nn.MultiheadAttention(5, 1).double()(x[0], x[0], x[0]),
+        "the attention weights; pass need_weights=False",
+    ),
+    "masked heads": (
+        lambda x, _: nn.MultiheadAttention(5, 1, add_zero_attn=True).double()(*[x[0]] * 3, need_weights=False),
+        "a mask, dropout in training, or a bias of keys",
+    ),
+    "numpy": (lambda x, _: np.asarray(x), "array of a tensor of shape"),
     "sharded heads": (
         lambda x, _: F.scaled_dot_product_attention(
             x.transpose(1, 2), *[torch.ones(2, 2, 3, 5).double()] * 2, enable_gqa=True
@@ -130,6 +141,44 @@ def refusals() -> dict[str, str]:
     return said
 
 
+WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
+    "in place of another shape": (lambda x: x[:, :1].mul_(x), "doesn't match the broadcast shape (2, 4, 6, 5)"),
+    "sizes": (lambda x: F.scaled_dot_product_attention(x, x, x[:, :, :3]), "size"),
+    "channels": (lambda x: F.conv2d(x, torch.ones(1, 3, 2, 2).double()), "channel"),
+    "norm of one value": (lambda x: F.instance_norm(x[:, :, :1, :1]), "more than 1 spatial element when training"),
+    "no output": (lambda x: F.interpolate(x, (0, 3)), "greater than 0"),
+    "mean of truths": (lambda x: (x > 0).mean(), "could not infer output dtype|must be either a floating point"),
+    "a view of another size": (lambda x: x.view(7, -1), "invalid for input of size 240"),
+    "sizes beside": (lambda x: torch.cat([x, x[:, :, 1:]], 1), "Sizes of tensors must match except in dimension 1"),
+    "no such dimension": (lambda x: x.sum(4), "Dimension out of range"),
+}
+"""name -> (use that torch refuses for the whole tensor, what torch says)."""
+
+
+def torch_errors() -> dict[str, str]:
+    """What torch says of each use, and how many collectives ran; all rows are on rank 0."""
+    said = {}
+    with meshes() as (mesh, *_):
+        x = made((6, 0), mesh)
+        door.calls.clear()
+        for name, (use, _) in WRONG.items():
+            try:
+                use(x)
+                said[name] = "nothing"
+            except (RuntimeError, ValueError, IndexError) as error:
+                said[name] = str(error)
+        said["calls"] = str(sum(door.calls.values()))
+    return said
+
+
+def test_what_torch_refuses_is_refused_on_every_rank_and_nothing_is_sent(pool: WorkerPool) -> None:
+    first, second = pool.run(2, torch_errors)
+    assert first == second
+    assert first.pop("calls") == "0"
+    for name, text in first.items():
+        assert any(part in text for part in WRONG[name][1].split("|")), f"{name}: {text}"
+
+
 def made(sizes: tuple[int, ...], mesh: DeviceMesh) -> DomainTensor:
     axis = Axis(sized(sizes), mesh.get_group())
     return DomainTensor(torch.ones(2, 4, axis.rows, 5, dtype=torch.float64), Domain({2: axis}))
@@ -152,7 +201,8 @@ def other_errors() -> list[str]:
             lambda: x.no_such_name,
             lambda: x.__setitem__(0, 1),
             lambda: DomainTensor(x.local[:, :, 1:], x.domain),
-            lambda: torch.cat([x, x[:, :, 1:]], 1),
+            lambda: pickle.dumps(x),
+            lambda: torch.save({"x": x}, io.BytesIO()),
         ]
         said = []
         for use in uses:
@@ -164,12 +214,14 @@ def other_errors() -> list[str]:
 
 def test_other_wrong_uses(pool: WorkerPool) -> None:
     for said in pool.run(2, other_errors):
-        iteration, name, assignment, shard, cat = said
+        iteration, name, assignment, shard, *saved = said
         assert "not iterable" in iteration
         assert name == "a DomainTensor has no attribute 'no_such_name'; its shard is the attribute `local`"
         assert "__setitem__" in assignment
         assert "does not fit its domain" in shard
-        assert "cat in dimension 1 got shapes" in cat
+        assert ["cannot be pickled or saved" in text and "save the shard `x.local`" in text for text in saved] == [
+            True
+        ] * 2
 
 
 def whole_tensors() -> list[str]:
@@ -214,6 +266,12 @@ def properties() -> dict[str, object]:
             "names": type(x.max(1)).__name__ + str(tuple(values.shape)),
             "same": x.add_(0) is x,
             "one local row": made((1, 5), mesh).squeeze().shape,
+            "numpy": torch.equal((np.float64(2) * x - np.float32(1)).local, x.local * 2 - 1),
+            "copies": [
+                (y.shape, y.domain == x.domain, torch.equal(y.local, x.local), y.local is x.local)
+                for y in (copy.copy(x), copy.deepcopy({"x": [x]})["x"][0])
+            ],
+            "strides": (x.stride(), x.transpose(1, 2).stride(1), x[:, :, :5].is_contiguous(), x.is_contiguous()),
             "repr": repr(x).split(", local")[0],
         }
 
@@ -228,6 +286,9 @@ def test_a_sharded_tensor_looks_like_the_whole_one(pool: WorkerPool) -> None:
             "names": "max(2, 6, 5)",
             "same": True,
             "one local row": shape,
+            "numpy": True,
+            "copies": [(shape, True, True, True), (shape, True, True, False)],
+            "strides": ((120, 30, 5, 1), 5, False, True),
             "repr": "DomainTensor(shape=(2, 4, 6, 5)",
         }
 

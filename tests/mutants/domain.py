@@ -6,9 +6,13 @@ _DOMAIN = "trainer/distributed/domain_parallel"
 _CONVOLUTION = "tests/distributed/test_domain_convolution.py"
 _NEIGHBORHOOD = "tests/distributed/test_domain_neighborhood.py"
 _REDUCTIONS = "tests/distributed/test_domain_reductions.py"
+_GRADIENTS = "tests/distributed/test_domain_gradients.py"
 _MODELS = "tests/distributed/test_domain_models.py"
 _MOVE = "tests/distributed/test_domain_move.py"
-_TENSOR = "tests/distributed/test_domain_tensor.py::test_functions_equal_those_of_a_whole_tensor"
+_TENSORS = "tests/distributed/test_domain_tensor.py"
+_TENSOR = f"{_TENSORS}::test_functions_equal_those_of_a_whole_tensor"
+_VIEWS_TESTS = "tests/distributed/test_domain_views.py"
+_IN_PLACE = f"{_VIEWS_TESTS}::test_changes_in_place_reach_what_they_reach_in_the_whole_tensor"
 _VIEWS, _ELEMENTWISE, _PRODUCTS = (f"{_TENSOR}[{name}-3-1]" for name in ("views", "elementwise", "products"))
 _INPUTS = "first, last = start * step - window.before, (stop - 1) * step + window.reach + 1 - window.before"
 
@@ -59,8 +63,8 @@ DOMAIN = (
     Mutant(
         "a cumulative sum starts anew with each range",
         f"{_DOMAIN}/resample.py",
-        "results.append(part.cumsum(dim) + offset)",
-        "results.append(part.cumsum(dim) + 0 * offset)",
+        "+ offset).to(x.dtype))",
+        "+ 0 * offset).to(x.dtype))",
         "tests/distributed/test_domain_resample.py",
     ),
     Mutant(
@@ -153,5 +157,152 @@ DOMAIN = (
         "if x.is_floating_point() else x.dtype",
         "if not x.dtype.is_complex else x.dtype",
         "tests/distributed/test_domain_tensor.py::test_a_sharded_tensor_looks_like_the_whole_one",
+    ),
+    Mutant(
+        "each rank decides by its shard whether a tensor is contiguous",
+        f"{_DOMAIN}/elementwise.py",
+        "return x if x.is_contiguous(**kwargs) else",
+        "return x if x.local.is_contiguous(**kwargs) else",
+        _IN_PLACE,
+    ),
+    Mutant(
+        "a shard that shares memory where the whole tensor is copied stays a view",
+        f"{_DOMAIN}/dispatch.py",
+        "if sources and not is_view:",
+        "if sources and is_view:",
+        _IN_PLACE,
+    ),
+    Mutant(
+        "the answer for a call is that for the same arguments in another layout of memory",
+        f"{_DOMAIN}/whole.py",
+        'return "tensor", tuple(x.shape), tuple(x.stride()), x.dtype',
+        'return "tensor", tuple(x.shape), x.dtype',
+        _IN_PLACE,
+    ),
+    Mutant(
+        "a copy in place of a view may be changed",
+        f"{_DOMAIN}/dispatch.py",
+        "else whole.Copied.of(given[0].local)",
+        "else None",
+        f"{_VIEWS_TESTS}::test_a_copy_in_place_of_a_view_is_neither_changed_nor_used_when_stale",
+    ),
+    Mutant(
+        "only a rank with rows sees that torch refuses a call",
+        f"{_DOMAIN}/dispatch.py",
+        "if not (is_simple or is_parallel):",
+        "if not (is_simple or is_parallel) and tensors[0].local.numel():",
+        f"{_TENSORS}::test_what_torch_refuses_is_refused_on_every_rank_and_nothing_is_sent",
+    ),
+    Mutant(
+        "sums are cast to float16 before the division",
+        f"{_DOMAIN}/reductions.py",
+        "dtype = wide(x.dtype) if x.is_floating_point() else None",
+        "dtype = None",
+        f"{_REDUCTIONS}::test_reductions_are_as_exact_as_those_of_torch",
+    ),
+    Mutant(
+        "variances are computed in float32",
+        f"{_DOMAIN}/reductions.py",
+        "torch.float64 if x.is_cpu else torch.float32",
+        "torch.float32",
+        f"{_REDUCTIONS}::test_reductions_are_as_exact_as_those_of_torch",
+    ),
+    Mutant(
+        "windows are added up in float16",
+        f"{_DOMAIN}/pooling.py",
+        "_sums(part.to(wide(part.dtype)),",
+        "_sums(part,",
+        f"{_REDUCTIONS}::test_reductions_are_as_exact_as_those_of_torch",
+    ),
+    Mutant(
+        "a NaN on one rank is lost",
+        f"{_DOMAIN}/reductions.py",
+        "return top.masked_fill(is_nan > 0, torch.nan)",
+        "return top",
+        f"{_REDUCTIONS}::test_results_are_nan_or_infinite_where_those_of_torch_are",
+    ),
+    Mutant(
+        "a variance over too few values is NaN",
+        f"{_DOMAIN}/reductions.py",
+        "squares / max(number - correction, 0)",
+        "squares / (max(number - correction, 0) or torch.nan)",
+        f"{_REDUCTIONS}::test_results_are_nan_or_infinite_where_those_of_torch_are",
+    ),
+    Mutant(
+        "adaptive pools take the first dimensions for batch and channels",
+        f"{_DOMAIN}/pooling.py",
+        "    return domain_mean(x, domain, range(first, x.ndim)",
+        "    return domain_mean(x, domain, range(2, x.ndim)",
+        f"{_TENSOR}[space-3-1]",
+    ),
+    Mutant(
+        "a cumulative sum is cast by autocast",
+        f"{_DOMAIN}/resample.py",
+        "offset = torch.where(chosen, totals, 0).sum((0, 1), dtype=dtype)",
+        "offset = torch.tensordot(torch.tensor(before, dtype=dtype), totals, 2)",
+        f"{_REDUCTIONS}::test_a_cumulative_sum_under_autocast_loses_no_digits",
+    ),
+    Mutant(
+        "gradients that a wrapper has averaged are averaged again",
+        f"{_DOMAIN}/gradients.py",
+        "            if common != ranks:",
+        "            if ranks:",
+        f"{_GRADIENTS}::test_gradients_are_those_of_one_process",
+    ),
+    Mutant(
+        "gradients over the domain are summed",
+        f"{_DOMAIN}/gradients.py",
+        ", group).div_(group.size())",
+        ", group)",
+        f"{_GRADIENTS}::test_gradients_are_those_of_one_process",
+    ),
+    Mutant(
+        "a rank without a gradient does not join the others",
+        f"{_DOMAIN}/gradients.py",
+        'all_reduce(has, group, "max").tolist()',
+        "has.tolist()",
+        f"{_GRADIENTS}::test_odd_parameters_and_wrappers",
+    ),
+    Mutant(
+        "reentrant checkpointing loses gradients in silence",
+        f"{_DOMAIN}/dispatch.py",
+        "or torch._C._is_fwd_grad_enabled()",
+        "or not torch._C._is_fwd_grad_enabled()",
+        f"{_MODELS}::test_what_loses_gradients_is_refused",
+    ),
+    Mutant(
+        "hooks before the backward of a module are not seen",
+        f"{_DOMAIN}/modules.py",
+        "if module._backward_hooks or module._backward_pre_hooks or of_all:",
+        "if module._backward_hooks or of_all:",
+        f"{_MODELS}::test_what_loses_gradients_is_refused",
+    ),
+    Mutant(
+        "backward hooks that are registered after parallelize are not seen",
+        f"{_DOMAIN}/modules.py",
+        "model.register_forward_pre_hook(partial(_check_later_hooks, reached))",
+        "_ = reached",
+        f"{_MODELS}::test_what_loses_gradients_is_refused",
+    ),
+    Mutant(
+        "layouts that differ between ranks are not seen",
+        f"{_DOMAIN}/agreement.py",
+        ".view(-1).tolist())) > 1:",
+        ".view(-1).tolist())) > 2:",
+        f"{_MODELS}::test_inputs_that_ranks_describe_differently_are_refused",
+    ),
+    Mutant(
+        "of a batch of one, whole beside a sharded one, every rank takes a sample",
+        f"{_DOMAIN}/elementwise.py",
+        "x.shape[dim] == shape[before + dim]:",
+        "x.shape[dim] != 1:",
+        f"{_MODELS}::test_neighborhood_attention_is_a_module",
+    ),
+    Mutant(
+        "a shard with one value a channel is refused on its rank alone",
+        f"{_DOMAIN}/norms.py",
+        "return torch.group_norm(x,",
+        "return F.group_norm(x,",
+        f"{_TENSOR}[space-3-1]",
     ),
 )

@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "domain": "Axis Domain balanced gathered sized",
         "convolution": "conv conv_transpose",
+        "gradients": "average_gradients",
         "modules": "DomainConv1d DomainConv2d DomainConv3d NeighborhoodAttention parallelize",
         "neighborhood": "neighborhood_attention",
         "norms": "batch_norm group_norm instance_norm layer_norm rms_norm",

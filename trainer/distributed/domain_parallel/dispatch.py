@@ -9,11 +9,12 @@ tensor that is sharded nowhere is the same on every rank, and every function wor
     y = torch.cat([x, F.silu(norm(conv(x)))], 1)                           # y.shape: (2, 32, 9, 12), still sharded
 
 Plain tensors beside it, such as weights, are whole on every rank. All gradients of what is whole are partial: the
-ranks' gradients add up, as FSDP does if its mesh includes the ranks of the domain. So a loss that every rank computes
-from a whole tensor counts once for each rank, and one rank's share of it is the loss divided by their number.
+ranks' gradients add up. So a loss that every rank computes from a whole tensor counts once for each rank, and the mean
+over the ranks is the gradient of one process (gradients.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -22,32 +23,40 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from trainer.distributed.domain_parallel import whole
 from trainer.distributed.domain_parallel.domain import Domain
 
 Rule = Callable[..., Any]
 """(the function of torch, its arguments) -> result, with sharded arguments."""
 _RULES: dict[str, Rule] = {}
+_BY_ELEMENT: set[str] = set()
 
 
 class DomainOperatorError(TypeError):
     """A function of torch was called along a sharded axis, and there is no rule for it."""
 
 
-def rule(*names: str, first_only: bool = False) -> Callable[[Rule], Rule]:
+def rule(*names: str, first_only: bool = False, by_element: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for the functions and methods of torch of these names; a later rule replaces an earlier one.
 
     The rule is called as rule(function, *args, **kwargs) with at least one sharded `DomainTensor` among its arguments.
+    Before it torch's own function runs on tensors of the global shapes without data, so the result's global shape and
+    strides are torch's, and a rule's result that shares memory with an argument is copied where torch returns a copy.
+
     first_only: the first argument is sharded, other tensors are given as plain ones, and refused if they are sharded.
+    by_element: of contiguous tensors the result is new and contiguous, or aliases as it does for every shard; torch is
+    not asked.
     """
 
     def register(function: Rule) -> Rule:
         def checked(called: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-            other = next(filter(is_sharded, _flat((args, kwargs))), None)
+            other = next(filter(is_sharded, flat((args, kwargs))), None)
             if other is not None:
                 raise refused(called.__name__, other, "only its first argument may be sharded")
             return function(called, x, *unwrapped(args), **unwrapped(kwargs))
 
         _RULES.update(dict.fromkeys(names, checked if first_only else function))
+        (_BY_ELEMENT.update if by_element else _BY_ELEMENT.difference_update)(names)
         return function
 
     return register
@@ -57,15 +66,29 @@ def rule(*names: str, first_only: bool = False) -> Callable[[Rule], Rule]:
 class DomainTensor:
     """This rank's shard `local` of a tensor, sharded as `domain` says; axes of one rank count as whole.
 
+    strides: of the whole tensor; None: contiguous. They decide, on every rank alike, what is a view and what a copy.
+    copied: set by `call` where torch has a view and the shard is a copy.
+
     Raises:
         ValueError: the shard does not fit the domain.
+        DomainOperatorError: inside an autograd.Function, such as reentrant checkpointing.
     """
 
     local: torch.Tensor
     domain: Domain
+    strides: whole.Strides = None
+    copied: whole.Copied | None = None
     __iter__: ClassVar[None] = None  # else Python iterates by __getitem__
+    __array_ufunc__: ClassVar[None] = None  # else a number of numpy on the left takes this for an array
 
     def __post_init__(self) -> None:
+        if _in_autograd_function():
+            raise DomainOperatorError(
+                "a DomainTensor is used inside an autograd.Function, which sees no tensor in it and would lose its "
+                "gradients; pass use_reentrant=False to torch.utils.checkpoint.checkpoint (Hugging Face: "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}), and give Functions of your own the shard '
+                "`x.local`"
+            )
         self.shape = torch.Size(self.domain.shape(self.local))
         self.domain = Domain(self.domain.split(self.domain.axes))
 
@@ -74,7 +97,7 @@ class DomainTensor:
         return call(function, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_LOCAL:
+        if name in _OF_LOCAL.split():
             return getattr(self.local, name)
         method = getattr(torch.Tensor, name, None)
         if name.startswith("__") or not callable(method):
@@ -97,17 +120,42 @@ class DomainTensor:
         """Return the number of dimensions."""
         return len(self.shape)
 
+    def stride(self, dim: int | None = None) -> Any:
+        """Return the strides of the whole tensor, or one of them."""
+        if not self.domain.axes:
+            return self.local.stride() if dim is None else self.local.stride(dim)
+        strides = whole.contiguous_strides(self.shape) if self.strides is None else self.strides
+        return strides if dim is None else strides[dim]
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """Return whether the whole tensor is contiguous in a memory format."""
+        if self.domain.axes and self.strides is None and memory_format == torch.contiguous_format:
+            return True
+        return torch.empty_strided(self.shape, self.stride(), device="meta").is_contiguous(memory_format=memory_format)
+
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __copy__(self) -> "DomainTensor":
+        return DomainTensor(self.local, self.domain, self.strides, self.copied)
+
+    def __deepcopy__(self, memo: dict) -> "DomainTensor":
+        return DomainTensor(deepcopy(self.local, memo), self.domain, self.strides)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a DomainTensor cannot be pickled or saved, because its domain holds process groups; save the shard "
+            "`x.local` on each rank, or the whole tensor: `gather(x.local, x.domain)[0]`"
+        )
+
 
 # What the shard and the whole tensor have in common.
-_OF_LOCAL = frozenset(
-    ["ndim", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_floating_point", "is_complex"]
-)
+_OF_LOCAL = """
+ndim dtype device requires_grad is_cuda is_cpu is_meta is_nested is_floating_point is_complex
+"""
 _OPERATORS = """
 add sub mul truediv floordiv mod pow matmul and or xor radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul
-iadd isub imul itruediv ifloordiv imod ipow iand ior ixor neg abs invert eq ne lt le gt ge getitem bool float int
+iadd isub imul itruediv ifloordiv imod ipow iand ior ixor neg abs invert eq ne lt le gt ge getitem bool float int array
 """
 for _name in _OPERATORS.split():
     _method = getattr(torch.Tensor, f"__{_name}__")
@@ -117,14 +165,24 @@ DomainTensor.__hash__ = object.__hash__  # __eq__ compares elements
 # Activation checkpointing and compilers find the shard in the arguments of a module, and so does FSDP of torch 2.11.
 pytree.register_pytree_node(
     DomainTensor,
-    lambda x: ([x.local], x.domain),
-    lambda leaves, domain: _refilled(*leaves, domain),
+    lambda x: ([x.local], (x.domain, x.strides, x.copied)),
+    lambda leaves, context: _refilled(*leaves, *context),
     serialized_type_name="trainer.distributed.domain_parallel.DomainTensor",
 )
 
 
-def _refilled(local: Any, domain: Domain) -> Any:
-    return DomainTensor(local, domain) if isinstance(local, torch.Tensor) else local
+def _refilled(local: Any, *context: Any) -> Any:
+    return DomainTensor(local, *context) if isinstance(local, torch.Tensor) else local
+
+
+def _in_autograd_function() -> bool:
+    """Return whether the forward of an autograd.Function runs: it alone switches off both modes of gradients."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch._C._is_fwd_grad_enabled()
+        or torch.is_inference_mode_enabled()
+    )
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -141,19 +199,57 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch with domain tensors, and perhaps tensor-parallel weights, among its arguments.
 
     Raises:
-        DomainOperatorError: a tensor is sharded, and the function has no rule.
+        DomainOperatorError: a tensor is sharded, and the function has no rule; or it is a copy where torch has a view,
+            and the tensor that it copied was changed in place since.
     """
-    leaves = [*_flat((args, kwargs))]
+    leaves = [*flat((args, kwargs))]
     tensors = sorted(filter(lambda x: isinstance(x, DomainTensor), leaves), key=is_sharded, reverse=True)
-    if not is_sharded(tensors[0]) and not any(isinstance(x, DTensor) for x in leaves):
+    is_parallel = any(isinstance(x, DTensor) for x in leaves)
+    if not is_sharded(tensors[0]) and not is_parallel:
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     name = function.__name__
     if name not in _RULES or kwargs.pop("out", None) is not None:
         raise refused(name, tensors[0], "the argument `out`" if name in _RULES else "it has no rule for sharded axes")
+    stale = next((x for x in tensors if x.copied and x.copied.is_stale()), None)
+    if stale is not None:
+        raise refused(name, stale, f"{COPY}, and that was changed in place since")
     if "axis" in kwargs:  # torch knows both names of the first two
         kwargs["dim"] = kwargs.pop("axis")
-    first = (kwargs.pop("input"),) if "input" in kwargs else ()
-    return _RULES[name](function, *first, *args, **kwargs)
+    args = (kwargs.pop("input"), *args) if "input" in kwargs else args
+    is_simple = name in _BY_ELEMENT and "memory_format" not in kwargs and all(map(_is_plainly_stored, leaves))
+    seen = None
+    if not (is_simple or is_parallel):
+        seen = whole.results(function, args, kwargs, (torch.Tensor, DomainTensor))
+    result = _RULES[name](function, *args, **kwargs)
+    return result if seen is None else _as_torch_has_it(name, result, seen, tensors)
+
+
+COPY = "it is a gathered copy where torch has a view of another tensor"
+
+
+def _is_plainly_stored(x: Any) -> bool:
+    if isinstance(x, DomainTensor):
+        return x.copied is None and (x.strides is None if x.domain.axes else x.local.is_contiguous())
+    return not isinstance(x, torch.Tensor) or x.is_contiguous()
+
+
+def _as_torch_has_it(name: str, result: Any, seen: tuple[whole.Seen, ...], given: list[DomainTensor]) -> Any:
+    """Return a rule's result with the strides of torch's, and copied where torch returns a copy; check its shape."""
+    found = [x for x in flat(result) if isinstance(x, DomainTensor)]
+    if len(found) != len(seen):  # a rule of the user's own
+        return result
+    for x, (shape, strides, is_view) in zip(found, seen, strict=True):
+        if any(x is other for other in given):
+            continue
+        if tuple(x.shape) != shape:
+            raise DomainOperatorError(f"the rule of {name} returned the shape {tuple(x.shape)}, torch returns {shape}")
+        sources = [other for other in given if torch._C._is_alias_of(x.local, other.local)]
+        if sources and not is_view:
+            x.local = x.local.clone()
+        elif is_view:
+            x.copied = sources[0].copied if sources else whole.Copied.of(given[0].local)
+        x.strides = strides if x.domain.axes else None
+    return result
 
 
 def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
@@ -184,7 +280,8 @@ def unwrapped(value: Any) -> Any:
     return {name: unwrapped(part) for name, part in value.items()} if type(value) is dict else value
 
 
-def _flat(value: Any) -> Iterable[Any]:
+def flat(value: Any) -> Iterable[Any]:
+    """Return the leaves of nested tuples, lists and dictionaries."""
     if isinstance(value, tuple | list):
-        return (leaf for part in value for leaf in _flat(part))
-    return _flat(tuple(value.values())) if isinstance(value, dict) else (value,)
+        return (leaf for part in value for leaf in flat(part))
+    return flat(tuple(value.values())) if isinstance(value, dict) else (value,)

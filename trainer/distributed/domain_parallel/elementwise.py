@@ -9,7 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, unwrapped, wrapped
+from trainer.distributed.domain_parallel.dispatch import (
+    COPY,
+    DomainTensor,
+    is_sharded,
+    refused,
+    rule,
+    unwrapped,
+    wrapped,
+)
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.transfer import reshard
 from trainer.distributed.sharding.placement import shard
@@ -17,7 +25,7 @@ from trainer.distributed.sharding.placement import shard
 _NAMES = """
 bool int long short
 abs acos add addcdiv addcmul asin atan atan2 bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp
-clamp_max clamp_min clip clone contiguous cos cosh deg2rad detach div divide double elu empty_like eq erf erfc exp
+clamp_max clamp_min clip clone cos cosh deg2rad detach div divide double elu empty_like eq erf erfc exp
 exp2 expm1 float floor floor_divide fmod full_like ge gelu gt half hardsigmoid hardswish hardtanh isfinite isinf isnan
 le leaky_relu lerp log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor lt
 masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative ones_like positive pow reciprocal relu relu6
@@ -26,13 +34,14 @@ threshold true_divide trunc where zeros_like
 __add__ __sub__ __mul__ __truediv__ __floordiv__ __mod__ __pow__ __and__ __or__ __xor__ __radd__ __rsub__ __rmul__
 __rdiv__ __rfloordiv__ __rmod__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
+_KEPT = {"memory_format": torch.contiguous_format}
 _IN_PLACE = frozenset(
     [f"{name}_" for name in _NAMES.split() if hasattr(torch.Tensor, f"{name}_") or hasattr(F, f"{name}_")]
     + [f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
 )
 
 
-@rule(*_NAMES.split(), *_IN_PLACE)
+@rule(*_NAMES.split(), *_IN_PLACE, by_element=True)
 def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Apply the function to the shards, after they are brought to one layout."""
     name = function.__name__
@@ -44,6 +53,8 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
         isinstance(x, DomainTensor) and x.shape == shape and x.domain.axes.keys() == domain.axes.keys()
     ):
         raise refused(name, next(filter(is_sharded, operands)), "it changes a tensor that has not the result's axes")
+    if is_in_place and x.copied is not None:
+        raise refused(name, x, f"{COPY}; change a `clone` of it")
 
     def own(x: Any) -> Any:
         return own_part(x, domain, shape) if isinstance(x, DomainTensor | torch.Tensor) else x
@@ -54,12 +65,20 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return x if is_in_place else wrapped(result, domain)
 
 
+@rule("contiguous")
+def contiguous(function: Callable, x: DomainTensor, **kwargs: Any) -> DomainTensor:
+    """Return x itself if the whole tensor is contiguous, and a copy on every rank if it is not."""
+    if torch.compiler.is_compiling():  # strides are not tracked
+        return DomainTensor(x.local.contiguous(**kwargs), x.domain)
+    return x if x.is_contiguous(**kwargs) else DomainTensor(x.local.clone(**_KEPT | kwargs), x.domain)
+
+
 @rule("to", "type", "type_as")
 def converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert the shard; another tensor among the arguments gives only its type."""
     if not isinstance(x, DomainTensor):
         return function(x, *unwrapped(args), **unwrapped(kwargs))
-    return wrapped(function(x.local, *unwrapped(args), **unwrapped(kwargs)), x.domain)
+    return DomainTensor(function(x.local, *unwrapped(args), **unwrapped(kwargs)), x.domain, x.strides)
 
 
 def common_domain(name: str, operands: Sequence, shape: torch.Size, *, but_for: int | None = None) -> Domain:
@@ -107,6 +126,6 @@ def own_part(x: DomainTensor | torch.Tensor, domain: Domain, shape: torch.Size) 
     else:
         local, has = x, {}
     for dim, axis in mine.items():
-        if dim not in has and x.shape[dim] != 1:
+        if dim not in has and x.shape[dim] == shape[before + dim]:  # else it is broadcast
             local = shard(local, axis.layout, dim, group=axis.group)
     return local

@@ -12,14 +12,17 @@ circular padding is another matter: torch pads in a step of its own, which gives
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules import module as torch_modules
 
+from trainer.distributed.domain_parallel.agreement import check_layouts, same_draws
 from trainer.distributed.domain_parallel.convolution import conv
-from trainer.distributed.domain_parallel.dispatch import is_sharded, map_tensors
+from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, flat, is_sharded, map_tensors
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
@@ -90,13 +93,18 @@ DROP_INS: Mapping[type[nn.Module], type[nn.Module]] = {
 def parallelize(model: nn.Module, *args: Any, plan: Mapping[str, type[nn.Module]] | None = None, **kwargs: Any) -> Any:
     """Prepare a model for sharded inputs, in place, and return its output for such inputs, on the meta device.
 
+    A collective: all ranks must describe their inputs alike, which is compared by a hash.
+
     args, kwargs: of the model's forward; only shapes and domains count. plan: pattern of module names, such as
     `blocks.*.attention` -> the class that these modules take, with the same parameters; it goes before `DROP_INS`.
 
     Raises:
-        DomainOperatorError: the forward calls a function that is not handled; the message names the module.
-        ValueError: a pattern of the plan that no module has.
+        DomainOperatorError: the forward calls a function that is not handled, or checkpoints in the reentrant way; the
+            message names the module. A module with backward hooks gets a sharded tensor, now or in a later forward.
+        ValueError: layouts, shapes or types that differ between ranks; a pattern of the plan that no module has.
     """
+    tensors = [x for x in flat((args, kwargs)) if isinstance(x, DomainTensor)]
+    check_layouts(tensors)
     for pattern in plan or ():
         if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
             raise ValueError(f"plan: no module has a name like {pattern!r}; the first are {_names(model)}")
@@ -105,7 +113,10 @@ def parallelize(model: nn.Module, *args: Any, plan: Mapping[str, type[nn.Module]
         new = chosen[0] if chosen else DROP_INS.get(type(module))
         if new is not None:
             module.__class__ = new  # parameters, buffers and hooks stay
-    return dry_run(model, *args, **kwargs)
+    with same_draws(tensors):
+        result, reached = _dry_run(model, args, kwargs)
+    model.register_forward_pre_hook(partial(_check_later_hooks, reached))
+    return result
 
 
 def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -114,27 +125,38 @@ def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         DomainOperatorError: as `parallelize`.
     """
+    return _dry_run(model, args, kwargs)[0]
 
+
+def _dry_run(model: nn.Module, args: tuple, kwargs: dict) -> tuple[Any, dict[str, nn.Module]]:
+    """Return the output, and the modules that get domain tensors."""
     everything = dict([*model.named_parameters(), *model.named_buffers()])
     args, kwargs, state = map_tensors(lambda x: x.to("meta"), (args, kwargs, everything))
-    with torch.no_grad(), torch.device("meta"), _names_in_errors(model):
-        return functional_call(model, state, args, kwargs)
+    with torch.no_grad(), torch.device("meta"), _names_in_errors(model) as reached:
+        return functional_call(model, state, args, kwargs), reached
 
 
 @contextmanager
-def _names_in_errors(model: nn.Module) -> Iterator[None]:
-    """Note the innermost module that runs in an error that is raised inside."""
+def _names_in_errors(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    """Note the innermost module that runs in an error that is raised inside; yield modules that get domain tensors."""
     running: list[str] = []
+    reached: dict[str, nn.Module] = {}
     hooks = []
+
+    def entered(module: nn.Module, args: tuple, kwargs: dict, name: str) -> None:
+        running.append(name)
+        if any(isinstance(x, DomainTensor) for x in flat((args, kwargs))):
+            reached[name] = module
+            _check_backward_hooks(module)
 
     def left(*_: object) -> None:
         running.pop()
 
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        hooks.append(module.register_forward_pre_hook(partial(entered, name=name), with_kwargs=True))
         hooks.append(module.register_forward_hook(left))
     try:
-        yield
+        yield reached
     except (TypeError, ValueError, RuntimeError) as error:
         if running and running[-1]:
             error.args = (f"module {running[-1]}: {error}", *error.args[1:])
@@ -142,6 +164,27 @@ def _names_in_errors(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _check_later_hooks(modules: Mapping[str, nn.Module], *_: object) -> None:
+    """Refuse hooks that were registered after `parallelize`."""
+    if not torch.compiler.is_compiling():
+        for name, module in modules.items():
+            _check_backward_hooks(module, f"module {name}: " if name else "")
+
+
+def _check_backward_hooks(module: nn.Module, where: str = "") -> None:
+    """Refuse hooks that torch would not run, because it finds no tensor in the arguments of the module.
+
+    Raises:
+        DomainOperatorError: there are any.
+    """
+    of_all = torch_modules._global_backward_hooks or torch_modules._global_backward_pre_hooks
+    if module._backward_hooks or module._backward_pre_hooks or of_all:
+        raise DomainOperatorError(
+            f"{where}a backward hook of a module that gets a sharded tensor would not run; put hooks on parameters "
+            "(`parameter.register_hook`) or on the shard (`x.local.register_hook`)"
+        )
 
 
 def _names(model: nn.Module) -> str:

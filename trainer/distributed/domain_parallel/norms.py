@@ -36,7 +36,8 @@ def group_norm(
     dims = tuple(range(2, x.ndim))
     split = domain.split(dims)
     if not split:
-        return F.group_norm(x, groups, weight, bias, eps) if x.numel() else connected(x, weight, bias), domain
+        # F.group_norm refuses one value a channel, and a shard of a batch may have one where the batch has more.
+        return torch.group_norm(x, groups, weight, bias, eps) if x.numel() else connected(x, weight, bias), domain
     sharing = Sharing((x.shape[0], groups, x.shape[1] // groups), (2,), dims, tuple(split.items()))
     return channel_norm(x, sharing, weight, bias, eps)[0], domain
 

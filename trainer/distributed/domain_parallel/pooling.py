@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from trainer.distributed.domain_parallel.convolution import over_tiles, per_axis, spatial_dims
 from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.reductions import domain_max, domain_mean
+from trainer.distributed.domain_parallel.reductions import domain_max, domain_mean, wide
 from trainer.distributed.domain_parallel.rows import fetch, padded
 from trainer.distributed.domain_parallel.windows import Tile, Window, outputs_of, window_plan
 
@@ -85,32 +85,39 @@ def avg_pool(
         ranges[dim] = shape[dim] + window.before * count_include_pad, window.before * count_include_pad
 
     def one_tile(part: torch.Tensor, parts: Sequence[Tile]) -> torch.Tensor:
-        total = _sums(part, len(dims), [*windows.values()])
+        total = _sums(part.to(wide(part.dtype)), len(dims), [*windows.values()])  # a sum may overflow in float16
         if divisor_override is not None:
-            return total / divisor_override
+            return (total / divisor_override).to(part.dtype)
         for dim, tile in zip(dims, parts, strict=True):
             counts = _counts(tile.outputs, windows[dim], *ranges[dim])
             if min(counts) == max(counts):
                 total = total / counts[0]
             else:
                 total = total / total.new_tensor(counts).view(-1, *[1] * (total.ndim - 1 - dim))
-        return total
+        return total.to(part.dtype)
 
     result, local = _result(domain, shape, windows)
     return over_tiles(x, tiles, one_tile, local), result
 
 
-def adaptive_avg_pool(x: torch.Tensor, domain: Domain, *, grad: str = "partial") -> tuple[torch.Tensor, Domain]:
+def adaptive_avg_pool(
+    x: torch.Tensor, domain: Domain, *, spatial: int | None = None, grad: str = "partial"
+) -> tuple[torch.Tensor, Domain]:
     """Return the mean over all spatial dimensions of x: (N, C, *spatial), of size 1 each, whole on every rank.
 
-    grad: placement of the gradient of the result, as of `domain_mean`.
+    spatial: the number of spatial dimensions, which are the last ones; None: all but two. grad: placement of the
+    gradient of the result, as of `domain_mean`.
     """
-    return domain_mean(x, domain, range(2, x.ndim), keepdim=True, grad=grad)
+    first = 2 if spatial is None else x.ndim - spatial
+    return domain_mean(x, domain, range(first, x.ndim), keepdim=True, grad=grad)
 
 
-def adaptive_max_pool(x: torch.Tensor, domain: Domain, *, grad: str = "partial") -> tuple[torch.Tensor, Domain]:
+def adaptive_max_pool(
+    x: torch.Tensor, domain: Domain, *, spatial: int | None = None, grad: str = "partial"
+) -> tuple[torch.Tensor, Domain]:
     """Return the maximum over all spatial dimensions; as `adaptive_avg_pool`. Equal maxima share the gradient."""
-    return domain_max(x, domain, range(2, x.ndim), keepdim=True, grad=grad)
+    first = 2 if spatial is None else x.ndim - spatial
+    return domain_max(x, domain, range(first, x.ndim), keepdim=True, grad=grad)
 
 
 def _windows(

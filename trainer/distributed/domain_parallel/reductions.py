@@ -31,18 +31,31 @@ def domain_sum(
 ) -> tuple[torch.Tensor, Domain]:
     """Return the sum over dimensions, in which x may be sharded."""
     dims = check_reduction(x, domain, dims, grad)
-    total = x.sum(dims, keepdim=keepdim) if dims else x
-    for axis in domain.split(dims).values():
-        total = _Sum.apply(total, axis.group, grad)
-    return total, domain.reduced(dims, keepdim=keepdim)
+    total = _total(x, domain, dims, keepdim, grad)
+    return total.to(x.dtype) if x.is_floating_point() else total, domain.reduced(dims, keepdim=keepdim)
 
 
 def domain_mean(
     x: torch.Tensor, domain: Domain, dims: Dims = None, *, keepdim: bool = False, grad: str = "partial"
 ) -> tuple[torch.Tensor, Domain]:
     """Return the mean over dimensions: the sum over all ranks, divided by the number of all elements."""
-    total, result = domain_sum(x, domain, dims, keepdim=keepdim, grad=grad)
-    return total / count(x, domain, check_reduction(x, domain, dims, grad)), result
+    dims = check_reduction(x, domain, dims, grad)
+    mean = _total(x, domain, dims, keepdim, grad) / count(x, domain, dims)
+    return mean.to(x.dtype) if x.is_floating_point() else mean, domain.reduced(dims, keepdim=keepdim)
+
+
+def _total(x: torch.Tensor, domain: Domain, dims: tuple[int, ...], keepdim: bool, grad: str) -> torch.Tensor:
+    """Return the sum over the ranks, of floats in at least float32: in float16 it overflows where a mean does not."""
+    dtype = wide(x.dtype) if x.is_floating_point() else None
+    total = x.sum(dims, keepdim=keepdim, dtype=dtype) if dims else x
+    for axis in domain.split(dims).values():
+        total = _Sum.apply(total, axis.group, grad)
+    return total
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the floating type in which sums are kept."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def domain_var(
@@ -53,11 +66,17 @@ def domain_var(
     correction: int = 1,
     keepdim: bool = False,
     grad: str = "partial",
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, Domain]:
-    """Return the variance over dimensions: the sum of squares about the mean, divided by (elements - correction)."""
+    """Return the variance over dimensions: the sum of squares about the mean, divided by (elements - correction).
+
+    As in torch it is computed in float64 on CPUs, and infinite or NaN where elements - correction is not positive.
+    dtype: of the result; None: that of x.
+    """
     dims = check_reduction(x, domain, dims, grad)
-    _, squares, number = moments(x, domain, dims, grad=grad)
-    var = squares / (number - correction) if number > correction else squares * torch.nan
+    exact = torch.promote_types(x.dtype, torch.float64 if x.is_cpu else torch.float32)
+    _, squares, number = moments(x, domain, dims, grad=grad, dtype=exact)
+    var = (squares / max(number - correction, 0)).to(dtype or x.dtype)
     return _dropped(var, dims, keepdim), domain.reduced(dims, keepdim=keepdim)
 
 
@@ -92,16 +111,23 @@ def domain_norm(
         return domain_max(x.abs(), domain, dims, keepdim=keepdim, grad=grad)
     if not order > 0:
         raise ValueError(f"a norm of order {order} is not handled; use a positive number, or infinity")
-    norm = torch.linalg.vector_norm(x, order, dims, keepdim=keepdim) if dims else x.abs()
+    norm = torch.linalg.vector_norm(x, order, dims, keepdim=keepdim, dtype=wide(x.dtype)) if dims else x.abs()
     for axis in domain.split(dims).values():
         norm = torch.linalg.vector_norm(gather_statistics(norm, axis, grad), order, 0)
-    return norm, domain.reduced(dims, keepdim=keepdim)
+    return norm if x.is_complex() else norm.to(x.dtype), domain.reduced(dims, keepdim=keepdim)
 
 
 def moments(
-    x: torch.Tensor, domain: Domain, dims: Sequence[int], *, grad: str = "partial"
+    x: torch.Tensor,
+    domain: Domain,
+    dims: Sequence[int],
+    *,
+    grad: str = "partial",
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return mean and sum of squares about it, of size 1 in `dims`, and the number of elements.
+
+    dtype: of the statistics; None: that of x.
 
     Each axis gathers the ranks' means and squares, which are combined as in Chan, Golub and LeVeque (1983). One
     collective for each sharded axis.
@@ -109,9 +135,9 @@ def moments(
     dims = tuple(dims)
     sizes = {dim: x.shape[dim] for dim in dims}
     if number := math.prod([*sizes.values()]):
-        mean, squares = _Moments.apply(x, dims, number)
+        mean, squares = _Moments.apply(x, dims, number, dtype or x.dtype)
     else:
-        empty = x.sum(dims, keepdim=True)  # zeros that depend on x
+        empty = x.sum(dims, keepdim=True, dtype=dtype)  # zeros that depend on x
         mean, squares = empty, empty
     axes = [*domain.split(dims).items()]
     return over_ranks(mean, squares, sizes, axes, lambda x, axis: gather_statistics(x, axis, grad))
@@ -176,9 +202,9 @@ class _Moments(torch.autograd.Function):
     """Mean and sum of squares about it of local elements: two passes, in CPUs' kernels many times var_mean's speed."""
 
     @staticmethod
-    def forward(ctx, x, dims, number):
+    def forward(ctx, x, dims, number, dtype):
         ctx.number = number
-        mean = x.mean(dims, keepdim=True)
+        mean = x.mean(dims, keepdim=True, dtype=dtype)
         squares = torch.linalg.vector_norm(x - mean, 2, dims, keepdim=True).square()
         ctx.save_for_backward(x, mean)
         return mean, squares
@@ -188,7 +214,8 @@ class _Moments(torch.autograd.Function):
     def backward(ctx, mean_gradient, squares_gradient):
         x, mean = ctx.saved_tensors
         slope = 2 * squares_gradient
-        return torch.addcmul(mean_gradient / ctx.number - slope * mean, x, slope), None, None
+        constant = mean_gradient / ctx.number - slope * mean
+        return torch.addcmul(constant, x.to(slope.dtype), slope).to(x.dtype), None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -225,7 +252,7 @@ class _Max(torch.autograd.Function):
         filled = 0 not in [x.shape[dim] for dim in dims]
         top = x.amax(dims, keepdim=True) if filled else x.new_full(shape, lowest)
         for group in groups:
-            top = all_reduce(top, group, "max")
+            top = _largest(top, group)
         ctx.save_for_backward(x, top)
         return top
 
@@ -241,8 +268,17 @@ class _Max(torch.autograd.Function):
         return equal * (gradient / ties), None, None, None
 
 
+def _largest(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the maximum over the ranks, which is NaN if it is on any of them; backends may lose it."""
+    if not x.is_floating_point():
+        return all_reduce(x, group, "max")
+    both = torch.stack([x.nan_to_num(-torch.inf, torch.inf, -torch.inf), x.isnan().to(x.dtype)])
+    top, is_nan = all_reduce(both, group, "max")
+    return top.masked_fill(is_nan > 0, torch.nan)
+
+
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum over the ranks, of floats computed in at least float32."""
-    dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+    dtype = wide(x.dtype) if x.is_floating_point() else x.dtype
     total = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return all_reduce(total, group).to(x.dtype)

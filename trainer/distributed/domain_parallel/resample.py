@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from trainer.distributed.domain_parallel.convolution import over_tiles, per_axis, spatial_dims
 from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.reductions import gather_statistics
+from trainer.distributed.domain_parallel.reductions import gather_statistics, wide
 from trainer.distributed.domain_parallel.rows import Wanted, connected, fetch, local_rows
 from trainer.distributed.domain_parallel.windows import Tile, WindowPlan, plan_outputs
 from trainer.distributed.sharding.layout import AxisLayout
@@ -235,16 +235,17 @@ def cumsum(x: torch.Tensor, domain: Domain, dim: int) -> tuple[torch.Tensor, Dom
     domain.shape(x)
     if not domain.split([dim]):
         return x.cumsum(dim), domain
-    axis = domain.axes[dim]
+    axis, dtype = domain.axes[dim], wide(x.dtype) if x.is_floating_point() else x.dtype
     ranges = axis.layout.ranges
     parts = x.split([stop - start for start, stop in ranges[axis.rank]], dim) if ranges[axis.rank] else ()
-    sums = [part.sum(dim, keepdim=True) for part in parts]
+    sums = [part.sum(dim, keepdim=True, dtype=dtype) for part in parts]
     most = max(map(len, ranges))
-    sums += [x.narrow(dim, 0, 0).sum(dim, keepdim=True)] * (most - len(sums))
+    sums += [x.narrow(dim, 0, 0).sum(dim, keepdim=True, dtype=dtype)] * (most - len(sums))
     totals = gather_statistics(torch.stack(sums), axis)  # (ranks, most, ..., 1, ...)
     results = []
     for part, (start, _) in zip(parts, ranges[axis.rank], strict=True):
-        before = [[float(n < len(own) and own[n][0] < start) for n in range(most)] for own in ranges]
-        offset = torch.tensordot(totals.new_tensor(before), totals, 2)
-        results.append(part.cumsum(dim) + offset)
+        before = [[n < len(own) and own[n][0] < start for n in range(most)] for own in ranges]
+        chosen = torch.tensor(before, device=x.device).view(len(ranges), most, *[1] * x.ndim)
+        offset = torch.where(chosen, totals, 0).sum((0, 1), dtype=dtype)  # a product would be cast by autocast
+        results.append((part.cumsum(dim, dtype=dtype) + offset).to(x.dtype))
     return (torch.cat(results, dim) if results else connected(x, totals)), domain

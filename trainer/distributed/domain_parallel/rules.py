@@ -64,18 +64,20 @@ def avg_pool(
 
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def adaptive_avg_pool(function, x, output_size) -> DomainTensor:
-    if _spatial_is_whole(x, int(function.__name__[-2])):
+    spatial = int(function.__name__[-2])
+    if _spatial_is_whole(x, spatial):
         return _locally(function, x, output_size)
     _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
-    return _result(pooling.adaptive_avg_pool(x.local, x.domain))
+    return _result(pooling.adaptive_avg_pool(x.local, x.domain, spatial=spatial))
 
 
 @rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
 def adaptive_max_pool(function, x, output_size, return_indices=False) -> DomainTensor:
-    if _spatial_is_whole(x, int(function.__name__[-2])):
+    spatial = int(function.__name__[-2])
+    if _spatial_is_whole(x, spatial):
         return _locally(function, x, output_size)
     _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
-    return _result(pooling.adaptive_max_pool(x.local, x.domain))
+    return _result(pooling.adaptive_max_pool(x.local, x.domain, spatial=spatial))
 
 
 def _spatial_is_whole(x: DomainTensor, number: int) -> bool:
@@ -158,7 +160,7 @@ def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
     pairs = zip(pad[::2], pad[1::2], strict=True)
     rows = {x.ndim - 1 - i: pair for i, pair in enumerate(pairs) if any(pair)}
     padded, domain = resample.pad(x.local, x.domain, rows, mode=mode, value=value or 0.0)
-    return DomainTensor(padded if any(n > 0 for n in pad) else padded.clone(), domain)  # no view, as with torch
+    return DomainTensor(padded if any(n > 0 for n in pad) else padded.clone(), domain)  # compiled code needs it
 
 
 @rule("flip")
@@ -175,7 +177,7 @@ def roll(function, x, shifts, dims=None) -> DomainTensor:
     for shift, dim in pairs:  # a dimension may be named twice
         total[dim % x.ndim] += shift
     rolled, domain = resample.roll(x.local, x.domain, total)
-    return DomainTensor(rolled.clone() if rolled is x.local else rolled, domain)
+    return DomainTensor(rolled.clone() if rolled is x.local else rolled, domain)  # compiled code needs it
 
 
 @rule("cumsum")
@@ -219,10 +221,11 @@ def variance(function, x, dim=None, unbiased=None, keepdim=False, *, correction=
     if isinstance(dim, bool):  # the first argument may be `unbiased`
         dim, unbiased = None, dim
     correction = (1 if unbiased in (None, True) else 0) if correction is None else correction
-    var, domain = reductions.domain_var(x.local, x.domain, _dims(dim), correction=correction, keepdim=keepdim)
+    options = {"correction": correction, "keepdim": keepdim, "dtype": reductions.wide(x.dtype)}
+    var, domain = reductions.domain_var(x.local, x.domain, _dims(dim), **options)
     if function.__name__ == "std":  # without a gradient where it is 0
         var = torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
-    return DomainTensor(var, domain)
+    return DomainTensor(var.to(x.dtype), domain)
 
 
 @rule("norm", "linalg_vector_norm")
@@ -305,3 +308,45 @@ def attention(
         empty = q.local.new_zeros(*q.local.shape[:-1], v.shape[-1])
         return DomainTensor(connected(empty, q.local, k_local, v_local), domain)
     return DomainTensor(function(q.local, k_local, v_local, scale=scale, enable_gqa=enable_gqa), domain)
+
+
+@rule("multi_head_attention_forward")
+def multi_head_attention(
+    function,
+    query,
+    key,
+    value,
+    embed_dim_to_check,
+    num_heads,
+    in_proj_weight,
+    in_proj_bias,
+    bias_k,
+    bias_v,
+    add_zero_attn,
+    dropout_p,
+    out_proj_weight,
+    out_proj_bias,
+    training=True,
+    key_padding_mask=None,
+    need_weights=True,
+    attn_mask=None,
+    use_separate_proj_weight=False,
+    q_proj_weight=None,
+    k_proj_weight=None,
+    v_proj_weight=None,
+    **options,
+) -> tuple[DomainTensor, None]:
+    """query, key, value: (S, N, E), or (S, E); as nn.MultiheadAttention calls it with need_weights=False."""
+    x = next(filter(is_sharded, (query, key, value)), query)
+    extras = (bias_k, bias_v, key_padding_mask, attn_mask, options.get("static_k"), options.get("static_v"))
+    plain = all(extra is None for extra in extras) and not add_zero_attn and not options.get("is_causal")
+    _unless(plain and not (training and dropout_p), function, x, "a mask, dropout in training, or a bias of keys")
+    _unless(not need_weights, function, x, "the attention weights; pass need_weights=False")
+    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)
+    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    projected = []
+    for t, w, b in zip((query, key, value), weights, biases, strict=True):
+        heads = F.linear(t, w, b).unflatten(-1, (num_heads, -1))  # (S, N, H, D), or (S, H, D)
+        projected.append(heads.movedim(0, -2))
+    out = F.scaled_dot_product_attention(*projected).movedim(-2, 0).flatten(-2)
+    return F.linear(out, out_proj_weight, out_proj_bias), None
