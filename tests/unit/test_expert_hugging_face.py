@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.hf_experts import hf_experts, in_float64
 from trainer.checkpoint import hf_reader
@@ -213,8 +214,14 @@ def test_the_auxiliary_loss_is_that_of_transformers(tmp_path: Path) -> None:
     real = torch.arange(16) < torch.tensor([[16], [9], [4]])
     frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
     angles = torch.outer(torch.arange(16, dtype=torch.float64), frequencies)
-    # transformers counts loads in float32.
-    with in_float64(theirs, angles), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+    counted = modeling_qwen3_moe.load_balancing_loss_func
+
+    def in_double(*args: object) -> torch.Tensor:  # transformers adds up in float32
+        doubles = {"new": torch.Tensor.double}
+        with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(torch.Tensor, "float", **doubles):
+            return counted(*args)
+
+    with in_float64(theirs, angles), mock.patch.object(modeling_qwen3_moe, "load_balancing_loss_func", in_double):
         wanted = 0.5 * theirs(tokens, attention_mask=real.long(), output_router_logits=True).aux_loss
         wanted_gradients = torch.autograd.grad(wanted, [layer.mlp.gate.weight for layer in theirs.model.layers])
 
@@ -224,7 +231,7 @@ def test_the_auxiliary_loss_is_that_of_transformers(tmp_path: Path) -> None:
     with mock.patch.object(AuxiliaryLoss, "forward", lambda _module, x, loss: losses.append(loss) or x):
         routers = routers_of([ours])
         for router in routers:
-            router.load.copy_(router.count / router.count.sum())
+            router.load.copy_(router.count.double() / router.count.sum())
         for router in routers:
             router.mean_load.copy_(sum(other.load for other in routers) / len(routers))
         ours(tokens, positions)
