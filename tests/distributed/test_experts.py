@@ -3,8 +3,9 @@
 Loads and biases of routers are buffers, which `assert_parity` compares too.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -14,14 +15,16 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.distributed.harness import Record, assert_parity, run_layout, trainer_of
+from tests.distributed.harness import MadeRows, Record, assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged, same
 from tests.distributed.test_host_reads import TOTALS
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
+from trainer.data.packing import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import expert_parallel
+from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.expert_parallel import ExpertParallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.models.common import moe
@@ -30,6 +33,7 @@ from trainer.models.common.experts import Experts
 from trainer.models.common.moe import Router
 from trainer.models.initialization import initialize
 from trainer.runtime.process_group import Process, process_group
+from trainer.tasks.task import Batch
 from trainer.transforms.compile import compiled_graphs
 
 FAMILY = "--model.name=qwen3_moe"
@@ -239,6 +243,46 @@ def test_the_auxiliary_loss_is_that_of_the_formula_over_the_whole_batch(pool: Wo
     got, wanted = pool.run(1, auxiliary_case)[0]
     assert (got[-1] - wanted[-1]).norm() < 1e-10 * wanted[-1].norm()
     assert (got[0] - wanted[0]).norm() > 1e-3 * wanted[0].norm()
+
+
+def texts(plan: Callable[..., BatchPlan], *, padded: bool) -> Iterator[Batch]:
+    """Steps of eight texts of 8 tokens: each in a sequence of 16 with padding, or two by two."""
+    places = torch.arange(8)
+    for step in itertools.count():
+        tokens = torch.randint(128, (8, 8), generator=torch.Generator().manual_seed(step))
+        labels = tokens.roll(-1, 1).masked_fill(places == 7, IGNORE_INDEX)
+        made = {"tokens": tokens, "labels": labels, "positions": places.expand(8, 8), "document_ids": 0 * tokens}
+        if padded:
+            filler = {"tokens": 0, "labels": IGNORE_INDEX, "positions": NO_POSITION, "document_ids": 1}
+            rows = {name: torch.cat((x, torch.full((8, 8), filler[name])), 1) for name, x in made.items()}
+        else:
+            made["document_ids"] = torch.arange(2).repeat(4)[:, None].expand(8, 8)
+            rows = {name: x.reshape(4, 16) for name, x in made.items()}
+        for start in range(0, len(rows["tokens"]), 2):
+            batch = {name: x[start : start + 2].clone() for name, x in rows.items()}
+            arrays = {name: x.numpy().copy() for name, x in batch.items()}
+            yield batch | {"padding": 16 * padded, "plan": plan(arrays)}
+
+
+def of_texts_case(padded: bool) -> Record:
+    size = "--training.global_batch_size=" + ("8" if padded else "4")
+
+    def batches(_task: MadeRows, plan: Callable[..., BatchPlan]) -> Iterator[Batch]:
+        return texts(plan, padded=padded)
+
+    with mock.patch.object(MadeRows, "batches_of_rows", batches):
+        return run_layout([*EXPERTS, DOCUMENTS, size, "--model.router_aux_loss_coef=2"])
+
+
+def test_padded_texts_are_learnt_as_packed_ones(pool: WorkerPool) -> None:
+    """Loads, the balance loss, and all gradients."""
+    padded, packed = (pool.run(1, of_texts_case, padded)[0] for padded in (True, False))
+    assert [x["loss"] for x in padded.metrics] == pytest.approx([x["loss"] for x in packed.metrics], rel=1e-12)
+    for name, load in packed.buffers.items():
+        assert (padded.buffers[name] - load).abs().max() < 1e-12, name
+    for step in (0, 1):
+        for name, gradient in packed.gradients[step].items():
+            assert (padded.gradients[step][name] - gradient).norm() <= 1e-10 * gradient.norm(), (step, name)
 
 
 def test_metrics_have_the_load_of_each_expert(pool: WorkerPool) -> None:

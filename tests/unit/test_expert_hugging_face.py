@@ -14,6 +14,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from tests.hf_experts import hf_experts, in_float64
 from trainer.checkpoint import hf_reader
 from trainer.checkpoint.hf_reader import HFReader
+from trainer.checkpoint.hf_writer import HFWriter
 from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -131,8 +132,6 @@ def logits_there(model: torch.nn.Module, args: TransformerArgs, tokens: torch.Te
 
 
 def write_here(folder: Path, family: str, args: TransformerArgs, model: torch.nn.Module) -> None:
-    from trainer.checkpoint.hf_writer import HFWriter
-
     config = parse_command_line([f"--model.name={family}"]).config
     writer = HFWriter(folder, config, args, torch.float64, most_bytes=20_000)
     state = model.state_dict()
@@ -262,6 +261,20 @@ def test_quantised_experts_are_refused(tmp_path: Path) -> None:
         hf_config("gpt_oss").read(read_config(tmp_path))
 
 
-def test_a_bias_that_chooses_has_no_counterpart() -> None:
+def test_a_bias_that_chooses_begins_at_zero_with_pretrained_weights(tmp_path: Path) -> None:
+    family, args, _ = saved(tmp_path, "qwen3_moe")
+    args = replace(args, router_bias_update_rate=0.01)
+    given = [f"--model.name={family}", f"--checkpoint.initial_load_path={tmp_path}"]
+    config = parse_command_line([*given, "--model.router_bias_update_rate=0.01", "--training.seq_len=64"]).config
+    check_initial_weights(config, args)
+    model = read_here(tmp_path, family, args)
+    assert not any(router.selection_bias.any() for router in routers_of([model]))
+
+
+def test_a_bias_that_chooses_is_not_written(tmp_path: Path) -> None:
+    args, config = replace(QWEN, router_bias_update_rate=0.01), parse_command_line(["--model.name=qwen3_moe"]).config
+    with pytest.raises(ConfigError, match=r"leave out model\.router_bias_update_rate"):
+        HFWriter(tmp_path / "out", config, args, torch.float64)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=r"leave out model\.router_bias_update_rate"):
         hf_config("qwen3_moe").write(replace(QWEN, router_bias_update_rate=0.01))

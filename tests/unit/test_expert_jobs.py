@@ -124,5 +124,5 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(dtype: str, hidden: 
 
 def test_padding_of_balanced_steps_is_refused() -> None:
     balanced = "--training.attention_mask=document", "--training.balance=step"
-    with pytest.raises(ConfigError, match="adds padding, which routers of experts would count as load; use 'off'"):
+    with pytest.raises(ConfigError, match="leaves out documents without a label, whose tokens routers"):
         job_of(*balanced, ranks=2)

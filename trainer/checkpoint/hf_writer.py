@@ -52,6 +52,7 @@ class HFWriter:
             ConfigError: the model has no counterpart at Hugging Face.
             OSError: nothing can be written.
         """
+        hf_config(config.model.name).write(args)  # refuses what transformers does not have
         self._output, self._config, self._args, self._dtype = output, config, args, dtype
         self._pairs = pairs(model_spec(config.model.name), args)
         shapes = {name: tuple(shape) for pair in self._pairs.values() for name, shape in pair.hf_shapes.items()}

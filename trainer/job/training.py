@@ -95,11 +95,11 @@ def check_batch(config: JobConfig, degrees: Degrees) -> None:
 
 
 def check_balance(config: JobConfig, model: ModelArgs) -> None:
-    """Check that padding changes nothing where documents are dealt over ranks."""
+    """Check that the documents which balancing leaves out, those without a label, change nothing."""
     if config.training.balance == "step" and experts_of(model) is not None:
         raise ConfigError(
-            "training.balance = 'step' adds padding, which routers of experts would count as load; use 'off' with "
-            f"model.flavor = {config.model.flavor!r}"
+            "training.balance = 'step' leaves out documents without a label, whose tokens routers of experts count; "
+            f"use 'off' with model.flavor = {config.model.flavor!r}"
         )
 
 
