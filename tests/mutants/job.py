@@ -278,6 +278,20 @@ CACHES = (
 
 PROCESSES = (
     Mutant(
+        "the store of one machine listens on all networks",
+        "trainer/runtime/launch.py",
+        "socket.create_server((nodes.address, 0))",
+        'socket.create_server(("", 0))',
+        "tests/unit/test_launch.py",
+    ),
+    Mutant(
+        "the launcher keeps a pickle in the store",
+        "trainer/runtime/launch.py",
+        'rdzv_backend="static"',
+        'rdzv_backend="c10d"',
+        "tests/unit/test_launch.py",
+    ),
+    Mutant(
         "ranks outlive their launcher",
         "trainer/commands/rank.py",
         "        end_with(launcher)\n",
