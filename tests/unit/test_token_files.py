@@ -15,7 +15,7 @@ import pytest
 
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import Reading, check_source, open_source
+from trainer.data.datasets import Reading, check_source, fingerprint, open_source
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.token_writer import parts_of, write_shard
 from trainer.data.tokenizer import open_tokenizer
@@ -272,6 +272,30 @@ def test_a_pair_of_megatron_is_read_as_it_is(tmp_path: Path, dtype: str, code: i
     source = open_source("tokens", str(tmp_path))
     assert [source[i].tolist() for i in range(4)] == [list(chain(*document)) for document in documents]
     check_source("tokens", str(tmp_path / "a.idx"), 4)
+
+
+@pytest.mark.parametrize("kind", ["of lct tokenize", "pair", "flat"])
+def test_all_ids_count_in_the_hash_of_the_content(lines: Path, tmp_path: Path, kind: str):
+    """Also those in the middle of a file, whose size and ends stay."""
+
+    def content(changed: bool) -> int:
+        folder = tmp_path / f"{kind}{changed}"
+        ids = np.arange(200_000) % 4000
+        ids[100_000] += changed
+        if kind == "of lct tokenize":
+            text = lines.read_text().replace("vier", "vie?" if changed else "vier")
+            lines.write_text(text)
+            made(lines, folder)
+        else:
+            folder.mkdir(exist_ok=True)
+            (folder / "a.npy").write_bytes(ids.astype("<u2").tobytes())
+        if kind == "pair":
+            (folder / "a.npy").unlink()
+            megatron(folder / "a", [[ids[:9].tolist()], [ids[9:].tolist()]], "<u2", 8)
+        source = open_source("tokens", str(folder))
+        return fingerprint(source, len(source))
+
+    assert content(False) == content(False) != content(True)
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("<f8", 6), ("<f4", 7), ("<u2", 9)])

@@ -54,7 +54,7 @@ def tokenize(args: argparse.Namespace) -> str:
         parts = [Part("hub", (), 0, shard, hub=hub) for shard in range(hub.shards)]
     else:
         files = _files(args, how)
-        plan["inputs"] = [[os.path.abspath(file), stamp_of(file).content] for file in files]
+        plan["inputs"] = [[os.path.abspath(file), stamp_of(file).ends] for file in files]
         parts = parts_of(args.dataset, files, args.shard_mb << 20)
     _begin(folder, plan)
     stems = [folder / f"shard-{number:05d}" for number in range(len(parts))]

@@ -30,7 +30,7 @@ import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.data.bad_records import BadRecord
-from trainer.data.file_index import BLOCK, ByteRanges, Stamp, allow_open_files, indexed, stamp_of, unreadable
+from trainer.data.file_index import BLOCK, ByteRanges, Input, allow_open_files, contents, indexed, unreadable
 from trainer.data.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -41,11 +41,14 @@ _MAPS = 4  # of a pair: three arrays of the index, and the check sums
 
 
 class TokenFile(Protocol):
-    """The documents of one file. ids: the file with the ids; dtype: of an id."""
+    """The documents of one file.
+
+    ids: the file with the ids; dtype: of an id; content: tells what is in the files, None: their bytes must be read.
+    """
 
     ids: str
     dtype: np.dtype
-    stamp: Stamp
+    content: object | None
 
     def __len__(self) -> int: ...
 
@@ -87,7 +90,8 @@ class Pair:
                 f"{self.ids} has {ids_size} bytes and its index {Path(idx).name} says {end}: it is damaged or of "
                 "another index; copy both again"
             )
-        self.stamp = stamp_of(self.ids)
+        # The check sums in the .crc are those of all ids, which are compared when they are read.
+        self.content = None if entry is None else (ids_size, entry["idx"], entry["crc"])
         known = entry is not None and m > 1
         self._crc = np.memmap(Path(idx).with_suffix(".crc"), "<u4", "r", shape=(m - 1,)) if known else None
 
@@ -126,13 +130,13 @@ class Flat:
         self.ids, self._start, self.dtype = file, *_flat_layout(file, vocab_size)
         kind = f"documents {self.dtype.str} {eos} from {self._start}"
         index = indexed(file, kind, partial(_flat_places, start=self._start, dtype=self.dtype, eos=eos))
-        self._places, self.stamp = index.places, index.stamp
+        self._places, self._size, self.content = index.places, index.stamp.size, index.content
 
     def __len__(self) -> int:
         return len(self._places)
 
     def span(self, i: int) -> tuple[int, int]:
-        return int(self._places[i]), int(self._places[i + 1]) if i + 1 < len(self._places) else self.stamp.size
+        return int(self._places[i]), int(self._places[i + 1]) if i + 1 < len(self._places) else self._size
 
     def is_whole(self, i: int, content: bytes) -> bool:
         return True
@@ -161,16 +165,15 @@ def _flat_layout(file: str, vocab_size: int) -> tuple[int, np.dtype]:
     return start, dtype
 
 
-def _flat_places(file: str, start: int, dtype: np.dtype, eos: int) -> Iterator[tuple[np.ndarray, int]]:
+def _flat_places(stream: Input, start: int, dtype: np.dtype, eos: int) -> Iterator[tuple[np.ndarray, int]]:
     """Yield where documents begin, in bytes; see `Scan`."""
     begins = True
-    with open(file, "rb") as stream:
-        stream.seek(start)
-        while len(ids := np.frombuffer(stream.read(BLOCK), dtype=dtype)):
-            starts = np.flatnonzero(np.concatenate([[begins], ids[:-1] == eos]))
-            begins = ids[-1] == eos
-            yield start + starts * dtype.itemsize, 0
-            start += ids.nbytes
+    stream.read(start)
+    while len(ids := np.frombuffer(stream.read(BLOCK), dtype=dtype)):
+        starts = np.flatnonzero(np.concatenate([[begins], ids[:-1] == eos]))
+        begins = ids[-1] == eos
+        yield start + starts * dtype.itemsize, 0
+        start += ids.nbytes
 
 
 @dataclass(frozen=True)
@@ -209,10 +212,16 @@ class TokenFiles:
             )
         return ids
 
-    def digests(self, documents: int) -> list[int] | None:
-        """Return a hash of each file of the first documents; None: these end within a file."""
+    def digests(self, documents: int) -> list[object] | None:
+        """Return what tells the content of each file of the first documents; None: these end within a file."""
         files = int(np.searchsorted(self.ends, documents)) + 1
-        return [part.stamp.content for part in self.parts[:files]] if self.ends[files - 1] == documents else None
+        if self.ends[files - 1] != documents:
+            return None
+        parts = self.parts[:files]
+        pairs = [part.ids for part in parts if part.content is None]
+        indices = [str(Path(ids).with_suffix(".idx")) for ids in pairs]
+        read = iter(zip(contents(pairs), contents(indices), strict=True))
+        return [next(read) if part.content is None else part.content for part in parts]
 
 
 def open_token_files(files: Sequence[str], tokenizer_file: str | None) -> TokenFiles:
@@ -242,8 +251,9 @@ def token_documents(files: Sequence[str], tokenizer_file: str | None) -> Iterato
             yield from repeat("", len(_pair(file, manifests, tokenizer_file)))
             continue
         start, dtype = _flat_layout(file, vocab_size_of(tokenizer_file))
-        for places, _ in _flat_places(file, start, dtype, eos):
-            yield from repeat("", len(places))
+        with open(file, "rb") as stream:
+            for places, _ in _flat_places(stream, start, dtype, eos):
+                yield from repeat("", len(places))
 
 
 def _end_of_text(files: Sequence[str], tokenizer_file: str | None) -> int:
