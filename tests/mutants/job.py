@@ -101,6 +101,27 @@ DATA = (
         "tests/distributed/test_bad_data.py",
     ),
     Mutant(
+        "the index of another program is not checked",
+        "trainer/data/token_files.py",
+        "        if not whole:\n",
+        "        if False:\n",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "flat ids of uint32 are read as uint16",
+        "trainer/data/token_files.py",
+        "halves.any() and not halves[1::2].any()",
+        "not halves.any()",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "check sums of pages of Parquet are not compared",
+        "trainer/data/streamed.py",
+        "page_checksum_verification=True",
+        "page_checksum_verification=False",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
         "check sums of documents are not compared",
         "trainer/data/token_files.py",
         "return self._crc is None or zlib.crc32(content) == self._crc[i]",

@@ -44,17 +44,19 @@ class DocumentSource(Protocol):
 class Reading:
     """How documents are read.
 
-    text_field: of a line of JSON; skips: bad records are left out; tokenizer_file: of token ids, None: the shipped one.
+    text_field: of a line of JSON; skips: bad records are left out; tokenizer_file: of token ids, None: the shipped one;
+    token_dtype: of flat files of ids, "auto": by the vocabulary.
     """
 
     text_field: str = "text"
     skips: bool = False
     tokenizer_file: str | None = None
+    token_dtype: str = "auto"
 
     @classmethod
     def of(cls, training: Training, tokenizer_file: str) -> Reading:
         """Return what the table [training] says."""
-        return cls(training.dataset_text_field, training.on_bad_record == "skip", tokenizer_file)
+        return cls(training.dataset_text_field, training.on_bad_record == "skip", tokenizer_file, training.token_dtype)
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ DATASETS = {
         lambda files, _: JsonLines.open(files, Line.chat), lambda files, _: _checked(files, Line.chat), (".jsonl",)
     ),
     "tokens": Source(
-        lambda files, how: open_token_files(files, how.tokenizer_file),
-        lambda files, how: token_documents(files, how.tokenizer_file),
+        lambda files, how: open_token_files(files, how.tokenizer_file, how.token_dtype),
+        lambda files, how: token_documents(files, how.tokenizer_file, how.token_dtype),
         (".idx", ".npy"),
     ),
 }
