@@ -122,6 +122,13 @@ DATA = (
         "tests/unit/test_token_files.py",
     ),
     Mutant(
+        "lct tokenize keeps a damaged shard",
+        "trainer/data/token_writer.py",
+        "        if not _is_whole(stem, entry):\n",
+        "        if False:\n",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
         "check sums of documents are not compared",
         "trainer/data/token_files.py",
         "return self._crc is None or zlib.crc32(content) == self._crc[i]",
@@ -367,6 +374,13 @@ PROCESSES = (
         "error = error.__cause__ or error.__context__",
         "error = error.__cause__",
         "tests/unit/test_full_disk.py",
+    ),
+    Mutant(
+        "two jobs save to one folder of checkpoints",
+        "trainer/runtime/dump_folder.py",
+        'found["checkpoint.folder"] = checkpoints',
+        "pass",
+        "tests/unit/test_dump_folder.py",
     ),
     Mutant(
         "two jobs share a folder",

@@ -262,6 +262,35 @@ def test_a_damaged_shard_is_one_sentence(lines: Path, tmp_path: Path, monkeypatc
     assert says in refusal(tokens)
 
 
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "interrupted"])
+@pytest.mark.parametrize("ending", ["bin", "idx", "crc", "no bin"])
+def test_the_same_command_makes_a_damaged_shard_again(
+    lines: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture, ending: str, finished: bool
+):
+    """And no other one; the manifest has the sums of what was written first."""
+    whole = tokenize_text.parts_of
+    monkeypatch.setattr(tokenize_text, "parts_of", lambda dataset, files, _: whole(dataset, files, 1500))
+    tokens = Path(made(lines, tmp_path / "tokens"))
+    before = {file.name: file.read_bytes() for file in tokens.iterdir()}
+    if not finished:
+        plan = json.loads((tokens / "tokens.json").read_text())
+        del plan["shards"]
+        (tokens / "tokens.json").unlink()
+        (tokens / "unfinished.json").write_text(json.dumps(plan))
+    file = tokens / f"shard-00000.{ending.split()[-1]}"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    if ending == "no bin":
+        file.unlink()
+    capsys.readouterr()
+    made(lines, tokens)
+    told = capsys.readouterr().out
+    assert "shard-00000 is damaged, and is made again\n" in told
+    assert f"{tokens} has {len(before) // 3 - 1} of {len(before) // 3} shards already" in told
+    assert {file.name: file.read_bytes() for file in tokens.iterdir()} == before
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_told_and_does_not_kill(lines: Path, tmp_path: Path):
     tokens = Path(made(lines, tmp_path / "tokens"))
     source = open_source("tokens", str(tokens))

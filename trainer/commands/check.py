@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 from trainer.commands.notes import job_notes, opening
 from trainer.config.errors import ConfigError
@@ -10,7 +9,7 @@ from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.job import resolve
 from trainer.job.memory import check_memory
 from trainer.job.summary import summary
-from trainer.runtime import holder_of
+from trainer.runtime import folders_of, holder_of
 from trainer.runtime.devices import this_machine
 
 CPU_RANKS = 2
@@ -53,7 +52,7 @@ def check(command: CommandLine) -> int:
         print("the settings are valid", flush=True)
     for note in (*(f"missing here: {text}" for text in dict.fromkeys(missing)), *command.notes, *job.notes, *here):
         print(f"note: {note}", file=sys.stderr)
-    if taken := holder_of(Path(config.job.dump_folder)):
+    if taken := holder_of(folders_of(config)):
         raise taken
     return 0
 

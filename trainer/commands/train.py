@@ -9,7 +9,6 @@ on each (docs/several_nodes.md). Torch is imported when everything has been chec
 import argparse
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainer.commands.check import CPU_RANKS, acted
 from trainer.commands.notes import job_notes, opening
@@ -18,7 +17,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
 from trainer.job import resolve
 from trainer.job.summary import summary
-from trainer.runtime import holder_of
+from trainer.runtime import folders_of, holder_of
 from trainer.runtime.console import logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 from trainer.runtime.nodes import Nodes, whole_number
@@ -88,6 +87,6 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     told = [summary(job), *(f"note: {note}" for note in (*command.notes, *job.notes, *job_notes(job, machine, here)))]
     for text in told if nodes.count == 1 else ():  # of several nodes rank 0 tells it, once
         logger.info(text)
-    if taken := holder_of(Path(config.job.dump_folder)):
+    if taken := holder_of(folders_of(config)):
         raise taken
     return launch_options(config, here, device_type)

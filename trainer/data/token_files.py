@@ -314,8 +314,8 @@ def _pair(idx: str, manifests: dict[Path, Mapping[str, Any]], tokenizer_file: st
     entry = manifests[folder].get(Path(idx).stem)
     if entry is None and Path(idx).with_suffix(".crc").exists():
         raise ConfigError(
-            f"{idx} is of `lct tokenize`, and no {MANIFEST} beside it names it; copy the whole folder again, or run "
-            "the same `lct tokenize` again"
+            f"{idx} is of `lct tokenize`, and no {MANIFEST} beside it names it; copy the whole folder again, or "
+            "make it again with another --output"
         )
     return Pair(idx, entry)
 
@@ -338,7 +338,9 @@ def _shards(folder: Path, tokenizer_file: str | None) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{folder / MANIFEST} is damaged; copy it again, or run `lct tokenize` again") from None
+        raise ConfigError(
+            f"{folder / MANIFEST} is damaged; copy it again, or run `lct tokenize` with another --output"
+        ) from None
     lost = next((name for name in shards if not (folder / f"{name}.idx").exists()), None)
     if lost is not None:
         raise ConfigError(f"{folder} lacks {lost}.idx, which its {MANIFEST} names; copy the folder again")
