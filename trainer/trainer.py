@@ -22,6 +22,7 @@ from trainer.components.step_totals import StepTotals
 from trainer.config.loader import to_toml
 from trainer.config.schema import JobConfig
 from trainer.data.ahead import BatchesAhead
+from trainer.data.loader import check_same_data
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
@@ -33,7 +34,7 @@ from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
 from trainer.runtime import writing_to
-from trainer.runtime.agreement import raise_on_all_ranks
+from trainer.runtime.agreement import check_same, raise_on_all_ranks
 from trainer.runtime.console import logger, program, say_waiting
 from trainer.runtime.determinism import set_determinism
 from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
@@ -83,6 +84,7 @@ class Trainer:
         say_waiting(f"reading the data {config.training.dataset_path or config.training.dataset}")
         self.task = self.build_task()
         self.data = BatchesAhead(self.task.build_loader(), job.micro_batches, self._to_device)
+        check_same_data(self.data.state_dict(), config.training, self.dims["world"])
 
         self.spec = model_spec(config.model.name)
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
@@ -117,7 +119,9 @@ class Trainer:
     def build_validation(self) -> Validation:
         """Return what measures the loss on the validation data."""
         build = partial(Validation, self.job, self.dims, self.task, self._to_device)
-        return raise_on_all_ranks(build, self.dims["world"])
+        validation = raise_on_all_ranks(build, self.dims["world"])
+        check_same(validation.identity, self.dims["world"], "validation data")
+        return validation
 
     def build_model_parts(self) -> list[nn.Module]:
         """Return the parts of the model that this rank runs, parallelised, with their initial weights."""

@@ -1,11 +1,16 @@
-"""Laws: bad data stop all ranks after a checkpoint of what was trained, or are left out."""
+"""Laws: bad data stop all ranks after a checkpoint of what was trained, or are left out.
 
+Ranks that have different data stop before the first step.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.pool import WorkerPool
-from tests.distributed.test_checkpoint import trainer_in
+from tests.distributed.test_checkpoint import main_case, trainer_in
+from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.checkpoint.folder import read_state, saved_steps
 from trainer.config.errors import ConfigError
@@ -140,3 +145,27 @@ def test_positions_of_many_waiting_conversations_are_saved(pool: WorkerPool, tmp
     first, second = pool.run(2, saved_positions, str(tmp_path / "run"), str(data))
     assert first == second
     assert {s: entry["waiting"] for s, entry in first.items()} == {s: (1 << 900) + s for s in range(STREAMS)}
+
+
+def of_one_rank_case(folder: str, arguments: list[str], different: list[str]) -> tuple[int, str]:
+    """As `main_case`, with other arguments on rank 1."""
+    return main_case(folder, [*arguments, *(different if os.environ["RANK"] == "1" else [])])
+
+
+def test_ranks_that_read_different_data_stop_before_the_first_step(pool: WorkerPool, tmp_path: Path) -> None:
+    """Of another data-parallel rank, whose batches are others anyway."""
+    words = [f'{{"text": "some words that are read {i:02d}"}}\n' for i in range(20)]
+    (tmp_path / "one.jsonl").write_text("".join(words))
+    (tmp_path / "other.jsonl").write_text("".join([words[0], words[2], words[1], *words[3:]]))
+    given = ["--training.dataset=jsonl", f"--training.dataset_path={tmp_path}/one.jsonl", *LAYOUTS["fsdp2"][1]]
+    for different, told in (
+        (f"--training.dataset_path={tmp_path}/other.jsonl", "rank 1 has other data than rank 0 (content); every"),
+        (
+            "--training.packing=best_fit",
+            "(seq_len, token, training.packing, waiting); every machine must have the same",
+        ),
+    ):
+        results = pool.run(2, of_one_rank_case, str(tmp_path), given, [different])
+        assert [code for code, _ in results] == [2, 2]
+        assert told in "".join(err for _, err in results)
+    assert not saved_steps(tmp_path / "checkpoint")

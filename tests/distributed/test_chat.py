@@ -155,7 +155,7 @@ def test_a_run_resumes_with_other_ranks_on_the_same_data(
 def validated_case(arguments: list[str], folder: str) -> tuple[ValidationResult, int]:
     """The result of one pass, and the number of labels of all conversations."""
     with trainer_of(arguments, folder) as trainer:
-        source, encoder, _ = trainer.validation._data
+        source, encoder, *_ = trainer.validation._data
         labels = (encoder.sample(source[i]).labels[:SEQ_LEN] for i in range(len(source)))
         number = sum(int((some != IGNORE_INDEX).sum()) for some in labels)
         return trainer.validation.run(trainer.model_parts, trainer.pipeline), number

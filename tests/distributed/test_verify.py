@@ -16,6 +16,7 @@ from tests.distributed.test_checkpoint import damaged, load_step_save, trainer_i
 from tests.distributed.test_checkpoint_layouts import LAYOUTS, planted_case
 from tests.slow import slow
 from trainer.checkpoint import checkpointer
+from trainer.checkpoint.verify import cover_once
 from trainer.commands import verify
 
 
@@ -145,3 +146,24 @@ def test_entries_are_those_of_the_model(pool: WorkerPool, tmp_path: Path, fault:
     code, _, err = verified(pool, tmp_path / "checkpoint")
     assert code == 0  # a control: without its configuration a checkpoint has no model to be compared with
     assert "entries are not compared with a model" in err
+
+
+@pytest.mark.parametrize(
+    ("boxes", "covers"),
+    [
+        ([[(0, 2), (0, 3)], [(2, 4), (0, 3)]], True),
+        ([[(0, 4), (0, 1)], [(0, 1), (1, 3)], [(1, 4), (1, 3)], [(4, 4), (0, 3)]], True),
+        ([[(0, 2), (0, 3)], [(0, 2), (0, 3)]], False),
+        ([[(0, 2), (0, 3)], [(1, 3), (0, 3)], [(3, 4), (0, 3)]], False),
+        ([[(0, 4), (0, 2)], [(0, 4), (1, 2)]], False),
+        ([[(0, 4), (0, 3)], [(3, 5), (0, 3)]], False),
+        ([[(0, 4), (-1, 3)]], False),
+        ([[(0, 4)]], False),
+        ([], False),
+    ],
+)
+def test_boxes_cover_a_box_once(boxes: list, covers: bool):
+    assert cover_once(boxes, (4, 3)) is covers
+    assert cover_once([[]], ())
+    assert not cover_once([[], []], ())
+    assert cover_once([], (0, 4))

@@ -23,8 +23,8 @@ from trainer.trainer import Trainer
 
 RUN = ["--training.steps=5000", "--training.global_batch_size=-1"]  # more steps than all lives together have
 SAVING = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
-SAVE_SECONDS = 0.1
-"""About what a save takes here; the kill comes at a random part of that."""
+SAVE_SECONDS = 0.05
+"""About what a save takes on an idle machine; the kill comes at a random part of that."""
 
 
 class Killer(threading.Thread):

@@ -108,7 +108,7 @@ def test_a_folder_in_use_is_refused_until_the_launcher_is_killed(tmp_path: Path)
         assert first.poll() is None
         first.kill()
         wait_until(lambda: not ranks_in(tmp_path), 5)
-        assert holder_of(tmp_path) is None
+        assert holder_of({"job.dump_folder": tmp_path}) is None
     finally:
         first.kill()
         first.wait()

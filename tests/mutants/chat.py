@@ -116,8 +116,8 @@ CHAT = (
     Mutant(
         "positions of a data worker's row go on over documents",
         "trainer/data/workers.py",
-        "positions=count - np.repeat(starts, self.lengths)",
-        "positions=count",
+        "positions=positions_of(self.lengths, padding=self.padding)",
+        "positions=positions_of([len(self.tokens)], padding=self.padding)",
         f"{_WORKERS}::test_order_and_state_do_not_depend_on_workers",
     ),
     Mutant(

@@ -79,6 +79,27 @@ CHECKPOINTS = (
         f"{_CHECKPOINT}::test_what_appears_after_the_check_is_checked_again",
     ),
     Mutant(
+        "the check sum of the state is not compared",
+        "trainer/checkpoint/folder.py",
+        "if sum_of_content is not None and sum_of_content != check_sum(content):",
+        "if sum_of_content is None and content is None:",
+        "tests/unit/test_checkpoint_folder.py",
+    ),
+    Mutant(
+        "the check sum of the metadata is not compared",
+        "trainer/checkpoint/files.py",
+        "if self._sums.get(_METADATA) not in (None, zlib.crc32(content)):",
+        "if self._sums is None:",
+        "tests/unit/test_checkpoint_files.py",
+    ),
+    Mutant(
+        "verify counts places and does not look where they are",
+        "trainer/checkpoint/verify.py",
+        "slabs[bisect_left(edges, start) : bisect_left(edges, stop)]:",
+        "slabs[bisect_left(edges, start) : bisect_left(edges, stop)][:0]:",
+        "tests/distributed/test_verify.py",
+    ),
+    Mutant(
         "a rank reads the first columns of a matrix",
         "trainer/checkpoint/hf_reader.py",
         "part = _read_part(stored, [first, *offsets[1:]],",

@@ -19,8 +19,8 @@ DATA = (
     Mutant(
         "positions of dealt documents go on",
         "trainer/tasks/balanced_batches.py",
-        "np.concatenate([np.arange(length) for length in lengths])",
-        "np.minimum(np.arange(sum(lengths)), 15)",
+        "positions_of(lengths, padding=padding)",
+        "positions_of([sum(lengths)], padding=padding)",
         _BALANCE,
     ),
     Mutant(
@@ -64,6 +64,69 @@ DATA = (
         "        digest.update(f",
         "        str(f",
         "tests/unit/test_data_datasets.py tests/unit/test_data_loader.py",
+    ),
+    Mutant(
+        "a cached hash belongs to the time of a file that its owner may set",
+        "trainer/data/file_index.py",
+        "return max(status.st_mtime_ns, status.st_ctime_ns)",
+        "return status.st_mtime_ns",
+        "tests/unit/test_data_datasets.py",
+    ),
+    Mutant(
+        "an index has a hash of a part of the file",
+        "trainer/data/file_index.py",
+        "self._digest.update(block := self._stream.read(size))",
+        "self._digest.update((block := self._stream.read(size))[:999])",
+        "tests/unit/test_data_datasets.py tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "another tokenizer of the same size is not recognised",
+        "trainer/data/streams.py",
+        "            _check_identity(states[s], fixed)\n",
+        "",
+        "tests/unit/test_mixture.py",
+    ),
+    Mutant(
+        "another length of pieces is not recognised",
+        "trainer/data/text_data.py",
+        '{"seq_len": seq_len} if isinstance(self.encoder, DocumentEncoder)',
+        '{"seq_len": seq_len} if False',
+        "tests/unit/test_mixture.py",
+    ),
+    Mutant(
+        "ranks do not compare their data at the start",
+        "trainer/runtime/agreement.py",
+        "if theirs != found[0]), None)",
+        "if theirs == 0), None)",
+        "tests/distributed/test_bad_data.py",
+    ),
+    Mutant(
+        "the index of another program is not checked",
+        "trainer/data/token_files.py",
+        "        if not whole:\n",
+        "        if False:\n",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "flat ids of uint32 are read as uint16",
+        "trainer/data/token_files.py",
+        "halves.any() and not halves[1::2].any()",
+        "not halves.any()",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "check sums of pages of Parquet are not compared",
+        "trainer/data/streamed.py",
+        "page_checksum_verification=True",
+        "page_checksum_verification=False",
+        "tests/unit/test_token_files.py",
+    ),
+    Mutant(
+        "lct tokenize keeps a damaged shard",
+        "trainer/data/token_writer.py",
+        "        if not _is_whole(stem, entry):\n",
+        "        if False:\n",
+        "tests/unit/test_token_files.py",
     ),
     Mutant(
         "check sums of documents are not compared",
@@ -278,6 +341,20 @@ CACHES = (
 
 PROCESSES = (
     Mutant(
+        "the store of one machine listens on all networks",
+        "trainer/runtime/launch.py",
+        "socket.create_server((nodes.address, 0))",
+        'socket.create_server(("", 0))',
+        "tests/unit/test_launch.py",
+    ),
+    Mutant(
+        "the launcher keeps a pickle in the store",
+        "trainer/runtime/launch.py",
+        'rdzv_backend="static"',
+        'rdzv_backend="c10d"',
+        "tests/unit/test_launch.py",
+    ),
+    Mutant(
         "ranks outlive their launcher",
         "trainer/commands/rank.py",
         "        end_with(launcher)\n",
@@ -297,6 +374,13 @@ PROCESSES = (
         "error = error.__cause__ or error.__context__",
         "error = error.__cause__",
         "tests/unit/test_full_disk.py",
+    ),
+    Mutant(
+        "two jobs save to one folder of checkpoints",
+        "trainer/runtime/dump_folder.py",
+        'found["checkpoint.folder"] = checkpoints',
+        "pass",
+        "tests/unit/test_dump_folder.py",
     ),
     Mutant(
         "two jobs share a folder",

@@ -54,8 +54,8 @@ LOSS = (
     Mutant(
         "each data-parallel rank divides by its own labels",
         "trainer/trainer.py",
-        'for batch in batches), self.dims["dp"])',
-        'for batch in batches), self.dims["tp"])',
+        'torch.stack((labels, size)), self.dims["dp"])',
+        'torch.stack((labels, size)), self.dims["tp"])',
         f"{_LAYOUT}[fsdp2+tp2-float32]",
     ),
     Mutant(

@@ -61,7 +61,7 @@ def test_a_template_of_your_own(data, tmp_path):
     texts = []
     for own in ((), (f"--model.chat_template={tmp_path}/mine.jinja",), ("--model.chat_template=none",)):
         model = job(*chat(lines), f"--model.tokenizer_path={folder}", *own).config.model
-        source, encoder, _ = open_text(model, "chat", str(lines))
+        source, encoder, *_ = open_text(model, "chat", str(lines))
         texts.append(encoder._tokenizer.decode(encoder.sample(source[0]).tokens.tolist()))
     assert texts[0] == "<|head|>user\ntwo<|end|>\n<|head|>assistant\nfive<|end|>\n"
     assert texts[1].startswith("<|begin|><|head|>system<|/head|>")

@@ -1,8 +1,10 @@
 """What is read from a checkpoint runs no code, and a wrong bit is found."""
 
 import io
+import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -12,9 +14,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from trainer.checkpoint import files
 from trainer.checkpoint.files import Reader, TensorsOnly, Writer
 from trainer.checkpoint.folder import RunState, read_state, step_folder
 from trainer.checkpoint.publishing import unfinished_folder
+from trainer.checkpoint.verify import verify_step
+from trainer.checkpoint.weights import reader_of
+from trainer.config.errors import ConfigError
 
 TENSORS = {
     "model.a": torch.arange(1000, dtype=torch.float64),
@@ -104,6 +110,47 @@ def test_metadata_that_names_other_files_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"__0_0\.distcp"):
         Reader(path, files=["another"]).read_metadata()
     load(path)
+
+
+def test_a_flipped_bit_in_the_metadata_is_found(tmp_path: Path):
+    path = save(tmp_path, TENSORS)
+    state, content = read_state(tmp_path, 3), (path / ".metadata").read_bytes()
+    for place in range(0, 8 * len(content), 8 * len(content) // 50):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        (path / ".metadata").write_bytes(flipped)
+        with pytest.raises(ConfigError, match=r"cannot be read \(the check sum of \.metadata is wrong\)"):
+            reader_of(tmp_path, state)
+    (path / ".metadata").write_bytes(content)
+    load(path)
+
+
+@pytest.mark.parametrize("error", [MemoryError, OverflowError, RuntimeError, IndexError, AssertionError])
+def test_metadata_may_fail_in_any_way(tmp_path: Path, error: type[Exception]):
+    """An older checkpoint has no check sum of them."""
+    save(tmp_path, TENSORS)
+    state = replace(read_state(tmp_path, 3), sums={})
+    with (
+        mock.patch.object(files._MetadataUnpickler, "load", side_effect=error("a reason")),
+        pytest.raises(ConfigError, match=r"cannot be read \(a reason\)"),
+    ):
+        reader_of(tmp_path, state)
+
+
+def test_parts_that_lie_over_each_other_are_no_whole_tensor(tmp_path: Path):
+    """As many places as the tensor has, half of them twice."""
+    path = save(tmp_path, TENSORS)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    whole = metadata.state_dict_metadata["model.a"]
+    first = replace(whole.chunks[0], sizes=torch.Size([500]))
+    whole.chunks[:] = [first, first]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    content = json.loads((path / "state.json").read_text())
+    del content["check_sum"], content["sums"]
+    content["files"][".metadata"] = (path / ".metadata").stat().st_size
+    (path / "state.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"the parts of model\.a are not the whole of it"):
+        verify_step(tmp_path, 3, None)
 
 
 def test_files_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch):

@@ -204,6 +204,7 @@ def broken_json(path: Path) -> None:
 def changed(**values: object) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         content = json.loads((path / "state.json").read_text())
+        del content["check_sum"]  # as somebody who means it
         (path / "state.json").write_text(json.dumps(content | values))
 
     return change
@@ -226,6 +227,25 @@ DAMAGE = {
     "data cut short": (lambda path: (path / "__0_0.distcp").write_bytes(b"x"), "__0_0.distcp has 1 bytes of 104"),
     "metadata missing": (lambda path: (path / ".metadata").unlink(), ".metadata: No such file"),
 }
+
+
+def test_a_flipped_bit_in_the_state_changes_nothing_silently(tmp_path: Path):
+    path = save(tmp_path / "checkpoint", 4)
+    state, content = read_state(path.parent, 4), (path / "state.json").read_bytes()
+    accepted = 0
+    for place in range(0, 8 * len(content), 97):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        (path / "state.json").write_bytes(flipped)
+        try:
+            assert read_state(path.parent, 4) == state
+            accepted += 1
+        except ConfigError:
+            pass
+    assert accepted < 0.05 * len(content)  # white space may change
+    (path / "state.json").write_bytes(content)
+    changed()(path)
+    assert read_state(path.parent, 4) == state  # older checkpoints have no sum
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

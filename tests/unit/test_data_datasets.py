@@ -442,6 +442,37 @@ def test_a_data_set_is_known_by_its_content(tmp_path, name):
         assert hash_of(name, more, n - 1) == 0  # within a file
 
 
+@pytest.mark.parametrize("name", ["text", "jsonl"])
+def test_all_bytes_of_a_file_count_and_are_hashed_once(tmp_path, cache, monkeypatch, name):
+    """Two lines far from head and tail change their places: size, ends and time of the file stay."""
+    lines = [json.dumps({"text": f"{i:06d} " + "x" * 100}) for i in range(4000)]
+    (file := tmp_path / f"a.{name.replace('text', 'txt')}").write_text("\n".join(lines))
+    before, time_before = hash_of(name, file), file.stat().st_mtime_ns
+    read = []
+    hash_file, scan = file_index._hash_of, json_lines.line_starts
+    monkeypatch.setattr(file_index, "_hash_of", lambda file: read.append(file) or hash_file(file))
+    monkeypatch.setattr(json_lines, "line_starts", lambda stream: read.append(stream) or scan(stream))
+    assert (hash_of(name, file), len(read)) == (before, 0)
+    lines[2000], lines[2001] = lines[2001], lines[2000]
+    file.write_text("\n".join(lines))
+    os.utime(file, ns=(time_before, time_before))
+    assert hash_of(name, file) != before
+    assert (hash_of(name, file) != before, len(read)) == (True, 1)
+
+
+def test_a_file_that_is_added_does_not_cost_the_others(tmp_path, monkeypatch):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(str(i))
+    whole, read, hash_file = hash_of("text", tmp_path), [], file_index._hash_of
+    monkeypatch.setattr(file_index, "_hash_of", lambda file: read.append(file) or hash_file(file))
+    (tmp_path / "3.txt").write_text("3")
+    assert hash_of("text", tmp_path) != whole
+    assert hash_of("text", tmp_path, 3) == whole
+    assert read == [str(tmp_path / "3.txt")]
+    monkeypatch.setattr(file_index, "cache_folder", lambda: tmp_path / "0.txt" / "no folder")
+    assert hash_of("text", tmp_path, 3) == whole
+
+
 def test_bad_records_do_not_hide_the_content(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"other": 1}])
     source = open_source("jsonl", str(file), Reading(skips=True))

@@ -40,7 +40,7 @@ def loader(workers: int, open_data: Callable = DATA, *, b: int = 2, n: int = 6, 
     """A loader with so many workers, which are a batch ahead."""
     shape = {"seq_len": 20, "local_batch_size": b, "data_streams": n, "seed": 0, "dp_rank": r, "dp_degree": d}
     data = opened(LENGTHS) if open_data in (imported, failing) else open_data()
-    _loaders.append(BatchLoader(*data, **shape, workers=WorkerSettings(workers, 1, open_data) if workers else None))
+    _loaders.append(BatchLoader(data, **shape, workers=WorkerSettings(workers, 1, open_data) if workers else None))
     return _loaders[-1]
 
 

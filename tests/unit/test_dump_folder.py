@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 
 from trainer.config import ConfigError
-from trainer.runtime import folder_held, holder_of
+from trainer.config.loader import parse_command_line
+from trainer.runtime import folder_held, folders_of, holder_of
 
 HOLD = """
 import sys, time
@@ -33,9 +34,9 @@ def hold(folder: Path) -> subprocess.Popen:
 
 def test_the_holder_is_named_and_its_end_frees_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    assert holder_of(folder) is None
+    assert holder_of({"job.dump_folder": folder}) is None
     other = hold(folder)
-    taken = holder_of(folder, patience_seconds=0)
+    taken = holder_of({"job.dump_folder": folder}, patience_seconds=0)
     assert f"(process {other.pid} on {socket.gethostname()}, started 20" in str(taken)
     with (
         pytest.raises(ConfigError, match="belongs to one job at a time"),
@@ -44,8 +45,30 @@ def test_the_holder_is_named_and_its_end_frees_the_folder(tmp_path: Path) -> Non
         pass
     os.kill(other.pid, signal.SIGKILL)  # it can clean nothing up
     with folder_held(folder, pytest.fail):
-        assert f"process {os.getpid()} " in str(holder_of(folder, patience_seconds=0))
-    assert holder_of(folder, patience_seconds=0) is None
+        assert f"process {os.getpid()} " in str(holder_of({"job.dump_folder": folder}, patience_seconds=0))
+    assert holder_of({"job.dump_folder": folder}, patience_seconds=0) is None
+    other.wait()
+    other.stdout.close()
+
+
+def test_the_folder_of_checkpoints_is_held_where_the_job_saves_to_it(tmp_path: Path) -> None:
+    """Also from another dump folder, and by another name."""
+
+    def folders(*arguments: str) -> dict[str, Path]:
+        return folders_of(parse_command_line([f"--job.dump_folder={tmp_path}/one", *arguments]).config)
+
+    enabled, dump = "--checkpoint.enable", {"job.dump_folder": tmp_path / "one"}
+    assert folders(enabled) == dump | {"checkpoint.folder": tmp_path / "one" / "checkpoint"}
+    for nothing in ([], [enabled, "--checkpoint.load_only"], [enabled, "--checkpoint.folder=s3://bucket/run"]):
+        assert folders(*nothing) == dump
+    assert folders(enabled, "--checkpoint.folder=.") == dump  # one lock: a second one would wait for the first
+    (tmp_path / "one").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    other = hold(tmp_path / "one" / "checkpoint")
+    elsewhere = [f"--job.dump_folder={tmp_path}/two", enabled, f"--checkpoint.folder={tmp_path}/link/checkpoint"]
+    taken = holder_of(folders_of(parse_command_line(elsewhere).config), patience_seconds=0)
+    assert str(taken).startswith(f"checkpoint.folder = '{tmp_path}/link/checkpoint' is in use by another job (process")
+    other.kill()
     other.wait()
     other.stdout.close()
 

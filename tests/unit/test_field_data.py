@@ -261,7 +261,11 @@ def test_a_resumed_batch_has_the_frames_of_the_uninterrupted_run(source: FieldSo
 def test_states_of_other_data_are_refused(source: FieldSource) -> None:
     states = merged([loader(source)])
     entry = {"epoch": 0, "item": 0, "samples": 0, "data_streams": 4, "seed": 0, "trajectories": 3, "times": 9}
-    assert states == dict.fromkeys(range(4), entry | {"lead": 1})
+    content = states[0]["content"]
+    assert states == dict.fromkeys(range(4), entry | {"lead": 1, "content": content})
+    others = replace(source, mean=source.mean + 1)
+    with pytest.raises(ConfigError, match="the content of the data set has changed since the checkpoint"):
+        loader(others).load_state_dict(states)
     for other, message in (
         (loader(source, lead=2), "lead = 2 is not the 1 of the saved data state"),
         (loader(source, seed=1), "training.seed = 1 is not the 0"),

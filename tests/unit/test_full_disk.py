@@ -73,6 +73,24 @@ def test_metrics_that_do_not_fit_are_told_and_wait(tmp_path: Path, caplog: pytes
     assert caplog.text.count("metrics.jsonl are not written: the disk is full (") == 3
 
 
+def test_earlier_metrics_that_do_not_fit_at_a_resume_are_one_sentence(tmp_path: Path) -> None:
+    """They are written again without later steps, under another name: nothing is lost."""
+    lines = '{"step": 1}\n{"step": 2}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from trainer.components.sinks import JsonLines\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "JsonLines(Path(sys.argv[1], 'metrics.jsonl'), 1)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert "ConfigError: job.dump_folder = " in result.stderr.splitlines()[-1]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
 def test_a_lock_that_does_not_fit_is_told(tmp_path: Path) -> None:
     """With a limit of no bytes, in a process of its own; nothing is written again when the file is closed."""
     code = (

@@ -1,4 +1,7 @@
-"""Law: a rank that NCCL's watchdog ended is told from one that crashed, by the file that the watchdog wrote."""
+"""Laws of the launcher: no other machine reaches the store of a job on one node, and nobody unpickles what it holds.
+
+A rank that NCCL's watchdog ended is told from one that crashed, by the file that the watchdog wrote.
+"""
 
 import os
 import signal
@@ -10,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trainer.runtime import launch
 from trainer.runtime.launch import Watchdog
+from trainer.runtime.nodes import Nodes
 from trainer.runtime.process_group import LOST_PEERS, flight_record
 
 ABORTED, KILLED = -signal.SIGABRT, -signal.SIGKILL
@@ -64,3 +68,24 @@ def test_without_a_fresh_file_it_is_a_crash(watchdog: Watchdog, capsys: pytest.C
     assert not Watchdog(None).ended(1, ABORTED)
     code, line = end_of(watchdog, [ABORTED, ABORTED], capsys)
     assert (code, line) == (128 + signal.SIGABRT, "error: rank 0 failed first (SIGABRT); the other ranks were stopped")
+
+
+def listeners(port: int) -> list[str]:
+    """The addresses, in the kernel's hexadecimal digits, on which this machine listens at a port."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    ours = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+    return [place.partition(":")[0] for place in ours]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux shows who listens where")
+def test_the_store_of_one_machine_is_reached_from_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that its value is put back at the end
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with launch._configured(Nodes(address="0.0.0.0"), 2, 5) as config:
+        host, _, port = config.rdzv_endpoint.rpartition(":")
+        assert (host, listeners(int(port))) == ("127.0.0.1", ["0100007F"])
+        assert config.rdzv_backend == "static"  # the state of "c10d" is a pickle in the store
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    with launch._configured(Nodes(), 2, 5):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"

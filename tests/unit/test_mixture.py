@@ -15,8 +15,11 @@ from tests.numbered import mixed
 from tests.packing import assert_exact_in_legs
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.config.schema import Model, Training
 from trainer.data.loader import BatchLoader
-from trainer.data.mixture import ends_of, positions_of, source_of
+from trainer.data.mixture import Mixture, ends_of, positions_of, source_of
+from trainer.data.text_data import open_text
+from trainer.data.tokenizer import default_tokenizer_path
 from trainer.data.workers import WorkerSettings
 from trainer.job import resolve
 from trainer.job.summary import summary
@@ -131,12 +134,51 @@ def test_other_sources_and_changed_sources_are_refused() -> None:
     states = loader().state_dict()
     with pytest.raises(ConfigError, match=r"mixture.names = \['a', 'b'\] are not the sources of the checkpoint, .*'c'"):
         loader((1, 1), names="ab").load_state_dict(states)
-    changed = {s: entry | {"b/data": 1} for s, entry in states.items()}
-    with pytest.raises(ConfigError, match="the content of the data set has changed"):
+    changed = {s: entry | {"b/content": 1} for s, entry in states.items()}
+    with pytest.raises(ConfigError, match="of the source 'b', the content of the data set has changed"):
         loader().load_state_dict(changed)
     fewer = {s: entry | {"b/documents": 99} for s, entry in states.items()}
     with pytest.raises(ConfigError, match="has 24 documents, and had 99"):
         loader().load_state_dict(fewer)
+
+
+def test_what_makes_tokens_of_the_data_is_recognised(tmp_path):
+    """Another tokenizer of the same size, another field, another length of pieces, in a mixture too."""
+    shipped = Path(default_tokenizer_path()).read_text().splitlines()
+    words = [line.split() for line in shipped]
+    words[-1][0], words[-2][0] = words[-2][0], words[-1][0]
+    (other := tmp_path / "other.tiktoken").write_text("".join(f"{token} {rank}\n" for token, rank in words))
+    (file := tmp_path / "a.jsonl").write_text('{"text": "one two", "body": "four five"}\n' * 20)
+
+    def opened(tokenizer=None, seq_len=16, mixture=False, **training) -> BatchLoader:
+        data = open_text(Model(tokenizer_path=tokenizer), "jsonl", str(file), Training(**training))
+        data = Mixture({"web": data, "code": data}, (1, 1)) if mixture else data
+        settings = {"local_batch_size": 1, "data_streams": 4, "seed": 0, "dp_rank": 0, "dp_degree": 1}
+        return BatchLoader(data, seq_len=seq_len, **settings)
+
+    def told_by(call, states) -> str:
+        with pytest.raises(ConfigError) as error:
+            call(states)
+        return str(error.value)
+
+    for mixture in (False, True):
+        source = "of the source 'web', " if mixture else ""
+        one = partial(opened, mixture=mixture)
+        states = one().state_dict()
+        one(seq_len=32).load_state_dict(states)
+        told = told_by(one(str(other)).load_state_dict, states)
+        assert told.startswith(
+            f"{source}the tokenizer (model.tokenizer_path) is another one than that of the checkpoint"
+        )
+        told = told_by(one(dataset_text_field="body").load_state_dict, states)
+        assert told.startswith(f"{source}training.dataset_text_field is another one than in the checkpoint, so that")
+        for packing, other_packing in (("best_fit", "pad"), ("pad", "best_fit")):
+            states = one(packing=packing).state_dict()
+            one(packing=other_packing).load_state_dict(states)
+            told = told_by(one(packing=packing, seq_len=32).load_state_dict, states)
+            assert told.startswith(
+                f"{source}training.seq_len = 32 is not the 16 of the checkpoint, and its training.pac"
+            )
 
 
 # --- settings

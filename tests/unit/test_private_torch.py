@@ -49,6 +49,18 @@ def timeout() -> object:
     return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options).options._timeout
 
 
+def fsdp_groups() -> object:
+    """As `gradients` finds them: PyTorch has one name or the other."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    state = FSDPState()
+    return hasattr(FSDPModule, "_get_fsdp_state") and any(
+        hasattr(state, name) for name in ("_fsdp_param_groups", "_fsdp_param_group")
+    )
+
+
+_DOMAIN = "trainer/distributed/domain_parallel"
 _QKV = ("query", "key", "value")
 _GRAD = ("grad_out", *_QKV, "out", "logsumexp")
 _VARLEN = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
@@ -207,6 +219,37 @@ PRIVATE = {
         "domain tensors among the arguments of modules that FSDP wraps",
         imports("torch.utils._pytree", "register_pytree_node"),
     ),
+    # domain tensors
+    "TorchDispatchMode": Private(
+        f"{_DOMAIN}/agreement.py",
+        "the warning of random numbers that ranks draw apart",
+        imports("torch.utils._python_dispatch", "TorchDispatchMode"),
+    ),
+    "_disable_current_modes": Private(
+        f"{_DOMAIN}/whole.py",
+        "shapes and strides of whole tensors under a mode",
+        imports("torch.utils._python_dispatch", "_disable_current_modes"),
+    ),
+    "_is_alias_of": Private(f"{_DOMAIN}/whole.py", "which results are views", lambda: torch._C._is_alias_of),
+    "_version": Private(
+        f"{_DOMAIN}/whole.py", "the refusal of stale copies", lambda: hasattr(torch.Tensor, "_version")
+    ),
+    "_is_fwd_grad_enabled": Private(
+        f"{_DOMAIN}/dispatch.py", "what is passed on at once", lambda: torch._C._is_fwd_grad_enabled
+    ),
+    **{
+        name: Private(f"{_DOMAIN}/modules.py", "the refusal of backward hooks", there)
+        for name, there in {
+            "_backward_hooks": lambda: hasattr(nn.Module(), "_backward_hooks"),
+            "_backward_pre_hooks": lambda: hasattr(nn.Module(), "_backward_pre_hooks"),
+            "_global_backward_hooks": imports("torch.nn.modules.module", "_global_backward_hooks"),
+            "_global_backward_pre_hooks": imports("torch.nn.modules.module", "_global_backward_pre_hooks"),
+        }.items()
+    },
+    **{
+        name: Private(f"{_DOMAIN}/gradients.py", "the refusal of another divisor of FSDP", fsdp_groups)
+        for name in ("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups")
+    },
     # memory
     "_record_memory_history": Private(
         "trainer/components/profiling.py", "memory snapshots", lambda: torch.cuda.memory._record_memory_history

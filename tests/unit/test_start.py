@@ -24,8 +24,12 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("NGPU", "CONFIG_FILE", "LOG_RANK", "NNODES", "MASTER_ADDR"):
+    for name in ("NGPU", "CONFIG_FILE", "NNODES", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
+    # What a start sets for its process.
+    monkeypatch.setenv("LOG_RANK", "0")
+    monkeypatch.setattr(train, "set_up_logging", lambda *_, **__: None)
+    monkeypatch.setattr(train, "launch_options", lambda *_: [])
     Path("own.toml").write_text('base = "debug_model"\n[training]\nsteps = 5\n')
 
 
@@ -41,9 +45,6 @@ def test_check_and_train_mean_the_same_run(
     assert capsys.readouterr().out == checked
     started: list[str] = []
     monkeypatch.setattr(train.logger, "info", lambda line, **_: started.append(line))
-    monkeypatch.setattr(train, "set_up_logging", lambda *_, **__: None)
-    monkeypatch.setattr(train, "launch_options", lambda *_: [])  # it sets variables for the ranks
-    monkeypatch.setenv("LOG_RANK", "0")
     start = parse(arguments)
     train._prepare(start, train.parse_command_line(start.arguments))
     told = [line for line in checked.splitlines() if line != "the settings are valid"]

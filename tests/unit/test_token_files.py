@@ -15,7 +15,8 @@ import pytest
 
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import Reading, check_source, open_source
+from trainer.config.schema import Training
+from trainer.data.datasets import Reading, check_source, fingerprint, open_source
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.token_writer import parts_of, write_shard
 from trainer.data.tokenizer import open_tokenizer
@@ -143,7 +144,7 @@ def test_bad_rows_and_columns_are_told(lines: Path, tmp_path: Path, capsys: pyte
     assert lct_tokenize("--path", file, "--output", tmp_path / "tokens", "--text-field", "body") == 2
     assert 'a.parquet has no column "body" (n, text); name one with --text-field' in capsys.readouterr().err
     assert lct_tokenize("--path", file, "--output", tmp_path / "numbers", "--text-field", "n") == 2
-    assert 'a.parquet, row 0, must have a text in the column "n", not int' in capsys.readouterr().err
+    assert 'a.parquet, row 0, must have a text in UTF-8 in the column "n", not int' in capsys.readouterr().err
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(b"gr\xfc\xdfe")
     (tmp_path / "text" / "b.txt").write_text("fine")
@@ -152,6 +153,30 @@ def test_bad_rows_and_columns_are_told(lines: Path, tmp_path: Path, capsys: pyte
     assert "a.txt is not UTF-8 text" in capsys.readouterr().err
     assert lct_tokenize(*text, tmp_path / "skipped", "--on-bad-record", "skip") == 0
     assert [len(document) > 0 for document in islice(open_source("tokens", str(tmp_path / "skipped")), 2)] == [0, 1]
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_a_row_that_is_no_utf8_is_a_bad_record(tmp_path: Path, capsys: pytest.CaptureFixture, dictionary: bool):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array([b"one", b"gr\xfc\xdfe", None, "drei ä".encode()]).view(pyarrow.string())
+    table = pyarrow.table({"text": texts.dictionary_encode() if dictionary else texts})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    given = ["--path", tmp_path / "a.parquet", "--output"]
+    assert lct_tokenize(*given, tmp_path / "stopped") == 2
+    assert 'a.parquet, row 1, must have a text in UTF-8 in the column "text"' in capsys.readouterr().err
+    source = open_source("tokens", made(given[1], tmp_path / "skipped", "--on-bad-record", "skip"))
+    found = [open_tokenizer().decode(source[i][1:-1].tolist()) for i in range(4)]
+    assert found == ["one", "", "", "drei ä"]
+
+
+def test_a_flipped_bit_in_a_page_of_parquet_is_told(tmp_path: Path, capsys: pytest.CaptureFixture):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    plain = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    parquet.write_table(pyarrow.table({"text": ["needle in a row"]}), tmp_path / "a.parquet", **plain)
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content.replace(b"needle in", b"noodle in"))
+    assert lct_tokenize("--path", tmp_path / "a.parquet", "--output", tmp_path / "tokens") == 2
+    assert "a.parquet cannot be read to its end" in capsys.readouterr().err
 
 
 def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
@@ -218,19 +243,52 @@ def test_another_tokenizer_is_refused(lines: Path, tmp_path: Path):
         ("crc", lambda content: content[:-4], "is damaged: its check sum is not that of tokens.json"),
         ("bin", None, "shard-00000.bin cannot be read (No such file or directory)"),
         ("idx", None, "lacks shard-00000.idx"),
+        ("json", None, "and no tokens.json beside it names it; copy the whole folder again"),
+        ("json", lambda content: content.replace(b'"crc"', b'"cRc"', 1), "tokens.json is damaged; copy it again"),
+        ("json", lambda content: content.replace(b'"hash"', b'"hush"', 1), "tokens.json is damaged; copy it again"),
+        ("json", lambda content: content.replace(b"shard-00000", b"shard-00009"), "lacks shard-00009.idx"),
     ],
 )
 def test_a_damaged_shard_is_one_sentence(lines: Path, tmp_path: Path, monkeypatch, ending: str, damage, says: str):
     whole = tokenize_text.parts_of
     monkeypatch.setattr(tokenize_text, "parts_of", lambda dataset, files, _: whole(dataset, files, 1500))
     tokens = Path(made(lines, tmp_path / "tokens"))
-    file = tokens / f"shard-00000.{ending}"
+    file = tokens / ("tokens.json" if ending == "json" else f"shard-00000.{ending}")
     content = file.read_bytes()
     if damage is None:
         file.unlink()
     else:
         file.write_bytes(damage(content))
     assert says in refusal(tokens)
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "interrupted"])
+@pytest.mark.parametrize("ending", ["bin", "idx", "crc", "no bin"])
+def test_the_same_command_makes_a_damaged_shard_again(
+    lines: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture, ending: str, finished: bool
+):
+    """And no other one; the manifest has the sums of what was written first."""
+    whole = tokenize_text.parts_of
+    monkeypatch.setattr(tokenize_text, "parts_of", lambda dataset, files, _: whole(dataset, files, 1500))
+    tokens = Path(made(lines, tmp_path / "tokens"))
+    before = {file.name: file.read_bytes() for file in tokens.iterdir()}
+    if not finished:
+        plan = json.loads((tokens / "tokens.json").read_text())
+        del plan["shards"]
+        (tokens / "tokens.json").unlink()
+        (tokens / "unfinished.json").write_text(json.dumps(plan))
+    file = tokens / f"shard-00000.{ending.split()[-1]}"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    if ending == "no bin":
+        file.unlink()
+    capsys.readouterr()
+    made(lines, tokens)
+    told = capsys.readouterr().out
+    assert "shard-00000 is damaged, and is made again\n" in told
+    assert f"{tokens} has {len(before) // 3 - 1} of {len(before) // 3} shards already" in told
+    assert {file.name: file.read_bytes() for file in tokens.iterdir()} == before
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_told_and_does_not_kill(lines: Path, tmp_path: Path):
@@ -274,10 +332,78 @@ def test_a_pair_of_megatron_is_read_as_it_is(tmp_path: Path, dtype: str, code: i
     check_source("tokens", str(tmp_path / "a.idx"), 4)
 
 
+@pytest.mark.parametrize("kind", ["of lct tokenize", "pair", "flat"])
+def test_all_ids_count_in_the_hash_of_the_content(lines: Path, tmp_path: Path, kind: str):
+    """Also those in the middle of a file, whose size and ends stay."""
+
+    def content(changed: bool) -> int:
+        folder = tmp_path / f"{kind}{changed}"
+        ids = np.arange(200_000) % 4000
+        ids[100_000] += changed
+        if kind == "of lct tokenize":
+            text = lines.read_text().replace("vier", "vie?" if changed else "vier")
+            lines.write_text(text)
+            made(lines, folder)
+        else:
+            folder.mkdir(exist_ok=True)
+            (folder / "a.npy").write_bytes(ids.astype("<u2").tobytes())
+        if kind == "pair":
+            (folder / "a.npy").unlink()
+            megatron(folder / "a", [[ids[:9].tolist()], [ids[9:].tolist()]], "<u2", 8)
+        source = open_source("tokens", str(folder))
+        return fingerprint(source, len(source))
+
+    assert content(False) == content(False) != content(True)
+
+
 @pytest.mark.parametrize(("dtype", "code"), [("<f8", 6), ("<f4", 7), ("<u2", 9)])
 def test_a_pair_of_other_numbers_is_refused(tmp_path: Path, dtype: str, code: int):
     megatron(tmp_path / "a", [[[5, 6]]], dtype, code)
     assert "a.idx is no whole index of token ids (Megatron's format, version 1)" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "dtype"),
+    [
+        (0, -3, "<i4"),  # the length of the first sequence
+        (4, 1, "<i4"),
+        (20, 2, "<i8"),  # the place of the second one
+        (36, 1, "<i8"),  # the first sequence of the first document
+        (44, 4, "<i8"),  # documents that go back
+        (52, 9, "<i8"),  # behind the last sequence
+        (52, 2, "<i8"),
+    ],
+)
+def test_a_damaged_index_of_megatron_is_refused(tmp_path: Path, place: int, number: int, dtype: str):
+    megatron(tmp_path / "a", [[[5, 6, 7]], [[8, 9], [10, 11]]], "<u2", 8)
+    file = tmp_path / "a.idx"
+    content = bytearray(file.read_bytes())
+    value = np.array([number], dtype=dtype).tobytes()
+    content[34 + place : 34 + place + len(value)] = value
+    file.write_bytes(content)
+    assert "a.idx is damaged: its sequences do not follow each other in a.bin" in refusal(tmp_path)
+
+
+def test_the_type_of_flat_ids_is_checked_and_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ids = np.array([5, 0, 7, 4351, 9, 10])
+    ids.astype("<u4").tofile(tmp_path / "long.npy")
+    (ids[:1] * 0).astype("<u2").tofile(tmp_path / "zero.npy")
+    assert "long.npy seems to have ids of uint32: every second number of uint16 is 0" in refusal(tmp_path)
+    with pytest.raises(ConfigError, match=r"set training\.token_dtype = 'uint32'"):
+        check_source("tokens", str(tmp_path / "long.npy"), 1)
+    source = open_source("tokens", str(tmp_path / "long.npy"), Reading(token_dtype="uint32"))
+    assert source[0].tolist() == ids.tolist()
+    named = open_source("tokens", str(tmp_path / "long.npy"), Reading(token_dtype="uint16"))
+    assert len(named[0]) == 12
+    assert fingerprint(named, 1) != fingerprint(source, 1)
+    monkeypatch.setattr("trainer.data.token_files.vocab_size_of", lambda _: 100_278)
+    np.arange(2, 8).astype("<u2").tofile(tmp_path / "short.npy")
+    assert "short.npy seems to have ids of uint16" in refusal(tmp_path / "short.npy")
+    how = Reading.of(Training(token_dtype="uint16"), None)
+    assert open_source("tokens", str(tmp_path / "short.npy"), how)[0].tolist() == [2, 3, 4, 5, 6, 7]
+    for array in (np.zeros((3, 2), dtype="<u2"), np.zeros(3)):
+        np.save(tmp_path / "other.npy", array)
+        assert f"other.npy has {array.ndim} dimensions of {array.dtype}; token" in refusal(tmp_path / "other.npy")
 
 
 def test_a_token_beyond_the_vocabulary_is_told(tmp_path: Path):

@@ -6,7 +6,8 @@ Stock DCP unpickles its metadata and every entry that is no tensor, and does not
 import io
 import pickle
 import zipfile
-from collections.abc import Collection, Iterator
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
@@ -119,22 +120,28 @@ class _Objects(FileSystemBase):
 
 
 class Reader(FileSystemReader):
-    """Reads the tensors of one checkpoint folder; `files` are the names that its metadata may refer to."""
+    """Reads the tensors of one checkpoint folder.
 
-    def __init__(self, path: Place, *, files: Collection[str]) -> None:
+    files: the names that its metadata may refer to; sums: the check sum of the metadata, if it is known.
+    """
+
+    def __init__(self, path: Place, *, files: Collection[str], sums: Mapping[str, int] | None = None) -> None:
         super().__init__("" if is_remote(path) else path)
         if is_remote(path):
             self.fs, self.path = _Objects(), path
-        self._files = files
+        self._files, self._sums = files, sums or {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return which part of which tensor is where.
 
         Raises:
-            OSError, ValueError, TypeError, EOFError, pickle.UnpicklingError: unreadable, or no metadata.
+            Exception: unreadable, or no metadata; a damaged pickle may raise anything.
         """
         with self.fs.create_stream(self.path / _METADATA, "rb") as file, store_errors(self.path):
-            metadata = _MetadataUnpickler(io.BytesIO(file.read())).load()
+            content = file.read()
+        if self._sums.get(_METADATA) not in (None, zlib.crc32(content)):
+            raise ValueError(f"the check sum of {_METADATA} is wrong")
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{_METADATA} holds something else")
         for place in metadata.storage_data.values():
@@ -256,10 +263,11 @@ class Writer(FileSystemWriter):
         super().finish(metadata, results)
         unfinished = self.path
         with store_errors(unfinished):
-            files = {_METADATA: (unfinished / _METADATA).stat().st_size}
+            content = (unfinished / _METADATA).read_bytes()
+        files, sums = {_METADATA: len(content)}, {_METADATA: zlib.crc32(content)}
         for result in (result for of_rank in results for result in of_rank):
             place = result.storage_data
             files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
-        publish(unfinished, replace(self._state, files=files), self._claim)
+        publish(unfinished, replace(self._state, files=files, sums=sums), self._claim)
         mark_best(unfinished.parent, self._state.step, self._best)
         keep_latest(unfinished.parent, self._keep_latest_k, self._state.step, every=self._keep_every)

@@ -15,8 +15,9 @@ Other names, and folders step-N without a state.json, belong to somebody else: n
 import json
 import os
 import re
+import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class RunState:
     """The part of a checkpoint that is no tensor; the content of `state.json`.
 
     model: see `model_description`; streams: number of a data stream -> its position; files: name of every other file
-    of the checkpoint -> its length in bytes; model_only: whether the tensors are the weights alone.
+    of the checkpoint -> its length in bytes; model_only: whether the tensors are the weights alone; sums: name of a
+    file -> its check sum (zlib.crc32), of files that have none inside; older checkpoints lack it.
     """
 
     step: int
@@ -46,6 +48,12 @@ class RunState:
     streams: Mapping[int, Mapping[str, int]]
     files: Mapping[str, int]
     model_only: bool = False
+    sums: Mapping[str, int] = field(default_factory=dict)
+
+
+def check_sum(content: Mapping[str, Any]) -> int:
+    """Return the check sum of a `state.json`, of what JSON gives back without the entry "check_sum"."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def checkpoint_folder(config: JobConfig) -> Place:
@@ -132,6 +140,9 @@ def read_state(folder: Place, step: int) -> RunState:
         with store_errors(path):
             text = (path / STATE_FILE).read_text(encoding="utf-8")
         content = json.loads(text)
+        sum_of_content = content.pop("check_sum", None)  # older checkpoints have none
+        if sum_of_content is not None and sum_of_content != check_sum(content):
+            raise ValueError(f"the check sum of {STATE_FILE} is wrong")
         if content.pop("format") != FORMAT:
             raise ValueError("another version of this program wrote it")
         content["streams"] = {
@@ -183,7 +194,7 @@ def check_same_model(
     Raises:
         ConfigError: another model or data type.
     """
-    defaults = {field.name: field.default for field in fields(model)} | {"lora.rank": 0}
+    defaults = {argument.name: argument.default for argument in fields(model)} | {"lora.rank": 0}
     for key, now in model_description(config, model).items():
         saved = state.model.get(key, defaults.get(key))  # an older checkpoint has the default of a newer field
         if saved != now and (dtype or key != "dtype"):

@@ -19,7 +19,16 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
-from trainer.checkpoint.folder import BEST_FILE, FORMAT, STATE_FILE, RunState, best_saved, saved_steps, step_folder
+from trainer.checkpoint.folder import (
+    BEST_FILE,
+    FORMAT,
+    STATE_FILE,
+    RunState,
+    best_saved,
+    check_sum,
+    saved_steps,
+    step_folder,
+)
 from trainer.checkpoint.remote import Place, is_remote, objects, reason_of, store_errors
 from trainer.config.errors import ConfigError
 
@@ -83,7 +92,8 @@ def publish(unfinished: Place, state: RunState, claim: str = "") -> None:
     Raises:
         OSError: it cannot be written, or another job has claimed it.
     """
-    content = json.dumps({"format": FORMAT, **asdict(state)})
+    content = json.loads(json.dumps({"format": FORMAT, **asdict(state)}))  # as it is when it is read
+    content = json.dumps(content | {"check_sum": check_sum(content)})
     if is_remote(unfinished):
         with store_errors(unfinished):
             if SAVING_FILE not in objects(unfinished) or (unfinished / SAVING_FILE).read_text("utf-8") != claim:

@@ -29,6 +29,13 @@ def place_of(key: str, value: str) -> Place:
     """
     if not is_address(value):
         return Path(value)
+    kind, _, name = value.partition("://")
+    if kind == "memory":
+        raise ConfigError(
+            f"{key} = {value!r} ends with the process; name a folder, or an address such as s3://bucket/run"
+        )
+    if not name.strip("/") or (name.startswith("/") and kind not in ("file", "local")):
+        raise ConfigError(f"{key} = {value!r} names no bucket; name one, such as {kind}://bucket/run")
     try:
         from upath import UPath
 

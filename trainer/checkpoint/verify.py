@@ -1,20 +1,23 @@
 """Read a whole saved step: lengths, check sums, entries against the model, and values that must be finite."""
 
-import math
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from trainer.checkpoint.folder import check_same_model, read_state, unreadable
 from trainer.checkpoint.remote import Place
 from trainer.checkpoint.weights import load_tensors, names_of, reader_of
+from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.models.args import ModelArgs
 from trainer.models.model_spec import model_spec
 from trainer.transforms.lora import apply_lora
 
+Box = Sequence[tuple[int, int]]
+"""Half-open ranges of places, one for each dimension."""
 _AT_ONCE = 2**30
 """Bytes of the tensors that are read at once; a larger tensor is read alone."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,6 +39,15 @@ def verify_step(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | Non
     Raises:
         ConfigError: something is missing, damaged, of another model, too much, or not finite.
     """
+    try:
+        return _verified(folder, step, run)
+    except ConfigError:
+        raise
+    except Exception as error:  # metadata that are damaged may name any type, length and place
+        raise unreadable(folder, step, f"{type(error).__name__}: {error}") from None
+
+
+def _verified(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
     state = read_state(folder, step)
     reader = reader_of(folder, state)
     entries = reader.read_metadata().state_dict_metadata
@@ -46,7 +58,7 @@ def verify_step(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | Non
     for name, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise unreadable(folder, step, f"{name} is no tensor")
-        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != entry.size.numel():
+        if not cover_once([_box(chunk) for chunk in entry.chunks], entry.size):
             raise unreadable(folder, step, f"the parts of {name} are not the whole of it")
     for batch in _batches(entries):
         tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in batch.items()}
@@ -72,6 +84,24 @@ def expected_entries(config: JobConfig, args: ModelArgs, *, with_optimizer: bool
             expected |= {f"optimizer.{name}.{moment}": tensor.shape for moment in _MOMENTS}
             expected[f"optimizer.{name}.step"] = torch.Size()
     return expected
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return [(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+
+
+def cover_once(boxes: Sequence[Box], sizes: Sequence[int]) -> bool:
+    """Return whether boxes lie within a box of these sizes, and cover each place in it once."""
+    if not sizes:
+        return len(boxes) == 1
+    if any(len(box) != len(sizes) or not 0 <= box[0][0] <= box[0][1] <= sizes[0] for box in boxes):
+        return False
+    edges = sorted({0, sizes[0], *(edge for box in boxes for edge in box[0])})
+    slabs: list[list[Box]] = [[] for _ in edges[1:]]
+    for (start, stop), *rest in boxes:
+        for slab in slabs[bisect_left(edges, start) : bisect_left(edges, stop)]:
+            slab.append(rest)
+    return all(cover_once(slab, sizes[1:]) for slab in slabs)
 
 
 def _difference(entries: Mapping[str, TensorStorageMetadata], expected: Mapping[str, torch.Size]) -> str:

@@ -1,6 +1,5 @@
 """The weights of a model as a part of checkpoints: their names, and loading them alone."""
 
-import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,10 +69,10 @@ def reader_of(folder: Place, state: RunState) -> Reader:
     Raises:
         ConfigError: the checkpoint is damaged.
     """
-    reader = Reader(step_folder(folder, state.step), files=state.files)
+    reader = Reader(step_folder(folder, state.step), files=state.files, sums=state.sums)
     try:
         reader.read_metadata()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle may raise anything
         raise unreadable(folder, state.step, error) from None
     return reader
 

@@ -1,7 +1,6 @@
 """Check a configuration for a number of ranks, and print every decision with its reason. Torch-free."""
 
 import sys
-from pathlib import Path
 
 from trainer.commands.notes import job_notes, opening
 from trainer.commands.start import Start, parse
@@ -10,7 +9,7 @@ from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.job import resolve
 from trainer.job.memory import check_memory
 from trainer.job.summary import summary
-from trainer.runtime import check_creatable, holder_of
+from trainer.runtime import check_creatable, folders_of, holder_of
 from trainer.runtime.console import line_width
 from trainer.runtime.devices import this_machine
 
@@ -45,15 +44,16 @@ def check(command: CommandLine, start: Start) -> int:
     job = resolve(config, ranks, device_type, missing=missing if elsewhere else None)
     here = [] if elsewhere else job_notes(job, machine, start.ranks_here(config, machine))
     check_memory(job, None)
-    if not elsewhere:
-        check_creatable(Path(config.job.dump_folder))
+    folders = folders_of(config)
+    for key, folder in () if elsewhere else folders.items():
+        check_creatable(folder, key)
     if not command.print_config:
         print(opening(config, ranks, device_type))
         print(summary(job, line_width()))
         print("the settings are valid", flush=True)
     for note in (*(f"missing here: {text}" for text in dict.fromkeys(missing)), *command.notes, *job.notes, *here):
         print(f"note: {note}", file=sys.stderr)
-    if taken := holder_of(Path(config.job.dump_folder)):
+    if taken := holder_of(folders):
         raise taken
     return 0
 

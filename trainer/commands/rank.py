@@ -23,7 +23,7 @@ from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
-from trainer.runtime import end_with, folder_held, launcher_of
+from trainer.runtime import end_with, folder_held, folders_of, launcher_of
 from trainer.runtime.console import end_live_line, line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 
@@ -67,16 +67,19 @@ def train(job: ResolvedJob) -> int:
 
 
 def _train(job: ResolvedJob, device: "torch.device") -> None:
-    """Train, with the dump folder held by rank 0."""
+    """Train, with the folders of the job held by rank 0."""
     from torch.distributed import get_rank
 
     from trainer.runtime.agreement import raise_on_all_ranks
     from trainer.trainer import Trainer
 
     with ExitStack() as held:
-        folder = folder_held(Path(job.config.job.dump_folder), logger.warning)
-        hold = partial(held.enter_context, folder)
-        raise_on_all_ranks(hold if get_rank() == 0 else lambda: None, device)
+
+        def hold() -> None:
+            for key, folder in folders_of(job.config).items() if get_rank() == 0 else ():
+                held.enter_context(folder_held(folder, logger.warning, key=key))
+
+        raise_on_all_ranks(hold, device)
         Trainer(job, device).train()
 
 

@@ -8,7 +8,7 @@ the Hugging Face hub, streamed:
 
     lct tokenize --hub allenai/c4 --hub-config en --split train --output tokens
 
-The same command goes on with an interrupted run: shards that are whole stay.
+The same command goes on with an interrupted run: shards that are whole stay, and damaged ones are made again.
 """
 
 import argparse
@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import astuple
 from datetime import timedelta
@@ -33,7 +33,7 @@ from trainer.data.file_index import stamp_of
 from trainer.data.hub import HubData
 from trainer.data.streamed import STREAMED
 from trainer.data.token_files import MANIFEST, UNFINISHED, Pair
-from trainer.data.token_writer import Part, parts_of, write_shard
+from trainer.data.token_writer import Part, keep_if_whole, parts_of, write_shard
 from trainer.data.tokenizer import default_tokenizer_path, open_tokenizer, tokenizer_hash
 
 _FORMAT = 1
@@ -54,11 +54,11 @@ def tokenize(args: argparse.Namespace) -> str:
         parts = [Part("hub", (), 0, shard, hub=hub) for shard in range(hub.shards)]
     else:
         files = _files(args, how)
-        plan["inputs"] = [[os.path.abspath(file), stamp_of(file).content] for file in files]
+        plan["inputs"] = [[os.path.abspath(file), stamp_of(file).ends] for file in files]
         parts = parts_of(args.dataset, files, args.shard_mb << 20)
     _begin(folder, plan)
     stems = [folder / f"shard-{number:05d}" for number in range(len(parts))]
-    left = [number for number, stem in enumerate(stems) if not stem.with_suffix(".idx").exists()]
+    left = _missing(stems, _noted(folder).get("shards", {}), args.processes)
     if len(left) < len(parts):
         print(f"{folder} has {len(parts) - len(left)} of {len(parts)} shards already")
     _write(parts, stems, left, args, how)
@@ -70,6 +70,17 @@ def tokenize(args: argparse.Namespace) -> str:
     documents, tokens = (sum(entry[key] for entry in shards.values()) for key in ("documents", "tokens"))
     seconds = time.monotonic() - started
     return f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({_duration(seconds)})"
+
+
+def _missing(stems: Sequence[Path], entries: Mapping[str, Any], processes: int) -> list[int]:
+    """Return the numbers of the shards that are not there, or are damaged. entries: those of the manifest."""
+    there = [stem.with_suffix(".idx").exists() for stem in stems]
+    with ThreadPoolExecutor(processes) as threads:
+        whole = list(threads.map(lambda stem: keep_if_whole(stem, entries.get(stem.name)), stems))
+    for stem, was_there, is_whole in zip(stems, there, whole, strict=True):
+        if was_there and not is_whole:
+            print(f"{stem.name} is damaged, and is made again")
+    return [number for number, is_whole in enumerate(whole) if not is_whole]
 
 
 def _files(args: argparse.Namespace, how: Reading) -> list[str]:
@@ -107,11 +118,12 @@ def _noted(folder: Path) -> dict[str, Any]:
     """Return the plan that a folder notes; empty: none, or it is damaged."""
     for name in (UNFINISHED, MANIFEST):
         try:
-            return json.loads((folder / name).read_text(encoding="utf-8"))
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
-        except ValueError:
-            return {"damaged": name}
+        except (ValueError, RecursionError):
+            found = None
+        return found if isinstance(found, dict) else {"damaged": name}
     return {}
 
 

@@ -8,7 +8,6 @@ on each (docs/several_nodes.md). Torch is imported when everything has been chec
 
 import os
 from contextlib import suppress
-from pathlib import Path
 
 from trainer.checkpoint.folder import checkpoint_folder, saved_steps
 from trainer.commands.check import acted
@@ -21,7 +20,7 @@ from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.job import resolve
 from trainer.job.summary import summary
-from trainer.runtime import check_creatable, holder_of
+from trainer.runtime import check_creatable, folders_of, holder_of
 from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 from trainer.runtime.meeting import addresses_of
@@ -81,7 +80,9 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
         logger.info(text)
     if nodes.count > 1:
         addresses_of(nodes)
-    check_creatable(Path(config.job.dump_folder))
-    if taken := holder_of(Path(config.job.dump_folder)):
+    folders = folders_of(config)
+    for key, folder in folders.items():
+        check_creatable(folder, key)
+    if taken := holder_of(folders):
         raise taken
     return launch_options(config, here, device_type)

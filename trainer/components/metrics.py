@@ -13,10 +13,12 @@ from typing import Any, Literal
 import torch
 
 from trainer.components.sinks import JsonLines, TensorBoard, WeightsAndBiases
+from trainer.config.schema import JobConfig
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.lora import flops_beside
 from trainer.job.record import ResolvedJob
+from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import line_width, logger, show_progress
 
 # Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
@@ -150,7 +152,7 @@ class MetricsLogger:
         self, job: ResolvedJob, dims: ParallelDims, device: torch.device, *, start_step: int, tokens_before: int
     ) -> None:
         self.settings, self.dims, self.device = job.config.metrics, dims, device
-        training, dump_folder = job.config.training, Path(job.config.job.dump_folder)
+        training = job.config.training
         self.start_step, self.last_step, self.tokens_before = start_step, training.steps, tokens_before
         beside = flops_beside(job.config, job.model)
         self.flops_per_token = tuple(flops + beside for flops in job.model.flops_per_token(job.positions))
@@ -159,18 +161,21 @@ class MetricsLogger:
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         self._validation: list[JsonLines] = []
-        if dims.rank("world") == 0:
-            self._sinks = [JsonLines(dump_folder / "metrics.jsonl", start_step)]
-            if job.config.validation.enable:
-                self._validation = [JsonLines(dump_folder / "validation.jsonl", start_step)]
-            if self.settings.enable_tensorboard:
-                self._sinks.append(TensorBoard(dump_folder / self.settings.save_tb_folder, start_step))
-            if self.settings.enable_wandb:
-                self._sinks.append(WeightsAndBiases(job.config, start_step))
+        raise_on_all_ranks(lambda: self._open_sinks(job.config) if dims.rank("world") == 0 else None, dims["world"])
         self._run_started = time.perf_counter()
         self.last_loss: float | None = None
         """Loss of the last logged step of this run."""
         self.restart_clock(start_step)
+
+    def _open_sinks(self, config: JobConfig) -> None:
+        folder = Path(config.job.dump_folder)
+        self._sinks = [JsonLines(folder / "metrics.jsonl", self.start_step)]
+        if config.validation.enable:
+            self._validation = [JsonLines(folder / "validation.jsonl", self.start_step)]
+        if self.settings.enable_tensorboard:
+            self._sinks.append(TensorBoard(folder / self.settings.save_tb_folder, self.start_step))
+        if self.settings.enable_wandb:
+            self._sinks.append(WeightsAndBiases(config, self.start_step))
 
     def restart_clock(self, step: int) -> None:
         """Start measuring after `step`."""

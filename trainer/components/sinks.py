@@ -13,6 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from trainer.config.schema import JobConfig
+from trainer.runtime.dump_folder import writing_to
 from trainer.runtime.full_disk import full_disk
 
 logger = logging.getLogger("trainer")
@@ -23,17 +24,19 @@ class JsonLines:
 
     A run that resumes after `start_step` continues the file, without the later steps. Any other run keeps an earlier
     file under the time of its last line.
+
+    Raises:
+        ConfigError: the file cannot be written, such as on a full disk.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
-        if start_step and path.exists():
-            kept = path.with_suffix(".tmp")
-            kept.write_text("".join(_lines_up_to(path, start_step)), encoding="utf-8")
-            kept.replace(path)
-        elif path.exists():
-            last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-            path.rename(path.with_name(f"{path.stem}.{last}.jsonl"))
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        with writing_to(path.parent):
+            if start_step and path.exists():
+                _keep_up_to(path, start_step)
+            elif path.exists():
+                last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+                path.rename(path.with_name(f"{path.stem}.{last}.jsonl"))
+            self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
         self._file.write(json.dumps(metrics) + "\n")
@@ -55,6 +58,16 @@ class JsonLines:
             logger.warning(f"lines of {self._path} are not written: {full}")
 
 
+def _keep_up_to(path: Path, step: int) -> None:
+    """Remove the lines of later steps from the file."""
+    kept = path.with_suffix(".tmp")
+    try:
+        kept.write_text("".join(_lines_up_to(path, step)), encoding="utf-8")
+        kept.replace(path)
+    finally:
+        kept.unlink(missing_ok=True)
+
+
 def _lines_up_to(path: Path, step: int) -> Iterator[str]:
     """Yield the lines of the steps up to `step`, without a line that a killed run left incomplete."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -73,8 +86,9 @@ class TensorBoard:
 
         earlier = sorted(path for path in folder.glob("????????-??????") if path.is_dir()) if start_step else []
         run = earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
-        # Repeated steps replace the same steps of the interrupted run.
-        self._writer = SummaryWriter(str(run), purge_step=start_step + 1 if start_step else None)
+        with writing_to(folder):
+            # Repeated steps replace the same steps of the interrupted run.
+            self._writer = SummaryWriter(str(run), purge_step=start_step + 1 if start_step else None)
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
         for name, value in metrics.items():

@@ -38,6 +38,8 @@ class ChatTemplate:
         import jinja2
 
         self._name, self._special = name, special
+        self.identity = f"{source}\0{sorted(special.items())}"
+        """What the texts depend on, beside the conversations."""
         try:
             self._plain = _environment(("", "")).from_string(source)
             marks = _GENERATION.search(source) is not None

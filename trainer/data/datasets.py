@@ -21,14 +21,13 @@ import numpy as np
 from trainer.config.errors import ConfigError, MissingFile, did_you_mean
 from trainer.config.schema import Training
 from trainer.data.bad_records import BadRecord, Skipping
-from trainer.data.file_index import stamp_of, unreadable
+from trainer.data.file_index import contents, number_of, unreadable
 from trainer.data.json_lines import JsonLines, Line, lines_of
 from trainer.data.streamed import STREAMED
 from trainer.data.token_files import open_token_files, token_documents
 from trainer.data.tokenizer import Tokenizer
 
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-_HASHED_FILES = 256  # whose content tells whether text files have changed
 _HEAD = 1 << 16  # bytes of a text file that `check_source` looks at
 
 
@@ -45,17 +44,19 @@ class DocumentSource(Protocol):
 class Reading:
     """How documents are read.
 
-    text_field: of a line of JSON; skips: bad records are left out; tokenizer_file: of token ids, None: the shipped one.
+    text_field: of a line of JSON; skips: bad records are left out; tokenizer_file: of token ids, None: the shipped one;
+    token_dtype: of flat files of ids, "auto": by the vocabulary.
     """
 
     text_field: str = "text"
     skips: bool = False
     tokenizer_file: str | None = None
+    token_dtype: str = "auto"
 
     @classmethod
     def of(cls, training: Training, tokenizer_file: str) -> Reading:
         """Return what the table [training] says."""
-        return cls(training.dataset_text_field, training.on_bad_record == "skip", tokenizer_file)
+        return cls(training.dataset_text_field, training.on_bad_record == "skip", tokenizer_file, training.token_dtype)
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ DATASETS = {
         lambda files, _: JsonLines.open(files, Line.chat), lambda files, _: _checked(files, Line.chat), (".jsonl",)
     ),
     "tokens": Source(
-        lambda files, how: open_token_files(files, how.tokenizer_file),
-        lambda files, how: token_documents(files, how.tokenizer_file),
+        lambda files, how: open_token_files(files, how.tokenizer_file, how.token_dtype),
+        lambda files, how: token_documents(files, how.tokenizer_file, how.token_dtype),
         (".idx", ".npy"),
     ),
 }
@@ -151,9 +152,10 @@ def check_streams(where: str, items: int, data_streams: int | None, *, item: str
 
 
 def fingerprint(source: DocumentSource, documents: int) -> int:
-    """Return a 63-bit hash of the content of the first documents; 0: they end within a file.
+    """Return a 63-bit hash of the content of the first documents: of all bytes of their files; 0: they end within one.
 
-    Of files it is that of sizes, heads and tails; of many text files heads and tails of some.
+    Raises:
+        ConfigError: a file cannot be read.
     """
     source = source.source if isinstance(source, Skipping) else source
     of_files = getattr(source, "digests", None)
@@ -163,7 +165,7 @@ def fingerprint(source: DocumentSource, documents: int) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for part in digests:
         digest.update(f"{part}\0".encode("utf-8", "surrogatepass"))
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return number_of(digest)
 
 
 def _found(name: str, path: str | None) -> tuple[Source, list[str]]:
@@ -304,11 +306,9 @@ class TextFiles:
         except OSError as error:
             raise unreadable(self.files[i], error) from None
 
-    def digests(self, documents: int) -> Iterator[int]:
-        """Yield the size of each of the first files, and the hash of some that are spread over them."""
-        files = self.files[:documents]
-        yield from (os.path.getsize(file) for file in files)
-        yield from (stamp_of(file).content for file in files[:: -(-len(files) // _HASHED_FILES)])
+    def digests(self, documents: int) -> list[int]:
+        """Return a hash of each of the first files."""
+        return contents(self.files[:documents])
 
 
 def _not_empty(files: list[str]) -> list[str]:

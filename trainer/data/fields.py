@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from itertools import product
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from trainer.config.errors import ConfigError
 from trainer.data.datasets import check_streams
 from trainer.data.field_file import FieldSource, Part, check_fields
+from trainer.data.file_index import number_of
 from trainer.data.streams import ItemStream, StreamLoader, dealt
 
 __all__ = ["FieldLoader", "FieldSource", "check_fields", "persistence_error"]
@@ -57,7 +59,12 @@ class FieldLoader(StreamLoader[ItemStream]):
         return {stream: ItemStream(own, stream=stream, seed=self._seed) for stream, own in shares}
 
     def describe(self, items: int) -> dict[str, int]:
-        return {"trajectories": self._held_out.start, "times": self._source.times, "lead": self._lead}
+        # The statistics are those of all fields, so that other fields have others.
+        source = self._source
+        digest = blake2b(repr((source.array.shape, source.channels)).encode(), digest_size=8)
+        digest.update(source.mean.tobytes() + source.std.tobytes())
+        content = number_of(digest)
+        return {"trajectories": self._held_out.start, "times": source.times, "lead": self._lead, "content": content}
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:

@@ -96,7 +96,7 @@ class JsonLines:
     def digests(self, documents: int) -> list[int] | None:
         """Return a hash of each file of the first documents; None: these end within a file."""
         files = int(np.searchsorted(self.ends, documents)) + 1
-        return [index.stamp.content for index in self.indices[:files]] if self.ends[files - 1] == documents else None
+        return [index.content for index in self.indices[:files]] if self.ends[files - 1] == documents else None
 
     def _line_number(self, number: int, i: int) -> int:
         """Return the line of document i of file `number`; for a file with blank lines, the lines are counted once."""

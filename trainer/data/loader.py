@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.config.schema import Training
 from trainer.data.best_fit import Encoder
 from trainer.data.datasets import DocumentSource
 from trainer.data.mixture import Mixture, MixtureStream
@@ -16,7 +19,7 @@ from trainer.data.streams import StreamLoader
 from trainer.data.text_data import DocumentStream, TextData, TextStream
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.workers import Workers, WorkerSettings, WorkerTask
-from trainer.runtime.agreement import content_hash
+from trainer.runtime.agreement import check_same, content_hash
 
 
 class BatchLoader(StreamLoader[TextStream | MixtureStream]):
@@ -27,8 +30,9 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
     The ranks of one `dp_rank` get the same batches. All iterators share the position: a new one goes on where the last
     one stopped.
 
-    source: documents, or a mixture of data sets; stream: packs what `encoder` makes of documents; plan: computes from
-    the arrays of a batch what stands under "plan" in it; workers: processes that make the sequences; None: this one.
+    source: documents, or opened data sets, which have encoders; stream: packs what `encoder` makes of documents; plan:
+    computes from the arrays of a batch what stands under "plan" in it; workers: processes that make the sequences;
+    None: this one.
     "padding" in a batch is the number of its tokens that are of no document. That of a mixture also has "sources"
     (local_batch_size,), the number of the source of each sequence.
 
@@ -38,7 +42,7 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
 
     def __init__(
         self,
-        source: DocumentSource | Mixture,
+        source: DocumentSource | TextData | Mixture,
         encoder: Tokenizer | Encoder | None = None,
         stream: Callable[..., TextStream] = DocumentStream,
         *,
@@ -51,7 +55,7 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
         plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
         workers: WorkerSettings | None = None,
     ) -> None:
-        self._data = source if isinstance(source, Mixture) else TextData(source, encoder, stream)
+        self._data = source if isinstance(source, TextData | Mixture) else TextData(source, encoder, stream)
         self._data.check(data_streams)
         self._batch_size, self._plan = local_batch_size, plan
         self._seq_len, self._settings, self._workers = seq_len, workers, None
@@ -64,7 +68,7 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
         return {stream: build(own, stream=stream) for stream, own in shares}
 
     def describe(self, items: int | tuple[int, ...]) -> dict[str, int]:
-        return self._data.describe(items)
+        return self._data.describe(items, self._seq_len)
 
     def items_of(self, saved: Mapping[str, int]) -> int | tuple[int, ...]:
         return self._data.items_of(saved)
@@ -110,6 +114,21 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
     def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None:
         super().load_state_dict(states)
         self._stop()  # what they made is of another position
+
+
+def check_same_data(states: Mapping[int, Mapping[str, int]], training: Training, over: DeviceMesh) -> None:
+    """Check that all ranks begin to read the same data, with the same settings. A collective.
+
+    states: of this rank's streams, before the first batch.
+
+    Raises:
+        SharedConfigError: on every rank, if they do not; it names what differs.
+    """
+    here = asdict(training)
+    del here["dataset_path"]  # a machine may have the same files elsewhere
+    settings = {f"training.{name}": str(value) for name, value in here.items()}
+    beginning = next(iter(states.values()), {})  # every stream begins alike
+    check_same(settings | dict(beginning), over, "data")
 
 
 def batch_hash(batch: Mapping[str, Any]) -> int:

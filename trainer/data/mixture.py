@@ -127,10 +127,12 @@ class Mixture:
         for of_sources in zip(*shares, strict=True):
             yield of_sources[0][0], [own for _, own in of_sources]
 
-    def describe(self, items: tuple[int, ...]) -> dict[str, int]:
+    def describe(self, items: tuple[int, ...], seq_len: int) -> dict[str, int]:
         """Return what the meaning of a position depends on, besides seed and number of streams."""
         parts = zip(self.parts.items(), items, strict=True)
-        return {f"{name}/{key}": x for (name, part), number in parts for key, x in part.describe(number).items()}
+        return {
+            f"{name}/{key}": x for (name, part), number in parts for key, x in part.describe(number, seq_len).items()
+        }
 
     def items_of(self, saved: Mapping[str, int]) -> tuple[int, ...]:
         """Return how many documents of each source to read.

@@ -33,7 +33,8 @@ class Row(NamedTuple):
         if self.value is None:
             return ""
         if not isinstance(self.value, str):
-            raise BadRecord(f'{self.where}, must have a text in the column "{name}", not {type(self.value).__name__}')
+            kind = type(self.value).__name__
+            raise BadRecord(f'{self.where}, must have a text in UTF-8 in the column "{name}", not {kind}')
         return self.value if self.value.isascii() else replace_surrogates(self.value)
 
 
@@ -76,14 +77,27 @@ def _decompressed(file: str) -> Iterator[bytes]:
 def _rows(file: str, name: str) -> Iterator[Row]:
     """Yield the rows of a Parquet file, of which no other column is read."""
     parquet, number = _pyarrow(".parquet", file), 0
-    with parquet.ParquetFile(file) as rows:
+    with parquet.ParquetFile(file, page_checksum_verification=True) as rows:
         columns = rows.schema_arrow.names
         if name not in columns:
             raise ConfigError(f'{file} has no column "{name}" ({", ".join(columns[:8])}); name one with --text-field')
         for batch in rows.iter_batches(batch_size=1024, columns=[name]):
-            for value in batch[0].to_pylist():
+            for value in _values(batch[0]):
                 yield Row(value, f"{file}, row {number}")
                 number += 1
+
+
+def _values(column: Any) -> Iterator[Any]:
+    """Yield the values of a column of Arrow's; a text that is no UTF-8 as its bytes, where Arrow would stop."""
+    types = _pyarrow(".types", "")
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    is_text = types.is_string(column.type) or types.is_large_string(column.type)
+    for value in (column.cast("large_binary") if is_text else column).to_pylist():
+        try:
+            yield value.decode() if is_text and value is not None else value
+        except UnicodeDecodeError:
+            yield value
 
 
 def _pyarrow(module: str, file: str) -> Any:

@@ -18,6 +18,7 @@ merge into one dict, from which any number of ranks can resume.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,10 +30,19 @@ import numpy as np
 from trainer.config.errors import ConfigError
 
 StreamState = dict[str, int]
+logger = logging.getLogger("trainer")
 DEFAULT_STREAMS, ITEMS_PER_STREAM = 64, 8
 _DEAL, _EPOCH = 0, 1  # what a shuffle is for
-_DATA = "data"
-"""Entry of a state: a hash of the content of the data. Older states have none."""
+IDENTITY = {
+    "tokenizer": "the tokenizer (model.tokenizer_path) is another one than that of the checkpoint",
+    "text_field": "training.dataset_text_field is another one than in the checkpoint",
+    "template": "the chat template (model.chat_template) is another one than that of the checkpoint",
+    "seq_len": "training.seq_len = {now} is not the {saved} of the checkpoint, and its training.packing counts pieces "
+    "of documents of that length",
+    "content": "the content of the data set has changed since the checkpoint",
+}
+"""What decides the data behind a position: entry of a state -> what is said if it differs. Older states lack some."""
+_OLDER = ("data",)  # a hash of sizes, heads and tails of files, which was in the place of "content"
 ANEW = 'or start the data anew with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
 """What the message of a state says that does not fit the data."""
 _NAMES = {
@@ -241,18 +251,19 @@ class StreamLoader(Generic[S]):
                     f"the saved data state lacks stream {s}; it must hold the streams of all ranks, merged"
                 )
         for s, stream in streams.items():
-            for key in (key for key in fixed if not _is_hash(key)):
+            for key in (key for key in fixed if not _is_identity(key)):
                 self._check_same(key, fixed[key], states[s])
             if not _same_keys(states[s], [*stream.state, *fixed]):
                 raise ConfigError(
                     "the saved data state is of another kind of data, or of a training.packing that cuts documents "
                     f"where this one does not; resume with what it was saved with, {ANEW}"
                 )
-            if any(states[s].get(key, fixed[key]) != fixed[key] for key in fixed if _is_hash(key)):
-                raise ConfigError(
-                    "the content of the data set has changed since the checkpoint, whose positions would mean other "
-                    f"data; restore the files (new ones may be added behind the last one), {ANEW}"
-                )
+            _check_identity(states[s], fixed)
+        if lacking := sorted({_plain(key) for key in fixed if _is_identity(key) and key not in saved}):
+            logger.info(
+                f"note: an older version wrote the checkpoint, which does not tell {', '.join(lacking)} of its data: "
+                "make sure that they are the same"
+            )
         self._streams, self._fixed, self._items, self._n = streams, fixed, items, n
         for s, stream in streams.items():
             stream.restart(states[s])
@@ -276,12 +287,30 @@ class StreamLoader(Generic[S]):
             )
 
 
-def _is_hash(key: str) -> bool:
-    return key.rpartition("/")[2] == _DATA
+def _check_identity(saved: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Check that the entries of `IDENTITY` which both states have are the same; ConfigError otherwise."""
+    for name, problem in IDENTITY.items():
+        for key in (key for key in now if _plain(key) == name and saved.get(key, now[key]) != now[key]):
+            source = f"of the source {key.rpartition('/')[0]!r}, " if "/" in key else ""
+            resume = "restore the files (new ones may be added behind the last one)"
+            problem = problem.format(now=now[key], saved=saved[key])
+            raise ConfigError(
+                f"{source}{problem}, so that its positions would mean other data; "
+                f"{resume if name == 'content' else 'resume with that one'}, {ANEW}"
+            )
+
+
+def _plain(key: str) -> str:
+    """Return the name of an entry without that of a mixture's source."""
+    return key.rpartition("/")[2]
+
+
+def _is_identity(key: str) -> bool:
+    return _plain(key) in IDENTITY or _plain(key) in _OLDER
 
 
 def _same_keys(saved: Iterable[str], now: Iterable[str]) -> bool:
-    return {key for key in saved if not _is_hash(key)} == {key for key in now if not _is_hash(key)}
+    return {key for key in saved if not _is_identity(key)} == {key for key in now if not _is_identity(key)}
 
 
 def _pass_over(stream: ItemStream, samples: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from hashlib import blake2b
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,9 +17,10 @@ from trainer.data.best_fit import DocumentEncoder, Encoder, WholeStream
 from trainer.data.chat import ConversationEncoder
 from trainer.data.chat_template import find_template
 from trainer.data.datasets import DocumentSource, Reading, check_streams, fingerprint, ids_of_document, open_source
+from trainer.data.file_index import number_of
 from trainer.data.packing import PackedSequence, SequenceBuilder
 from trainer.data.streams import ANEW, ItemStream, StreamState, dealt
-from trainer.data.tokenizer import Tokenizer, open_tokenizer
+from trainer.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_hash
 
 _DEFAULTS = Training()
 logger = logging.getLogger("trainer")
@@ -95,11 +98,15 @@ TextStream: TypeAlias = DocumentStream | WholeStream
 
 
 class TextData(NamedTuple):
-    """The documents of a data set, what makes tokens of them, and the streams that pack these."""
+    """The documents of a data set, what makes tokens of them, and the streams that pack these.
+
+    made_by: hashes of the settings that decide which tokens the documents become, by name; see `streams.IDENTITY`.
+    """
 
     source: DocumentSource
     encoder: Tokenizer | Encoder
     stream: Callable[..., TextStream] = DocumentStream
+    made_by: Mapping[str, int] = MappingProxyType({})
 
     @property
     def items(self) -> int:
@@ -118,9 +125,11 @@ class TextData(NamedTuple):
         """Yield the number of each stream of a rank, and its documents; see `streams.dealt`."""
         return dealt(items, *how)
 
-    def describe(self, items: int) -> dict[str, int]:
+    def describe(self, items: int, seq_len: int) -> dict[str, int]:
         """Return what the meaning of a position depends on, besides seed and number of streams."""
-        return {"documents": items, "data": fingerprint(self.source, items)}
+        # Pieces of documents are counted in this length.
+        pieces = {"seq_len": seq_len} if isinstance(self.encoder, DocumentEncoder) else {}
+        return {"documents": items, "content": fingerprint(self.source, items), **self.made_by, **pieces}
 
     def items_of(self, saved: Mapping[str, int]) -> int:
         """Return how many documents to read: files that were added behind the others wait for another run.
@@ -129,7 +138,7 @@ class TextData(NamedTuple):
             ConfigError: documents are missing, or were added at another place.
         """
         now, before = len(self.source), saved.get("documents", len(self.source))
-        if now > before and "data" in saved and fingerprint(self.source, before) == saved["data"]:
+        if now > before and "content" in saved and fingerprint(self.source, before) == saved["content"]:
             logger.info(
                 f"the data set has {now - before:,} more documents than at the start of this run, which goes on with "
                 f"its {before:,}; a new run reads all (checkpoint.initial_load_path takes the weights there)"
@@ -155,12 +164,21 @@ def open_text(model: Model, dataset: str, path: str | None, training: Training =
     how = Reading.of(training, model.tokenizer_file)
     source, tokenizer = open_source(dataset, path, how), open_tokenizer(model.tokenizer_file)
     whole = partial(WholeStream, alone=training.packing == "pad")
+    ends_of_text = tokenizer.bos_id, tokenizer.eos_id  # files beside that of the tokenizer may name them
+    made_by = {"tokenizer": _hash(tokenizer_hash(model.tokenizer_file), *ends_of_text)}
+    if dataset == "jsonl":
+        made_by["text_field"] = _hash(how.text_field)
     if dataset != "chat" and training.packing in (None, "concatenate"):
-        return TextData(source, tokenizer, DocumentStream)
+        return TextData(source, tokenizer, DocumentStream, made_by)
     if dataset != "chat":
-        return TextData(source, DocumentEncoder(tokenizer), whole)
+        return TextData(source, DocumentEncoder(tokenizer), whole, made_by)
     tokenizer.encode_with_places("", special=True)  # refuses a format that cannot
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
     template = find_template(model.tokenizer_file, model.chat_template, ends)
-    return TextData(source, ConversationEncoder(tokenizer, template), whole)
+    made_by["template"] = _hash(template and template.identity)
+    return TextData(source, ConversationEncoder(tokenizer, template), whole, made_by)
+
+
+def _hash(*parts: object) -> int:
+    return number_of(blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8))

@@ -9,20 +9,24 @@ from __future__ import annotations
 import fcntl
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import eq
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from trainer.config.errors import ConfigError
 from trainer.data.bad_records import BadRecord, Skipped
 from trainer.data.datasets import DATASETS, Reading
+from trainer.data.file_index import ByteRanges
 from trainer.data.hub import HubData
 from trainer.data.json_lines import lines_of
 from trainer.data.streamed import STREAMED, records_of
-from trainer.data.token_files import CODES, HEADER, MAGIC
+from trainer.data.token_files import CODES, HEADER, MAGIC, Pair
 from trainer.data.tokenizer import Tokenizer
 
 
@@ -65,6 +69,32 @@ def parts_of(dataset: str, files: Sequence[str], shard_bytes: int) -> list[Part]
         for start, stop in pairwise(edges):
             found.append(Part(dataset, (file,), stop - start, start, stop))
     return found
+
+
+def keep_if_whole(stem: Path, entry: Mapping[str, Any] | None) -> bool:
+    """Return whether a shard is there and whole. The index of a damaged one is removed, so that it is made again.
+
+    entry: what the manifest says about the shard; None: there is no manifest yet.
+    """
+    index = stem.with_suffix(".idx")
+    if not index.exists():
+        return False
+    with stem.with_suffix(".bin").open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # another process may make it again
+        if not _is_whole(stem, entry):
+            index.unlink(missing_ok=True)
+        return index.exists()
+
+
+def _is_whole(stem: Path, entry: Mapping[str, Any] | None) -> bool:
+    """Return whether the files of a shard fit each other and the manifest; all of them are read."""
+    try:
+        pair, sums = Pair(str(stem.with_suffix(".idx")), entry), np.fromfile(stem.with_suffix(".crc"), dtype="<u4")
+        ids = ByteRanges([pair.ids])
+        found = (zlib.crc32(ids.read(0, *pair.span(i))) for i in range(len(pair)))
+        return len(sums) == len(pair) and all(map(eq, found, sums.tolist()))
+    except (ConfigError, OSError, KeyError, TypeError, ValueError):
+        return False
 
 
 def write_shard(part: Part, stem: Path, tokenizer: Tokenizer, reading: Reading) -> None:

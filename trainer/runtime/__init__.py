@@ -7,6 +7,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "process_group": "Process",
         "launcher_watch": "end_with launcher_of",
-        "dump_folder": "check_creatable folder_held holder_of writing_to",
+        "dump_folder": "check_creatable folder_held folders_of holder_of writing_to",
     },
 )

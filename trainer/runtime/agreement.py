@@ -1,6 +1,7 @@
 """An error that one rank finds is raised on all ranks: a rank that stops alone leaves its peers waiting."""
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -24,6 +25,25 @@ def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.view(-1).view(torch.uint8).numpy())
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> None:
+    """Check that all ranks have the same values. A collective. what: "data", in the message.
+
+    Raises:
+        SharedConfigError: on every rank, if they differ; it has the names of the values that do.
+    """
+    text = json.dumps(values).encode()
+    length = torch.tensor(len(text), device=over.device_type)
+    padded = text.ljust(int(all_reduce(length, over, "max")))
+    rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=over.device_type), over).cpu()
+    found = [json.loads(bytes(row.tolist())) for row in rows]
+    if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
+        names = sorted(name for name in {*found[0], *found[other]} if found[0].get(name) != found[other].get(name))
+        raise SharedConfigError(
+            f"rank {other} has other {what} than rank 0 ({', '.join(names)}); every machine must have the same "
+            "configuration, the same tokenizer and the same files"
+        )
 
 
 def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | dist.ProcessGroup | torch.device) -> T:

@@ -1,8 +1,9 @@
-"""A lock on the dump folder, which belongs to one job at a time. The lock ends with the process that holds it.
+"""Locks on the folders of a job, which belong to one job at a time. A lock ends with the process that holds it.
 
-The kernel holds the lock (`flock`) on `job.lock` in the folder, so a killed job leaves no stale lock. It holds between
-machines where the file system shares locks: NFS from version 4 on, Lustre mounted with `flock`, GPFS, CephFS. On a file
-system without locks the job warns and goes on.
+These are the dump folder, and the folder of the checkpoints that the job saves, which may lie in the dump folder of
+another job. The kernel holds the lock (`flock`) on `job.lock` in the folder, so a killed job leaves no stale lock. It
+holds between machines where the file system shares locks: NFS from version 4 on, Lustre mounted with `flock`, GPFS,
+CephFS. On a file system without locks the job warns and goes on.
 """
 
 import errno
@@ -12,14 +13,15 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import IO
 
 from trainer.config.errors import ConfigError
-from trainer.config.writable import nearest_existing, writable_folder
+from trainer.config.schema import JobConfig
+from trainer.config.writable import is_address, nearest_existing, writable_folder
 from trainer.runtime.full_disk import full_disk
 
 LOCK_FILE = "job.lock"
@@ -28,9 +30,19 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _PATIENCE_SECONDS = 5.0
 
 
+def folders_of(config: JobConfig) -> dict[str, Path]:
+    """Return the folders that a job writes to, by the keys that name them; a remote store has no lock."""
+    found, settings = {"job.dump_folder": Path(config.job.dump_folder)}, config.checkpoint
+    if settings.enable and not settings.load_only and not is_address(settings.folder):
+        checkpoints = Path(config.job.dump_folder, settings.folder)
+        if checkpoints.resolve() != found["job.dump_folder"].resolve():
+            found["checkpoint.folder"] = checkpoints
+    return found
+
+
 @contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Create the folder if it is missing; inside, turn errors of writing to it into errors of `job.dump_folder`.
+def writing_to(folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
+    """Create the folder if it is missing; inside, turn errors of writing to it into errors of the key that names it.
 
     Raises:
         ConfigError: the folder cannot be created or written to.
@@ -39,11 +51,11 @@ def writing_to(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise _refused(folder, error) from None
+        raise _refused(folder, key, error) from None
 
 
-def check_creatable(folder: Path) -> None:
-    """Check that the folder can be created and written to, and leave no trace.
+def check_creatable(folder: Path, key: str) -> None:
+    """Check that the folder of a key can be created and written to, and leave no trace.
 
     Raises:
         ConfigError: it cannot.
@@ -51,11 +63,11 @@ def check_creatable(folder: Path) -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".lct-", dir=nearest_existing(folder)))
     except OSError as error:
-        raise _refused(folder, error) from None
+        raise _refused(folder, key, error) from None
 
 
-def _refused(folder: Path, error: OSError) -> ConfigError:
-    given = f"job.dump_folder = {str(folder)!r} cannot be written"
+def _refused(folder: Path, key: str, error: OSError) -> ConfigError:
+    given = f"{key} = {str(folder)!r} cannot be written"
     if full := full_disk(error, nearest_existing(folder)):
         return ConfigError(f"{given}: {full}; make room there, or name another folder, and run the same command again")
     where = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
@@ -64,37 +76,48 @@ def _refused(folder: Path, error: OSError) -> ConfigError:
 
 @contextmanager
 def folder_held(
-    folder: Path, warn: Callable[[str], object], *, patience_seconds: float = _PATIENCE_SECONDS
+    folder: Path,
+    warn: Callable[[str], object],
+    *,
+    key: str = "job.dump_folder",
+    patience_seconds: float = _PATIENCE_SECONDS,
 ) -> Iterator[None]:
     """Create the folder and hold its lock for this process.
 
-    warn: called with one line if the file system has no locks; patience_seconds: time to wait for another job to end.
+    warn: called with one line if the file system has no locks; key: names the folder, in messages; patience_seconds:
+    time to wait for another job to end.
 
     Raises:
         ConfigError: another job holds the lock, or the folder cannot be written to.
     """
-    with writing_to(folder):
+    with writing_to(folder, key):
         file = (folder / LOCK_FILE).open("ab+", buffering=0)  # a buffer would be written again when the file is closed
     with file:
-        with writing_to(folder):
+        with writing_to(folder, key):
             locked = _wait_for_lock(file, patience_seconds)
             if locked is False:
-                raise _taken(folder, file)
+                raise _taken(folder, key, file)
             if locked is None:
-                warn(f"the file system of {folder} has no locks: let no other job use this folder as job.dump_folder")
+                warn(f"the file system of {folder} has no locks: let no other job use this folder as {key}")
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
             file.truncate(0)
             file.write(f"{json.dumps(holder)}\n".encode())
         yield
 
 
-def holder_of(folder: Path, *, patience_seconds: float = _PATIENCE_SECONDS) -> ConfigError | None:
-    """Return the error that names the job which holds the folder now; None if it is free or missing."""
-    try:
-        with (folder / LOCK_FILE).open("rb+", buffering=0) as file:
-            return None if _wait_for_lock(file, patience_seconds) is not False else _taken(folder, file)
-    except OSError:  # the job will report it
-        return None
+def holder_of(folders: Mapping[str, Path], *, patience_seconds: float = _PATIENCE_SECONDS) -> ConfigError | None:
+    """Return the error that names the job which holds one of the folders now; None if they are free or missing.
+
+    folders: key -> the folder that it names, see `folders_of`.
+    """
+    for key, folder in folders.items():
+        try:
+            with (folder / LOCK_FILE).open("rb+", buffering=0) as file:
+                if _wait_for_lock(file, patience_seconds) is False:
+                    return _taken(folder, key, file)
+        except OSError:  # the job will report it
+            continue
+    return None
 
 
 def _wait_for_lock(file: IO[bytes], patience_seconds: float) -> bool | None:
@@ -114,7 +137,7 @@ def _wait_for_lock(file: IO[bytes], patience_seconds: float) -> bool | None:
         time.sleep(0.1)
 
 
-def _taken(folder: Path, file: IO[bytes]) -> ConfigError:
+def _taken(folder: Path, key: str, file: IO[bytes]) -> ConfigError:
     file.seek(0)
     try:
         holder = json.loads(file.read())
@@ -122,6 +145,6 @@ def _taken(folder: Path, file: IO[bytes]) -> ConfigError:
     except (ValueError, KeyError, TypeError):  # the other job is just writing it
         who = "its name is not known"
     return ConfigError(
-        f"job.dump_folder = {str(folder)!r} is in use by another job ({who}), and a folder belongs to one job at a "
+        f"{key} = {str(folder)!r} is in use by another job ({who}), and a folder belongs to one job at a "
         "time; wait for that job or stop it, or name another folder"
     )

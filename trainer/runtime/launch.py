@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -42,6 +43,7 @@ _GRACE_SECONDS = 10.0
 # If the first rank to end has lost its peers, it has waited for the others already.
 _GRACE_AFTER_LOST_PEERS_SECONDS = 2.0
 _STACK_SECONDS = 0.5
+_LOOPBACK = "127.0.0.1"
 _VARIABLES = {
     "NNODES": ("--nnodes", "nodes of the job"),
     "MASTER_ADDR": ("--master-addr", "first node"),
@@ -78,25 +80,21 @@ def main(argv: list[str] | None = None) -> int:
 def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[LaunchConfig]:
     """Meet the other nodes, and yield what the agent of this node needs; the store of the job lives inside."""
     stores: list[TCPStore] = []
+    alone = nodes.count == 1
+    nodes = replace(nodes, address=_LOOPBACK) if alone else nodes
 
     def open_store() -> int:
         """Open the store on a free port; the agent of the first node, in this process, shares it (multi_tenant)."""
-        stores.append(TCPStore(nodes.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True))
+        where: dict[str, Any] = {"port": 0}
+        if alone:  # a store that opens its own socket listens on all networks
+            listener = socket.create_server((nodes.address, 0))
+            where = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
+        stores.append(TCPStore(nodes.address, is_master=True, wait_for_workers=False, multi_tenant=True, **where))
         return stores[0].port
 
-    meeting: dict[str, Any] = {
-        # On one node a free port is chosen, so that two jobs on one machine do not meet.
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0",
-        "local_addr": "localhost",
-    }
-    if nodes.count > 1:
-        rank, port = meet(nodes, ranks, timeout_seconds, open_store)
-        meeting = {
-            "rdzv_backend": "static",
-            "rdzv_endpoint": replace(nodes, port=port).place,
-            "rdzv_configs": {"rank": rank, "timeout": timeout_seconds},
-        }
+    rank, port = (0, open_store()) if alone else meet(nodes, ranks, timeout_seconds, open_store)
+    if alone:
+        _keep_gloo_on_this_machine()
     yield LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
@@ -104,9 +102,22 @@ def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[Laun
         run_id=nodes.job,
         max_restarts=0,
         monitor_interval=0.1,
-        **meeting,
+        # Not "c10d": its state is a pickle in the store, and whoever reaches the store could have code run here.
+        rdzv_backend="static",
+        rdzv_endpoint=replace(nodes, port=port).place,
+        rdzv_configs={"rank": rank, "timeout": timeout_seconds},
         **_signals_left_to_us(),
     )
+
+
+def _keep_gloo_on_this_machine() -> None:
+    """Let gloo listen on the loopback interface alone, unless the user has named one.
+
+    PyTorch sends pickles over gloo, such as the plan of a checkpoint, so no other machine may connect.
+    """
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if loopback := next((name for name in ("lo", "lo0") if name in interfaces), None):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 class Watchdog:

@@ -13,6 +13,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.fields import fields_of
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Model
+from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.tasks.task import Batch, Share
 from trainer.transforms.compile import compiled_loss
 
@@ -30,6 +31,9 @@ class FieldTask:
         self.squared_errors = compiled_loss(squared_errors, job.compilation)
 
     def build_loader(self) -> FieldLoader:
+        return raise_on_all_ranks(self._open_loader, self.dims["world"])
+
+    def _open_loader(self) -> FieldLoader:
         training, model = self.config.training, self.job.model
         return FieldLoader(
             fields_of(self.config),

@@ -13,7 +13,7 @@ from trainer.components.loss import count_valid, token_losses
 from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.mixture import Mixture, open_training_data
+from trainer.data.mixture import open_training_data
 from trainer.data.workers import WorkerSettings
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
@@ -22,6 +22,7 @@ from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
 from trainer.job.training import BALANCE_GROWTH
 from trainer.models.model_spec import Decoder, model_spec
+from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step
 from trainer.tasks.task import Batch, Share
@@ -41,10 +42,11 @@ class LanguageTask:
         self.token_losses = compiled_loss(token_losses, job.compilation)
 
     def build_loader(self) -> Loader:
+        planner = None if self.job.balances else self.batch_planner
+        loader = raise_on_all_ranks(lambda: self.open_loader(planner), self.dims["world"])
         if not self.job.balances:
-            return self.open_loader(self.batch_planner)
-        timeout = timedelta(seconds=self.config.comm.init_timeout_seconds)
-        loader, group = self.open_loader(None), self.dims.host_group("dp", timeout)
+            return loader
+        group = self.dims.host_group("dp", timedelta(seconds=self.config.comm.init_timeout_seconds))
         return BalancedBatches(loader, self._balanced_step(), group, self.batch_planner)
 
     def open_loader(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Loader:
@@ -52,9 +54,8 @@ class LanguageTask:
         training, dims = self.config.training, self.dims
         reopen = partial(open_training_data, self.config)
         workers = WorkerSettings(training.data_workers, ahead=self.job.micro_batches, reopen=reopen)
-        data = reopen()
         return BatchLoader(
-            *((data,) if isinstance(data, Mixture) else data),
+            reopen(),
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,

@@ -110,13 +110,18 @@ class Validation:
                 "validation.seq_len"
             )
 
+    @property
+    def identity(self) -> dict[str, int]:
+        """What decides the validation data, by name."""
+        return self._data.describe(self._data.items, self.seq_len)
+
     def due(self, step: int, *, last: bool) -> bool:
         """Return whether this step is validated: every `validation.freq`-th, and the last one."""
         return last or step % self.settings.freq == 0
 
     def sequences(self) -> Iterator[PackedSequence]:
         """Yield whole packed sequences of one pass over the documents, at most `validation.sequences` of them."""
-        source, encoder, kind = self._data
+        source, encoder, kind, _ = self._data
         stream = kind(source, encoder, np.arange(len(source), dtype=np.int64), stream=0, seq_len=self.seq_len, seed=0)
         wanted = self.settings.sequences
         while not wanted or stream.samples < wanted:

@@ -243,7 +243,7 @@ def _as_torch_has_it(name: str, result: Any, seen: tuple[whole.Seen, ...], given
             continue
         if tuple(x.shape) != shape:
             raise DomainOperatorError(f"the rule of {name} returned the shape {tuple(x.shape)}, torch returns {shape}")
-        sources = [other for other in given if torch._C._is_alias_of(x.local, other.local)]
+        sources = [other for other in given if whole.is_alias(x.local, other.local)]
         if sources and not is_view:
             x.local = x.local.clone()
         elif is_view:

@@ -94,10 +94,15 @@ def _results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, .
         Seen(
             tuple(x.shape),
             None if x.is_contiguous() else x.stride(),
-            any(torch._C._is_alias_of(x, tensor) for tensor in tensors),
+            any(is_alias(x, tensor) for tensor in tensors),
         )
         for x in found
     )
+
+
+def is_alias(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors share memory."""
+    return torch._C._is_alias_of(a, b)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
