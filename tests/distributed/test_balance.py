@@ -133,6 +133,11 @@ def balanced_batches_of(group: dist.ProcessGroup) -> Iterator[dict[str, torch.Te
     return iter(BalancedBatches(Sequences(group.rank()), step, group, plan=lambda arrays: arrays["tokens"].shape))
 
 
+def cost_of(batch: dict[str, torch.Tensor]) -> float:
+    """Work of a micro-batch, as `balanced_batches_of` counts it."""
+    return sum(len(x) + len(x) ** 2 / 8 for x in documents_of_batch(batch))
+
+
 @pytest.mark.parametrize("ranks", [4, *slow(1, 2)])
 def test_every_document_with_a_label_is_somewhere_once(pool: WorkerPool, ranks: int) -> None:
     results = pool.run(ranks, exchanged)
@@ -148,6 +153,9 @@ def test_every_document_with_a_label_is_somewhere_once(pool: WorkerPool, ranks: 
         )
         wanted = [x for one in read for x in documents_of_batch({name: x[None] for name, x in one.items()})]
         assert sorted(map(np.ndarray.tolist, found)) == sorted(map(np.ndarray.tolist, wanted))
+        work = [[cost_of(batch) for batch in result[3 * step : 3 * step + 3]] for result in results]
+        slowest = sum(max(of_micro_batch) for of_micro_batch in zip(*work, strict=True))
+        assert slowest < 1.3 * np.sum(work) / ranks, "what balancing is for"
     moved = 0
     for rank, result in enumerate(results):
         for batch in result:

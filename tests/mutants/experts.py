@@ -97,4 +97,25 @@ EXPERTS = (
         'batch["tokens"].numel()',
         "tests/distributed/test_experts.py::test_padded_texts_are_learnt_as_packed_ones",
     ),
+    Mutant(
+        "expert biases move the wrong way",
+        "trainer/models/common/moe.py",
+        "router.selection_bias += router.bias_update_rate",
+        "router.selection_bias -= router.bias_update_rate",
+        "tests/unit/test_experts.py::test_biases_bring_experts_to_equal_loads",
+    ),
+    Mutant(
+        "expert biases decay",
+        "trainer/components/optimizer.py",
+        "p not in embeddings and p not in biases",
+        "p not in embeddings",
+        "tests/unit/test_experts.py::test_matrices_of_experts_decay_and_their_biases_do_not",
+    ),
+    Mutant(
+        "routers get adapters",
+        "trainer/config/transforms.py",
+        'module in self.modules if self.modules else module != "gate"',
+        "not self.modules or module in self.modules",
+        "tests/unit/test_experts.py::test_routers_get_no_adapters",
+    ),
 )

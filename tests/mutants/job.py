@@ -529,4 +529,32 @@ PROCESSES = (
         "''",
         "tests/unit/test_hugging_face.py",
     ),
+    Mutant(
+        "a mixture draws its sources from the next sample",
+        "trainer/data/mixture.py",
+        "source_of(self.samples * self._n + self._stream, self._ends)",
+        "source_of((self.samples + 1) * self._n + self._stream, self._ends)",
+        "tests/unit/test_mixture.py::test_sample_i_of_the_run_is_of_source_i_of_the_sequence",
+    ),
+    Mutant(
+        "all documents of a balanced step go to rank 0",
+        "trainer/tasks/balanced_batches.py",
+        "to = dealt.bins % ranks",
+        "to = dealt.bins * 0",
+        "tests/distributed/test_balance.py::test_every_document_with_a_label_is_somewhere_once",
+    ),
+    Mutant(
+        "a replicated tensor adds up in its neighbour's gradient",
+        "trainer/distributed/sharding/placement.py",
+        "torch.float32), copy=True).contiguous()",
+        "torch.float32)).contiguous()",
+        "tests/unit/test_thread_attention.py::test_a_replicated_tensor_sums_its_own_gradient_alone",
+    ),
+    Mutant(
+        "YaRN's ramp ends behind the last pair",
+        "trainer/models/common/rotary.py",
+        "min(last, head_dim - 1)",
+        "last",
+        "tests/unit/test_model.py::test_scaled_frequencies_are_those_of_transformers",
+    ),
 )

@@ -1,13 +1,22 @@
 """Laws of a mixture of experts on one process: no token is dropped, and each gets the weighted sum of its experts."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from trainer.components.optimizer import build_optimizer
+from trainer.config.schema import LoRA, Optimizer
 from trainer.models.common import experts as experts_module
+from trainer.models.common import moe
 from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.common.experts import Experts
 from trainer.models.common.moe import MoE, Router
+from trainer.models.model_spec import model_spec
+from trainer.models.registry import MODELS
+from trainer.transforms.lora import apply_lora
 
 DIM = 16
 
@@ -145,3 +154,43 @@ def test_padding_is_no_load_and_is_not_balanced(coefficient: float) -> None:
     assert count.tolist() == wanted.tolist()
     assert count.sum() == 2 * real.sum()
     assert (gradient - alone).norm() < 1e-12 * alone.norm()
+
+
+def test_biases_bring_experts_to_equal_loads() -> None:
+    """Their purpose: after some steps a skewed router sends each expert its share, and the overloaded one has paid."""
+    router = Router(DIM, ExpertArgs(6, 2, 8), aux_loss_coef=0.0, bias_update_rate=0.05)
+    router.init_buffers(torch.device("cpu"))
+    drawn(router)
+    args = SimpleNamespace(experts=ExpertArgs(6, 2, 8), n_layers=1, router_aux_loss_coef=0.0)
+    part = torch.nn.ModuleList([router])
+    part.args = args
+    x = torch.randn(512, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.5
+    imbalances = []
+    with mock.patch.object(moe, "all_reduce", lambda counts, _over: counts):
+        for _ in range(60):
+            router(x)
+            moe.update_balance([part], {"dp_cp_tp": None}, updated=True)
+            imbalances.append(router.load.max().item() * 6)
+            if len(imbalances) == 1:
+                first = router.load.clone()
+    assert imbalances[0] > 1.5
+    assert imbalances[-1] < 1.15
+    assert router.selection_bias[first.argmax()] < 0 < router.selection_bias[first.argmin()]
+
+
+def test_matrices_of_experts_decay_and_their_biases_do_not() -> None:
+    module = MoE(DIM, ExpertArgs(4, 2, 8, biases=True))
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = build_optimizer([module], Optimizer(weight_decay=0.1)).param_groups
+    decaying = {names[p] for group in groups if group["weight_decay"] for p in group["params"]}
+    assert decaying == {"router.gate.weight", "experts.w13", "experts.w2"}
+    assert set(names.values()) - decaying == {"router.gate.bias", "experts.b13", "experts.b2"}
+
+
+def test_routers_get_no_adapters() -> None:
+    """An adapter would move tokens to experts that have not learnt them."""
+    with torch.device("meta"):
+        model = model_spec("qwen3_moe").build(MODELS["qwen3_moe"][0]["debugmodel"])
+    apply_lora(model, LoRA(rank=2))
+    adapted = {name.rsplit(".", 1)[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".", 2)[2] for name in adapted} == {f"attention.{part}" for part in ("wq", "wk", "wv", "wo")}

@@ -70,6 +70,15 @@ def test_each_source_has_its_share_at_any_time_in_the_whole_and_in_each_stream(w
             assert abs(mine.sum() - share * len(mine)) < 5
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_sample_i_of_the_run_is_of_source_i_of_the_sequence(n: int) -> None:
+    """As docs/data.md gives it, whatever the number of streams: sample i is number i // n of stream i % n."""
+    golden = (5**0.5 - 1) / 2
+    ends = np.cumsum(WEIGHTS)
+    wanted = [int(np.searchsorted(ends, (i * golden) % 1, side="right")) for i in range(300)]
+    assert [source for source, *_ in rows(islice(iter(loader(n=n)), 300))] == wanted
+
+
 def test_a_weight_of_zero_is_no_sample() -> None:
     for weights in ((0, 1, 0, 1, 0), (0, 1), (1, 0)):
         found = Counter(source_of(sample, ends_of(weights)) for sample in range(10_000))

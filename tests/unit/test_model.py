@@ -297,6 +297,29 @@ def test_yarn_takes_its_original_length_from_key_flavor_or_scaling() -> None:
     assert given(args, Model(rope_scaling=8.0)) == RopeScaling(8.0)
 
 
+@pytest.mark.parametrize(
+    ("theta", "original"), [(10.0, 16), (10.0, 4096), (10000.0, 16), (10000.0, 4096), (10000.0, 10**8), (1e6, 4096)]
+)
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "yarn, not truncated"])
+def test_scaled_frequencies_are_those_of_transformers(kind: str, theta: float, original: int) -> None:
+    """Also where the ramp of YaRN would begin before the first pair, or end behind the last one."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    truncate = kind == "yarn"
+    kind = kind.partition(",")[0]
+    more = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, "yarn": {"truncate": truncate}}.get(kind, {})
+    lengths = {} if kind == "linear" else {"original_max_position_embeddings": original}
+    rope = {"rope_type": kind, "rope_theta": theta, "factor": 8.0, **lengths, **more}
+    config = LlamaConfig(head_dim=16, max_position_embeddings=8 * original, rope_parameters=rope)
+    theirs, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    scaling = RopeScaling(8.0, original_max_seq_len=original, kind=kind, truncate=truncate or kind != "yarn")
+    ours = rope_frequencies(16, theta, scaling)
+    assert (ours - theirs.double()).norm() < 1e-6 * theirs.norm()
+    assert ((ours / theirs.double()) - 1).abs().max() < 1e-5
+    assert scaling.magnitude == pytest.approx(magnitude)
+
+
 def test_another_factor_keeps_the_rest_of_the_flavors_scaling() -> None:
     given = lambda args, **keys: args.configured(Model(**keys), vocab_size=1, max_seq_len=99).rope_scaling  # noqa: E731
     yarn = MODELS["gpt_oss"][0]["20b"]

@@ -19,7 +19,7 @@ from tests.covering import Row, covering_array
 from tests.distributed.attention_cases import BATCH, Case, random, relative
 from tests.distributed.test_exchange import LAYOUTS, expected, wishes
 from tests.distributed.test_region import decoder_region
-from tests.thread_attention import EXACT, SCALE, allowed, attended, axes, errors, found_and_bounds, wanted
+from tests.thread_attention import EXACT, SCALE, allowed, attended, axes, case_of, errors, found_and_bounds, wanted
 from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.distributed.context_parallel.attention import context_parallel_attention
 from trainer.distributed.context_parallel.context import context_parallel
@@ -27,6 +27,9 @@ from trainer.distributed.context_parallel.execution import ring, ulysses
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding import exchange as door
 from trainer.distributed.sharding.exchange import Pending, exchange
+from trainer.distributed.sharding.placement import replicate
+
+BALANCER = {"balancer": "head_tail"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -178,3 +181,38 @@ def test_a_ring_that_reuses_what_it_sends_is_found(device: str) -> None:
         pytest.raises(AssertionError, match="what was sent was overwritten before the wait"),
     ):
         run_ranks(4, attended, case, case.options.layout(53, 4), device=device)
+
+
+# ---- gradients of what every rank has
+
+
+def replicated_beside(rank: int, mesh: ThreadMesh) -> list[list[float]]:
+    """Gradients of a replicated tensor, of a neighbour that shares its cotangent, and that cotangent."""
+    device = mesh.device_type
+    whole, own = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    cotangent = torch.full((3,), rank + 1.0, device=device)
+    (replicate(whole, mesh.get_group()) + own).backward(cotangent)
+    return [x.tolist() for x in (whole.grad, own.grad, cotangent)]
+
+
+def test_a_replicated_tensor_sums_its_own_gradient_alone(device: str) -> None:
+    """Autograd gives both terms of a sum one cotangent: adding the ranks' up in place would change the other's."""
+    for rank, found in enumerate(run_ranks(2, replicated_beside, device=device)):
+        assert found == [[3.0] * 3, [rank + 1.0] * 3, [rank + 1.0] * 3]
+
+
+@pytest.mark.parametrize("method", ["all_to_all", "hybrid"])
+def test_gradients_of_a_heads_copies_are_added_up_in_float32(method: str) -> None:
+    """Rounding each of them to bfloat16 first costs the result half of its precision, on every layout alike."""
+    case = case_of({"method": method, "degree": "4", "mask": "causal", "kernel": "math bfloat16"} | BALANCER, "cpu")
+    case = dataclasses.replace(case, heads=(8, 1))
+    added: list[tuple[torch.dtype, int]] = []
+    real = ulysses._summed
+
+    def seen(x: torch.Tensor, copies: int) -> torch.Tensor:
+        added.append((x.dtype, copies))
+        return real(x, copies)
+
+    with mock.patch.object(ulysses, "_summed", seen):
+        run_ranks(4, attended, case, case.options.layout(case.seq_len, 4, case.batch_mask))
+    assert set(added) == {(torch.float32, 4 if method == "all_to_all" else 2)}
