@@ -8,20 +8,35 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+_ITEM = re.compile(r"(\*|-|\d+\.) ")
 _LINK = re.compile(r"\[([^]]*)\]\((?!https?:|#)([^)\s]+)\)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages to those of docs/."""
     for source, page in PAGES.items():
-        text = site_links((ROOT / source).read_text(encoding="utf-8"))
+        text = code_in_lists(site_links((ROOT / source).read_text(encoding="utf-8")))
         files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Change the links of a page of docs/."""
-    return site_links(markdown)
+    """Change the links of a page of docs/, and the indent of code in its lists."""
+    return code_in_lists(site_links(markdown))
+
+
+def code_in_lists(text: str) -> str:
+    """Return the text with code of list items indented by 8 blanks, as the site asks for; GitHub takes 6 from 4 + 2."""
+    lines, in_list, in_code, fenced = [], False, False, False
+    for line in text.split("\n"):
+        fenced ^= line.lstrip().startswith("```")
+        if line and not line.startswith(" "):
+            in_list = bool(_ITEM.match(line))
+        blank_before = not lines or not lines[-1].strip()
+        in_code = in_list and not fenced and line.startswith(" " * 6) and (in_code or blank_before)
+        lines.append("  " + line if in_code else line)
+        in_code = in_code or (in_list and not line.strip() and len(lines) > 1 and lines[-2].startswith(" " * 8))
+    return "\n".join(lines)
 
 
 def site_links(text: str) -> str:

@@ -1,5 +1,6 @@
 """The documentation as a site: it builds without a broken link, and a real browser shows it and searches in it."""
 
+import html
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from urllib.request import Request, urlopen
 import pytest
 import websocket
 
-from scripts.site_pages import site_links
+from scripts.site_pages import code_in_lists, site_links
 
 ROOT = Path(__file__).resolve().parents[2]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -70,6 +71,31 @@ def test_links_are_those_of_the_site() -> None:
         "[a](data.md#packing) [b](contributing.md) `trainer/trainer.py` [c](https://x.y) [d](#here)"
     )
     assert site_links("[gone](nowhere.md)") == "[gone](nowhere.md)"  # the build refuses it
+
+
+def test_code_in_a_list_is_code(site: Path) -> None:
+    item = "* one:\n\n{0}[training]\n{0}seq_len = 2048\n\n{0}# more\n\n  and prose\n\n{0}code\n\nEnd\n\n    top"
+    assert code_in_lists(item.format(" " * 6)) == item.format(" " * 8)
+    blocks = re.findall(r"<pre>.*?</pre>", (site / "configuration.html").read_text(), re.DOTALL)
+    page = re.sub(r"<[^>]+>", "", "".join(blocks))
+    inherited = (ROOT / "docs" / "configuration.md").read_text()
+    block = re.search(r"\n\n((?:      \S.*\n)+)", inherited)[1]
+    for line in block.splitlines():
+        assert html.unescape(page).count(line.strip()), line
+
+
+@needs_browser
+def test_code_is_not_cut_on_a_screen_of_1280_pixels(site: Path, tmp_path: Path) -> None:
+    """What explains a command stands behind it."""
+    script = (
+        "<script>addEventListener('load', () => { const cut = [...document.querySelectorAll('pre > code')]"
+        ".filter(x => x.scrollWidth > x.clientWidth + 1).map(x => x.innerText.slice(0, 60));"
+        "document.title = 'cut: ' + JSON.stringify(cut) })</script>"
+    )
+    page = site / "measured.html"
+    page.write_text((site / "index.html").read_text().replace("</body>", f"{script}</body>"))
+    dom = shown(f"file://{page}", "--window-size=1280,900")
+    assert "<title>cut: []</title>" in dom, re.search(r"<title>.*?</title>", dom)
 
 
 @needs_browser

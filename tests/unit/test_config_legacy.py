@@ -13,6 +13,10 @@ from trainer.config.torchtitan import ABSENT, OLDER
 
 # older spelling, value -> today's key, value
 CASES = [
+    ("profiling.run_profiler", True, "profiling.enable_profiling", True),
+    ("profiling.profile_every_x_iter", 7, "profiling.profile_freq", 7),
+    ("training.checkpoint_interval", 40, "checkpoint.interval", 40),
+    ("training.pipeline_parallel_degree", 2, "parallelism.pipeline_parallel_degree", 2),
     ("training.data_parallel_replicate_degree", 2, "parallelism.data_parallel_replicate_degree", 2),
     ("training.data_parallel_shard_degree", 4, "parallelism.data_parallel_shard_degree", 4),
     ("training.tensor_parallel_degree", 2, "parallelism.tensor_parallel_degree", 2),

@@ -112,3 +112,9 @@ def test_schedules_are_the_words_of_their_key_and_those_of_torch() -> None:
         arguments = ["--parallelism.pipeline_parallel_degree=2", f"--parallelism.pipeline_parallel_schedule={name}"]
         plan = resolve(parse_command_line(arguments).config, 2).pipeline
         assert torch_schedules.get_schedule_class(plan.schedule).__name__ == f"Schedule{name}"
+
+
+def test_the_readme_counts_the_lines_of_the_package() -> None:
+    given = re.search(r"about\s+([\d,]+)\s+lines", (ROOT / "README.md").read_text())[1]
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "trainer").rglob("*.py"))
+    assert lines == pytest.approx(int(given.replace(",", "")), rel=0.03)

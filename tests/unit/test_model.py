@@ -105,7 +105,15 @@ def test_norms_have_the_parameters_they_should(norm_type: str):
 
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_flavors_have_the_published_size(flavor: str):
-    published = {"1B": 1.24e9, "3B": 3.21e9, "8B": 8.03e9, "70B": 70.6e9, "405B": 405.9e9, "debugmodel": 4.6e6}
+    published = {
+        "7B": 6.74e9,
+        "1B": 1.24e9,
+        "3B": 3.21e9,
+        "8B": 8.03e9,
+        "70B": 70.6e9,
+        "405B": 405.9e9,
+        "debugmodel": 4.6e6,
+    }
     args = FLAVORS[flavor] if flavor != "debugmodel" else replace(FLAVORS[flavor], vocab_size=4352)
     with torch.device("meta"):
         model = Transformer(args)

@@ -49,7 +49,7 @@ def _read_option(token: str, words: list[str], schema: type, read: Options) -> N
     if not negated:
         if len(words) == 1:
             word, renamed = todays_value(name, words[0], COMMAND_LINE)
-            words = [str(word)]
+            words = word if isinstance(word, list) else [str(word)]
             read.notes += renamed
         value = from_words(_label(name), words, key.kind, key.works, infinite=key.may_be_infinite)
     elif words:

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.config.keys import Key, keys_of
 from trainer.config.schema import JobConfig
-from trainer.config.torchtitan import ABSENT, OLDER, OLDER_VALUES
+from trainer.config.torchtitan import ABSENT, OLDER, OLDER_VALUES, ONCE_STRINGS
 from trainer.config.values import shown
 
 _OF_THE_MODEL = ("model.", "checkpoint.initial_load_")
@@ -70,6 +70,9 @@ def rewrite(values: Mapping[str, Any], where: str) -> Settings:
 
 def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str, ...]]:
     """Return today's name of a value of one of today's keys, and a note if the name has changed."""
+    if key in ONCE_STRINGS and isinstance(value, str):
+        words = [word.strip() for word in value.split(",") if word.strip()]
+        return words, (f"{key} = {shown(value)} ({where}) is read as {key} = {shown(words)}",)
     names = OLDER_VALUES.get(key, {})
     if not isinstance(value, str) or value not in names:
         return value, ()

@@ -113,6 +113,9 @@ OLDER: dict[str, Spelling] = {
     **_moved("scheduler", "warmup_steps decay_ratio decay_type", "lr_scheduler"),
     "scheduler.lr_min": Spelling("lr_scheduler.min_lr_factor"),
     "training.dataloader.num_workers": Spelling("training.data_workers"),
+    "profiling.run_profiler": Spelling("profiling.enable_profiling"),
+    "profiling.profile_every_x_iter": Spelling("profiling.profile_freq"),
+    "training.checkpoint_interval": Spelling("checkpoint.interval"),
     "training.batch_size": Spelling("training.local_batch_size"),
     "validation.enabled": Spelling("validation.enable"),
     "training.warmup_steps": Spelling("lr_scheduler.warmup_steps"),
@@ -121,7 +124,8 @@ OLDER: dict[str, Spelling] = {
     "training.data_parallel_degree": Spelling("parallelism.data_parallel_shard_degree"),
     **_moved(
         "training",
-        "data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree fsdp_reshard_after_forward "
+        "data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree pipeline_parallel_degree "
+        "fsdp_reshard_after_forward "
         "disable_loss_parallel",
         "parallelism",
     ),
@@ -167,10 +171,14 @@ OLDER: dict[str, Spelling] = {
 
 # Older or other values of today's keys, and their names here; None: the default.
 OLDER_VALUES: dict[str, dict[str, str | None]] = {
+    "model.name": {"llama": "llama3"},
     "model.norm_type": {"fused_rmsnorm": "rmsnorm", "compiled_rmsnorm": "rmsnorm"},
     "parallelism.pipeline_parallel_schedule_csv": {"": None},
     "checkpoint.initial_load_path": {"": None},
 }
+
+# Keys whose value is a list today, and was one string with commas once.
+ONCE_STRINGS = frozenset({"float8.filter_fqns"})
 
 
 def _refused(keys: str, *off: object, instead: str = "leave it out", needs: str = "") -> dict[str, Absent]:
@@ -236,7 +244,9 @@ ABSENT: dict[str, Absent] = {
     **_refused("training.dataloader.persistent_workers training.dataloader.pin_memory", False, instead=_WORKERS),
     **_refused(_COMPILED_AUTOGRAD, False, instead="use compile.enable alone"),
     **_refused("parallelism.expert_tensor_parallel_degree", 1, instead=_NO_EXPERTS),
-    **_refused(_EXPERTS, (), instead=_NO_EXPERTS),
+    **_refused(_EXPERTS, (), instead=_NO_EXPERTS, needs="float8.enable"),
+    **_refused("training.checkpoint_interval_type", "steps", instead=_CHECKPOINT["interval_type"][1]),
+    **_refused("training.checkpoint_folder", "", instead="set checkpoint.enable and checkpoint.folder"),
     **{
         key: absent
         for name, (off, instead) in _CHECKPOINT.items()

@@ -170,6 +170,12 @@ def fingerprint(source: DocumentSource, documents: int) -> int:
 
 def _found(name: str, path: str | None) -> tuple[Source, list[str]]:
     if name not in DATASETS:
+        if name == "c4_test":
+            raise ConfigError(
+                "training.dataset = 'c4_test' means the 2,000 documents in torchtitan's repository; use "
+                "training.dataset = 'jsonl' and training.dataset_path = 'torchtitan/tests/assets/c4_test/data.json', "
+                "where your clone of it lies"
+            )
         if name.startswith("c4") or "/" in name:
             hub = "allenai/c4 --hub-config en" if name.startswith("c4") else name
             raise ConfigError(

@@ -116,8 +116,11 @@ def flavor_args(model: Model) -> ModelArgs:
         return there.read(entries)
     flavors = MODELS[model.name][0]
     if model.flavor not in flavors:
+        experts = f"{model.name}_moe"
+        beside = f"; mixtures of experts are of model.name = {experts!r}" * (experts in MODELS)
         raise ConfigError(
-            f"model.flavor = {model.flavor!r} is not a flavor of {model.name}{did_you_mean(model.flavor, flavors)}"
+            f"model.flavor = {model.flavor!r} is not a flavor of {model.name}"
+            f"{did_you_mean(model.flavor, flavors)}{beside}"
         )
     return flavors[model.flavor]
 

@@ -13,6 +13,8 @@ from trainer.models.hf_config import Entries
 # The published 8B and 70B are Llama 3 here (no scaling); `model.rope_scaling = 8.0` makes them Llama 3.1.
 FLAVORS: dict[str, TransformerArgs] = {
     "debugmodel": TransformerArgs(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden_dim=512),
+    # Llama 2's
+    "7B": TransformerArgs(n_kv_heads=32, ffn_hidden_dim=11008, vocab_size=32000, max_seq_len=4096, rope_theta=10000.0),
     "1B": TransformerArgs(
         dim=2048, n_layers=16, ffn_hidden_dim=8192, rope_scaling=RopeScaling(32.0), tie_embeddings=True
     ),
