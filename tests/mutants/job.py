@@ -557,4 +557,32 @@ PROCESSES = (
         "last",
         "tests/unit/test_model.py::test_scaled_frequencies_are_those_of_transformers",
     ),
+    Mutant(
+        "a GPU that is not there is missed before PyTorch is imported",
+        "trainer/runtime/devices.py",
+        'wanted == "cuda" and not self.gpus',
+        'wanted == "gpu" and not self.gpus',
+        "tests/unit/test_start.py::test_no_wrong_input_waits_for_torch",
+    ),
+    Mutant(
+        "a folder that cannot be is missed before PyTorch is imported",
+        "trainer/runtime/dump_folder.py",
+        'os.rmdir(tempfile.mkdtemp(prefix=".lct-", dir=nearest_existing(folder)))',
+        "pass",
+        "tests/unit/test_start.py::test_no_wrong_input_waits_for_torch",
+    ),
+    Mutant(
+        "a node that nobody knows is missed before PyTorch is imported",
+        "trainer/commands/train.py",
+        "        addresses_of(nodes)\n",
+        "        pass\n",
+        "tests/unit/test_start.py::test_no_wrong_input_waits_for_torch",
+    ),
+    Mutant(
+        "a failed run does not say that it resumes",
+        "trainer/commands/train.py",
+        "if steps := saved_steps(folder):",
+        "if steps := ():",
+        "tests/unit/test_start.py::test_a_run_that_failed_says_how_it_resumes",
+    ),
 )
