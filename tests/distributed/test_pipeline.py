@@ -148,7 +148,8 @@ def other_rows_case(arguments: list[str]) -> list[float]:
             batch = next(iter(trainer.task.build_loader()))
             valid = torch.tensor(10)
             for start in range(0, 4, rows):
-                part = {name: x[start : start + rows].clone() for name, x in batch.items()}
+                tensors = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor)}
+                part = {name: x[start : start + rows].clone() for name, x in tensors.items()}
                 trainer.forward_backward(part, valid, last=start + rows == 4)
             settle_gradients(trainer.parameters)
             squares = squared_norm(trainer.parameters, trainer.dims)

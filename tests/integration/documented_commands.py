@@ -175,7 +175,7 @@ RULES = [
         says="the settings are valid",
     ),
     Rule(
-        r"(?:CONFIG_FILE=(\S+) )?(?:for .*; do )?sbatch [^;]*multinode_trainer\.slurm([^;]*)(?:; done)?",
+        r"(?:for .*; do )?(?:CONFIG_FILE=(\S+) )?sbatch [^;]*multinode_trainer\.slurm([^;]*)(?:; done)?",
         r"bash -n multinode_trainer.slurm && lct check \1 \2 --world-size 64",
         why="it needs Slurm; test_several_nodes.py runs the script with stand-ins",
         says="the settings are valid",
@@ -185,14 +185,14 @@ RULES = [
     Rule(r"export .*", slow=False),
     # ---- weights of Hugging Face
     Rule(
-        r"(lct train --model\.flavor \./Llama.*) (--training\.dataset chat .*)",
+        r"(lct train --model\.path \./Llama.*) (--training\.dataset chat .*)",
         rf"trap 'rm -rf chat.jsonl Llama-3.2-1B-Instruct' EXIT; {CHAT}; \g<0> {SHORT}",
         why=f"{LONG}; a small model stands in",
         first=f"rm -rf outputs/chat; {LLAMA}",
         says=r"weights saved for Hugging Face(?s:.*)training done",
     ),
     Rule(
-        r"lct train --model\.flavor \./Llama\S+ .*",
+        r"lct train --model\.path \./Llama\S+(?: .*)?",
         rf"\g<0> {SHORT}",
         why=f"{LONG}; a small model stands in",
         first=LLAMA,

@@ -273,7 +273,7 @@ RULES = [
         8,
         ["tensor_parallel_degree = 8", "513 tokens in the vocabulary", "that fit this model: 1"],
     ),
-    (["--model.flavor", "9B"], 1, ["model.flavor = '9B'", "debugmodel, 1B"]),
+    (["--model.flavor", "9B"], 1, ["model.flavor = '9B'", "debugmodel, 7B, 1B"]),
     (["--model.flavor", "debug"], 1, ["model.flavor = 'debug'", "'debugmodel'"]),
     (["--model.name", "lama3"], 1, ["model.name = 'lama3'", "'llama3'"]),
     (["--model.tokenizer_path", "nowhere.model"], 1, ["model.tokenizer_path = 'nowhere.model'", "does not exist"]),

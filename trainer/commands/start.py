@@ -62,11 +62,6 @@ def parse(argv: list[str]) -> Start:
     ranks = None
     if "ngpu" in known:
         ranks = whole_number("--ngpu", known.ngpu, such_as="--ngpu 2")
-        if any(word.startswith("--world-size") for word in rest):
-            raise ConfigError(
-                f"--ngpu {ranks} is for a job that starts here, and --world-size for one on other machines; leave one "
-                "of them out"
-            )
     elif "NGPU" in os.environ:
         ranks = whole_number("NGPU", os.environ["NGPU"], such_as="NGPU=2")
     config = config or os.environ.get("CONFIG_FILE") or str(DEFAULT_CONFIG)

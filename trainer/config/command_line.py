@@ -7,6 +7,7 @@ from trainer.config.errors import ConfigError, Problems
 from trainer.config.keys import Key
 from trainer.config.legacy import accepted_keys, todays_value
 from trainer.config.spelling import nearest
+from trainer.config.torchtitan import ONCE_STRINGS
 from trainer.config.unknown import unknown_key
 from trainer.config.values import from_words, shown
 
@@ -47,9 +48,9 @@ def _read_option(token: str, words: list[str], schema: type, read: Options) -> N
     name, negated = _option_name(token, words, schema)
     key = (ACTIONS | accepted_keys(schema))[name]
     if not negated:
-        if len(words) == 1:
+        if len(words) == 1 and name not in ONCE_STRINGS:  # a word is a list of one
             word, renamed = todays_value(name, words[0], COMMAND_LINE)
-            words = word if isinstance(word, list) else [str(word)]
+            words = [str(word)]
             read.notes += renamed
         value = from_words(_label(name), words, key.kind, key.works, infinite=key.may_be_infinite)
     elif words:
