@@ -13,6 +13,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.GRADIENTS,
     *attention.PLANS,
     *attention.EXECUTION,
+    *attention.EMPTY_GROUPS,
     *attention.CONVOLUTIONS,
     *attention.SHOWN_PLANS,
     *attention.MODELS_OF_OTHERS,

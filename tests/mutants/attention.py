@@ -372,6 +372,23 @@ SHOWN_PLANS = (
     ),
 )
 
+EMPTY_GROUPS = (
+    Mutant(
+        "a head group without rows raises alone",
+        f"{_CP}/execution/travel.py",
+        "_joined([pieces[0][:0], *in_order])",
+        "_joined(in_order)",
+        _THREADS,
+    ),
+    Mutant(
+        "a head group judges its own layouts",
+        f"{_CP}/execution/ulysses.py",
+        "if self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
+        "if len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
+        _THREADS,
+    ),
+)
+
 MODELS_OF_OTHERS = (
     Mutant(
         "a model may count its part from 0",
