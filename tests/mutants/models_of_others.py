@@ -45,4 +45,25 @@ MODELS_OF_OTHERS = (
         'if getattr(module, "token_dropping", False):',
         "tests/unit/test_inspection.py",
     ),
+    Mutant(
+        "positions are watched until the ranks have compared them",
+        "trainer/integrations/watch.py",
+        "            self.has_news |= self._positions.see(x)",
+        "            self.has_news and self._positions.see(x)",
+        "tests/distributed/test_transformers.py",
+    ),
+    Mutant(
+        "the first call of a rotary table by hand is not watched",
+        "trainer/integrations/watch.py",
+        "elif _POSITIONS.search(type(root).__name__):",
+        "elif False:",
+        "tests/distributed/test_transformers.py",
+    ),
+    Mutant(
+        "a mean over tokens is a mean",
+        "trainer/integrations/interception.py",
+        '("roll", "cumsum", "flip", "mean")',
+        '("roll", "cumsum", "flip")',
+        "tests/distributed/test_escapes.py",
+    ),
 )

@@ -26,7 +26,7 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.integrations.transformers import _is_window, register_transformers_attention
 
 SEQ_LEN, RANKS, WINDOW = 24, 2, 16
-TOLERANCE = 1e-6  # some of them compute in float32
+TOLERANCE = 1e-5  # some of them compute in float32; a lost window is 1e-2 or more
 _EIGHT = ("head_dim", "query_pre_attn_scalar", "rotary_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _FOUR = ("n_head", "n_heads", "num_experts", "num_local_experts", "n_routed_experts", "num_attention_heads")
 SIZES = {
@@ -43,8 +43,13 @@ SIZES = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "local_attention", "local_attention_window_len"), WINDOW),
     **dict.fromkeys(("encoder_layers", "n_group", "topk_group", "bos_token_id", "max_window_layers"), 1),
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "eos_token_id"), 2),
-    **{"pad_token_id": 0, "hidden_size_per_layer_input": 8, "initializer_range": 0.2},
-    **{"use_sliding_window": True, "is_decoder": True, "use_cache": False, "tie_word_embeddings": False},
+    "pad_token_id": 0,
+    "hidden_size_per_layer_input": 8,
+    "initializer_range": 0.2,
+    "use_sliding_window": True,
+    "is_decoder": True,
+    "use_cache": False,
+    "tie_word_embeddings": False,
 }
 # Classes with windows, in each way to have one; the others are for `make test-all`.
 QUICK = ("Phimoe", "Qwen2Moe", "Mistral", "ModernBertDecoder", "Olmo3")

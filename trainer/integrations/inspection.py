@@ -210,20 +210,37 @@ def _window(config: object) -> int | None:
     return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
 
 
-def moves_tokens(name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any], length: int) -> bool:
-    """Return whether a call of F.pad, roll or cumsum works along the tokens of a rank.
+def moves_tokens(name: str, x: object, result: torch.Tensor, args: tuple, kwargs: dict[str, Any], length: int) -> bool:
+    """Return whether a call of F.pad, roll, cumsum, flip, mean or conv1d works along the tokens of a rank.
 
-    x: (B, tokens, ...) or (..., tokens, D), before the call; shifted: after it; length: tokens of the rank.
+    x: (B, tokens, ...) or (..., tokens, D), for conv1d (..., D, tokens), before the call; length: tokens of the rank.
     """
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 3:
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return False
+    if name == "conv1d":
+        weight = kwargs.get("weight", args[0] if args else None)
+        return weight.shape[-1] > 1 and length in (x.shape[-1], result.shape[-1])
+    if x.ndim < 3:
         return False
     if name == "pad":
         pad = kwargs.get("pad", args[0] if args else ())
         dims = [x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
     else:
-        given = kwargs.get("dim", kwargs.get("dims", args[-1] if args else ()))
-        dims = [dim % x.ndim for dim in (given if isinstance(given, tuple | list) else [given])]
-    return any(dim in (1, x.ndim - 2) and length in (x.shape[dim], shifted.shape[dim]) for dim in dims)
+        dims = _dims_of_call(name, args, kwargs)
+    dims = [dim % x.ndim for dim in dims]
+    return any(dim in (1, x.ndim - 2) and length in (x.shape[dim], *result.shape[dim : dim + 1]) for dim in dims)
+
+
+def _dims_of_call(name: str, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    """Return the dimensions that a call of roll, cumsum, flip or mean names."""
+    for key in ("dim", "dims", "axis"):
+        if kwargs.get(key) is not None:
+            args = (kwargs[key],)
+    if name == "roll":
+        args = args[-1:]
+    elif name != "flip":  # x.flip(0, 1), and x.mean(0, True)
+        args = args[:1]
+    return [dim for each in args for dim in (each if isinstance(each, tuple | list) else [each]) if dim is not None]
 
 
 def layer_kinds(config: object) -> list[str]:
