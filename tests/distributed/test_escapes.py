@@ -1,4 +1,4 @@
-"""Attention and mixing of tokens that the context does not see, in models of nobody's library, is refused on every rank."""
+"""Attention and mixing of tokens that the context does not see, in any model, are refused on every rank."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
