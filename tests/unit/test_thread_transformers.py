@@ -24,6 +24,7 @@ from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.transformers import _is_window, register_transformers_attention
+from trainer.integrations.verification import Verification, check_model
 
 SEQ_LEN, RANKS, WINDOW = 24, 2, 16
 TOLERANCE = 1e-5  # some of them compute in float32; a lost window is 1e-2 or more
@@ -147,6 +148,67 @@ def test_every_causal_model_with_windows(name: str) -> None:
         result = over_ranks(model, "sdpa")
         assert result < TOLERANCE if isinstance(result, float) else len(result.splitlines()) == 1, result
         assert name not in QUICK or "call `register_transformers_attention()`" in result
+
+
+# ---- check_model
+
+
+def checked(rank: int, mesh: ThreadMesh, models: list[nn.Module], settings: dict[str, Any]) -> Verification:
+    tokens = torch.randint(64, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(5))
+    return check_model(models[rank], mesh, tokens, **settings)
+
+
+def verified(model: nn.Module, **settings: Any) -> Verification:
+    """The table, which is the same on both ranks."""
+    first, second = run_ranks(RANKS, checked, [copy.deepcopy(model) for _ in range(RANKS)], settings)
+    assert first == second
+    return first
+
+
+class Shifting(nn.Module):
+    """A model of nobody's library, which adds half of the token before, also where a rank has not got it."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.share = share
+        self.tokens, self.unused = nn.Embedding(64, 8), nn.Linear(2, 2)
+        self.mix, self.out = nn.Linear(8, 24), nn.Linear(8, 64)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + torch.cos(positions).unsqueeze(-1)
+        x = x + self.share * torch.stack([x[:, max(i - 1, 0)] for i in range(x.shape[1])], 1)
+        q, k, v = self.mix(x).unflatten(-1, (6, 4)).transpose(1, 2).split(2, dim=1)
+        return self.out(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def test_check_model_says_what_is_equal_and_what_differs() -> None:
+    found = verified(Shifting(0.0).double())
+    assert found.holds
+    assert {row.what: row.result for row in found.rows} == {
+        **dict.fromkeys(("attention", "logits", "loss", "gradients"), "equal"),
+        "no gradient": "not seen",
+    }
+    assert "2 parameters had none, among them unused.weight" in str(found)
+    found = verified(Shifting(0.5).double(), method="all_to_all", load_balancer="contiguous")
+    assert not found.holds
+    named = {row.what.strip(): row.result for row in found.rows}
+    wanted = ("logits", "loss", "gradients", "tokens.weight", "mix.weight", "out.weight")
+    assert [named[name] for name in wanted] == ["DIFFERS"] * len(wanted)
+
+
+def test_check_model_says_what_is_refused_and_what_it_did_not_see() -> None:
+    model = model_of("Mistral")
+    (row,) = verified(model).rows
+    assert (row.what, row.result) == ("the model", "REFUSED")
+    assert "call `register_transformers_attention()`" in row.detail
+    model.set_attn_implementation("context_parallel")
+    assert verified(model).holds
+    model.config.sliding_window = SEQ_LEN
+    model.config.attention_dropout = 0.5
+    found = verified(model)
+    assert found.holds
+    assert "a window of 24 hides nothing of 24 tokens" in str(found)
 
 
 def test_the_form_of_a_mask_is_that_of_its_function() -> None:

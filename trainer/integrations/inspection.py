@@ -185,7 +185,7 @@ def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) 
                 f"{name} has layers of kind {kind!r}, which is no attention that can be context parallel; use a model "
                 f"without, or, {_ALLOW}"
             )
-    window = _window(config)
+    window = window_of(config)
     if implementation == "sdpa" and window and window < seq_len:
         return (
             f"{name} has a sliding window of {window} for {seq_len} tokens, of which F.scaled_dot_product_attention "
@@ -201,7 +201,7 @@ def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) 
     return None
 
 
-def _window(config: object) -> int | None:
+def window_of(config: object) -> int | None:
     """Return the smallest window of attention that a configuration has for some of its layers, or None."""
     kinds = layer_kinds(config)
     if kinds and _WITHOUT_WINDOW.issuperset(kinds):
