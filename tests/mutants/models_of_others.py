@@ -66,4 +66,18 @@ MODELS_OF_OTHERS = (
         '("roll", "cumsum", "flip")',
         "tests/distributed/test_escapes.py",
     ),
+    Mutant(
+        "check_model compares the gradients of a rank's part",
+        "trainer/integrations/verification.py",
+        'all_reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), mesh, "sum")',
+        "torch.zeros_like(p) if p.grad is None else p.grad.clone()",
+        "tests/unit/test_thread_transformers.py",
+    ),
+    Mutant(
+        "check_model finds everything equal",
+        "trainer/integrations/verification.py",
+        '"equal" if error <= tolerance else "DIFFERS"',
+        '"equal" if error <= 1e9 else "DIFFERS"',
+        "tests/unit/test_thread_transformers.py",
+    ),
 )

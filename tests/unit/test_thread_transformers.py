@@ -5,7 +5,12 @@ the sequence and makes no mask.
 """
 
 import copy
+import inspect
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tests.distributed.attention_cases import relative
 from tests.thread_ranks import ThreadMesh, run_ranks
+from trainer.commands import check_model as check_model_command
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.transformers import _is_window, register_transformers_attention
@@ -209,6 +215,39 @@ def test_check_model_says_what_is_refused_and_what_it_did_not_see() -> None:
     found = verified(model)
     assert found.holds
     assert "a window of 24 hides nothing of 24 tokens" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "words"),
+    [
+        ("0.0", 0, "gradients    equal"),
+        ("0.5", 1, "tokens.weight  DIFFERS"),
+        ("nothing", 2, "has no function 'nothing'; name one that returns a module"),
+    ],
+)
+def test_the_command_check_model(model: str, code: int, words: str, tmp_path: Path) -> None:
+    names = "torch", "from torch import nn", "from torch.nn import functional as F"
+    text = "\n".join(["import " + names[0], *names[1:], inspect.getsource(Shifting)])
+    (tmp_path / "mine.py").write_text(
+        f"{text}\n\ndef build():\n    return Shifting({0.0 if model == 'nothing' else model})\n"
+    )
+    name = f"{tmp_path}/mine.py:{'nothing' if model == 'nothing' else 'build'}"
+    command = [sys.executable, "-m", "trainer", "check-model", name, "--seq-len", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert words in (done.stderr if code == 2 else done.stdout)
+
+
+def test_a_published_configuration_is_made_small(tmp_path: Path) -> None:
+    """A layer of each kind, and a window that hides something."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    given = {"num_hidden_layers": 4, "vocab_size": 128256, "layer_types": kinds, "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    args = check_model_command.parser().parse_args([str(tmp_path), "--set", "hidden_size=64", "--seq-len", "40"])
+    changes = check_model_command._changes(tmp_path, args)
+    assert changes["layer_types"] == ["sliding_attention", "full_attention"]
+    assert (changes["num_hidden_layers"], changes["vocab_size"], changes["hidden_size"]) == (2, 512, 64)
+    assert 20 < changes["sliding_window"] < 40
 
 
 def test_the_form_of_a_mask_is_that_of_its_function() -> None:

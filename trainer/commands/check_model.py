@@ -38,8 +38,14 @@ def parser() -> argparse.ArgumentParser:
     add("model", help="a folder with config.json, or FILE.py:FUNCTION that returns a module")
     add("--ranks", type=int, default=2, help="over which the sequence is cut (default: 2)")
     add("--seq-len", type=int, default=64, help="tokens of a sequence (default: 64)")
-    add("--method", default="ring", help="how K and V, or heads, are sent (default: ring)")
-    add("--load-balancer", default="head_tail", help="who has which tokens (default: head_tail)")
+    add(
+        "--method",
+        default="ring",
+        choices=("ring", "all_gather", "all_to_all"),
+        help="how K and V, or heads, are sent (default: ring)",
+    )
+    balancers = ("head_tail", "contiguous", "balanced")
+    add("--load-balancer", default="head_tail", choices=balancers, help="who has which tokens (default: head_tail)")
     add("--attention", help="of transformers: sdpa, or context_parallel (default), which knows windows and sinks")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a value of the configuration, as JSON")
     add("--allow", action="append", default=[], metavar="MODULE", help="a class or module that you checked by hand")
@@ -165,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            multiprocessing.spawn(_on_rank, (args, folder), args.ranks)
+            # A fork does not import the program again, which a script without a guard would start again.
+            multiprocessing.start_processes(_on_rank, (args, folder), args.ranks, start_method="fork")
         except multiprocessing.ProcessRaisedException as error:
             print(f"error: the model failed\n{error}", file=sys.stderr)
             return 1
