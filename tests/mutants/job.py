@@ -19,7 +19,7 @@ DATA = (
     Mutant(
         "positions of dealt documents go on",
         "trainer/tasks/balanced_batches.py",
-        "np.concatenate([np.arange(length) for length in lengths])",
+        "positions_of(lengths, padding=padding)",
         "np.minimum(np.arange(sum(lengths)), 15)",
         _BALANCE,
     ),
