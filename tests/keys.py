@@ -440,7 +440,7 @@ EFFECTS: dict[str, str | Seen] = {
         "tests/distributed/test_compile.py::test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again"
     ),
     # ---- compile
-    "compile.enable": Seen(_COMPILE, _becomes("compiled", [], ["token_losses eager"] + ["forward eager"] * 2)),
+    "compile.enable": Seen(_COMPILE, _becomes("compiled", [], ["row_losses eager"] + ["forward eager"] * 2)),
     "compile.components": Seen(
         f"{_COMPILE} --compile.components model", _more("compiled", "['forward eager', 'forward eager']"), _COMPILE
     ),

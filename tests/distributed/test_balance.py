@@ -47,10 +47,14 @@ CASES = {
     "fsdp2, loss in chunks": (2, [*degrees(dp_shard=2), "--training.loss_chunk_tokens=5"]),
     "ddp2, one micro-batch": (2, [*degrees(dp_replicate=2), "--training.local_batch_size=4"]),
     "fsdp2, compiled": (2, [*degrees(dp_shard=2), "--compile.enable", "--compile.backend=aot_eager"]),
+    "fsdp2+tp2, compiled": (
+        4,
+        [*degrees(dp_shard=2, tp=2), "--compile.enable", "--compile.backend=aot_eager"],
+    ),
     "fsdp2+cp2, compiled": (4, [*degrees(dp_shard=2, cp=2), "--compile.enable", "--compile.backend=aot_eager"]),
     "fsdp2+cp2+tp2": LAYOUTS["fsdp2+cp2+tp2"],
 }
-QUICK = {"fsdp2+tp2", "fsdp2+cp2, dealt by cost", "ddp2, one micro-batch"}
+QUICK = {"fsdp2+tp2, compiled", "fsdp2+cp2, dealt by cost", "ddp2, one micro-batch"}
 
 
 def same_rows(got: Record, wanted: Record) -> Record:

@@ -223,6 +223,7 @@ RULES = [
         says="peft loads them",
     ),
     Rule(r"lct convert to-hf .*", r"rm -rf exported && \g<0>", why=OWN, first=SAVED, says="transformers loads it"),
+    Rule(r"lct check-model .*", first=LLAMA, says=r"gradients  equal"),
     # ---- training
     Rule(
         r"(lct train --training\.dataset text .*)",

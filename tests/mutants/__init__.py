@@ -3,7 +3,7 @@
 A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
 """
 
-from tests.mutants import attention, chat, checkpoints, domain, experts, job, step
+from tests.mutants import attention, chat, checkpoints, domain, experts, job, models_of_others, step
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -13,9 +13,10 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.GRADIENTS,
     *attention.PLANS,
     *attention.EXECUTION,
+    *attention.EMPTY_GROUPS,
     *attention.CONVOLUTIONS,
     *attention.SHOWN_PLANS,
-    *attention.MODELS_OF_OTHERS,
+    *models_of_others.MODELS_OF_OTHERS,
     *domain.DOMAIN,
     *experts.EXPERTS,
     *step.FAMILIES,

@@ -372,20 +372,20 @@ SHOWN_PLANS = (
     ),
 )
 
-MODELS_OF_OTHERS = (
+EMPTY_GROUPS = (
     Mutant(
-        "a model may count its part from 0",
-        "trainer/integrations/positions.py",
-        "restarted = not is_global and bool(",
-        "restarted = False and bool(",
-        "tests/distributed/test_transformers.py",
+        "a head group without rows raises alone",
+        f"{_CP}/execution/travel.py",
+        "_joined([pieces[0][:0], *in_order])",
+        "_joined(in_order)",
+        _THREADS,
     ),
     Mutant(
-        "documents excuse any positions",
-        "trainer/integrations/positions.py",
-        "self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)",
-        "self.flags |= 0",
-        "tests/distributed/test_transformers.py",
+        "a head group judges its own layouts",
+        f"{_CP}/execution/ulysses.py",
+        "if self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
+        "if len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
+        _THREADS,
     ),
     Mutant(
         "gradients of a head's copies are rounded before they are added up",

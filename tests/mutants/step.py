@@ -10,6 +10,13 @@ _LOOP = "tests/distributed/test_loop.py"
 _CHUNKS = "tests/unit/test_chunked_loss.py"
 LOSS = (
     Mutant(
+        "the compiled loss has views of tokens, whose number varies",
+        "trainer/tasks/language.py",
+        "partial(token_losses, rows=compiled_loss(row_losses, job.compilation))",
+        "compiled_loss(token_losses, job.compilation)",
+        "tests/distributed/test_balance.py::test_a_balanced_step_equals_one_process",
+    ),
+    Mutant(
         "the gradient of the weight is summed over chunks in the model's data type",
         "trainer/models/common/chunked_loss.py",
         "torch.zeros_like(weight, dtype=lse.dtype)",

@@ -102,6 +102,16 @@ def test_positions_that_attention_counts_itself_are_refused_where_they_matter() 
     assert "in chunks of 64 for 65 tokens" in refusal(model_of("Llama4Text", **changes), 65)
 
 
+def test_token_dropout_of_esm_is_refused() -> None:
+    """Its scale is the share of mask tokens among the tokens that it gets."""
+    for dropout in (True, False):
+        sizes = {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1, "num_hidden_layers": 1, "hidden_size": 32}
+        config = transformers.EsmConfig(token_dropout=dropout, num_attention_heads=4, intermediate_size=48, **sizes)
+        with torch.device("meta"):
+            message = refusal(transformers.EsmForMaskedLM(config))
+        assert "use `token_dropout=False`" in message if dropout else message is None
+
+
 class Block(nn.Module):
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()

@@ -14,19 +14,29 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests.covering import Row, covering_array
 from tests.distributed.attention_cases import BATCH, Case, random, relative
 from tests.distributed.test_exchange import LAYOUTS, expected, wishes
 from tests.distributed.test_region import decoder_region
+from tests.masks import dense
 from tests.thread_attention import EXACT, SCALE, allowed, attended, axes, case_of, errors, found_and_bounds, wanted
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.distributed.context_parallel.attention import context_parallel_attention
+from tests.unit.plan_problems import Problem, problems
+from trainer.distributed.context_parallel.attention import (
+    context_parallel_attention,
+    context_parallel_attention_keeping,
+)
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.execution import ring, ulysses
+from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
+from trainer.distributed.context_parallel.planning.mask import full
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding import exchange as door
 from trainer.distributed.sharding.exchange import Pending, exchange
+from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.placement import replicate
 
 BALANCER = {"balancer": "head_tail"}
@@ -48,6 +58,78 @@ def test_attention_of_whole_sequences(row: Row, device: str) -> None:
     """Exact in float64; else at most twice the error of the kernel on one rank."""
     found, bounds = found_and_bounds(row, device)
     assert all(error <= bound for error, bound in zip(found, bounds, strict=True)), (found, bounds)
+
+
+# ---- random layouts: ranks, and whole head groups, without queries or keys
+
+
+def attended_of(
+    rank: int, mesh: ThreadMesh, problem: Problem, options: ContextParallelOptions, inputs: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Output and gradients of q, k, v, of this rank's rows."""
+    degrees = options.hybrid_degrees
+    flat, groups = flat_mesh(mesh.reshaped(*degrees[::-1]) if degrees else mesh, options)
+    rows, keys = (torch.from_numpy(layout.indices(rank)) for layout in (problem.layout, problem.kv_layout))
+    places = (rows, keys, keys, rows)
+    *leaves, cotangent = (x[:, :, places[i]] for i, x in enumerate(inputs))
+    leaves = [x.requires_grad_() for x in leaves]
+    live = LivePlan(flat, problem.layout, problem.mask, options, problem.kv_layout, groups)
+    attention = context_parallel_attention_keeping if options.keep_exchanged else context_parallel_attention
+    with opened(live, len(cotangent)) as handle:
+        out, *_ = attention(*leaves, handle, SCALE, False)
+        return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, cotangent))]
+
+
+@st.composite
+def spreads(draw: st.DrawFn) -> tuple[Problem, ContextParallelOptions]:
+    problem = draw(problems())
+    method = draw(st.sampled_from(["ring", "all_gather", "all_to_all", "hybrid"]))
+    group = draw(st.sampled_from([n for n in range(1, problem.degree + 1) if problem.degree % n == 0]))
+    degrees = (group, problem.degree // group) if method == "hybrid" else None
+    passes = draw(st.sampled_from([0, 0, 1])) if method != "ring" else 0
+    is_self_attention = problem.layout == problem.kv_layout
+    keeps = degrees is not None and group > 1 and not passes and is_self_attention and draw(st.booleans())
+    given = {"kernel": "math", "heads_per_pass": passes, "hybrid_degrees": degrees, "keep_exchanged": keeps}
+    return problem, ContextParallelOptions(method, **given)
+
+
+_HALVES = [sized(lengths) for lengths in ((3, 2, 0, 0), (0, 0, 4, 3))]
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(spreads())
+@example((Problem(*_HALVES, full(5, 7)), ContextParallelOptions("hybrid", hybrid_degrees=(2, 2))))
+@example((Problem(*_HALVES[::-1], full(7, 5)), ContextParallelOptions("hybrid", hybrid_degrees=(2, 2))))
+def test_ranks_without_queries_or_keys(spread: tuple[Problem, ContextParallelOptions]) -> None:
+    problem, options = spread
+    batch, (n, m) = problem.mask.sequences, (problem.layout.length, problem.kv_layout.length)
+    inputs = [random(batch, *shape, 4, seed=i) for i, shape in enumerate([(60, n), (2, m), (2, m), (60, n)])]
+    results = run_ranks(problem.degree, attended_of, problem, options, inputs)
+    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    visible = torch.from_numpy(dense(problem.mask)).unsqueeze(1)
+    scores = (q @ k.repeat_interleave(30, 1).mT * SCALE).masked_fill(~visible, -1e300)
+    out = (scores.softmax(-1) * visible) @ v.repeat_interleave(30, 1)
+    expected = out, *torch.autograd.grad(out, (q, k, v), inputs[3])
+    for rank, parts in enumerate(results):
+        rows, keys = (torch.from_numpy(layout.indices(rank)) for layout in (problem.layout, problem.kv_layout))
+        for part, whole, places in zip(parts, expected, (rows, rows, keys, keys), strict=True):
+            torch.testing.assert_close(part, whole[:, :, places], rtol=0, atol=EXACT)
+
+
+def kept_of_cross_attention(rank: int, mesh: ThreadMesh) -> str:
+    """The refusal; the second head group alone has as many queries as keys."""
+    whole = ((4, 6),), ((6, 8),)
+    layouts = [AxisLayout("uneven", 8, (((0, cut),), ((cut, 4),), *whole)) for cut in (1, 2)]
+    options = ContextParallelOptions("hybrid", kernel="math", hybrid_degrees=(2, 2), keep_exchanged=True)
+    inputs = [random(1, heads, 8, 4) for heads in (4, 2, 2, 4)]
+    with pytest.raises(ContextParallelError) as error:
+        attended_of(rank, mesh, Problem(*layouts, full(8, 8)), options, inputs)
+    return str(error.value)
+
+
+def test_no_head_group_raises_alone() -> None:
+    for message in run_ranks(4, kept_of_cross_attention, limit=20):
+        assert "only in self-attention; use keep_exchanged = False" in message
 
 
 # ---- the exchange, regions, the context

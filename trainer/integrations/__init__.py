@@ -6,5 +6,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "transformers": "register_transformers_attention",
+        "verification": "check_model",
     },
 )

@@ -22,6 +22,8 @@ _ATTENTION_KINDS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention", "full", "sliding", "global", "local"}
 )
 _TOKENWISE_KINDS = frozenset({"moe", "mlp", "dense", "sparse"})
+_WITHOUT_WINDOW = frozenset({"full_attention", "attention", "full", "global"}) | _TOKENWISE_KINDS
+_WINDOWS = ("sliding_window", "sliding_window_size", "local_attention_window_len", "attention_window_size")
 # Attention implementations of transformers that do not call F.scaled_dot_product_attention.
 _CLOSED_IMPLEMENTATIONS = ("eager", "flex_attention", "flash_attention")
 _MIXING = {
@@ -131,6 +133,11 @@ def refusal_of_module(name: str, module: nn.Module, seq_len: int) -> str | None:
             f"{name} ({type(module).__name__}) is {what}, which mixes tokens outside of attention, and a rank has only "
             f"some of them; use a model in which attention alone mixes tokens, or, {_ALLOW}"
         )
+    if getattr(module, "token_dropout", False):
+        return (
+            f"{name} ({type(module).__name__}) scales embeddings by the share of mask tokens among those of a "
+            "rank; use `token_dropout=False`"
+        )
     scale = getattr(module, "floor_scale", None)
     is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
     if is_tuned and scale and seq_len >= scale:
@@ -178,6 +185,13 @@ def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) 
                 f"{name} has layers of kind {kind!r}, which is no attention that can be context parallel; use a model "
                 f"without, or, {_ALLOW}"
             )
+    window = window_of(config)
+    if implementation == "sdpa" and window and window < seq_len:
+        return (
+            f"{name} has a sliding window of {window} for {seq_len} tokens, of which F.scaled_dot_product_attention "
+            "gets a mask for the part of a rank, or nothing; call `register_transformers_attention()` and "
+            'model.set_attn_implementation("context_parallel")'
+        )
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk and chunk < seq_len and "chunked_attention" in layer_kinds(config):
         return (
@@ -187,20 +201,46 @@ def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) 
     return None
 
 
-def moves_tokens(name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any], length: int) -> bool:
-    """Return whether a call of F.pad, roll or cumsum works along the tokens of a rank.
+def window_of(config: object) -> int | None:
+    """Return the smallest window of attention that a configuration has for some of its layers, or None."""
+    kinds = layer_kinds(config)
+    if kinds and _WITHOUT_WINDOW.issuperset(kinds):
+        return None
+    sizes = [getattr(config, key, None) for key in _WINDOWS]
+    return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
 
-    x: (B, tokens, ...) or (..., tokens, D), before the call; shifted: after it; length: tokens of the rank.
+
+def moves_tokens(name: str, x: object, result: torch.Tensor, args: tuple, kwargs: dict[str, Any], length: int) -> bool:
+    """Return whether a call of F.pad, roll, cumsum, flip, mean or conv1d works along the tokens of a rank.
+
+    x: (B, tokens, ...) or (..., tokens, D), for conv1d (..., D, tokens), before the call; length: tokens of the rank.
     """
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 3:
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return False
+    if name == "conv1d":
+        weight = kwargs.get("weight", args[0] if args else None)
+        return weight.shape[-1] > 1 and length in (x.shape[-1], result.shape[-1])
+    if x.ndim < 3:
         return False
     if name == "pad":
         pad = kwargs.get("pad", args[0] if args else ())
         dims = [x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
     else:
-        given = kwargs.get("dim", kwargs.get("dims", args[-1] if args else ()))
-        dims = [dim % x.ndim for dim in (given if isinstance(given, tuple | list) else [given])]
-    return any(dim in (1, x.ndim - 2) and length in (x.shape[dim], shifted.shape[dim]) for dim in dims)
+        dims = _dims_of_call(name, args, kwargs)
+    dims = [dim % x.ndim for dim in dims]
+    return any(dim in (1, x.ndim - 2) and length in (x.shape[dim], *result.shape[dim : dim + 1]) for dim in dims)
+
+
+def _dims_of_call(name: str, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    """Return the dimensions that a call of roll, cumsum, flip or mean names."""
+    for key in ("dim", "dims", "axis"):
+        if kwargs.get(key) is not None:
+            args = (kwargs[key],)
+    if name == "roll":
+        args = args[-1:]
+    elif name != "flip":  # x.flip(0, 1), and x.mean(0, True)
+        args = args[:1]
+    return [dim for each in args for dim in (each if isinstance(each, tuple | list) else [each]) if dim is not None]
 
 
 def layer_kinds(config: object) -> list[str]:

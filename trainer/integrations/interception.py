@@ -39,8 +39,9 @@ _ATTENTION_CALLS = frozenset({F.scaled_dot_product_attention, _ATEN, _ATEN.defau
 _CLOSED_CALLS = frozenset(
     {F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd}
 )
-# They move rows along a dimension, which may be the dimension of tokens.
-_SHIFTS = frozenset({F.pad, torch.roll, torch.Tensor.roll, torch.cumsum, torch.Tensor.cumsum})
+# They mix rows along a dimension, which may be the dimension of tokens.
+_NAMES = ("roll", "cumsum", "flip", "mean")
+_SHIFTS = frozenset({F.pad, F.conv1d, *(getattr(of, name) for of in (torch, torch.Tensor) for name in _NAMES)})
 # Operators of one kernel, which models may call in place of F.scaled_dot_product_attention.
 _KERNELS = re.compile("scaled_dot_product|flash_att|efficient_attention|cudnn_attention|varlen_att|flex_attention")
 

@@ -1,5 +1,6 @@
 """Check that a model uses the positions at which this rank's tokens stand."""
 
+import weakref
 from functools import reduce
 from operator import or_
 
@@ -24,12 +25,24 @@ class Positions:
         self._global = torch.from_numpy(tokens)
         starts = [tokens] if live.mask is None else list(_places_in_documents(live, tokens))
         self._by_document = [torch.from_numpy(x) for x in starts]
+        self._last: tuple[weakref.ref, int] | None = None
         self.flags = 0
 
-    def see(self, positions: object) -> None:
-        """Check a value that may be positions: an integer tensor (..., tokens of this rank)."""
+    def see(self, positions: object) -> bool:
+        """Check a value that may be positions: an integer tensor (..., tokens of this rank).
+
+        Return whether it may be, and was not checked just before. No shape decides this, so that ranks agree.
+        """
         if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
-            return
+            return False
+        version = 0 if positions.is_inference() else positions._version
+        if self._last is not None and self._last[0]() is positions and self._last[1] == version:
+            return False
+        self._last = weakref.ref(positions), version
+        self._compare(positions)
+        return True
+
+    def _compare(self, positions: torch.Tensor) -> None:
         if positions.ndim == 0 or positions.shape[-1] != len(self._global):
             return
         x = positions.detach().reshape(-1, positions.shape[-1]).to("cpu", torch.int64)

@@ -54,7 +54,7 @@ class ModelWatch:
         self, live: LivePlan, is_in_force: Callable[[], bool], model: nn.Module | None, allowed: Allowed
     ) -> None:
         self.has_news = True
-        """Whether a model was found since the ranks last compared their flags."""
+        """Whether a forward began, or positions were seen, since the ranks last compared their flags."""
         self._live = live
         self._model = model
         self._allowed = allowed
@@ -91,11 +91,15 @@ class ModelWatch:
 
     def on_embedding(self, indices: object) -> None:
         """Check the indices of a table, which may be positions."""
-        if self.has_news and not self._reads_tokens:
-            self._positions.see(indices)
+        if not self._reads_tokens:
+            self._see(indices)
+
+    def _see(self, *values: object) -> None:
+        for x in values:
+            self.has_news |= self._positions.see(x)
 
     def on_shift(self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Check a call of F.pad, torch.roll or torch.cumsum, which mixes tokens if it works along them.
+        """Check a call such as F.pad or torch.cumsum, which mixes tokens if it works along them.
 
         Its refusal waits for the next attention call, where ranks may still compare, or for the end of the forward.
         """
@@ -109,13 +113,13 @@ class ModelWatch:
 
     def on_attention(self, call: Call) -> str | None:
         """Return why a call cannot be context parallel, by rules that give every rank the same result, or None."""
-        if self.has_news:
-            self._positions.see(call.told.get("position_ids"))
+        self._see(call.told.get("position_ids"))
         return self._shift or refusal_of_window(call, self._live.layout.length)
 
     def refusal_of_ranks(self, flags: list[int]) -> str | None:
         """Return why positions are wrong, by the flags of all ranks, or None."""
         self.has_news = False
+        self._positions.flags = 0
         ranks = Positions.wrong_ranks(flags)
         if not ranks:
             return None
@@ -182,9 +186,7 @@ class ModelWatch:
 
     @outside_of_graphs
     def _see_positions(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.has_news:
-            for x in (*args, *kwargs.values()):
-                self._positions.see(x)
+        self._see(*args, *kwargs.values())
 
     @outside_of_graphs
     def _before_tokens(self, *_: object) -> None:
@@ -204,6 +206,7 @@ class ModelWatch:
 
     @outside_of_graphs
     def _before_root(self, root: nn.Module, args: tuple) -> None:
+        self.has_news = True
         self._coverage.begin(root)
 
     @outside_of_graphs
@@ -211,6 +214,8 @@ class ModelWatch:
         if is_model(root):
             _check_inputs(root, args, kwargs)  # a model found by its call had no hook before that call
             _check_logits(root, getattr(result, "logits", None), self._live)
+        elif _POSITIONS.search(type(root).__name__):
+            self._see_positions(root, args, kwargs)
         refusal = self._coverage.end(root) or self._shift
         if refusal:
             raise ContextParallelError(refusal)

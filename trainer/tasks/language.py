@@ -9,7 +9,7 @@ from math import gcd
 import numpy as np
 import torch
 
-from trainer.components.loss import count_valid, token_losses
+from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
 from trainer.data.loader import BatchLoader, batch_hash
@@ -39,7 +39,7 @@ class LanguageTask:
         self.job, self.config, self.dims = job, job.config, dims
         self.spec = model_spec(job.config.model.name)
         self.methods_told: set[str] = set()
-        self.token_losses = compiled_loss(token_losses, job.compilation)
+        self.token_losses = partial(token_losses, rows=compiled_loss(row_losses, job.compilation))
 
     def build_loader(self) -> Loader:
         planner = None if self.job.balances else self.batch_planner

@@ -53,7 +53,8 @@ class _Rows:
         for piece, ranges in zip(pieces, self.layout.ranges, strict=True):
             rows, places = piece.view(-1, self.width), Offsets(ranges)
             parts += [(start, rows[places(start) :][: stop - start].view(-1)) for start, stop in ranges]
-        return _joined([part for _, part in sorted(parts, key=lambda part: part[0])]).view(-1, self.width)
+        in_order = [part for _, part in sorted(parts, key=lambda part: part[0])]
+        return _joined([pieces[0][:0], *in_order]).view(-1, self.width)  # the group may have no rows
 
     def of_rank(self, rows: torch.Tensor, rank: int) -> Tensors:
         """Return the bytes of a rank's rows, in parts; rows: all, in the order of the sequence."""
@@ -117,7 +118,7 @@ class Bundle:
         """Return the message to all ranks; rows: all, in the order of the sequence, (R, width) for each block."""
         if self._in_order:
             return rows[0].view(-1)
-        parts: Tensors = []
+        parts = [rows[0].view(-1)[:0]]
         for rank in range(self.blocks[0].layout.degree):
             for block, each in zip(self.blocks, rows, strict=True):
                 parts += block.of_rank(each, rank)

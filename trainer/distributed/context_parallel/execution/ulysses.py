@@ -108,17 +108,17 @@ class HeadExchange:
         Raises:
             ContextParallelError: the keys have another layout than the queries.
         """
+        if self.plan.q_layout.ranges != self.plan.kv_layout.ranges:  # of all ranks, so that no head group raises alone
+            raise ContextParallelError(
+                "keep_exchanged keeps rows of queries and keys together, and this attention has as many of each only "
+                "in self-attention; use keep_exchanged = False"
+            )
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
         out, lse = _results(q)
         (share,) = self._passes(q, k.shape[1])
         keys = [_replicated(x, share.copies) for x in (k, v)]
         ((_, arrived),) = self._arriving([q], keys, [share], kind="qkv")
-        if len(arrived.bundle.blocks) > 1:
-            raise ContextParallelError(
-                "keep_exchanged keeps rows of queries and keys together, and this attention has as many of each only "
-                "in self-attention; use keep_exchanged = False"
-            )
         (inputs,) = rows = arrived.rows()
         results = self.inner.forward(*arrived.bundle.tensors(rows), scale)
         if sinks is not None:
