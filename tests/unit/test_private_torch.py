@@ -232,7 +232,9 @@ PRIVATE = {
     ),
     "_is_alias_of": Private(f"{_DOMAIN}/whole.py", "which results are views", lambda: torch._C._is_alias_of),
     "_version": Private(
-        f"{_DOMAIN}/whole.py", "the refusal of stale copies", lambda: hasattr(torch.Tensor, "_version")
+        "trainer/distributed/sharding/versions.py",
+        "the refusal of stale copies, positions that are watched",
+        lambda: hasattr(torch.Tensor, "_version"),
     ),
     "_is_fwd_grad_enabled": Private(
         f"{_DOMAIN}/dispatch.py", "what is passed on at once", lambda: torch._C._is_fwd_grad_enabled

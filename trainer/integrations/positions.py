@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trainer.distributed.context_parallel.live import LivePlan
+from trainer.distributed.sharding.versions import version_of
 
 _RESTARTED, _NOT_GLOBAL, _NOT_BY_DOCUMENT = 1, 2, 4
 
@@ -35,7 +36,7 @@ class Positions:
         """
         if not isinstance(positions, torch.Tensor) or positions.dtype not in (torch.int64, torch.int32):
             return False
-        version = 0 if positions.is_inference() else positions._version
+        version = version_of(positions)
         if self._last is not None and self._last[0]() is positions and self._last[1] == version:
             return False
         self._last = weakref.ref(positions), version

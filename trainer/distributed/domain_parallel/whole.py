@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainer.distributed.sharding.versions import version_of
+
 Strides = tuple[int, ...] | None
 """Strides of a whole tensor, in elements; None: contiguous."""
 
@@ -33,16 +35,12 @@ class Copied(NamedTuple):
     @classmethod
     def of(cls, source: torch.Tensor) -> "Copied":
         """Return the note for a copy that is made now."""
-        return cls(weakref.ref(source), _version(source))
+        return cls(weakref.ref(source), version_of(source))
 
     def is_stale(self) -> bool:
         """Return whether the shard was changed in place since then, which the copy does not show."""
         source = self.source()
-        return source is not None and _version(source) != self.version
-
-
-def _version(x: torch.Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+        return source is not None and version_of(source) != self.version
 
 
 _CACHE: dict[Any, tuple[Seen, ...] | None] = {}
