@@ -29,7 +29,7 @@ from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.commands import check_model as check_model_command
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.integrations.transformers import _is_window, register_transformers_attention
+from trainer.integrations.transformers import _is_window, _transformers_mask, register_transformers_attention
 from trainer.integrations.verification import Verification, check_model
 
 SEQ_LEN, RANKS, WINDOW = 24, 2, 16
@@ -258,3 +258,12 @@ def test_the_form_of_a_mask_is_that_of_its_function() -> None:
     assert not _is_window(masking_utils.chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64)), 5)
     assert not _is_window(masking_utils.sliding_window_bidirectional_mask_function(5), 5)
     assert not _is_window(masking_utils.causal_mask_function, 5)
+    window, chunks = (
+        _transformers_mask(q_length=8, kv_length=8, mask_function=function, local_size=5)
+        for function in (
+            masking_utils.sliding_window_causal_mask_function(5),
+            masking_utils.chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64)),
+        )
+    )
+    assert (window[0, 0, 0, 0].item(), chunks[0, 0, 0, 0].item()) == (5, -5)
+    assert _transformers_mask(q_length=8, kv_length=8, mask_function=masking_utils.causal_mask_function) is None
