@@ -138,13 +138,14 @@ def test_a_head_for_the_whole_sequence_is_refused(pool: WorkerPool) -> None:
         assert "has logits of shape (2, 2), not one row for each token" in message
 
 
-def later_positions_case(how: str, given: bool) -> list[str | None]:
-    """The refusals of two forwards in one context, with global positions, and with positions from 0 on each rank."""
+def later_positions_case(how: str, given: bool, calls: tuple[str, ...]) -> list[str | None]:
+    """The refusals of forwards in one context, with `global` positions or with `local` ones, from 0 on each rank."""
     with ranks() as mesh:
         model, batch, refused = build(Case("Llama")), batch_of(Case("Llama")), []
         settings = {"buffers": list(batch.values()), "buffer_seq_dims": [1] * 4, "load_balancer": "contiguous"}
         with context_parallel(mesh, intercept_sdpa=model if given else True, **settings):
-            for positions in (batch["positions"], torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])):
+            local = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
+            for positions in (batch["positions"] if call == "global" else local for call in calls):
                 try:
                     if how == "model":
                         logits_of(model, batch, position_ids=positions, attention_mask=batch["ones"])
@@ -162,9 +163,13 @@ def later_positions_case(how: str, given: bool) -> list[str | None]:
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("how", ["model", "layers by hand"])
 def test_positions_are_watched_in_every_forward(pool: WorkerPool, how: str, given: bool) -> None:
-    for first, second in pool.run(RANKS, later_positions_case, how, given):
+    wrong = "counts positions from 0 on rank(s) [1] of the group"
+    for first, second in pool.run(RANKS, later_positions_case, how, given, ("global", "local")):
         assert first is None
-        assert "counts positions from 0 on rank(s) [1] of the group" in second
+        assert wrong in second
+    for first, second in pool.run(RANKS, later_positions_case, how, given, ("local", "global")):
+        assert wrong in first  # no module had a hook before this call
+        assert second is None
 
 
 def autocast_case(dtype: torch.dtype) -> list[float]:
