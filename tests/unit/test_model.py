@@ -306,7 +306,8 @@ def test_yarn_takes_its_original_length_from_key_flavor_or_scaling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theta", "original"), [(10.0, 16), (10.0, 4096), (10000.0, 16), (10000.0, 4096), (10000.0, 10**8), (1e6, 4096)]
+    ("theta", "original"),
+    [(10.0, 16), (10.0, 800), (10.0, 4096), (10000.0, 16), (10000.0, 4096), (10000.0, 10**8), (1e6, 4096)],
 )
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "yarn, not truncated"])
 def test_scaled_frequencies_are_those_of_transformers(kind: str, theta: float, original: int) -> None:

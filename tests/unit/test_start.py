@@ -10,6 +10,7 @@ from trainer.commands import check, train
 from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 CASES = [
     ([], {}),
     (["--training.seq_len=256"], {}),
@@ -111,7 +112,7 @@ def test_no_wrong_input_waits_for_torch() -> None:
         "        os.environ |= {'NNODES': '2', 'MASTER_ADDR': 'no-such-host.invalid'}\n"
         "    assert main(arguments) == 2, arguments\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(LATE), done.stderr
