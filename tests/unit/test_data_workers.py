@@ -133,6 +133,7 @@ def test_a_worker_that_dies_is_told_at_once_and_the_position_is_kept() -> None:
     one = loader(2)
     batches = iter(one)
     got = rows(islice(batches, 3))
+    assert one._workers._connections[1].poll(60), "a batch lies ready, and is not taken from the dead"
     os.kill(pids(one)[1], signal.SIGKILL)
     one._workers._processes[1].wait()
     with pytest.raises(
