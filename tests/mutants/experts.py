@@ -79,7 +79,7 @@ EXPERTS = (
     Mutant(
         "the mean load is of this stage's layers",
         "trainer/models/common/moe.py",
-        'all_reduce(total, dims["pp"]) / layers',
+        'all_reduce(total, dims["pp"]) / args.n_layers',
         "total / len(routers)",
         "tests/distributed/test_experts.py::test_a_layout_equals_one_process[fsdp2+pp2+ep2]",
     ),

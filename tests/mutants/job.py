@@ -572,8 +572,15 @@ PROCESSES = (
         "tests/unit/test_start.py::test_no_wrong_input_waits_for_torch",
     ),
     Mutant(
+        "a launcher's ranks are counted once for each node",
+        "trainer/commands/start.py",
+        "return self.of_job or self.ranks_here",
+        "return self.ranks_here",
+        "tests/unit/test_start.py::test_a_rank_of_several_nodes_checks_the_job_of_its_launcher",
+    ),
+    Mutant(
         "a node that nobody knows is missed before PyTorch is imported",
-        "trainer/commands/train.py",
+        "trainer/commands/start.py",
         "        addresses_of(nodes)\n",
         "        pass\n",
         "tests/unit/test_start.py::test_no_wrong_input_waits_for_torch",

@@ -73,37 +73,38 @@ def test_metrics_that_do_not_fit_are_told_and_wait(tmp_path: Path, caplog: pytes
     assert caplog.text.count("metrics.jsonl are not written: the disk is full (") == 3
 
 
+def _last_line_without_disk(code: str, folder: Path) -> str:
+    """Return the last line on stderr of a process of its own, in which no file may have a byte."""
+    limited = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    )
+    command = [sys.executable, "-c", limited + code, str(folder)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return result.stderr.splitlines()[-1]
+
+
 def test_earlier_metrics_that_do_not_fit_at_a_resume_are_one_sentence(tmp_path: Path) -> None:
     """They are written again without later steps, under another name: nothing is lost."""
     lines = '{"step": 1}\n{"step": 2}\n'
     (tmp_path / "metrics.jsonl").write_text(lines)
-    code = (
-        "import resource, signal, sys\n"
-        "from pathlib import Path\n"
-        "from trainer.components.sinks import JsonLines\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-        "JsonLines(Path(sys.argv[1], 'metrics.jsonl'), 1)\n"
+    last = _last_line_without_disk(
+        "from trainer.components.sinks import JsonLines\nJsonLines(Path(sys.argv[1], 'metrics.jsonl'), 1)\n", tmp_path
     )
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert "ConfigError: job.dump_folder = " in result.stderr.splitlines()[-1]
+    assert "ConfigError: job.dump_folder = " in last
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert (tmp_path / "metrics.jsonl").read_text() == lines
 
 
 def test_a_lock_that_does_not_fit_is_told(tmp_path: Path) -> None:
     """With a limit of no bytes, in a process of its own; nothing is written again when the file is closed."""
-    code = (
-        "import resource, signal, sys\n"
-        "from pathlib import Path\n"
-        "from trainer.runtime import folder_held\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-        "with folder_held(Path(sys.argv[1]), print): pass\n"
+    last = _last_line_without_disk(
+        "from trainer.runtime import folder_held\nwith folder_held(Path(sys.argv[1]), print): pass\n", tmp_path
     )
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert "ConfigError: job.dump_folder = " in result.stderr.splitlines()[-1]
-    assert "a file has reached the largest size" in result.stderr.splitlines()[-1]
+    assert "ConfigError: job.dump_folder = " in last
+    assert "a file has reached the largest size" in last
 
 
 def test_a_folder_that_cannot_be_written_is_told_with_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

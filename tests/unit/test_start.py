@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.commands import check, train
-from trainer.commands.start import parse
+from trainer.commands import check, rank, train
+from trainer.commands.start import DEFAULT_CONFIG, parse
 from trainer.config.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +96,7 @@ LATE = [
     ["train", "--job.device", "cuda"],
     ["train", "--job.dump_folder", "/proc/new"],
     ["train"],
+    ["check"],
     ["convert", "to-hf", "nowhere", "out"],
     ["convert", "to-peft", "nowhere", "out"],
     ["convert", "from-hf", "nowhere", "out"],
@@ -116,7 +117,18 @@ def test_no_wrong_input_waits_for_torch() -> None:
     assert done.returncode == 0, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(LATE), done.stderr
-    assert "MASTER_ADDR = 'no-such-host.invalid' is not known" in errors[2]
+    assert all("MASTER_ADDR = 'no-such-host.invalid' is not known" in error for error in errors[2:4])
+
+
+def test_a_rank_of_several_nodes_checks_the_job_of_its_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """NNODES of the shell must not multiply the ranks that the launcher has counted already."""
+    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NNODES": "2", "MASTER_ADDR": "localhost"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert rank.main(["--job.config_file", str(DEFAULT_CONFIG), "--check-config"]) == 0
+    assert "on 4 CPU ranks" in capsys.readouterr().out
 
 
 def test_a_start_names_its_ranks() -> None:

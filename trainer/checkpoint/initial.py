@@ -112,8 +112,7 @@ def _check_names(config: JobConfig, model: ModelArgs, path: Path) -> None:
 def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
     """Check that the model is that of `config.json`, but for what table [model] changes."""
     family = hf_config(config.model.name)
-    trained = {"router_bias_update_rate": 0.0} if hasattr(model, "router_bias_update_rate") else {}
-    family.write(replace(model, **trained))  # refuses what transformers does not have
+    family.check_start(model)
     args = family.read(read_config(path))
     theirs = args.configured(config.model, vocab_size=args.vocab_size, max_seq_len=config.training.seq_len)
     balance = {"router_aux_loss_coef"}  # of training, not of the weights

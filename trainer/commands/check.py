@@ -3,13 +3,13 @@
 import sys
 
 from trainer.commands.notes import job_notes, opening
-from trainer.commands.start import Start, parse
+from trainer.commands.start import Start, check_here, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.job import resolve
 from trainer.job.memory import check_memory
 from trainer.job.summary import summary
-from trainer.runtime import check_creatable, folders_of, holder_of
+from trainer.runtime import folders_of, holder_of
 from trainer.runtime.console import line_width
 from trainer.runtime.devices import this_machine
 
@@ -44,16 +44,15 @@ def check(command: CommandLine, start: Start) -> int:
     job = resolve(config, ranks, device_type, missing=missing if elsewhere else None)
     here = [] if elsewhere else job_notes(job, machine, start.ranks_here(config, machine))
     check_memory(job, None)
-    folders = folders_of(config)
-    for key, folder in () if elsewhere else folders.items():
-        check_creatable(folder, key)
+    if not elsewhere:
+        check_here(config)
     if not command.print_config:
         print(opening(config, ranks, device_type))
         print(summary(job, line_width()))
         print("the settings are valid", flush=True)
     for note in (*(f"missing here: {text}" for text in dict.fromkeys(missing)), *command.notes, *job.notes, *here):
         print(f"note: {note}", file=sys.stderr)
-    if taken := holder_of(folders):
+    if taken := holder_of(folders_of(config)):
         raise taken
     return 0
 

@@ -143,11 +143,7 @@ def _on_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks, store=store, timeout=_LIMIT)
     try:
         model = model_of(args)
-        vocabulary = (
-            getattr(getattr(model, "config", None), "vocab_size", 0)
-            or model.get_parameter(next(name for name, _ in model.named_parameters())).shape[0]
-        )
-        tokens = torch.randint(vocabulary, (2, args.seq_len + 1), generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(_vocabulary(model), (2, args.seq_len + 1), generator=torch.Generator().manual_seed(1))
         mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
         settings = {"method": args.method, "load_balancer": args.load_balancer, "allow_modules": args.allow}
         found = check_model(model, mesh, tokens, tolerance=args.tolerance, **settings)

@@ -41,13 +41,13 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         command = parse_command_line(sys.argv[1:] if argv is None else argv)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if command.print_config or command.check_config:
-            return acted(command, Start(world_size, "0", [])) if rank == 0 else 0
+            return acted(command, Start(ranks_here, "0", [], of_job=world_size)) if rank == 0 else 0
         machine = this_machine()
         job = resolve(command.config, world_size, machine.device_type(command.config.job.device))
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)
         # Our launcher has told all this, but not the launchers of several nodes.
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if not launched or ranks_here < world_size:
             logger.info(opening(command.config, world_size, job.device_type))
             logger.info(summary(job, line_width()))

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.runtime import check_creatable, folders_of
 from trainer.runtime.devices import Machine
+from trainer.runtime.meeting import addresses_of
 from trainer.runtime.nodes import Nodes, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,11 +25,16 @@ DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
 
 @dataclass(frozen=True)
 class Start:
-    """What to start on this machine. ranks: None for one per GPU; arguments: the settings, for every rank."""
+    """What to start on this machine.
+
+    ranks: None for one per GPU; arguments: the settings, for every rank; of_job: ranks of the job, if a launcher has
+    counted them.
+    """
 
     ranks: int | None
     log_rank: str
     arguments: list[str]
+    of_job: int | None = None
 
     def ranks_here(self, config: JobConfig, machine: Machine) -> int:
         """Return the number of ranks on this machine."""
@@ -39,7 +46,20 @@ class Start:
         Raises:
             ConfigError: the variables that name the nodes are wrong.
         """
-        return self.ranks_here(config, machine) * Nodes.from_environment(os.environ).count
+        return self.of_job or self.ranks_here(config, machine) * Nodes.from_environment(os.environ).count
+
+
+def check_here(config: JobConfig) -> None:
+    """Check that this machine finds the first node, and can write the folders of the job.
+
+    Raises:
+        ConfigError: it does not, or cannot.
+    """
+    nodes = Nodes.from_environment(os.environ)
+    if nodes.count > 1:
+        addresses_of(nodes)
+    for key, folder in folders_of(config).items():
+        check_creatable(folder, key)
 
 
 def parse(argv: list[str]) -> Start:

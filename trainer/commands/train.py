@@ -13,17 +13,16 @@ from trainer.checkpoint.folder import checkpoint_folder, saved_steps
 from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
 from trainer.commands.ranks import launch_options
-from trainer.commands.start import Start, parse
+from trainer.commands.start import Start, check_here, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.job import resolve
 from trainer.job.summary import summary
-from trainer.runtime import check_creatable, folders_of, holder_of
+from trainer.runtime import folders_of, holder_of
 from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
-from trainer.runtime.meeting import addresses_of
 from trainer.runtime.nodes import Nodes
 
 _WRONG = 2  # a setting
@@ -78,11 +77,7 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     ]
     for text in told if nodes.count == 1 else ():  # of several nodes rank 0 tells it, once
         logger.info(text)
-    if nodes.count > 1:
-        addresses_of(nodes)
-    folders = folders_of(config)
-    for key, folder in folders.items():
-        check_creatable(folder, key)
-    if taken := holder_of(folders):
+    check_here(config)
+    if taken := holder_of(folders_of(config)):
         raise taken
     return launch_options(config, here, device_type)

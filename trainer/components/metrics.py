@@ -98,23 +98,26 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float, *, 
     """
     loss_max = f" (max {_loss(metrics.loss_max, 2)})" if metrics.mfu is None else ""
     data = f"data {metrics.data_loading_fraction:.0%}" if metrics.data_loading_fraction >= 0.05 else ""
-    lines = []
-    for detail, extra, resources in ((loss_max, data, True), (loss_max, "", True), ("", "", True), ("", "", False)):
-        mfu = "" if metrics.mfu is None else f"{metrics.mfu:.0%} mfu"
-        seconds = f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s"
-        memory = f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB"
+    resources = (
+        "" if metrics.mfu is None else f"{metrics.mfu:.0%} mfu",
+        f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s",
+        f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB",
+    )
+    width, lines = line_width(), []
+    choices = (loss_max, data, resources), (loss_max, "", resources), ("", "", resources), ("", "", ())
+    for detail, extra, used in choices:
         parts = [
             f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
             f"loss {_loss(metrics.loss)}{detail}",
             f"grad {metrics.grad_norm:.{2 if metrics.grad_norm < 100 else 0}f}",
             f"lr {_short_power(metrics.lr)}",
             f"{_speed(metrics.tokens_per_second)} {position}/s",
-            *((mfu, seconds, memory) if resources else ()),
+            *used,
             extra,
             f"eta {duration(eta_seconds)}" if metrics.step < total_steps else "",
         ]
         lines += [blanks.join(part for part in parts if part) for blanks in ("  ", " ")]
-    return next((line for line in lines if len(line) <= line_width()), lines[-1])
+    return next((line for line in lines if len(line) <= width), lines[-1])
 
 
 def duration(seconds: float) -> str:

@@ -84,6 +84,8 @@ class HFConfig:
     ConfigError, by key and value, for what the family does not have."""
     write: Callable[[Any], dict[str, Any]]
     """Model arguments -> entries. It raises a ConfigError for what transformers does not have."""
+    check_start: Callable[[Any], None]
+    """Model arguments -> nothing. It raises a ConfigError for what cannot start from weights of transformers."""
     tensor_names: Callable[[Any], Collection[str]] | None = None
     """Model arguments -> names of the tensors, for a check of a folder's headers; None: they are checked when read."""
 

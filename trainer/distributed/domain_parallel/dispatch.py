@@ -13,7 +13,7 @@ ranks' gradients add up. So a loss that every rank computes from a whole tensor 
 over the ranks is the gradient of one process (gradients.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from trainer.distributed.domain_parallel import whole
 from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.domain_parallel.whole import flat
 
 Rule = Callable[..., Any]
 """(the function of torch, its arguments) -> result, with sharded arguments."""
@@ -278,10 +279,3 @@ def unwrapped(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map(unwrapped, value)) if type(value) in (tuple, list) else value
     return {name: unwrapped(part) for name, part in value.items()} if type(value) is dict else value
-
-
-def flat(value: Any) -> Iterable[Any]:
-    """Return the leaves of nested tuples, lists and dictionaries."""
-    if isinstance(value, tuple | list):
-        return (leaf for part in value for leaf in flat(part))
-    return flat(tuple(value.values())) if isinstance(value, dict) else (value,)

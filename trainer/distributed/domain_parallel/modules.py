@@ -22,11 +22,12 @@ from torch.nn.modules import module as torch_modules
 
 from trainer.distributed.domain_parallel.agreement import check_layouts, same_draws
 from trainer.distributed.domain_parallel.convolution import conv
-from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, flat, is_sharded, map_tensors
+from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, is_sharded, map_tensors
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.tensor import DomainTensor
+from trainer.distributed.domain_parallel.whole import flat
 
 
 class DomainConv1d(nn.Conv1d):

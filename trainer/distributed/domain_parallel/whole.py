@@ -85,7 +85,7 @@ def _results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, .
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         args, kwargs = whole(args), whole(kwargs)
         try:
-            found = [x for x in _leaves(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+            found = [x for x in flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
         except NotImplementedError:  # it depends on data, or on a device
             return None
     return tuple(
@@ -123,9 +123,10 @@ def _key(x: Any, kinds: tuple[type, ...]) -> Any:
     return (slice, x.start, x.stop, x.step) if isinstance(x, slice) else (type(x), x)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def flat(value: Any) -> Iterator[Any]:
+    """Yield the leaves of nested tuples, lists and dictionaries."""
     if isinstance(value, tuple | list | dict):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(part)
+            yield from flat(part)
     else:
         yield value

@@ -34,7 +34,7 @@ class HFDecoder:
     """Entries that the architecture's class assumes where the file lacks them, if they are not those of Llama's."""
 
     def config(self) -> HFConfig:
-        return HFConfig(self.model_type, self._read, self._write, tensor_names)
+        return HFConfig(self.model_type, self._read, self._write, self.check_start, tensor_names)
 
     def check_features(self, args: TransformerArgs) -> None:
         """Check that the architecture can compute what the model computes: what is written must be read as it was.
@@ -50,6 +50,10 @@ class HFDecoder:
                     f"{self.architecture} of Hugging Face's transformers has {name} = {getattr(there, name)!r}, and "
                     f"this model {getattr(args, name)!r}; leave out model.{name}"
                 )
+
+    def check_start(self, args: TransformerArgs) -> None:
+        """As `check_features`, for a model that starts from there: its biases that choose experts begin at zero."""
+        self.check_features(replace(args, router_bias_update_rate=0.0))
 
     def _read(self, config: Entries) -> TransformerArgs:
         # An empty table of RoPE is as good as none.

@@ -1,7 +1,5 @@
 """What the trainer calls of a family that is the decoder of `models/common` with arguments of its own."""
 
-from dataclasses import replace
-
 from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.decoder_hf_config import HFDecoder
@@ -16,8 +14,7 @@ def decoder_spec(name: str, there: HFDecoder) -> ModelSpec:
     """Return the spec of a family, which is `there` at Hugging Face."""
 
     def checked_counterpart(args: TransformerArgs, parameter: str) -> Counterpart | None:
-        # Biases that choose begin at zero with weights from there. What is written is checked as a whole.
-        there.check_features(replace(args, router_bias_update_rate=0.0))
+        there.check_start(args)  # what is written is checked as a whole
         return counterpart(args, parameter)
 
     return ModelSpec(

@@ -110,14 +110,13 @@ class MoE(nn.Module):
 @torch.no_grad()
 def prepare_balance(model_parts: Sequence[nn.Module], dims: ParallelDims) -> None:
     """Set the mean load of all layers of the model: a hook before the step, and with pipelines one collective."""
-    routers = routers_of(model_parts)
-    if model_parts[0].args.router_aux_loss_coef == 0 or model_parts[0].args.experts is None:
+    routers, args = routers_of(model_parts), model_parts[0].args
+    if args.experts is None or args.router_aux_loss_coef == 0:
         return
-    experts, layers = model_parts[0].args.experts.number, model_parts[0].args.n_layers
-    total = torch.zeros(experts, dtype=torch.float64, device=dims["world"].device_type)
+    total = torch.zeros(args.experts.number, dtype=torch.float64, device=dims["world"].device_type)
     for router in routers:
         total += router.load
-    mean = all_reduce(total, dims["pp"]) / layers
+    mean = all_reduce(total, dims["pp"]) / args.n_layers
     for router in routers:
         router.mean_load.copy_(mean)
 
