@@ -1,0 +1,235 @@
+"""One process of a job on GPUs that do not exist: CUDA tensors without memory, and a process group that sends nothing.
+
+Every operation on a CUDA tensor computes its shape, strides, data type and device, and nothing else. Host memory is
+real: an operation without a CUDA tensor runs as always. So a plan, a mesh or a batch is what it is in a real job, and a
+host that reads a value of the device raises by itself (DataDependentOutputException).
+
+The operators of this project are opaque to a graph. Here their bodies run, and what they return must be what they have
+promised to the compiler (`register_fake`): shape, strides and data type.
+
+Needs the library of `shim.py`, loaded before torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # noqa: F401 (collectives of tensors without memory)
+from torch._library.custom_ops import OPDEFS
+from torch._library.fake_impl import set_ctx_getter
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+Observer = Callable[[torch._ops.OpOverload, tuple, dict[str, Any], Any], None]
+Around = Callable[[str, tuple, Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the program may ask about a GPU before it chooses kernels."""
+
+    name: str = "NVIDIA H200"
+    capability: tuple[int, int] = (9, 0)
+    memory: int = 150 << 30
+
+
+class FakeCuda(FakeTensorMode):
+    """The mode in which CUDA tensors have no memory.
+
+    observe: called after each operation that a GPU would be given, with the operator, its arguments and its result.
+    around: called with each of this project's operators instead of its body, which is the last argument.
+    """
+
+    def __init__(self, observe: Observer | None = None, around: Around | None = None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._observe = observe or (lambda *_: None)
+        self._around = around or (lambda _name, _args, run: run())
+        self._inside = False  # of one operation, which PyTorch computes by others
+        self.checks: Mapping[str, Callable[..., None]] = {}
+        """Qualified name of an operator of PyTorch -> what its CUDA code refuses."""
+        self.stand_ins: Mapping[str, Callable[..., Any]] = {}
+        """Qualified name of an operator of PyTorch -> what runs instead, under this mode."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._inside or func.namespace == "prim":  # prim: questions, such as for the device
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if not _touches_cuda(args, kwargs):
+            return func(*args, **kwargs)
+        name = func._schema.name
+        with self:
+            if func.namespace == "trainer":
+                return self._around(name, (*args, *kwargs.values()), lambda: self._run_body(name, args, kwargs))
+            # In the body of an operator, below autograd, PyTorch asks for the whole of what it is a composite of others.
+            if func._can_decompose() and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return result
+        if (check := self.checks.get(name)) is not None:
+            check(*args)
+        if (body := self.stand_ins.get(name)) is not None:
+            with self:
+                result = body(*args, **kwargs)
+        else:
+            result = self._computed(func, types, args, kwargs)
+        if result is not NotImplemented:  # a DTensor's turn
+            self._observe(func, args, kwargs, result)
+        return result
+
+    def _computed(self, func, types, args, kwargs) -> Any:
+        """Return the result's form, which PyTorch may compute by other operators: these are not observed."""
+        self._inside = True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _run_body(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator's body, and compare its results with what the operator promises."""
+        operator = OPDEFS[name]
+        with set_ctx_getter(_AnySize):
+            promised = operator._abstract_fn(*args, **kwargs)
+        found = operator._init_fn(*args, **kwargs)
+        for number, (want, have) in enumerate(zip(tree_leaves(promised), tree_leaves(found), strict=True)):
+            assert form(want) == form(have), f"{name} result {number}: promised {form(want)}, returned {form(have)}"
+        return found
+
+
+class _AnySize:
+    """The context of `register_fake`: a number of bytes that depends on the layout of a batch is any number."""
+
+    def new_dynamic_size(self) -> int:
+        return 0
+
+
+def form(x: torch.Tensor) -> tuple:
+    """Return what a graph relies on; strides of dimensions of one row are free. Bytes that were exchanged: any number."""
+    if x.dtype == torch.uint8:
+        return x.ndim, x.dtype, x.device.type
+    strides = tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) if x.numel() else ()
+    return tuple(x.shape), strides, x.dtype, x.device.type
+
+
+def _touches_cuda(args: tuple, kwargs: dict[str, Any]) -> bool:
+    leaves = tree_leaves((args, kwargs))
+    return any(isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda") for x in leaves)
+
+
+# ---- torch.cuda
+
+
+class _Stream:
+    """A stream, or an event: whatever is asked of it is done already."""
+
+    device, stream_id, cuda_stream = torch.device("cuda", 0), 1, 1
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+        return event or _Stream()
+
+    def record(self, *_args: Any) -> "_Stream":
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def elapsed_time(self, _other: object) -> float:
+        return 1.0
+
+    def wait_stream(self, _stream: object) -> None: ...
+
+    def wait_event(self, _event: object) -> None: ...
+
+    def wait(self, *_args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+_ONLY = _Stream()
+
+
+def _of_torch_cuda(gpu: Gpu) -> dict[str, Any]:
+    class Properties:
+        name, major, minor, total_memory = gpu.name, *gpu.capability, gpu.memory
+        multi_processor_count, warp_size, max_threads_per_multi_processor = 132, 32, 2048
+        regs_per_multiprocessor, gcnArchName, L2_cache_size = 65536, "", 50 << 20
+        shared_memory_per_block_optin, shared_memory_per_multiprocessor = 232448, 233472
+
+    nothing = {name: lambda *_a, **_k: None for name in ("set_device", "synchronize", "empty_cache", "init")}
+    nothing |= {"reset_peak_memory_stats": nothing["init"], "_lazy_init": nothing["init"]}
+    return nothing | {
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": lambda _stream: nullcontext(),
+        "current_stream": lambda *_a, **_k: _ONLY,
+        "default_stream": lambda *_a, **_k: _ONLY,
+        "is_initialized": lambda: True,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_a, **_k: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 8,
+        "get_device_name": lambda *_a: gpu.name,
+        "get_device_capability": lambda *_a: gpu.capability,
+        "get_device_properties": lambda *_a: Properties(),
+        "max_memory_allocated": lambda *_a: 0,
+        "max_memory_reserved": lambda *_a: 0,
+        "memory_stats": lambda *_a: {},
+        "get_rng_state": lambda *_a: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": nothing["init"],
+        "mem_get_info": lambda *_a: (gpu.memory, gpu.memory),
+    }
+
+
+_pinned: set[int] = set()
+
+
+def _pin(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """Mark host memory as pinned: the device can read it by itself."""
+    copy = x.clone()
+    _pinned.add(copy.untyped_storage()._cdata)
+    return copy
+
+
+def is_pinned(x: torch.Tensor) -> bool:
+    """Return whether a host tensor is in pinned memory."""
+    return x.untyped_storage()._cdata in _pinned
+
+
+@contextmanager
+def machine(rank: int, world: int, gpu: Gpu = Gpu()) -> Iterator[None]:  # noqa: B008 (frozen)
+    """Be rank `rank` of `world` ranks, with a GPU that does not exist."""
+    real_generator = torch.Generator
+    patches = [mock.patch.object(torch.cuda, name, x) for name, x in _of_torch_cuda(gpu).items()]
+    patches += [
+        mock.patch.object(torch.accelerator, "current_stream", lambda *_: _ONLY),
+        mock.patch.object(torch.version, "cuda", "13.0"),
+        mock.patch.object(torch, "Generator", lambda device="cpu": real_generator("cpu")),
+        mock.patch.object(torch.Tensor, "pin_memory", _pin),
+    ]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        for patch in patches:
+            patch.start()
+        with torch.autograd.set_multithreading_enabled(False):  # the mode is of one thread
+            yield
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
+        _pinned.clear()
+        dist.destroy_process_group()

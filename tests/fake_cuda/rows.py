@@ -1,0 +1,132 @@
+"""Run rows of the table in this process, and print what was found as JSON.
+
+    LD_PRELOAD=libhooks.so python -m tests.fake_cuda.rows [--only TEXT] [--shard 0/2]
+
+Needs the library of `shim.py`. A row that fails has its error instead of counts.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.fake_cuda import table
+from tests.fake_cuda.machine import FakeCuda, Gpu, machine
+from tests.fake_cuda.operators import CHECKS, flash_package, stand_ins
+from tests.fake_cuda.trace import Event, Recorder, entered, trace
+from tests.fake_cuda.traced_trainer import patches
+from trainer.distributed.context_parallel import attention
+from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
+from trainer.distributed.context_parallel.planning.mask import documents_of
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+
+_BATCH, _HEADS, _KV_HEADS, _HEAD_DIM, _WINDOW = 1, 32, 8, 128, 4096
+_OPERATORS = {
+    False: ("context_parallel_attention", "context_parallel_attention_backward"),
+    True: ("context_parallel_attention_keeping", "context_parallel_attention_keeping_backward"),
+}
+
+
+def of_call(row: table.Call) -> dict[str, Any]:
+    """Run attention forward and backward, and return the counts of each."""
+    recorder, gpu = Recorder(), Gpu()
+    mode = FakeCuda(recorder.observe, recorder.around)
+    mode.checks, mode.stand_ins = CHECKS, stand_ins(row.flash)
+    with entered(machine(row.rank, row.ranks, gpu), *patches(gpu), *flash_package(row.flash), *recorder.patches()):
+        degrees = {4: (2, 2), 8: (4, 2), 64: (8, 8)}[row.ranks] if row.method == "hybrid" else None
+        options = ContextParallelOptions(
+            row.method, row.balancer, row.kernel, hybrid_degrees=degrees, keep_exchanged=row.keep
+        )
+        shape, names = (degrees[::-1], ("ring", "heads")) if degrees else ((row.ranks,), ("cp",))
+        mesh, groups = flat_mesh(init_device_mesh("cuda", shape, mesh_dim_names=names), options)
+        length = max(16384, 1024 * row.ranks)
+        mask = _documents(length) if row.mask == "documents" else None
+        layout = options.layout(length, row.ranks, mask)
+        rows, window = layout.local_length(row.rank), _WINDOW if row.mask == "window" else 0
+        operator = getattr(attention, _OPERATORS[row.keep][0])
+        with opened(LivePlan(mesh, layout, mask, options, groups=groups), _BATCH) as handle, mode:
+            q, k, v = (_rows(rows, heads, row.dtype) for heads in (_HEADS, _KV_HEADS, _KV_HEADS))
+            sinks = torch.empty(_HEADS, device="cuda", requires_grad=True) if row.mask == "sinks" else None
+            out, *_ = operator(q, k, v, handle, 0.1, True, window, sinks)
+            out.backward(torch.empty_like(out))
+            for x in (q, k, v):
+                assert x.grad.stride() == x.stride()
+    return {
+        direction: counts(recorder.inside(name))
+        for direction, name in zip(("forward", "backward"), _OPERATORS[row.keep], strict=True)
+    }
+
+
+def _rows(rows: int, heads: int, dtype: str) -> torch.Tensor:
+    x = torch.empty(_BATCH, rows, heads, _HEAD_DIM, dtype=getattr(torch, dtype), device="cuda")
+    return x.transpose(1, 2).requires_grad_()
+
+
+def _documents(length: int) -> Any:
+    return documents_of(np.sort(np.random.default_rng(0).integers(0, 100, (_BATCH, length)), axis=1))
+
+
+def of_job(row: table.Job) -> dict[str, Any]:
+    """Run two steps, and return the counts of a layer and of the second step, and the peak of its live bytes."""
+    events = trace(row.resolved(), row.rank, row.gpu)
+    step = [e for e in events.all if e.step == 2]
+    found: dict[str, Any] = {"step": counts(step)}
+    for direction, name in zip(("forward", "backward"), _OPERATORS[False], strict=True):
+        if layer := events.layer(2, name):
+            found[direction] = counts(layer)
+    found["blocking_or_pageable"] = sorted({e.name for e in step if e.kind == "copy" and "," in e.name})
+    if row.memory:
+        found["peak"], found["peak_at"] = events.peak[2], events.peak_at[2]
+    return found
+
+
+def counts(events: Iterable[Event]) -> dict[str, Any]:
+    from tests.fake_cuda.trace import counted
+
+    return counted(events)
+
+
+def results(rows: Iterable[table.Call | table.Job]) -> dict[str, Any]:
+    """Return what was found for each row, by its name."""
+    found: dict[str, Any] = {}
+    for row in rows:
+        started = time.perf_counter()
+        try:
+            found[row.name] = (of_call if isinstance(row, table.Call) else of_job)(row)
+        except BaseException as error:  # DataDependentOutputException, AssertionError, whatever a GPU path does wrong
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            found[row.name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+            traceback.print_exc()
+        gc.collect()
+        seconds = time.perf_counter() - started
+        print(f"{seconds:5.1f} s  {row.name}", file=sys.stderr, flush=True)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the results of the rows whose names contain a text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a part of the names")
+    parser.add_argument("--kind", choices=("jobs", "calls"), default="")
+    parser.add_argument("--shard", default="0/1", help="I/N: every Nth row, from the Ith")
+    args = parser.parse_args(argv)
+    part, parts = map(int, args.shard.split("/"))
+    of_kind = {"": chain(table.jobs(), table.calls()), "jobs": table.jobs(), "calls": table.calls()}[args.kind]
+    rows = [row for row in of_kind if args.only in row.name]
+    torch.set_num_threads(1)
+    print(json.dumps(results(rows[part::parts])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
