@@ -171,9 +171,8 @@ def _of_torch_cuda(gpu: Gpu) -> dict[str, Any]:
         regs_per_multiprocessor, gcnArchName, L2_cache_size = 65536, "", 50 << 20
         shared_memory_per_block_optin, shared_memory_per_multiprocessor = 232448, 233472
 
-    nothing = {name: lambda *_a, **_k: None for name in ("set_device", "synchronize", "empty_cache", "init")}
-    nothing |= {"reset_peak_memory_stats": nothing["init"], "_lazy_init": nothing["init"]}
-    return nothing | {
+    names = "set_device synchronize empty_cache init reset_peak_memory_stats _lazy_init set_rng_state".split()
+    return {name: lambda *_a, **_k: None for name in names} | {
         "Stream": _Stream,
         "Event": _Stream,
         "stream": lambda _stream: nullcontext(),
@@ -191,9 +190,15 @@ def _of_torch_cuda(gpu: Gpu) -> dict[str, Any]:
         "max_memory_reserved": lambda *_a: 0,
         "memory_stats": lambda *_a: {},
         "get_rng_state": lambda *_a: torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": nothing["init"],
         "mem_get_info": lambda *_a: (gpu.memory, gpu.memory),
     }
+
+
+class _Generator(torch.Generator):
+    """A generator of the host, wherever it is asked for."""
+
+    def __new__(cls, _device: object = "cpu") -> "_Generator":
+        return super().__new__(cls, "cpu")
 
 
 _pinned: set[int] = set()
@@ -214,12 +219,11 @@ def is_pinned(x: torch.Tensor) -> bool:
 @contextmanager
 def machine(rank: int, world: int, gpu: Gpu = Gpu()) -> Iterator[None]:  # noqa: B008 (frozen)
     """Be rank `rank` of `world` ranks, with a GPU that does not exist."""
-    real_generator = torch.Generator
     patches = [mock.patch.object(torch.cuda, name, x) for name, x in _of_torch_cuda(gpu).items()]
     patches += [
         mock.patch.object(torch.accelerator, "current_stream", lambda *_: _ONLY),
         mock.patch.object(torch.version, "cuda", "13.0"),
-        mock.patch.object(torch, "Generator", lambda device="cpu": real_generator("cpu")),
+        mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch.Tensor, "pin_memory", _pin),
     ]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.nn.attention import _fa3, _fa4
 
 from tests.unit.kernel_stand_ins import aligned
@@ -155,7 +156,7 @@ class _RmsNorm(torch.autograd.Function):
         return dout.mul(weight), dout.flatten(0, -2).sum(0, dtype=weight.dtype)
 
 
-def rms_norm(x, shape, weight=None, eps=None, real=torch.nn.functional.rms_norm) -> torch.Tensor:
+def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
     """Stand in for F.rms_norm of a CUDA tensor, which a CPU build takes apart."""
     plain = weight is not None and not isinstance(x, DTensor) and not isinstance(weight, DTensor) and x.is_cuda
     return _RmsNorm.apply(x, weight) if plain else real(x, shape, weight, eps)
@@ -194,8 +195,11 @@ class _Attention(torch.autograd.Function):
         return *grads, None
 
 
-def attention_of_one_rank(q, k, v, *, is_causal: bool, scale: float | None, enable_gqa: bool) -> torch.Tensor:
+def attention_of_one_rank(q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options) -> torch.Tensor:
     """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel."""
-    assert is_causal
-    assert enable_gqa == (q.shape[1] != k.shape[1])
+    if attn_mask is not None:
+        return real(q, k, v, attn_mask=attn_mask, **options)
+    scale, grouped = options.get("scale"), options.get("enable_gqa", False)
+    assert options.get("is_causal", False)
+    assert grouped == (q.shape[1] != k.shape[1])
     return _Attention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)

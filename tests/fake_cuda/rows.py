@@ -6,13 +6,11 @@ Needs the library of `shim.py`. A row that fails has its error instead of counts
 """
 
 import argparse
-import gc
 import json
 import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_cuda import table
+from tests.fake_cuda.faults import OF, Fault, faults
 from tests.fake_cuda.machine import FakeCuda, Gpu, machine
 from tests.fake_cuda.operators import CHECKS, flash_package, stand_ins
-from tests.fake_cuda.trace import Event, Recorder, entered, trace
+from tests.fake_cuda.trace import Recorder, counted, entered, trace
 from tests.fake_cuda.traced_trainer import patches
 from trainer.distributed.context_parallel import attention
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
@@ -61,7 +60,7 @@ def of_call(row: table.Call) -> dict[str, Any]:
             for x in (q, k, v):
                 assert x.grad.stride() == x.stride()
     return {
-        direction: counts(recorder.inside(name))
+        direction: counted(recorder.inside(name))
         for direction, name in zip(("forward", "backward"), _OPERATORS[row.keep], strict=True)
     }
 
@@ -79,35 +78,37 @@ def of_job(row: table.Job) -> dict[str, Any]:
     """Run two steps, and return the counts of a layer and of the second step, and the peak of its live bytes."""
     events = trace(row.resolved(), row.rank, row.gpu)
     step = [e for e in events.all if e.step == 2]
-    found: dict[str, Any] = {"step": counts(step)}
+    found: dict[str, Any] = {"step": counted(step)}
     for direction, name in zip(("forward", "backward"), _OPERATORS[False], strict=True):
         if layer := events.layer(2, name):
-            found[direction] = counts(layer)
-    found["blocking_or_pageable"] = sorted({e.name for e in step if e.kind == "copy" and "," in e.name})
+            found[direction] = counted(layer)
+    found["waits"] = sorted({f"{e.name} ({e.where})" for e in events.all if e.step and e.where})
     if row.memory:
         found["peak"], found["peak_at"] = events.peak[2], events.peak_at[2]
     return found
 
 
-def counts(events: Iterable[Event]) -> dict[str, Any]:
-    from tests.fake_cuda.trace import counted
+def of_fault(row: Fault) -> dict[str, Any]:
+    """Run the call in which it is planted."""
+    with entered(*row.planted()):
+        return of_call(OF)
 
-    return counted(events)
+
+_FOUND = {table.Call: of_call, table.Job: of_job}
 
 
-def results(rows: Iterable[table.Call | table.Job]) -> dict[str, Any]:
+def results(rows: Iterable[table.Call | table.Job | Fault]) -> dict[str, Any]:
     """Return what was found for each row, by its name."""
     found: dict[str, Any] = {}
     for row in rows:
         started = time.perf_counter()
         try:
-            found[row.name] = (of_call if isinstance(row, table.Call) else of_job)(row)
+            found[row.name] = _FOUND.get(type(row), of_fault)(row)
         except BaseException as error:  # DataDependentOutputException, AssertionError, whatever a GPU path does wrong
             if isinstance(error, KeyboardInterrupt):
                 raise
             found[row.name] = {"error": f"{type(error).__name__}: {error}"[:600]}
             traceback.print_exc()
-        gc.collect()
         seconds = time.perf_counter() - started
         print(f"{seconds:5.1f} s  {row.name}", file=sys.stderr, flush=True)
     return found
@@ -117,12 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the results of the rows whose names contain a text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a part of the names")
-    parser.add_argument("--kind", choices=("jobs", "calls"), default="")
+    parser.add_argument("--kind", choices=("jobs", "calls", "faults"), help="default: jobs and calls")
     parser.add_argument("--shard", default="0/1", help="I/N: every Nth row, from the Ith")
     args = parser.parse_args(argv)
     part, parts = map(int, args.shard.split("/"))
-    of_kind = {"": chain(table.jobs(), table.calls()), "jobs": table.jobs(), "calls": table.calls()}[args.kind]
-    rows = [row for row in of_kind if args.only in row.name]
+    kinds = {"jobs": table.jobs, "calls": table.calls, "faults": faults}
+    chosen = [kinds[args.kind]] if args.kind else [table.jobs, table.calls]
+    rows = [row for kind in chosen for row in kind() if args.only in row.name]
     torch.set_num_threads(1)
     print(json.dumps(results(rows[part::parts])))
     return 0

@@ -2,15 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import mkdtemp
 from unittest import mock
 
 from tests.covering import Row, covering_array
 from tests.fake_cuda.machine import Gpu
+from tests.field_files import write_drifting_fields
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
 from trainer.models.registry import MODELS
 
 VOCABULARY = 128_256
+FIELDS = "fields.zarr"
+"""Stands for a small file of fields, which is written when a row needs it."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,8 @@ class Call:
 def calls() -> Iterator[Call]:
     """Yield calls in which every pair of values that can go together does, and every method with every mask."""
     whole = {"ranks": "8", "rank": "middle", "balancer": "head_tail"}
-    pairs = [whole | {"method": x, "mask": y, "kernel": "auto"} for x in _AXES["method"] for y in _AXES["mask"]]
-    pairs += [whole | {"method": x, "mask": "causal", "kernel": "cuda_flash"} for x in _AXES["method"]]
+    pairs = [whole | {"method": x, "mask": y, "kernel": "auto"} for x in METHODS for y in MASKS]
+    pairs += [whole | {"method": x, "mask": "causal", "kernel": "cuda_flash"} for x in METHODS]
     usual = {"keep": "", "flash": "", "dtype": "bfloat16"}
     for row in (*covering_array(_AXES, _allowed), *({**usual, **row} for row in pairs)):
         ranks = int(row["ranks"])
@@ -48,12 +53,15 @@ def calls() -> Iterator[Call]:
         yield Call(ranks, rank, row["method"], row["mask"], row["kernel"], row["balancer"], **more)
 
 
+METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
+MASKS = ("causal", "documents", "window", "sinks")
+KERNELS = ("cuda_flash", "cudnn", "varlen", "efficient")
 _AXES = {
     "ranks": ("2", "4", "8", "64"),
     "rank": ("first", "middle", "last"),
-    "method": ("ring", "all_gather", "all_to_all", "hybrid"),
-    "mask": ("causal", "documents", "window", "sinks"),
-    "kernel": ("auto", "cuda_flash", "cudnn", "varlen", "efficient"),
+    "method": METHODS,
+    "mask": MASKS,
+    "kernel": ("auto", *KERNELS),
     "balancer": ("contiguous", "head_tail", "balanced"),
     "keep": ("", "kept"),
     "flash": ("", "FA3", "FA4"),
@@ -95,16 +103,31 @@ class Job:
     memory: bool = False
     """Whether the peak of live bytes is one of the committed numbers."""
 
+    def key(self, name: str, default: str) -> str:
+        """Return the value of a key of the configuration, as the command line has it."""
+        return dict(arg[2:].split("=", 1) for arg in (*_BASE, *self.args)).get(name, default)
+
     def resolved(self) -> ResolvedJob:
         """Return the job, with fewer layers and the vocabulary of Llama 3."""
         keys = dict(arg[2:].split("=", 1) for arg in (*_BASE, *self.args))
+        if keys.get("training.dataset_path") == FIELDS:
+            return self._on_fields(keys)
         flavors = MODELS[keys.get("model.name", "llama3")][0]
         flavor = keys["model.flavor"]
         with mock.patch.dict(flavors, {flavor: replace(flavors[flavor], n_layers=self.layers)}):
-            arguments = [part for name, x in keys.items() for part in (f"--{name}", *x.split(" "))]
-            job = resolve(parse_command_line(arguments).config, self.ranks, "cuda")
+            job = _resolved(keys, self.ranks)
         lora = replace(job.config.lora, rank=self.lora)  # of weights without values, so that none are named
         return replace(job, model=replace(job.model, vocab_size=VOCABULARY), config=replace(job.config, lora=lora))
+
+    def _on_fields(self, keys: dict[str, str]) -> ResolvedJob:
+        del keys["training.seq_len"]
+        keys["training.dataset_path"] = write_drifting_fields(Path(mkdtemp()) / FIELDS, height=64, width=64)
+        return _resolved(keys, self.ranks)
+
+
+def _resolved(keys: dict[str, str], ranks: int) -> ResolvedJob:
+    arguments = [part for name, x in keys.items() for part in (f"--{name}", *x.split(" "))]
+    return resolve(parse_command_line(arguments).config, ranks, "cuda")
 
 
 _BASE = (
@@ -127,6 +150,7 @@ _FULL = "--activation_checkpoint.mode=full"
 _SELECTIVE = "--activation_checkpoint.mode=selective"
 _SHORT = "--training.seq_len=8192"
 _DEBUG = ("--model.flavor=debugmodel", _SHORT)
+_TP2 = (f"{_P}tensor_parallel_degree=2",)
 _HYBRID = f"{_CP}hybrid_degrees=4 2"
 _MILLION = "--training.seq_len=1048576"
 
@@ -135,7 +159,7 @@ def jobs() -> Iterator[Job]:
     """Yield jobs that cover every parallelism, method, family and transformation."""
     yield Job("one GPU", 1, 0, (_SHORT,), memory=True)
     yield Job("FSDP 8", 8, 3, (_SHORT,), memory=True)
-    yield Job("ring 8", 8, 2, _cp(8), memory=True)
+    yield Job("ring 8, 8B at 131,072", 8, 2, _cp(8), memory=True)
     yield Job("ring 8, full recomputation", 8, 0, _cp(8, "ring", _FULL), memory=True)
     yield Job("all_gather 8", 8, 7, _cp(8, "all_gather"), memory=True)
     yield Job("all_to_all 8", 8, 2, _cp(8, "all_to_all"), memory=True)
@@ -163,6 +187,9 @@ def jobs() -> Iterator[Job]:
     yield Job("1M tokens, 64, documents", 64, 37, (*hybrid, _DOCUMENTS, f"{_CP}load_balancer=balanced"))
     yield Job("1M tokens, 8", 8, 2, _cp(8, "all_to_all", _MILLION, _FULL), memory=True)
     yield Job("FSDP 8 x cp 8", 64, 63, _cp(8))
+    compiled = ("--compile.enable=true", "--compile.backend=aot_eager")
+    yield Job("compiled, ring 4", 4, 1, (*_cp(4), *compiled))
+    yield Job("compiled, tp 2 x all_to_all 2, documents", 4, 1, (*_TP2, *_cp(2, "all_to_all", _DOCUMENTS), *compiled))
     for family, flavor, more in (
         ("qwen2", "7B", ()),
         ("qwen3", "8B", ()),
@@ -172,6 +199,8 @@ def jobs() -> Iterator[Job]:
     ):
         arguments = (f"--model.name={family}", f"--model.flavor={flavor}", "--training.seq_len=32768", *more)
         yield Job(family, 8, 1, (*arguments, *_cp(4, "ring")))
+    yield Job("U-Net on fields", 4, 1, (*_fields("unet", "base"), f"{_P}domain_parallel_degrees=2 2"))
+    yield Job("neighbourhoods on fields", 4, 3, (*_fields("nat", "base"), f"{_P}domain_parallel_degrees=2"))
     experts = ("--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--training.seq_len=8192")
     yield Job("ep 4", 8, 1, (*experts, f"{_P}expert_parallel_degree=4"))
     yield Job("ep 2 x cp 4", 8, 1, (*experts, *_cp(4), f"{_P}expert_parallel_degree=2"))
@@ -180,6 +209,11 @@ def jobs() -> Iterator[Job]:
 def _pipeline(degree: int, schedule: str = "1F1B") -> tuple[str, ...]:
     micro = ("--training.local_batch_size=8", "--training.global_batch_size=-1")
     return f"{_P}pipeline_parallel_degree={degree}", f"{_P}pipeline_parallel_schedule={schedule}", *micro
+
+
+def _fields(family: str, flavor: str) -> tuple[str, ...]:
+    data = ("--training.dataset=fields", f"--training.dataset_path={FIELDS}")
+    return f"--model.name={family}", f"--model.flavor={flavor}", *data
 
 
 def _batch(size: int) -> tuple[str, ...]:

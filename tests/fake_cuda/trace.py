@@ -5,6 +5,7 @@ are alive after it. Nothing is computed, so that a step of a million tokens take
 """
 
 import gc
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -45,6 +46,8 @@ class Event:
     name: str
     bytes: int
     live: int
+    where: str = ""
+    """Of a copy for which the host waits: the line of this project."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Recorder:
             self._message(name.partition("::")[2], args, result)
         elif name in ("_to_copy", "copy_") and (direction := _direction(name, args, kwargs, result)):
             moved = args[1] if name == "copy_" else args[0]
-            self._add("copy", direction, moved.nbytes)
+            self._add("copy", direction, moved.nbytes, _where() if "," in direction else "")
         elif not (func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))):
             self._add("launch", name, 0)
 
@@ -150,7 +153,7 @@ class Recorder:
         return result
 
     def _check_bytes(self, name: str, args: tuple, counted: Counter, events: Iterable[Event]) -> None:
-        """Compare what attention sent with the cost of its plan: what the messages have, and what the program counts."""
+        """Compare the bytes of attention's messages, and those that the program counts, with the cost of its plan."""
         plan, direction = next(x for x in args if _is_handle(x)), _DIRECTIONS[name]
         live, _ = resolve_plan(plan)
         execution, (q, k) = self._execution, _shapes(name, args)
@@ -167,8 +170,8 @@ class Recorder:
             return
         self._add("message", name, _sent(name, args))
 
-    def _add(self, kind: str, name: str, size: int) -> None:
-        self._events.append(Event(self._step, self._place, kind, name, size, self._live))
+    def _add(self, kind: str, name: str, size: int, where: str = "") -> None:
+        self._events.append(Event(self._step, self._place, kind, name, size, self._live, where))
 
     # ---- memory
 
@@ -245,6 +248,17 @@ def _direction(name: str, args: tuple, kwargs: dict[str, Any], result: torch.Ten
     waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
     pageable = kinds[0] == "cpu" and not is_pinned(on_host)
     return f"{kinds[0]} to {kinds[1]}" + ", blocking" * waits + ", pageable" * pageable
+
+
+def _where() -> str:
+    """Return the innermost line of the package that is running."""
+    frame = sys._getframe()
+    while frame is not None:
+        _, found, file = frame.f_code.co_filename.partition("/trainer/")
+        if found:
+            return f"trainer/{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _sent(name: str, args: tuple) -> int:

@@ -1,0 +1,82 @@
+"""Trace the rows of the table, and compare them with the committed counts or replace these.
+
+python -m tests.fake_cuda                   # print what differs
+python -m tests.fake_cuda --write           # and commit to it: expected.json
+python -m tests.fake_cuda --only "ring 8"   # some rows, whole
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.fake_cuda import shim
+
+EXPECTED = Path(__file__).with_name("expected.json")
+Found = dict[str, dict[str, Any]]
+
+
+def run(folder: Path, *arguments: str) -> Found:
+    """Build the shim in a folder, and return what `rows.py` finds in a process that has it.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler or the process failed.
+    """
+    command = [sys.executable, "-m", "tests.fake_cuda.rows", *arguments]
+    environment = shim.environment(shim.build(folder))
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout)
+
+
+def expected() -> Found:
+    """Return the committed counts."""
+    return json.loads(EXPECTED.read_text(encoding="utf-8"))
+
+
+def differences(found: Found, wanted: Found) -> list[str]:
+    """Return a line for each row that has other counts, with the counts that changed."""
+    lines = []
+    for name in sorted({*found, *wanted}):
+        old, new = _flat(wanted.get(name, {})), _flat(found.get(name, {}))
+        changed = (
+            f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
+        )
+        if text := ", ".join(changed):
+            lines.append(f"{name}: {text}")
+    return lines
+
+
+def _flat(counts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in counts.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trace, compare, and write if asked to; 1 if something differs or failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace the committed counts")
+    parser.add_argument("--only", help="a part of the names of some rows, whose counts are printed")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(Path(folder), *(() if args.only is None else ("--only", args.only)))
+    if args.only is not None:
+        print(json.dumps(found, indent=1))
+        return 0
+    lines = differences(found, expected() if EXPECTED.exists() else {})
+    print("\n".join(lines) or "nothing differs")
+    failed = any("error" in counts for counts in found.values())
+    if args.write and not failed:
+        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found))
+        EXPECTED.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+    return int(failed or bool(lines and not args.write))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
