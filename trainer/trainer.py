@@ -40,6 +40,7 @@ from trainer.runtime.determinism import set_determinism
 from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
+from trainer.runtime.to_device import to_device
 from trainer.tasks import Task, build_task
 from trainer.tasks.task import Batch
 from trainer.tasks.validation import Validation
@@ -374,13 +375,7 @@ class Trainer:
 
     def _to_device(self, batch: Batch) -> Batch:
         """Start the way of a batch's tensors to the device, from memory that the device can read by itself."""
-        pin = self.device.type == "cuda"
-        return {
-            name: (x.pin_memory() if pin else x).to(self.device, non_blocking=True)
-            if isinstance(x, torch.Tensor)
-            else x
-            for name, x in batch.items()
-        }
+        return {name: to_device(x, self.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
     def _check_same_batch(self, batch: Batch) -> None:
         """Check that the ranks of one data-parallel rank read the same batch."""

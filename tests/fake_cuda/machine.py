@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401 (collectives of tensors without memory)
+import torch.distributed._tools.fake_collectives
 from torch._library.custom_ops import OPDEFS
 from torch._library.fake_impl import set_ctx_getter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -69,7 +69,7 @@ class FakeCuda(FakeTensorMode):
         with self:
             if func.namespace == "trainer":
                 return self._around(name, (*args, *kwargs.values()), lambda: self._run_body(name, args, kwargs))
-            # In the body of an operator, below autograd, PyTorch asks for the whole of what it is a composite of others.
+            # In the body of an operator, below autograd, PyTorch asks for composites of other operators as a whole.
             if func._can_decompose() and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return result
         if (check := self.checks.get(name)) is not None:
@@ -110,7 +110,7 @@ class _AnySize:
 
 
 def form(x: torch.Tensor) -> tuple:
-    """Return what a graph relies on; strides of dimensions of one row are free. Bytes that were exchanged: any number."""
+    """Return what a graph relies on. Strides of dimensions of one row are free, and so is the number of bytes sent."""
     if x.dtype == torch.uint8:
         return x.ndim, x.dtype, x.device.type
     strides = tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) if x.numel() else ()
@@ -171,8 +171,9 @@ def _of_torch_cuda(gpu: Gpu) -> dict[str, Any]:
         regs_per_multiprocessor, gcnArchName, L2_cache_size = 65536, "", 50 << 20
         shared_memory_per_block_optin, shared_memory_per_multiprocessor = 232448, 233472
 
-    names = "set_device synchronize empty_cache init reset_peak_memory_stats _lazy_init set_rng_state".split()
-    return {name: lambda *_a, **_k: None for name in names} | {
+    names = ["set_device", "synchronize", "empty_cache", "init", "_lazy_init", "set_rng_state"]
+    nothing = {name: lambda *_a, **_k: None for name in (*names, "reset_peak_memory_stats")}
+    return nothing | {
         "Stream": _Stream,
         "Event": _Stream,
         "stream": lambda _stream: nullcontext(),
@@ -217,11 +218,11 @@ def is_pinned(x: torch.Tensor) -> bool:
 
 
 @contextmanager
-def machine(rank: int, world: int, gpu: Gpu = Gpu()) -> Iterator[None]:  # noqa: B008 (frozen)
+def machine(rank: int, world: int, gpu: Gpu = Gpu()) -> Iterator[None]:
     """Be rank `rank` of `world` ranks, with a GPU that does not exist."""
     patches = [mock.patch.object(torch.cuda, name, x) for name, x in _of_torch_cuda(gpu).items()]
     patches += [
-        mock.patch.object(torch.accelerator, "current_stream", lambda *_: _ONLY),
+        mock.patch.object(torch.accelerator, "current_stream", return_value=_ONLY),
         mock.patch.object(torch.version, "cuda", "13.0"),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch.Tensor, "pin_memory", _pin),

@@ -106,7 +106,7 @@ def flash_package(flash: str) -> list[Any]:
     if flash == "FA4":
         package = SimpleNamespace(_flash_attn_fwd=_fa4_forward, _flash_attn_bwd=_fa4_backward)
         patches = [mock.patch.object(_fa4, "_FA4_MODULE_PATH", "flash_attn.cute.interface")]
-        return [*patches, mock.patch.object(_fa4, "_fa4_import_module", lambda _path: package)]
+        return [*patches, mock.patch.object(_fa4, "_fa4_import_module", return_value=package)]
     return []
 
 
@@ -152,7 +152,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        x, weight, _ = ctx.saved_tensors
+        _, weight, _ = ctx.saved_tensors
         return dout.mul(weight), dout.flatten(0, -2).sum(0, dtype=weight.dtype)
 
 

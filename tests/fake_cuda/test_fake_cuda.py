@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @needs_compiler
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_runs_and_its_host_never_waits(found: Found, name: str) -> None:
-    """Results are as promised, messages have the bytes of the plan; after the first step no copy makes the host wait."""
+    """Results are as promised, messages have the bytes of the plan, and no copy makes the host wait."""
     assert "error" not in found[name], found[name]["error"]
     assert not found[name].get("waits"), f"copies that make the host wait: {found[name]['waits']}"
 

@@ -157,13 +157,14 @@ class Recorder:
         plan, direction = next(x for x in args if _is_handle(x)), _DIRECTIONS[name]
         live, _ = resolve_plan(plan)
         execution, (q, k) = self._execution, _shapes(name, args)
-        shape = AttentionShape(q[0], q[1], k[1], q[3], itemsize=args[0].itemsize)
+        sent = 2 if live.options.gradient_dtype == "bfloat16" else 0
+        shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent)
         keep = live.options.keep_exchanged
         cost = attention_cost(execution.plan, shape, direction, live.options.heads_per_pass, keep_exchanged=keep)
         wanted = {kind: size for kind, size in cost.bytes_sent.items() if size}
         assert dict(counted) == wanted, f"{name} counted {dict(counted)}, its plan sends {wanted}"
-        sent = sum(e.bytes for e in events if e.kind == "message")
-        assert sent == sum(wanted.values()), f"{name} sent {sent} bytes, its plan sends {wanted}"
+        found = sum(e.bytes for e in events if e.kind == "message")
+        assert found == sum(wanted.values()), f"{name} sent {found} bytes, its plan sends {wanted}"
 
     def _message(self, name: str, args: tuple, result: Any) -> None:
         if name in _NO_MESSAGE:
@@ -214,7 +215,8 @@ class Recorder:
 
 
 _NO_KERNEL = frozenset(
-    "detach alias lift_fresh lift_fresh_copy _unsafe_view _reshape_alias set_ resize_ is_pinned record_stream".split()
+    {"detach", "alias", "lift_fresh", "lift_fresh_copy", "_unsafe_view", "_reshape_alias", "set_", "resize_"}
+    | {"is_pinned", "record_stream"}
 )
 _NO_MESSAGE = frozenset({"wait_tensor", "recv_", "barrier"})
 _DIRECTIONS = {

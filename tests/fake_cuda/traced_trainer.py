@@ -88,7 +88,7 @@ def patches(gpu: Gpu) -> Iterator[Any]:
     yield patch(nn.functional, "scaled_dot_product_attention", operators.attention_of_one_rank)
     yield patch(nn.functional, "rms_norm", operators.rms_norm)
     yield patch(expert_parallel, "plan_dispatch", _even_dispatch)
-    for cache in (cuda._places, cuda._ends, placement.rows_on):  # of an earlier job
+    for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):  # of an earlier job
         cache.cache_clear()
     if hasattr(schedules, "InferenceMode"):  # since torch 2.12 stages vote, and read the votes
         yield patch(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)

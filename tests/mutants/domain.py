@@ -27,7 +27,7 @@ DOMAIN = (
     Mutant(
         "the gradient of a row is that of its last copy",
         "trainer/distributed/sharding/exchange.py",
-        "rows[start:stop] += part",
+        "rows[start:stop].add_(part)",
         "rows[start:stop] = part",
         _CONVOLUTION,
     ),
@@ -49,8 +49,8 @@ DOMAIN = (
     Mutant(
         "a mean of the ranks' means",
         f"{_DOMAIN}/reductions.py",
-        "weights = means.new_tensor(rows).div_(max(layout.length, 1))",
-        "weights = means.new_ones(len(rows)).div_(len(rows))",
+        "to_device(rows / max(layout.length, 1), means.device)",
+        "to_device(torch.ones_like(rows) / len(rows), means.device)",
         _REDUCTIONS,
     ),
     Mutant(

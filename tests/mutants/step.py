@@ -170,8 +170,8 @@ GRADIENTS = (
     Mutant(
         "the norm counts replicas again",
         "trainer/components/grad_norm.py",
-        "total += (norms**2).sum().to(device) / replicas",
-        "total += (norms**2).sum().to(device)",
+        "total += to_device((norms**2).sum(), total.device) / replicas",
+        "total += to_device((norms**2).sum(), total.device)",
         f"{_LAYOUT}[fsdp2+tp2-float32]",
     ),
     Mutant(

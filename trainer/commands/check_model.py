@@ -44,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
         choices=("ring", "all_gather", "all_to_all"),
         help="how K and V, or heads, are sent (default: ring)",
     )
-    balancers = ("head_tail", "contiguous", "balanced")
-    add("--load-balancer", default="head_tail", choices=balancers, help="who has which tokens (default: head_tail)")
+    balancers = ("auto", "head_tail", "contiguous", "balanced")
+    add("--load-balancer", default="auto", choices=balancers, help="who has which tokens (default: by method)")
     add("--attention", help="of transformers: sdpa, or context_parallel (default), which knows windows and sinks")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a value of the configuration, as JSON")
     add("--allow", action="append", default=[], metavar="MODULE", help="a class or module that you checked by hand")

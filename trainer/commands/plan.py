@@ -220,7 +220,7 @@ def parser() -> argparse.ArgumentParser:
         help="how attention reaches other ranks' keys (default: ring); auto: the choice of training, with its reason",
     )
     add("--head-degree", type=int, metavar="RANKS", help="with --method hybrid: ranks that divide the heads")
-    add("--load-balancer", choices=LOAD_BALANCERS, default="head_tail", help="who owns which tokens (head_tail)")
+    add("--load-balancer", choices=("auto", *LOAD_BALANCERS), default="auto", help="who owns which tokens (auto)")
     add = described.add_argument_group("attention, by default that of Llama 3 8B in bfloat16").add_argument
     add("--heads", type=int, default=32, metavar="N", help="query heads (32)")
     add("--kv-heads", type=int, default=8, metavar="N", help="key/value heads (8)")

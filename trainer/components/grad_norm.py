@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.runtime.to_device import to_device
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -61,7 +62,7 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torc
         norms = torch.stack(
             torch._foreach_norm(grads, 2, dtype=torch.float64)
         )  # which reads float32, and copies nothing
-        total += (norms**2).sum().to(device) / replicas
+        total += to_device((norms**2).sum(), total.device) / replicas
     return total
 
 

@@ -7,6 +7,7 @@ import torch
 
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.runtime.to_device import to_device
 
 
 class StepTotals:
@@ -18,7 +19,7 @@ class StepTotals:
 
     def __init__(self, loss: torch.Tensor, squares: torch.Tensor, votes: Sequence[float], dims: ParallelDims) -> None:
         mine = torch.stack([loss.double() / dims.size("tp"), squares])
-        device_votes = torch.tensor(votes, dtype=torch.float64).to(mine.device, non_blocking=True)
+        device_votes = to_device(torch.tensor(votes, dtype=torch.float64), mine.device)
         self._sums = all_reduce(torch.cat([mine, device_votes]), dims["world"])
         self._host, self._arrived = self._sums, None
         if self._sums.is_cuda:

@@ -34,6 +34,12 @@ _PLANNED = Condition(
     lambda config, _: config.plans_attention,
     "on plain causal attention: it is for context parallelism, packed documents, sliding windows and sinks",
 )
+_SENDING_KV = unless(
+    "parallelism.context_parallel_method",
+    "all_to_all",
+    ", which sends no keys and values to be added to",
+    remedy="leave it out, or use 'ring', 'all_gather' or 'hybrid'",
+)
 _EXCHANGING = Condition(
     lambda config, _: config.parallelism.context_parallel_method in ("all_to_all", "hybrid"),
     "with parallelism.context_parallel_method = {0.parallelism.context_parallel_method!r}, which exchanges no heads",
@@ -88,12 +94,14 @@ class Parallelism:
     """How attention gets keys and values of other ranks; auto: by traffic, the choice is logged with its reason."""
     context_parallel_hybrid_degrees: tuple[int, ...] = key((), unit="ranks", when=(_WITH_CP, _HYBRID))
     """For hybrid, [all_to_all, ring]: ranks of a group that divides the heads, and number of groups in the ring."""
-    context_parallel_load_balancer: Literal["head_tail", "contiguous", "balanced"] = key("head_tail", when=_WITH_CP)
-    """Tokens of a rank: two pieces, equal causal work; one piece; or documents dealt by work for each batch."""
+    context_parallel_load_balancer: Literal["auto", "head_tail", "contiguous", "balanced"] = key("auto", when=_WITH_CP)
+    """Tokens of a rank: two pieces, equal causal work; one piece; documents by work for each batch; auto: by method."""
     context_parallel_heads_per_pass: int = key(
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "heads", when=(_WITH_CP, _NOT_RING)
     )
     """Key/value heads that travel at a time (all_gather, all_to_all): less memory, more exchanges."""
+    context_parallel_gradient_dtype: Literal["float32", "bfloat16"] = key("float32", when=(_WITH_CP, _SENDING_KV))
+    """Data type in which gradients of keys and values are sent; bfloat16: half the bytes, rounded once a rank."""
     context_parallel_keep_exchanged: bool = key(False, when=(_WITH_CP, _EXCHANGING))
     """Keep the exchanged q, k, v and output for the backward (all_to_all, hybrid): less traffic, more memory."""
     context_parallel_kernel: Literal[

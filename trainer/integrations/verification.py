@@ -60,7 +60,7 @@ def check_model(
     call: Call = call_model,
     tolerance: float = 1e-5,
     method: str = "ring",
-    load_balancer: str = "head_tail",
+    load_balancer: str = "auto",
     allow_modules: Sequence[type | str] = (),
 ) -> Verification:
     """Compare logits, loss and every gradient of one step over the ranks of a mesh with one process. A collective.
@@ -92,7 +92,11 @@ def check_model(
     of_ranks = all_gather(_relative(logits.detach(), whole.detach()[:, mine]).reshape(1), mesh)
     total = all_reduce(loss.detach().clone().reshape(1), mesh, "sum")
     rows = [
-        Row("attention", "equal", f"{cp.live.calls} calls ran over {mesh.size()} ranks by {method}, {load_balancer}"),
+        Row(
+            "attention",
+            "equal",
+            f"{cp.live.calls} calls ran over {mesh.size()} ranks by {method}, {cp.live.options.balancer}",
+        ),
         _row("logits", of_ranks.max(), tolerance, f"shape {tuple(whole.shape)}"),
         _row("loss", _relative(total, wanted.detach()), tolerance, f"{wanted.item():.6f} on one process"),
         *_gradients(spread, alone, mesh, tolerance),

@@ -46,6 +46,7 @@ def resolve_attention(
         kernel=parallelism.context_parallel_kernel,
         hybrid_degrees=hybrid if two_level else None,
         multiple_of=tp,
+        gradient_dtype=_checked_gradients(config, device_type),
     )
     reason = ""
     if method == "auto":
@@ -132,7 +133,19 @@ def _local_shape(config: JobConfig, model: ModelArgs, device_type: str) -> Atten
     training, tp = config.training, config.parallelism.tensor_parallel_degree
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2}[training.compute_dtype(device_type)]
     heads, kv_heads = model.n_heads // tp, model.n_kv_heads // tp
-    return AttentionShape(training.local_batch_size, heads, kv_heads, model.head_dim, itemsize)
+    gradients = 2 if config.parallelism.context_parallel_gradient_dtype == "bfloat16" else 0
+    return AttentionShape(training.local_batch_size, heads, kv_heads, model.head_dim, itemsize, gradients)
+
+
+def _checked_gradients(config: JobConfig, device_type: str) -> str:
+    """Return the data type in which dK and dV are sent."""
+    wanted, computed = config.parallelism.context_parallel_gradient_dtype, config.training.compute_dtype(device_type)
+    if wanted == "bfloat16" != computed:
+        raise ConfigError(
+            f"parallelism.context_parallel_gradient_dtype = 'bfloat16' would round the gradients of a model that "
+            f"computes in {computed}; leave it out, or use training.mixed_precision_param = 'bfloat16'"
+        )
+    return wanted
 
 
 def _check_hybrid(degrees: tuple[int, ...], degree: int) -> None:

@@ -217,7 +217,7 @@ def _attention(job: ResolvedJob) -> str:
                 "head_tail": "head_tail: a piece from the head and one from the tail a rank, for equal causal work",
                 "contiguous": "contiguous: one piece a rank, for windows",
                 "balanced": "balanced: documents dealt by work and traffic, for each batch",
-            }[options.load_balancer]
+            }[options.balancer]
         )
     how = "auto: by device, type and tiles" if config.parallelism.context_parallel_kernel == "auto" else "as set"
     return "; ".join([*parts, f"kernel {job.kernel} ({how})"])

@@ -70,7 +70,7 @@ class LivePlan:
             fixed = self.mask is None and not window
             kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls, fixed=fixed)
             groups = self.groups or (self.mesh.get_group(),) * 2
-            execution = build_execution(plan, kernel, groups, self.mesh.device_type, self.options.heads_per_pass)
+            execution = build_execution(plan, kernel, groups, self.mesh.device_type, self.options)
             self._executions[key] = execution
         return self._executions[key]
 

@@ -29,6 +29,7 @@ from trainer.distributed.domain_parallel.neighborhoods import (
 from trainer.distributed.domain_parallel.rows import connected, fetch
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Ranges
+from trainer.runtime.to_device import to_device
 
 Hood = tuple[int, int, int, bool]
 """The fields of a `Neighborhood`, as plain data."""
@@ -191,7 +192,7 @@ def _check_fit(hood: Hood, length: int, dim: int) -> None:
 
 
 def _reordered(x: torch.Tensor, dim: int, order: Order) -> torch.Tensor:
-    return x if order is None else x.index_select(dim, torch.tensor(order, device=x.device))
+    return x if order is None else x.index_select(dim, to_device(torch.tensor(order), x.device))
 
 
 def _attend(
@@ -243,7 +244,7 @@ def _mask(runs: tuple[Run, ...], groups: int, device: torch.device) -> torch.Ten
         return None
     mask = torch.ones(1, 1, dtype=torch.bool, device=device)
     for run in runs:
-        first, stop = torch.tensor(run.windows, device=device).T[:, :, None]
+        first, stop = to_device(torch.tensor(run.windows), device).T[:, :, None]
         place = torch.arange(run.keys, device=device)
         seen = (place >= first) & (place < stop)  # (rows, keys)
         mask = (mask[:, None, :, None] & seen[:, None]).flatten(2).flatten(0, 1)

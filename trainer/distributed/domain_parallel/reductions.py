@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.sharding.placement import PLACEMENTS
+from trainer.runtime.to_device import to_device
 
 Dims = int | Sequence[int] | None
 """Dimensions, negative ones from the end; None: all."""
@@ -161,8 +162,8 @@ def over_ranks(
         sizes[dim] = layout.length
         number = math.prod([*sizes.values()])
         means, parts = gather(torch.stack([mean, squares]), axis).unbind(1)
-        rows = [layout.local_length(rank) for rank in range(layout.degree)]
-        weights = means.new_tensor(rows).div_(max(layout.length, 1)).view(-1, *[1] * mean.ndim)
+        rows = torch.tensor([layout.local_length(rank) for rank in range(layout.degree)], dtype=means.dtype)
+        weights = to_device(rows / max(layout.length, 1), means.device).view(-1, *[1] * mean.ndim)
         mean = (means * weights).sum(0)
         squares = parts.sum(0) + ((means - mean).square() * weights).sum(0) * number
     return mean, squares, number

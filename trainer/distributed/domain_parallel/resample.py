@@ -14,6 +14,7 @@ from trainer.distributed.domain_parallel.windows import Tile, WindowPlan, plan_o
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Range
+from trainer.runtime.to_device import to_device
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
@@ -110,11 +111,11 @@ def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.
     """Return the outputs of a tile: each mixes two rows."""
     chosen = sources[slice(*tile.outputs)]
     first, second, share = zip(*chosen, strict=True)
-    low = part.index_select(dim, torch.tensor(first, device=part.device) - tile.inputs[0])
+    low = part.index_select(dim, to_device(torch.tensor(first), part.device) - tile.inputs[0])
     if not any(share):
         return low
-    high = part.index_select(dim, torch.tensor(second, device=part.device) - tile.inputs[0])
-    weights = torch.tensor(share, dtype=part.dtype, device=part.device).view(-1, *[1] * (part.ndim - 1 - dim))
+    high = part.index_select(dim, to_device(torch.tensor(second), part.device) - tile.inputs[0])
+    weights = to_device(torch.tensor(share, dtype=part.dtype), part.device).view(-1, *[1] * (part.ndim - 1 - dim))
     return torch.lerp(low, high, weights)
 
 
@@ -245,7 +246,7 @@ def cumsum(x: torch.Tensor, domain: Domain, dim: int) -> tuple[torch.Tensor, Dom
     results = []
     for part, (start, _) in zip(parts, ranges[axis.rank], strict=True):
         before = [[n < len(own) and own[n][0] < start for n in range(most)] for own in ranges]
-        chosen = torch.tensor(before, device=x.device).view(len(ranges), most, *[1] * x.ndim)
+        chosen = to_device(torch.tensor(before), x.device).view(len(ranges), most, *[1] * x.ndim)
         offset = torch.where(chosen, totals, 0).sum((0, 1), dtype=dtype)  # a product would be cast by autocast
         results.append((part.cumsum(dim, dtype=dtype) + offset).to(x.dtype))
     return (torch.cat(results, dim) if results else connected(x, totals)), domain

@@ -303,7 +303,7 @@ def put_rows(rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *
     for start, stop in places:
         part = piece[offset : offset + stop - start]
         if add:
-            rows[start:stop] += part
+            rows[start:stop].add_(part)  # not `+=`, which also copies the rows onto themselves
         else:
             rows[start:stop] = part
         offset += stop - start

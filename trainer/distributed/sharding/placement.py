@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.distributed.sharding.exchange import all_reduce, exchange
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.runtime.to_device import to_device
 
 PLACEMENTS = ("partial", "replicated")
 
@@ -91,9 +92,9 @@ def _check_placement(grad: str) -> None:
 def rows_on(layout: AxisLayout, rank: int, device: torch.device) -> torch.Tensor:
     """Return the global positions of a rank's rows on a device: (local length,) int64, to read only.
 
-    They are copied there once for each layout, because a copy makes the device wait.
+    They are copied there once for each layout.
     """
-    return torch.from_numpy(layout.indices(rank)).to(device)
+    return to_device(torch.from_numpy(layout.indices(rank)), device)
 
 
 def _all_rows(x: torch.Tensor, layout: AxisLayout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

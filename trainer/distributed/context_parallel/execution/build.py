@@ -12,6 +12,7 @@ from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
 from trainer.distributed.context_parallel.planning.lowering import lower
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 
 # Both have `forward(q, k, v, scale)` and `backward(BackwardInputs, scale)`, which are collectives.
@@ -26,7 +27,7 @@ def build_execution(
     kernel: Kernel,
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     device_type: str,
-    heads_per_pass: int,
+    options: ContextParallelOptions,
 ) -> Execution:
     """Bind a plan to a kernel and to communicators; this is cheap, because lowered calls are cached.
 
@@ -35,9 +36,10 @@ def build_execution(
     staged = plan if plan.inner is None else plan.inner
     stage_group, head_group = (_own_group(group, "kv", device_type) for group in groups)
     gradients = _own_group(groups[0], "dkv", device_type) if staged.degree > 1 else stage_group
-    passes = heads_per_pass if plan.inner is None else 0
-    run = StagedExecution(lower(staged, kernel.capabilities), kernel, stage_group, gradients, passes)
-    return run if plan.inner is None else HeadExchange(plan, head_group, run, heads_per_pass)
+    passes = options.heads_per_pass if plan.inner is None else 0
+    sent = torch.bfloat16 if options.gradient_dtype == "bfloat16" else None
+    run = StagedExecution(lower(staged, kernel.capabilities), kernel, stage_group, gradients, passes, sent)
+    return run if plan.inner is None else HeadExchange(plan, head_group, run, options.heads_per_pass)
 
 
 def _own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.ProcessGroup:

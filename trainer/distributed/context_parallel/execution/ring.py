@@ -18,9 +18,11 @@ from trainer.distributed.context_parallel.execution.kernels.base import Backward
 from trainer.distributed.context_parallel.execution.stages import (
     Merged,
     add_gradients,
+    add_parts,
     as_before,
     attend,
     fold_batch,
+    gradients,
     lone_gradients,
     pack,
     query_heads,
@@ -59,7 +61,8 @@ class _Held:
 class StagedExecution:
     """A plan of stages, the kernel that computes its tiles, and the communicators of K/V and of dK/dV.
 
-    heads_per_pass: key/value heads that travel at a time; 0: all.
+    heads_per_pass: key/value heads that travel at a time; 0: all. gradient_dtype: of dK and dV on their way; None: that
+    of the log-sum-exp. Each rank adds to them in it, so that bfloat16 rounds once a rank.
     """
 
     lowered: LoweredPlan
@@ -67,6 +70,7 @@ class StagedExecution:
     group: dist.ProcessGroup
     gradient_group: dist.ProcessGroup
     heads_per_pass: int = 0
+    gradient_dtype: torch.dtype | None = None
 
     @property
     def plan(self) -> RankPlan:
@@ -99,12 +103,12 @@ class StagedExecution:
         inputs = given.q, given.k, given.v
         types = given.q.dtype, kv_dtype or given.k.dtype, kv_dtype or given.v.dtype
         given = BackwardInputs(*(fold_batch(x, self.plan) for x in given))
-        gradients = None
+        found = None
         if self.plan.degree == 1:
-            gradients = lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
-        if gradients is None:
-            gradients = self._summed_gradients(given, scale)
-        together = zip(gradients, inputs, types, strict=True)
+            found = lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
+        if found is None:
+            found = self._summed_gradients(given, scale)
+        together = zip(found, inputs, types, strict=True)
         return tuple(as_before(x, like, dtype) for x, like, dtype in together)
 
     def _summed_gradients(self, given: BackwardInputs, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -119,19 +123,28 @@ class StagedExecution:
         returning = _Returning()
         for item, following in with_next(self._items(self.plan.backward, launches, kv_heads)):
             incoming, pending = _fetch(following, own, held, self)
-            gradient = own_gradient
-            if not item.is_local:
-                gradient = _sums(k, (item.stage.rows, 2, *held.k.shape[:2], d), item.launches, lse.dtype)
             heads = query_heads(item.kv_heads, q, k)
             dout_, q_, out_, lse_, dq_ = (x[:, heads] for x in (dout, q, out, lse, dq))
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
-            add_gradients((dq_, *unpack(gradient)), of_item, item.launches, self.kernel, scale)
-            returning.add(item.stage, gradient, own_gradient, self)
+            if len(item.launches) == 1 and returning.has_sums_of(item, self):
+                parts = gradients(of_item, item.launches[0], self.kernel, scale)
+                gradient = returning.sums()  # while the kernel ran, they were sent
+                add_parts((dq_, *unpack(gradient)), parts, item.launches[0], sums=True)
+            else:
+                gradient = own_gradient
+                if not item.is_local:
+                    gradient = _sums(k, (item.stage.rows, 2, *held.k.shape[:2], d), item.launches, self._sent(lse))
+                add_gradients((dq_, *unpack(gradient)), of_item, item.launches, self.kernel, scale)
+                returning.add(item.stage, gradient, own_gradient, self)
             returning = _return_gradients(item, gradient, self)
             pending.wait()
             held = incoming
         returning.add(None, own_gradient, own_gradient, self)
         return dq, *unpack(own_gradient)
+
+    def _sent(self, lse: torch.Tensor) -> torch.dtype:
+        """Return the data type of dK and dV on their way."""
+        return self.gradient_dtype or lse.dtype
 
     def _items(self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int) -> list[_Item]:
         """Return the local stage for all heads, then the other stages for each pass of heads."""
@@ -198,13 +211,25 @@ class _Returning:
     reduced: torch.Tensor | None = None
     heads: slice | None = None
 
+    def has_sums_of(self, item: _Item, run: StagedExecution) -> bool:
+        """Return whether exactly the rows of this item's stage arrive, to which its own gradients can be added."""
+        if len(self.arriving) != 1 or self.reduced is not None or self.heads != item.kv_heads:
+            return False
+        ranges, stage = self.arriving[0][0].ranges, item.stage
+        return not run.plan.owns(ranges[0]) and stage.places.places(ranges) == ((0, stage.rows),)
+
+    def sums(self) -> torch.Tensor:
+        """Wait, and return what has arrived: (rows, 2, B, K, D)."""
+        self.pending.wait()
+        return self.arriving[0][1]
+
     def add(
         self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: StagedExecution
     ) -> None:
         """Wait, and add the received gradients to those of this rank's own rows, or of the rows of `stage`."""
         self.pending.wait()
         if self.reduced is not None:
-            own_gradient[:, :, :, self.heads] += self.reduced[: own_gradient.shape[0]]
+            own_gradient[:, :, :, self.heads].add_(self.reduced[: own_gradient.shape[0]])
         for message, buffer in self.arriving:
             places, target = run.plan.own, own_gradient[:, :, :, self.heads]
             if not run.plan.owns(message.ranges[0]):

@@ -10,6 +10,8 @@ from trainer.distributed.context_parallel.planning.lowering import Launch
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.sharding.ranges import Ranges, size
 
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
     """Return the query heads that share these key/value heads; q: (B, H, S, D), k: (B, K, T, D)."""
@@ -91,7 +93,7 @@ def attend(
 
 
 def add_gradients(
-    totals: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    totals: Gradients,
     given: BackwardInputs,
     launches: tuple[Launch, ...],
     kernel: Kernel,
@@ -99,27 +101,29 @@ def add_gradients(
 ) -> None:
     """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D); or write fresh ones."""
     for launch in launches:
-        parts, runs = _gradients(given, launch, kernel, scale), (launch.q_runs, launch.kv_runs, launch.kv_runs)
-        for total, part, adjacent in zip(totals, parts, runs, strict=True):
-            for run in adjacent:
-                if run.fresh:
-                    total[:, :, run.rows].copy_(part[:, :, run.places])
-                else:
-                    total[:, :, run.rows] += part[:, :, run.places]
+        add_parts(totals, gradients(given, launch, kernel, scale), launch)
+
+
+def add_parts(totals: Gradients, parts: Gradients, launch: Launch, *, sums: bool = False) -> None:
+    """Add the gradients of a launch to the totals. sums: the totals of keys have values, so that no key is fresh."""
+    runs = launch.q_runs, launch.kv_runs, launch.kv_runs
+    for total, part, adjacent, has_values in zip(totals, parts, runs, (False, sums, sums), strict=True):
+        for run in adjacent:
+            rows, added = total[:, :, run.rows], part[:, :, run.places]
+            rows.copy_(added) if run.fresh and not has_values else rows.add_(added)
 
 
 def lone_gradients(
     given: BackwardInputs, launches: tuple[Launch, ...], kernel: Kernel, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+) -> Gradients | None:
     """Return dq, dk and dv as the kernel makes them if one launch has all rows in their order, else None."""
     if len(launches) != 1 or not launches[0].is_everything(given.q.shape[2], given.k.shape[2]):
         return None
-    return _gradients(given, launches[0], kernel, scale)
+    return gradients(given, launches[0], kernel, scale)
 
 
-def _gradients(
-    given: BackwardInputs, launch: Launch, kernel: Kernel, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gradients(given: BackwardInputs, launch: Launch, kernel: Kernel, scale: float) -> Gradients:
+    """Return dq, dk and dv of the calls of a launch, one after another; given: all rows."""
     if kernel.capabilities.many:
         return kernel.backward_many(given, launch, scale=scale)
     (call,) = launch.calls

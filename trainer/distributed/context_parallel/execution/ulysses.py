@@ -244,13 +244,14 @@ class _Arriving:
     """All rows of this rank's heads, under way."""
 
     bundle: Bundle
-    received: torch.Tensor
+    received: torch.Tensor | None
     pending: Pending
 
     def rows(self) -> Tensors:
         """Wait, and return all rows in the order of the sequence, as bytes."""
         self.pending.wait()
-        return self.bundle.in_sequence(self.received)
+        received, self.received = self.received, None  # where rows are copied into order, it is free from here on
+        return self.bundle.in_sequence(received)
 
     def tensors(self) -> Tensors:
         """Wait, and return all rows of this rank's heads: (B, h, R, ...) for each tensor."""

@@ -75,8 +75,8 @@ def _candidates(
     batch: Mask | None,
     hybrids: bool,
 ) -> Iterator[Candidate]:
-    # The layout of `balanced` depends on the batch; before the first batch, head_tail represents it.
-    balancer = "head_tail" if options.load_balancer == "balanced" and batch is None else options.load_balancer
+    # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
+    balancer = "auto" if options.load_balancer == "balanced" and batch is None else options.load_balancer
     masks = masks if batch is None else tuple(mask & batch for mask in masks)
     for name, method in METHODS.items():
         for hybrid in method.ways(degree, shape.heads):

@@ -32,13 +32,17 @@ So many rows of K/V travel while the tile of as many queries is computed: a row 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The local sizes of one attention call; itemsize: bytes of an element of q, k, v."""
+    """The local sizes of one attention call.
+
+    itemsize: bytes of an element of q, k, v; gradient_itemsize: of dK and dV on their way; 0: of an accumulator.
+    """
 
     batch: int
     heads: int
     kv_heads: int
     head_dim: int
     itemsize: int
+    gradient_itemsize: int = 0
 
     @property
     def accumulator(self) -> int:
@@ -93,7 +97,8 @@ def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool
     for start, stop in passes_of(shape.kv_heads, heads_per_pass):
         heads = stop - start
         for stage in stages[1:]:
-            kv, dkv = element * heads * shape.itemsize, element * heads * shape.accumulator
+            kv = element * heads * shape.itemsize
+            dkv = element * heads * (shape.gradient_itemsize or shape.accumulator)
             if stage.collective or stage.messages:
                 sent, received = (
                     plan.rows_sent_for(stage, stage.messages),

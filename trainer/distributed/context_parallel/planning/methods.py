@@ -39,6 +39,11 @@ class Method:
     hidden: bool = False
     when_short: str = ""
 
+    @property
+    def balancer(self) -> str:
+        """The load balancer of `auto`. A rank that attends over the whole sequence needs none, and no reordering."""
+        return "contiguous" if self.divides_heads and not self.two_level else "head_tail"
+
     def head_degree(self, degree: int, hybrid_degrees: tuple[int, int] | None = None) -> int:
         """Return how many of `degree` ranks divide the heads; 1: each rank has all heads."""
         if not self.divides_heads:

@@ -21,31 +21,38 @@ class ContextParallelError(RuntimeError):
 class ContextParallelOptions:
     """How attention is spread over the ranks.
 
-    method: `ring`, `all_gather`, `all_to_all` or `hybrid`; load_balancer: `head_tail`, `contiguous` or `balanced`;
-    kernel: `auto`, or the name of a kernel; heads_per_pass: key/value heads that travel at a time, 0 for all;
-    hybrid_degrees: for `hybrid`, the size of a head group, and the number of groups, which make the ring; multiple_of:
-    a divisor of each rank's number of tokens (the tensor-parallel degree, for sequence parallelism); keep_exchanged:
-    keep what an exchange of heads has brought for the backward, instead of exchanging it again.
+    method: `ring`, `all_gather`, `all_to_all` or `hybrid`.
+    load_balancer: `head_tail`, `contiguous`, `balanced`, or `auto`: contiguous where every rank attends over the whole
+    sequence (`all_to_all`), else head_tail.
+    kernel: `auto`, or the name of a kernel.
+    heads_per_pass: key/value heads that are sent at a time, 0 for all.
+    hybrid_degrees: for `hybrid`, the size of a head group, and the number of groups, which make the ring.
+    multiple_of: a divisor of each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
+    keep_exchanged: keep what an exchange of heads has brought for the backward, instead of exchanging it again.
+    gradient_dtype: of dK and dV when they are sent: `float32`, or `bfloat16`, half as many bytes, which rounds the sum
+    on each rank that adds to it.
 
     Raises:
         ContextParallelError: a value that is none of these, or one that has no effect.
     """
 
     method: str = "ring"
-    load_balancer: str = "head_tail"
+    load_balancer: str = "auto"
     kernel: str = "auto"
     heads_per_pass: int = 0
     hybrid_degrees: tuple[int, int] | None = None
     multiple_of: int = 1
     keep_exchanged: bool = False
+    gradient_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.hybrid_degrees is not None:
             object.__setattr__(self, "hybrid_degrees", tuple(self.hybrid_degrees))
         for name, value, choices in (
             ("method", self.method, METHODS),
-            ("load_balancer", self.load_balancer, LOAD_BALANCERS),
+            ("load_balancer", self.load_balancer, ("auto", *LOAD_BALANCERS)),
             ("kernel", self.kernel, ("auto", *CAPABILITIES)),
+            ("gradient_dtype", self.gradient_dtype, ("float32", "bfloat16")),
         ):
             if value not in choices:
                 raise ContextParallelError(f"{name} = {value!r} is none of {', '.join(map(repr, choices))}")
@@ -74,13 +81,18 @@ class ContextParallelOptions:
         """The record of the method."""
         return METHODS[self.method]
 
+    @property
+    def balancer(self) -> str:
+        """The load balancer, for `auto` that of the method."""
+        return self.spread.balancer if self.load_balancer == "auto" else self.load_balancer
+
     def head_degree(self, degree: int) -> int:
         """Return how many of `degree` ranks divide the heads; 1: every rank has all heads."""
         return self.spread.head_degree(degree, self.hybrid_degrees)
 
     def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> AxisLayout:
         """Return the layout of a batch; `balanced` deals by a causal mask, intersected with `mask`."""
-        return _layout(self, seq_len, degree, mask if self.load_balancer == "balanced" else None)
+        return _layout(self, seq_len, degree, mask if self.balancer == "balanced" else None)
 
 
 @lru_cache(maxsize=4)
@@ -91,7 +103,7 @@ def _layout(options: ContextParallelOptions, seq_len: int, degree: int, mask: Ma
     unit = options.multiple_of * group
     if seq_len % unit:
         unit = options.multiple_of
-    layout = build_layout(options.load_balancer, seq_len, degree // group, multiple_of=unit, mask=mask)
+    layout = build_layout(options.balancer, seq_len, degree // group, multiple_of=unit, mask=mask)
     return layout if group == 1 else layout.cut(group, multiple_of=options.multiple_of)
 
 

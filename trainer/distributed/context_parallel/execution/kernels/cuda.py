@@ -16,6 +16,7 @@ from trainer.distributed.context_parallel.planning.capabilities import CAPABILIT
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
+from trainer.runtime.to_device import to_device
 
 
 class _Aten:
@@ -43,7 +44,8 @@ class CudaFlash(_Aten):
         n, m, size = q.shape[2], k.shape[2], q.shape[3]
         grads = self._ops._flash_attention_backward(
             *map(_rows, (dout.to(q.dtype), q, k, v, out.to(q.dtype))), lse.contiguous(), None, None, n, m,
-            0.0, relation is Relation.CAUSAL, *_no_dropout(q), scale=scale, **_window(relation, m - n),
+            0.0, relation is Relation.CAUSAL, *_random_state(torch.uint64, q.device), scale=scale,
+            **_window(relation, m - n),
         )  # fmt: skip
         return tuple(_heads(x, size) for x in grads)
 
@@ -68,10 +70,9 @@ class Efficient(_Aten):
         dout, out = (_rows(x.to(q.dtype)).contiguous() for x in (dout, out))
         # A padded row has probabilities exp(score - inf) = 0, as with the operator's own padding.
         lse = F.pad(lse, (0, -n % _LSE_MULTIPLE), value=torch.inf).contiguous()
-        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, *dkv, _ = self._ops._efficient_attention_backward(
-            dout, *map(_rows, (q, k_, v_)), self._bias(q, m, relation), out, None, None, n, m, lse, 0.0, seed, offset,
-            self._mask_type(relation), False, scale=scale,
+            dout, *map(_rows, (q, k_, v_)), self._bias(q, m, relation), out, None, None, n, m, lse, 0.0,
+            *_random_state(torch.int64, q.device), self._mask_type(relation), False, scale=scale,
         )  # fmt: skip
         return _heads(dq, size), *(summed(_heads(x, size), k.shape[1]) for x in dkv)
 
@@ -116,11 +117,11 @@ class Cudnn(_Aten):
             return self._single.backward(dout, q, k, v, out, lse, relation=relation, scale=scale)
         n, m = q.shape[2], k.shape[2]
         self._check(relation, n, m)
-        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+        out = _aligned(out.to(q.dtype))
+        dout = _with_strides_of(out, _aligned(dout.to(q.dtype)))
         return self._ops._scaled_dot_product_cudnn_attention_backward(
-            dout.to(q.dtype).contiguous(), *map(_aligned, (q, k, v)), out.to(q.dtype).contiguous(),
-            lse.contiguous().unsqueeze(-1), seed, offset, None, None, None, n, m, 0.0,
-            relation is Relation.CAUSAL, scale=scale,
+            dout, *map(_aligned, (q, k, v)), out, lse.contiguous().unsqueeze(-1), *_random_state(torch.int64, q.device),
+            None, None, None, n, m, 0.0, relation is Relation.CAUSAL, scale=scale,
         )  # fmt: skip
 
     @staticmethod
@@ -172,7 +173,8 @@ class Varlen(_Aten):
         grads = self._ops._flash_attention_backward(
             *(_gathered(x, spans) for x, spans in gathered), _gathered(out.to(q.dtype), launch.q),
             _gathered_rows(lse, launch.q).t().contiguous(), *_shape(launch, batch, q.device),
-            0.0, launch.kind[0] is Relation.CAUSAL, *_no_dropout(q), scale=scale, **_window(*launch.kind),
+            0.0, launch.kind[0] is Relation.CAUSAL, *_random_state(torch.uint64, q.device), scale=scale,
+            **_window(*launch.kind),
         )  # fmt: skip
         return tuple(_by_sequence(x, batch, size) for x in grads)
 
@@ -214,9 +216,19 @@ def _window(relation: Relation, extra: int) -> dict[str, int]:
     return {"window_size_left": extra, "window_size_right": 0 if relation.upper else -1}
 
 
-def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the random state that the flash operators require and do not read."""
-    return torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)
+def _with_strides_of(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return x with the strides of `like`; a copy if it has others."""
+    return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
+
+
+@lru_cache(maxsize=8)
+def _random_state(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the random state that backwards require and, without dropout, do not read.
+
+    uint64 for the flash operators, whose first tensor has two numbers; int64, of one each, for all others.
+    """
+    shape = (2,) if dtype == torch.uint64 else ()
+    return torch.zeros(shape, dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
 
 
 # ---- many tiles in one launch
@@ -254,11 +266,11 @@ def _by_sequence(x: torch.Tensor, batch: int, size: int) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _places(spans: tuple[Range, ...], device: torch.device) -> torch.Tensor:
     """Return the number of every gathered row in its sequence."""
-    return torch.cat([torch.arange(start, stop) for start, stop in spans]).to(device)
+    return to_device(torch.cat([torch.arange(start, stop) for start, stop in spans]), device)
 
 
 @lru_cache(maxsize=64)
 def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
     """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
     lengths = (stop - start for _ in range(batch) for start, stop in spans)
-    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+    return to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
