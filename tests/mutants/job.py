@@ -355,6 +355,20 @@ PROCESSES = (
         "tests/unit/test_launch.py",
     ),
     Mutant(
+        "only our launcher's ranks set up the GPU allocator",
+        "trainer/commands/rank.py",
+        "    set_allocator()\n",
+        "",
+        "tests/unit/test_rank.py::test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported",
+    ),
+    Mutant(
+        "the allocator's setting of the user is replaced",
+        "trainer/commands/rank.py",
+        "if not any(name in environ for name in _ALLOCATOR):",
+        "if _ALLOCATOR[0] not in environ:",
+        "tests/unit/test_rank.py::test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported",
+    ),
+    Mutant(
         "ranks outlive their launcher",
         "trainer/commands/rank.py",
         "        end_with(launcher)\n",

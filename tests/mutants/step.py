@@ -69,7 +69,7 @@ LOSS = (
         "gradients of the forward are scaled by a rounded number",
         "trainer/models/common/chunked_loss.py",
         "gradients.scale(grad[:1], missing)",
-        "gradients.scale(grad[0], missing)",
+        "gradients.scale(grad[:1].to(hidden.dtype), missing)",
         f"{_CHUNKS}::test_a_scale_is_not_rounded_to_the_type_of_the_model",
     ),
     Mutant(
