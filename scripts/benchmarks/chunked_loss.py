@@ -66,9 +66,9 @@ def peak(args: argparse.Namespace) -> float:
 
 
 class Passes(TorchDispatchMode):
-    """Counts the operators of which an input or a result has as many elements as the logits of a chunk.
+    """Counts operators of which an argument or a result has as many elements as the logits of a chunk.
 
-    Operators on views alone do not run. `few` are the operators that read or write one logit of each token.
+    bytes: of these tensors, without operators in FEW, which read or write one logit of each token.
     """
 
     FEW = ("gather", "scatter_")
@@ -81,19 +81,12 @@ class Passes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and func._schema.name.split("::")[1] not in ("empty_like", "detach"):
-            results = [x for x in _tensors(result) if x.numel() == self.logits]
-            read = [x for x in _tensors(args) if x.numel() == self.logits and not _is_written_only(x, func, results)]
-            name = func._schema.name.split("::")[1]
-            if results or read:
-                self.seen[name] += 1
-                self.bytes += 0 if name in self.FEW else sum(x.numel() * x.element_size() for x in (*read, *results))
+        name = func._schema.name.split("::")[1]
+        moved = [x for x in (*_tensors(args), *_tensors(result)) if x.numel() == self.logits]
+        if moved and not func.is_view and name not in ("empty_like", "_unsafe_view"):
+            self.seen[name] += 1
+            self.bytes += 0 if name in self.FEW else sum(x.numel() * x.element_size() for x in moved)
         return result
-
-
-def _is_written_only(x: torch.Tensor, func: Any, results: list[torch.Tensor]) -> bool:
-    """Return whether an argument of an operator is only the place of its result: `out`, but not of `x.exp_()`."""
-    return func._schema.name.split("::")[1] == "copy_" and any(x is y for y in results)
 
 
 def _tensors(x: Any) -> list[torch.Tensor]:
