@@ -355,6 +355,20 @@ PROCESSES = (
         "tests/unit/test_launch.py",
     ),
     Mutant(
+        "a large file of a block of the GPU check is kept",
+        "scripts/gpu_check.py",
+        "if file.stat().st_size > _MOST_BYTES:",
+        "if file.stat().st_size < 0:",
+        "tests/unit/test_gpu_check.py::test_files_of_a_block_lie_beside_the_result_unless_they_are_large",
+    ),
+    Mutant(
+        "waits of later calls of attention over ranks count for the first one",
+        "scripts/gpu_blocks/training.py",
+        "for places in islice(phases, 1):",
+        "for places in islice(found, 1):",
+        "tests/unit/test_gpu_check.py::test_the_calls_of_attention_over_ranks_are_watched_one_by_one",
+    ),
+    Mutant(
         "only our launcher's ranks set up the GPU allocator",
         "trainer/commands/rank.py",
         "    set_allocator()\n",
