@@ -80,6 +80,20 @@ LOSS = (
         f"{_CHUNKS}::test_what_needs_no_gradient_has_no_product",
     ),
     Mutant(
+        "the gradient of the logits is a tensor of its own before it is rounded",
+        "trainer/models/common/chunked_loss.py",
+        "torch.exp(logarithms, out=logits).scatter_",
+        "logarithms.exp().to(logits.dtype).scatter_",
+        f"{_CHUNKS}::test_the_logits_are_read_and_written_as_often_as_docs_performance_says",
+    ),
+    Mutant(
+        "chunks of the loss have as many tokens for any vocabulary",
+        "trainer/job/loss.py",
+        "min(max(CHUNK_BYTES // (4 * vocabulary) // 128, 1) * 128, CHUNK_TOKENS)",
+        "CHUNK_TOKENS",
+        "tests/unit/test_summary.py::test_when_the_loss_is_computed_in_chunks",
+    ),
+    Mutant(
         "a pipeline keeps gradients from the forward to the backward",
         "trainer/models/common/parallelize.py",
         "in_forward=job.pipeline is None",

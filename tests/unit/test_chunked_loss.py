@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.benchmarks.chunked_loss import Passes
 from trainer.components.loss import token_losses
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
@@ -126,6 +127,18 @@ def test_a_sum_of_losses_needs_the_logits_once() -> None:
     assert counted.calls == ["at_once"] * 3 + ["gradient"] * 3, "the first backward has used up the gradients"
     for one, two, exact in zip(got, again, wanted, strict=True):
         assert max(relative(one, exact), relative(two, exact)) < 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "passes", "moved"), [(torch.float32, 5, 28), (torch.bfloat16, 7, 34)])
+def test_the_logits_are_read_and_written_as_often_as_docs_performance_says(
+    dtype: torch.dtype, passes: int, moved: int
+) -> None:
+    hidden, weight, labels, _ = problem(1, 16, dtype)
+    with Passes(16 * VOCAB) as counted:
+        chunked_token_losses(hidden, weight, labels, Chunks(16)).sum().backward()
+    whole = {name: number for name, number in counted.seen.items() if name not in Passes.FEW}
+    assert sum(whole.values()) == passes, whole
+    assert counted.bytes == moved * 16 * VOCAB
 
 
 def test_other_cotangents_need_the_logits_again() -> None:
