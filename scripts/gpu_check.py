@@ -11,6 +11,7 @@ block stops the others. Exit code: 0, or 1 if a block failed, or 2 for a wrong o
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,11 +27,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
+from scripts.gpu_blocks.block import KEPT
 from scripts.provenance import made_with
 
 ROOT = Path(__file__).resolve().parents[1]
 Found = dict[str, Any]
 _LINES_KEPT = 40  # of what a failed block printed
+_MOST_BYTES = 16 * 2**20  # of a file that a block leaves
 
 
 @dataclass(frozen=True)
@@ -45,21 +48,23 @@ class Block:
 _HERE = "scripts.gpu_blocks"
 # The limits add up to less than ten minutes.
 BLOCKS = (
-    Block("versions", f"{_HERE}.kernels:versions", 30),
-    Block("kernels", f"{_HERE}.kernels:kernels", 65),
-    Block("syncs", f"{_HERE}.training:syncs", 40),
-    Block("ranks", f"{_HERE}.ranks:ranks", 90),
-    Block("program", f"{_HERE}.training:program", 100),
-    Block("speed", f"{_HERE}.speed:speed", 45),
-    Block("tiles", f"{_HERE}.speed:tiles", 45),
-    Block("mfu", f"{_HERE}.mfu:mfu", 70),
+    Block("versions", f"{_HERE}.kernels:versions", 20),
+    Block("kernels", f"{_HERE}.kernels:kernels", 50),
+    Block("mfu", f"{_HERE}.mfu:mfu", 105),
+    Block("syncs", f"{_HERE}.training:syncs", 45),
+    Block("layer", f"{_HERE}.layer:layer", 30),
+    Block("nccl", f"{_HERE}.nccl:nccl", 25),
+    Block("program", f"{_HERE}.training:program", 85),
+    Block("ranks", f"{_HERE}.ranks:ranks", 65),
+    Block("speed", f"{_HERE}.speed:speed", 40),
+    Block("tiles", f"{_HERE}.speed:tiles", 30),
     Block("several", f"{_HERE}.ranks:several", 70),
-    Block("flex", f"{_HERE}.kernels:flex", 35),  # last: it compiles
+    Block("flex", f"{_HERE}.kernels:flex", 30),  # last: it compiles
 )
 
 
-def run_block(block: Block, device: str, scale: float = 1.0) -> Found:
-    """Run a block in a process of its own, and return what it found.
+def run_block(block: Block, device: str, scale: float = 1.0, out: Path | None = None) -> Found:
+    """Run a block in a process of its own, and return what it found; its files go beside `out`.
 
     verdict: passed, skipped, failed, over its limit, or died. What the block had noted until then is kept.
     """
@@ -91,9 +96,22 @@ def run_block(block: Block, device: str, scale: float = 1.0) -> Found:
             found |= json.loads(notes.read_text())
         if code != 0:
             found["verdict"] = _why(code, limit)
+        files = _kept(Path(folder, KEPT), out)
         if found["verdict"] not in ("passed", "skipped"):
             found["log"] = log.read_text(errors="replace").splitlines()[-_LINES_KEPT:]
-    return {"name": block.name, "seconds": seconds, "limit": limit} | found
+    return {"name": block.name, "seconds": seconds, "limit": limit} | found | ({"files": files} if files else {})
+
+
+def _kept(folder: Path, out: Path | None) -> list[str]:
+    """Move the files of a block beside `out`, with its name first; return their names, or why a file is not kept."""
+    names = []
+    for file in sorted(folder.iterdir()) if out is not None and folder.is_dir() else ():
+        if file.stat().st_size > _MOST_BYTES:
+            names.append(f"{file.name} is not kept: {file.stat().st_size:,} bytes")
+            continue
+        names.append(f"{out.stem}_{file.name}")
+        shutil.move(file, out.with_name(names[-1]))
+    return names
 
 
 def _stand_ins() -> str:
@@ -130,7 +148,7 @@ def check(blocks: Iterable[Block], head: Found, device: str, out: Path | None, s
     """Run the blocks, with a line for each and the file anew after each; return what they found."""
     results: list[Found] = []
     for block in blocks:
-        found = run_block(block, device, scale)
+        found = run_block(block, device, scale, out)
         results.append(found)
         problem = f"; {found['problems'][0]}" if found["problems"] else ""
         print(

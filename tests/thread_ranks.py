@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
+from functools import cache, wraps
 from itertools import chain
 from math import prod
 from typing import Any
@@ -97,8 +98,21 @@ def _own_tensors() -> Iterator[None]:
         for module in [module for name, module in list(sys.modules.items()) if name.startswith("trainer.")]:
             for name, value in list(vars(module).items()):
                 if hasattr(value, "cache_info") and "device" in inspect.signature(value).parameters:
-                    stack.enter_context(mock.patch.object(module, name, value.__wrapped__))
+                    stack.enter_context(mock.patch.object(module, name, _cached_by_rank(value.__wrapped__)))
         yield
+
+
+def _cached_by_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a cache for each thread."""
+    caches = threading.local()
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not hasattr(caches, "of_rank"):
+            caches.of_rank = cache(function)
+        return caches.of_rank(*args, **kwargs)
+
+    return call
 
 
 class ThreadMesh:

@@ -1,6 +1,7 @@
 """Time and memory of the loss of tokens from hidden states, forward and backward: all logits at once, and in chunks.
 
 python scripts/benchmarks/chunked_loss.py --tokens 8192 --dim 512 --vocab 32000
+python scripts/benchmarks/chunked_loss.py --count --tokens 64 --chunks 0 64 --dtype bfloat16
 """
 
 import argparse
@@ -9,12 +10,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.components.loss import token_losses
 from trainer.components.metrics import peak_memory_gib
@@ -30,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--chunks", type=int, nargs="+", default=[0, 256, 512, 1024, 2048], help="tokens of one; 0: dense")
     p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--count", action="store_true", help="count operators that read or write logits, instead of timing")
     p.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
     return p
 
@@ -60,8 +65,56 @@ def peak(args: argparse.Namespace) -> float:
     return 1024 * (peak_memory_gib(torch.device(args.device)) - before)
 
 
+class Passes(TorchDispatchMode):
+    """Counts operators of which an argument or a result has as many elements as the logits of a chunk.
+
+    bytes: of these tensors, without operators in FEW, which read or write one logit of each token.
+    """
+
+    FEW = ("gather", "scatter_")
+
+    def __init__(self, logits: int) -> None:
+        super().__init__()
+        self.logits = logits
+        self.seen: Counter[str] = Counter()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        moved = [x for x in (*_tensors(args), *_tensors(result)) if x.numel() == self.logits]
+        if moved and not func.is_view and name not in ("empty_like", "_unsafe_view"):
+            self.seen[name] += 1
+            self.bytes += 0 if name in self.FEW else sum(x.numel() * x.element_size() for x in moved)
+        return result
+
+
+def _tensors(x: Any) -> list[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        return [x]
+    return [y for each in x for y in _tensors(each)] if isinstance(x, tuple | list) else []
+
+
+def count(args: argparse.Namespace) -> None:
+    """Print the operators on logits of one forward and backward, for one chunk, and the bytes they move for a logit."""
+    run = problem(args)
+    for tokens in args.chunks:
+        size = min(tokens or args.tokens, args.tokens)
+        with Passes(size * args.vocab) as passes:
+            run(tokens)
+        chunks = args.tokens // size
+        few = sum(passes.seen[name] for name in Passes.FEW) / chunks
+        whole = passes.seen.total() / chunks - few
+        row = {"chunk_tokens": tokens, "whole": whole, "few": few}
+        row["bytes_of_a_logit"] = passes.bytes / args.tokens / args.vocab
+        print(json.dumps(row | {"operators": dict(passes.seen)}), flush=True)
+
+
 def main() -> None:
     args = parser().parse_args()
+    if args.count:
+        count(args)
+        return
     if args.peak:
         print(peak(args))
         return

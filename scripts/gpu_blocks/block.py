@@ -7,6 +7,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+KEPT = "kept"
+"""Folder beside the notes, of files that are kept."""
 _RESERVE = 0.15  # of the limit: what is still to be done when a loop finds that its time is over
 
 
@@ -36,6 +38,12 @@ class Check:
     def left(self) -> float:
         """Return the seconds in which the block should end."""
         return max(self._end - time.monotonic(), 0)
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file that is kept beside the result; what the block writes there comes back."""
+        folder = self._path.parent / KEPT
+        folder.mkdir(exist_ok=True)
+        return folder / name
 
     def note(self, **facts: Any) -> None:
         """Keep facts for the file, numbers, text, lists or dictionaries."""

@@ -1,41 +1,66 @@
 """Model FLOPs utilisation (as PaLM counts it) of a few layers as wide as those of 8 billion parameters."""
 
 import argparse
+import gzip
 import json
-import tempfile
+import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.benchmarks import train as benchmark
-from scripts.benchmarks.train_loops import WARMUP, Work, free, train
+from scripts.benchmarks.train_loops import WARMUP, Block, Work, free, train
 from scripts.gpu_blocks.block import Check
+from scripts.gpu_blocks.layer import memory_found, reset_memory
 from trainer.config.loader import parse_command_line
+from trainer.job import model as job_model
 
 _GIB_OF_A_LAYER = 12  # both loops: float32 weights, gradients and Adam's states, bfloat16 copies, activations
-_GIB_BESIDE = 14  # embedding, output, and what FSDP and the profiler take
+_GIB_BESIDE = 14  # what FSDP, the profiler and a small vocabulary take
+_GIB_OF_VOCABULARY = 61  # of both loops: embedding and output as above, and all logits of the bare one
+_VOCABULARY = 128_256
+_DRY_VOCABULARY = 33_000
 _MOST_LAYERS = 8
 _TRACED = 3  # steps
+_LONG = 65_536  # tokens
+_LONG_STEPS = 3  # the first one fills caches
+_COMPILATION = 45.0  # seconds
 
 
 def mfu(check: Check) -> None:
-    """The trainer alone: peak memory, busy share; then bare loop, trainer and compiled trainer in turn."""
+    """The trainer alone: peak memory, busy share; then bare loop, trainer and compiled trainer in turn; a long row."""
     args = argparse.Namespace(device=check.device, json=None, steps=2, rounds=2 if check.is_dry else 3, rows=1)
+    options = ["--training.data_streams=4"]
+    vocabulary = _VOCABULARY
     if check.is_dry:
-        args.flavor, args.layers, args.seq_len = "debugmodel", 1, 32
+        args.flavor, args.layers, args.seq_len, vocabulary = "debugmodel", 1, 32, _DRY_VOCABULARY
+        options.append("--training.loss_chunk_tokens=16")  # so few tokens have few logits
     else:
-        available = torch.cuda.mem_get_info()[0] / 2**30
+        left = torch.cuda.mem_get_info()[0] / 2**30 - _GIB_BESIDE - _GIB_OF_VOCABULARY
+        if left < _GIB_OF_A_LAYER:
+            vocabulary, left = None, left + _GIB_OF_VOCABULARY
         args.flavor, args.seq_len = "8B", 8192
-        args.layers = max(min(int((available - _GIB_BESIDE) / _GIB_OF_A_LAYER), _MOST_LAYERS), 1)
-    work, base = benchmark.settled_work(args, ["--training.data_streams=4"])
+        args.layers = max(min(int(left / _GIB_OF_A_LAYER), _MOST_LAYERS), 1)
+    # The shipped tokenizer has few tokens; the model has rows for those that no text has.
+    known = job_model.vocab_size_of
+    with mock.patch.object(job_model, "vocab_size_of", lambda path: vocabulary or known(path)):
+        _measure(check, args, options)
+
+
+def _measure(check: Check, args: argparse.Namespace, options: list[str]) -> None:
+    work, base = benchmark.settled_work(args, options)
+    job = work.job
     check.note(work=benchmark.described(work, [], "scripts/gpu_check.py"))
-    check.note(alone=_alone(work))
+    check.note(loss_chunk_tokens=job.loss_chunk_tokens, alone=_alone(check, work))
+    free(work.device)
+    check.note(long=long_row(check, base, work.device))
     free(work.device)
     variants = {"trainer": work.config}
-    if not check.is_dry:
+    if not check.is_dry and check.left() > _COMPILATION:
         variants["compile"] = parse_command_line([*base, "--compile.enable"]).config
     found: list[dict[str, Any]] = []
     for row in benchmark.rows(work, variants, memory=False):
@@ -46,12 +71,37 @@ def mfu(check: Check) -> None:
     ratios = {row["variant"]: row.get("ratio") for row in found[1:]}
     alone = check.facts["alone"]
     check.headline(
-        f"{args.layers} layers: MFU {numbers}, time to the bare loop's {ratios}, "
+        f"{args.layers} layers: MFU {numbers}, at {check.facts['long']['tokens']:,} tokens "
+        f"{check.facts['long'].get('mfu')}, time to the bare loop's {ratios}, "
         f"GPU busy {alone['busy_share']}, peak {alone['peak_gib']} GiB"
     )
 
 
-def _alone(work: Work) -> dict[str, Any]:
+def long_row(check: Check, base: list[str], device: torch.device) -> dict[str, Any]:
+    """Train on one long sequence of packed documents with full recomputation: speed, and memory."""
+    tokens = 64 if check.is_dry else _LONG
+    options = [f"--training.seq_len={tokens}", "--training.attention_mask=document"]
+    config = parse_command_line([*base, *options, "--activation_checkpoint.mode=full"]).config
+    work = Work(config, device, steps=1, rounds=1)
+    times: list[float] = []
+
+    def pace(_: int) -> None:
+        if check.device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+
+    reset_memory(check.device)
+    try:
+        train(config, work.device, _LONG_STEPS + 1, pace)
+    except RuntimeError as error:
+        check.expect(False, f"{tokens:,} tokens: {type(error).__name__}: {str(error)[:200]}")
+        return {"tokens": tokens, "memory": memory_found(check.device)}
+    seconds = min(after - before for before, after in pairwise(times[1:]))
+    speed = benchmark.speed(work, [Block(seconds, 0.0)])
+    return {"tokens": tokens, **speed, "memory": memory_found(check.device)}
+
+
+def _alone(check: Check, work: Work) -> dict[str, Any]:
     """Train without the bare loop: the peak of its memory, and the share of time in which the GPU works, by a trace."""
     on_gpu = work.device.type == "cuda"
     profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
@@ -64,13 +114,14 @@ def _alone(work: Work) -> dict[str, Any]:
                 torch.cuda.synchronize()
             profiler.stop()
 
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    reset_memory(work.device.type)
     train(work.config, work.device, WARMUP + 1 + _TRACED, pace)
-    path = Path(tempfile.gettempdir(), "trace.json")
+    path = check.file("trace.json.gz")
     profiler.export_chrome_trace(str(path))
-    peak = round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None
-    return {"busy_share": busy_share(json.loads(path.read_text())["traceEvents"]), "peak_gib": peak}
+    with gzip.open(path, "rt") as trace:
+        busy = busy_share(json.load(trace)["traceEvents"])
+    memory = memory_found(work.device.type)
+    return {"busy_share": busy, "peak_gib": memory.get("allocated_gib"), "memory": memory}
 
 
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")

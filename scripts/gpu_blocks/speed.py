@@ -15,15 +15,23 @@ from trainer.distributed.context_parallel.execution import stages, ulysses
 from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.sharding.layout import head_tail
+from trainer.models.common.chunked_loss import Chunks, chunked_token_losses
 
 _REPEATS = 5
+_LOSS_ERROR = 1e-2  # of gradients in bfloat16
 _DEGREE = 8  # of the exchange whose copies are timed
 
 
 def speed(check: Check) -> None:
     """Milliseconds of each part, and of its variants."""
     _attention(check)
-    parts = {"norm": _norms, "optimizer": _optimizers, "head_packing": _packing, "merge": _merging}  # the last compiles
+    parts = {
+        "loss": _losses,
+        "norm": _norms,
+        "optimizer": _optimizers,
+        "head_packing": _packing,
+        "merge": _merging,
+    }  # the last compiles
     for name, part in parts.items():
         try:
             check.note(**{f"{name}_ms": part(check)})
@@ -84,6 +92,32 @@ def _tensors(check: Check) -> list[torch.Tensor]:
     """Return tensors like the weights of a layer of 8 billion parameters' width: 268 million elements."""
     count, side = (2, 8) if check.is_dry else (16, 4096)
     return [torch.randn(side, side, device=check.device) for _ in range(count)]
+
+
+def _losses(check: Check) -> dict[str, float]:
+    """The loss in chunks of 8,192 tokens, forward and backward; on small tensors also its error against float64."""
+    tokens, dim, vocabulary = (16, 8, 64) if check.is_dry else (8192, 4096, 128_256)
+
+    def gradients(tensors: list[torch.Tensor], labels: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return torch.autograd.grad(chunked_token_losses(*leaves, labels, chunks).mean(), leaves)
+
+    def problem(tokens: int, dim: int, vocabulary: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        like = {"device": check.device, "dtype": torch.bfloat16}
+        tensors = [torch.randn(1, tokens, dim, **like), torch.randn(vocabulary, dim, **like) / dim]
+        return tensors, torch.randint(vocabulary, (1, tokens), device=check.device)
+
+    found = {}
+    small, labels = problem(256, 64, 128)
+    exact = gradients([x.double() for x in small], labels, Chunks(256))
+    large, targets = problem(tokens, dim, vocabulary)
+    for name, in_forward in (("gradients in the forward", True), ("logits twice", False)):
+        got = gradients(small, labels, Chunks(16, in_forward=in_forward))
+        errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True)]
+        check.expect(max(errors) < _LOSS_ERROR, f"loss, {name}: relative errors of hidden and weight {errors}")
+        chunks = Chunks(max(tokens // 4, 1), in_forward=in_forward)
+        found[name] = _milliseconds(check, lambda chunks=chunks: gradients(large, targets, chunks))
+    return found
 
 
 def _norms(check: Check) -> dict[str, float]:

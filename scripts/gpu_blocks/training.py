@@ -9,10 +9,12 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -29,6 +31,9 @@ Steps = list[dict[str, Any]]
 _MASKS = {"causal": [], "documents": ["--training.attention_mask=document"]}
 _STEP = 4  # the one that is watched; earlier ones fill caches
 _MOST_SYNCS = 1
+_RANKS = 4  # as threads
+_SECONDS = 15.0  # until all ranks have done a call
+_METHODS = ("ring", "all_gather", "all_to_all")
 
 
 def syncs(check: Check) -> None:
@@ -48,6 +53,11 @@ def syncs(check: Check) -> None:
         counts[name] = places.total()
         check.note(**{name: dict(places)})
         check.expect(counts[name] <= _MOST_SYNCS, f"{name}: {counts[name]} synchronisations in a step: {dict(places)}")
+    for method in _METHODS:
+        watch = nullcontext if check.is_dry else _waits
+        first, later = (dict(places) for places in documents_on_ranks(check.device, method, watch))
+        check.note(**{f"documents over {_RANKS} ranks, {method}": {"first call": first, "later call": later}})
+        check.expect(not later, f"{method}: attention of documents waits in every layer: {later}")
     check.headline("not counted on a CPU" if check.is_dry else f"synchronisations in a step: {counts}")
 
 
@@ -65,6 +75,49 @@ def _train_watched(options: list[str], device: torch.device, places: Counter[str
             watch.__exit__(None, None, None)
 
     train_loops.train(config, device, _STEP + 2, pace)
+
+
+def documents_on_ranks(
+    device: str, method: str, watch: Callable[[Counter[str]], AbstractContextManager]
+) -> tuple[Counter[str], Counter[str]]:
+    """Run attention of packed documents twice in one context, over ranks that are threads, forward and backward.
+
+    Return where the first call waits, which computes and copies what depends on the documents, and the second one.
+    watch: fills such a counter while it is open.
+    """
+    from tests.distributed.attention_cases import BATCH, Case
+    from tests.thread_ranks import ThreadMesh, run_ranks
+    from trainer.distributed.context_parallel.attention import context_parallel_attention
+    from trainer.distributed.context_parallel.live import LivePlan, opened
+    from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = Case(512, (8, 4), 64, dtype, ContextParallelOptions(method), mask="documents")
+    layout = case.options.layout(case.seq_len, _RANKS, case.batch_mask)
+    found: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    phases, watched = iter(found), ExitStack()
+
+    def next_phase() -> None:
+        watched.close()
+        for places in islice(phases, 1):
+            watched.enter_context(watch(places))
+
+    barrier = Barrier(_RANKS, next_phase, timeout=_SECONDS)
+
+    def attend(rank: int, mesh: ThreadMesh) -> None:
+        own = torch.from_numpy(layout.indices(rank))
+        *leaves, cotangent = (x[:, :, own].to(device) for x in case.inputs())
+        leaves = [x.requires_grad_() for x in leaves]
+        with opened(LivePlan(mesh, layout, case.batch_mask, case.options), BATCH) as handle:
+            barrier.wait()
+            for _ in found:
+                out, _ = context_parallel_attention(*leaves, handle, case.head_dim**-0.5, case.is_causal, case.window)
+                torch.autograd.grad(out, leaves, cotangent)
+                barrier.wait()
+
+    with watched:
+        run_ranks(_RANKS, attend, device=device, limit=2 * _SECONDS)
+    return found
 
 
 @contextmanager

@@ -70,13 +70,14 @@ def test_every_gradient_is_that_of_all_logits_at_once(
         *slow(("one", "inductor"), ("fsdp2+tp2", "inductor"), ("cp2+tp2", "aot_eager")),
     ],
 )
-def test_compiled_chunks_are_two_graphs_whatever_their_lengths(pool: WorkerPool, layout: str, backend: str) -> None:
+def test_compiled_chunks_are_graphs_whatever_their_lengths(pool: WorkerPool, layout: str, backend: str) -> None:
     world_size, arguments = LAYOUTS.get(layout, (1, []))
     settings = [PRECISION, CHUNKED, f"--compile.backend={backend}", *arguments]
     results = pool.run(world_size, compiled_case, settings)
     assert_parity(results[0][0], reference(pool, PRECISION), 1e-10)
     for _, counts in results:
-        assert counts["stats"]["unique_graphs"] == 1 + 2  # all layers, and the two functions of a chunk
+        # All layers, and the function of a chunk; ranks that have parts of the vocabulary have two of them.
+        assert counts["stats"]["unique_graphs"] == 1 + (2 if "tp2" in layout else 1)
         assert not counts.get("graph_break")
 
 
@@ -92,6 +93,47 @@ def test_a_wrong_part_of_the_vocabulary_is_seen(pool: WorkerPool) -> None:
     broken = pool.run(world_size, broken_case, [PRECISION, CHUNKED, *arguments])[0]
     with pytest.raises(AssertionError, match="gradient of output"):
         assert_parity(broken, reference(pool, PRECISION), 1e-3)
+
+
+def calls_case(arguments: list[str]) -> tuple[Counter[str], Counter[str]]:
+    """How often each function of a chunk is called in a training step, and in a forward without gradients."""
+    calls: Counter[str] = Counter()
+
+    def counted(options: object) -> chunked_loss.ChunkFunctions:
+        def of(name: str) -> Any:
+            def call(*args: Any) -> Any:
+                calls[name] += 1
+                return getattr(chunked_loss, f"chunk_{name}")(*args)
+
+            return call
+
+        return chunked_loss.ChunkFunctions(of("statistics"), of("gradient"), of("at_once"))
+
+    with mock.patch.object(chunked_loss.ChunkFunctions, "of", counted), trainer_of(arguments) as trainer:
+        trainer.train_step(1)
+        of_step = Counter(calls)
+        calls.clear()
+        if trainer.pipeline is None:
+            (model,), (batch,) = trainer.model_parts, trainer.data.take()[:1]
+            with torch.no_grad(), trainer.task.opened(batch, trainer.model_parts) as (inputs, more, targets):
+                trainer.task.losses(model, model(inputs, **more), targets)
+        return of_step, Counter(calls)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "cp2", "tp2"])
+def test_a_step_makes_the_logits_once_and_validation_no_gradient(pool: WorkerPool, layout: str) -> None:
+    """But twice where ranks have parts of the vocabulary."""
+    world_size, arguments = LAYOUTS[layout]
+    of_step, without = pool.run(world_size, calls_case, [PRECISION, CHUNKED, *arguments])[0]
+    assert of_step.keys() == ({"statistics", "gradient"} if layout == "tp2" else {"at_once"})
+    assert without.keys() == {"statistics"}
+
+
+def test_a_pipeline_makes_no_gradient_in_the_forward(pool: WorkerPool) -> None:
+    """Several forwards wait for their backward, each with a sum as large as the weight."""
+    world_size, arguments = LAYOUTS["pp2"]
+    of_step, _ = pool.run(world_size, calls_case, [PRECISION, CHUNKED, *arguments])[-1]
+    assert of_step["statistics"] == of_step["gradient"] > 0 == of_step["at_once"]
 
 
 # ---- what is communicated

@@ -16,6 +16,11 @@ def passes(check: Check) -> None:
     check.expect(check.left() > 0, "no time was left")
 
 
+def leaves_files(check: Check) -> None:
+    check.file("small").write_text("10 letters")
+    check.file("large").write_text("11 letters.")
+
+
 def expects(check: Check) -> None:
     check.expect(False, "2 is not 3")
     check.expect(True, "not a problem")

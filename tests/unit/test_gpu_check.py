@@ -1,5 +1,6 @@
 """Laws of scripts/gpu_check.py: no block stops the others, what was found is kept, mistakes are found."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -7,7 +8,10 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from unittest import mock
 
 import pytest
@@ -19,6 +23,7 @@ from scripts.gpu_blocks.mfu import busy_share
 from scripts.gpu_check import BLOCKS, ROOT, Block, check, main, run_block
 from tests.unit.kernel_stand_ins import KERNELS as STAND_INS
 from trainer.config.loader import parse_command_line
+from trainer.distributed.context_parallel import attention
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.job import resolve
@@ -142,8 +147,19 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture) -> None
     assert "use --device cpu" in capsys.readouterr().err
 
 
-def test_all_limits_together_are_under_ten_minutes() -> None:
+def test_all_limits_together_are_under_ten_minutes_and_what_matters_most_comes_first() -> None:
     assert sum(block.limit for block in BLOCKS) < 600
+    assert [block.name for block in BLOCKS[:3]] == ["versions", "kernels", "mfu"]
+
+
+def test_files_of_a_block_lie_beside_the_result_unless_they_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "_MOST_BYTES", 10)
+    found = run_block(faulty("leaves_files"), "cpu", out=tmp_path / "found.json")
+    assert found["files"] == ["large is not kept: 11 bytes", "found_small"]
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"found_small": "10 letters"}
+    assert "files" not in run_block(faulty("leaves_files"), "cpu")
 
 
 # ---- the blocks
@@ -195,6 +211,15 @@ def test_a_dry_run_of_all_blocks_on_a_bare_machine(tmp_path: Path) -> None:
     assert [*found] == [block.name for block in BLOCKS]
     assert {name for name, block in found.items() if block["verdict"] == "skipped"} == {"several", "flex"}
     assert found["program"]["facts"]["largest_relative_difference"].keys() == {"bfloat16", "resumed"}
+    (trace,) = found["mfu"]["files"]
+    with gzip.open(tmp_path / trace) as file:
+        assert json.load(file)["traceEvents"]
+    facts = found["mfu"]["facts"]
+    assert (facts["work"]["vocab_size"], facts["loss_chunk_tokens"], facts["long"]["tokens"]) == (33_000, 16, 64)
+    assert facts["long"]["tokens_per_second"] > 0
+    assert [row["tokens"] for row in found["layer"]["facts"]["rows"]] == [64, 128]
+    assert len(found["nccl"]["facts"]["recorded"]) == 2
+    assert found["speed"]["facts"]["loss_ms"].keys() == {"gradients in the forward", "logits twice"}
     assert {row["method"] for row in found["tiles"]["facts"]["tiles"]} == {"ring", "all_gather", "all_to_all"}
     assert found["ranks"]["facts"]["done"] == found["ranks"]["facts"]["of"]
 
@@ -240,6 +265,32 @@ def test_synchronisations_are_counted_by_place(monkeypatch: pytest.MonkeyPatch) 
         warnings.warn("another matter", stacklevel=1)
     assert places == {"outside of the project": 2}
     assert modes == ["warn", "default"]
+
+
+def test_the_calls_of_attention_over_ranks_are_watched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait that each rank has in its second call counts for the second call."""
+    events: list[str] = []
+    open_places: list[Counter[str]] = []
+    calls: Counter[int] = Counter()
+    right = attention.context_parallel_attention
+
+    @contextmanager
+    def watch(places: Counter[str]) -> Iterator[None]:
+        events.append("open")
+        open_places.append(places)
+        yield
+        open_places.pop()
+        events.append("closed")
+
+    def planted(*args: object) -> object:
+        calls[get_ident()] += 1
+        if calls[get_ident()] == 2:
+            open_places[0]["planted"] += 1
+        return right(*args)
+
+    monkeypatch.setattr(attention, "context_parallel_attention", planted)
+    assert training.documents_on_ranks("cpu", "ring", watch) == (Counter(), Counter(planted=4))
+    assert events == ["open", "closed"] * 2
 
 
 def test_the_watched_step_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,12 +210,16 @@ def test_when_the_loss_is_computed_in_chunks() -> None:
     small = job_of("--training.seq_len=4096")
     large = replace(small, model=replace(small.model, vocab_size=100_000))
     assert small.loss_chunk == (0, "auto: 4,352 tokens in the vocabulary are few")
-    assert large.loss_chunk == (2048, "auto: 100,000 tokens in the vocabulary")
-    few = [job_of(f"--training.seq_len={n}", "--training.local_batch_size=1") for n in (2304, 2305)]
+    assert large.loss_chunk == (2560, "auto: 100,000 tokens in the vocabulary")
+    huge = replace(small, model=replace(small.model, vocab_size=1_000_000))
+    assert huge.loss_chunk[0] == 256  # the most of 128 each that 1 GiB of float32 logits hold
+    half = job_of("--training.seq_len=4096", f"{P}tensor_parallel_degree=2", ranks=2)
+    assert replace(half, model=huge.model).loss_chunk[0] == 512
+    few = [job_of(f"--training.seq_len={n}", "--training.local_batch_size=1") for n in (768, 769)]
     few = [replace(job, model=large.model) for job in few]
-    assert [job.loss_chunk[0] for job in few] == [0, 2048]
-    assert few[0].loss_chunk[1] == "auto: 2,304 tokens have few logits"
-    assert rank_memory(few[1]).logits == 4 * 100_000 * (2048 + 256)
+    assert [job.loss_chunk[0] for job in few] == [0, 2560]
+    assert few[0].loss_chunk[1] == "auto: 768 tokens have few logits"
+    assert rank_memory(few[1]).logits == 4 * 100_000 * (2 * 769 + 256)
     assert job_of("--training.loss_chunk_tokens=7").loss_chunk == (7, "")
     gathered = job_of(f"{P}tensor_parallel_degree=2", f"{P}disable_loss_parallel", ranks=2)
     float8 = job_of("--float8.enable", "--float8.filter_fqns=wk")

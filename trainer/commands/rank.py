@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 _GRACE_SECONDS = 5
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first one set is read
 
 
 def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
@@ -160,8 +161,18 @@ def _shared_errors_printed_once(rank: int) -> Iterator[None]:
         raise
 
 
+def set_allocator(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let the GPU allocator expand its segments, which sequences of changing lengths fragment, unless the user set it.
+
+    Every launcher's ranks call it, before they import torch, which reads the variable once.
+    """
+    if not any(name in environ for name in _ALLOCATOR):
+        environ[_ALLOCATOR[-1]] = "expandable_segments:True"
+
+
 def command_line(program: Callable[..., int] = main) -> int:
     """Run the program of a rank in a shell: a closed pipe (`--help | head`) and Ctrl-C end it without a trace."""
+    set_allocator()
     launcher, arguments = launcher_of(sys.argv[1:], os.environ)
     if launcher is not None:
         end_with(launcher)

@@ -20,8 +20,6 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
     """Set the variables of the ranks, and return the options of the launcher. here: ranks on this machine."""
     # Ranks share the cores instead of fighting over them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // here, 1)))
-    # Long sequences of changing sizes fragment the caching allocator.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if (ROOT / "train.py").is_file():  # a clone, which need not be installed
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["PYTHONSAFEPATH"] = "1"  # a folder `trainer` where the user stands is not this program

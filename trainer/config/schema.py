@@ -294,7 +294,7 @@ class Training:
         example=2048,
         when=(TOKENS, WITHOUT_GATHERED_LOGITS, OUTPUT_IN_HIGH_PRECISION),
     )
-    """Tokens whose logits exist at once, in the loss; 0: all; None: 2048 for a vocabulary of more than 32,000."""
+    """Tokens whose logits exist at once; 0: all; None: for vocabularies over 32,000, up to 1 GiB, 4,096 tokens."""
     steps: int = key(10000, STEPS, "steps")
     """Optimizer steps of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"

@@ -6,8 +6,10 @@ from trainer.models.args import DecoderArgs
 
 LARGE_VOCABULARY = 32_000
 """Above so many tokens the logits are a large part of a rank's memory."""
-CHUNK_TOKENS = 2048
-"""Of `auto`. Each chunk reads and writes the gradient of the whole weight: shorter ones are slower."""
+CHUNK_BYTES = 2**30
+"""Of `auto`: float32 logits of a chunk on a rank."""
+CHUNK_TOKENS = 4096
+"""Of `auto`, at most. Each chunk reads and writes the gradient of the whole weight: shorter ones are slower."""
 
 
 def why_no_chunks(config: JobConfig, degrees: Degrees) -> str | None:
@@ -17,8 +19,16 @@ def why_no_chunks(config: JobConfig, degrees: Degrees) -> str | None:
 
 
 def saves_memory(model: DecoderArgs, tokens: int) -> bool:
-    """Return whether the logits of so many tokens are more than those of a chunk with the gradient of the weight."""
-    return tokens > CHUNK_TOKENS + model.dim
+    """Return whether all logits of so many tokens take more than those of a chunk with the gradient of the weight.
+
+    In half precision a logit takes 8 bytes without chunks, and 6 in a chunk, as does an element of the gradient.
+    """
+    return 8 * tokens > 6 * (min(tokens, CHUNK_TOKENS) + model.dim)
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Return the tokens of a chunk of `auto`, a multiple of 128; vocabulary: rows of the output's weight on a rank."""
+    return min(max(CHUNK_BYTES // (4 * vocabulary) // 128, 1) * 128, CHUNK_TOKENS)
 
 
 def loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: int) -> tuple[int, str]:
@@ -36,4 +46,4 @@ def loss_chunk(config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: 
         return 0, f"{vocabulary} are few"
     if not saves_memory(model, tokens):
         return 0, f"auto: {tokens:,} tokens have few logits"
-    return CHUNK_TOKENS, vocabulary
+    return chunk_tokens(model.linear_shapes(degrees.tp)["output"][0]), vocabulary

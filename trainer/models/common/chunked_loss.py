@@ -1,14 +1,16 @@
 """Cross entropy of each token from hidden states, chunk by chunk: the logits of all tokens never exist at once.
 
-    forward    for each chunk: logits = hidden @ weight.T  -> log-sum-exp and the label's logit of each token are kept
-    backward   for each chunk: logits again                -> softmax - one-hot -> gradients of hidden states and weight
+    at once  forward   for each chunk: logits = hidden @ weight.T -> losses, softmax - one-hot -> gradients of their sum
+             backward  these gradients x the gradient of the sum
+    in two   forward   for each chunk: logits -> log-sum-exp and the label's logit of each token are kept
+             backward  for each chunk: logits again -> (softmax - one-hot) x gradient of each loss -> gradients
 
-The backward repeats one product of three. Nothing else grows with the sequence: two numbers a token are kept.
-With tensor parallelism each rank has the logits of its part of the vocabulary (Shoeybi et al., arXiv 1909.08053), and
-one all-gather of these two numbers, after all chunks, makes the losses.
+In two is for losses that are not simply summed, for pipelines, whose forwards wait for their backward, and for ranks
+that have parts of the vocabulary (Shoeybi et al., arXiv 1909.08053): one all-gather, after all chunks, makes the
+losses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -29,11 +31,11 @@ def chunk_statistics(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first: int, whole: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-sum-exp of each token's logits, and its label's logit, zero if the weight has no such row."""
-    logits = _logits(hidden, weight)
+    logits = hidden @ weight.T
     index, elsewhere = _label_index(labels, first, len(weight), whole)
-    label_logit = logits.gather(1, index).squeeze(1).masked_fill(elsewhere, 0)
-    highest = logits.amax(1)
-    return logits.sub_(highest[:, None]).exp_().sum(1).log() + highest, label_logit
+    highest = logits.amax(1).to(_precise(logits))
+    label_logit = logits.gather(1, index).squeeze(1).to(highest.dtype).masked_fill(elsewhere, 0)
+    return _less(logits, highest).exp_().sum(1).log() + highest, label_logit
 
 
 def chunk_gradient(
@@ -46,15 +48,33 @@ def chunk_gradient(
     whole: bool,
 ) -> torch.Tensor:
     """Return the gradient of the logits in the model's dtype: (softmax - one-hot) x gradient of the loss."""
-    grad_logits = _logits(hidden, weight).sub_(lse[:, None]).exp_().mul_(grad[:, None])
+    logits = hidden @ weight.T
     index, elsewhere = _label_index(labels, first, len(weight), whole)
-    at_label = grad_logits.gather(1, index) - grad.masked_fill(elsewhere, 0)[:, None]
-    return grad_logits.scatter_(1, index, at_label).to(hidden.dtype)
+    shares = _less(logits, lse).exp_()
+    at_label = (shares.gather(1, index) - torch.where(elsewhere, 0, 1)[:, None]) * grad[:, None]
+    return torch.mul(shares, grad[:, None], out=logits).scatter_(1, index, at_label.to(logits.dtype))
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a chunk, rounded as the model rounds them, in at least float32; a new tensor."""
-    return (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32))
+def chunk_at_once(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the statistics of a chunk, and softmax - one-hot in the model's dtype; weight: of the whole vocabulary."""
+    logits = hidden @ weight.T
+    index, _ = _label_index(labels, 0, len(weight), whole=True)
+    label_logit = logits.gather(1, index).to(_precise(logits))
+    logarithms = logits.log_softmax(1, dtype=label_logit.dtype)  # on a GPU one kernel, also from half precision
+    at_label = logarithms.gather(1, index)
+    grad_logits = torch.exp(logarithms, out=logits).scatter_(1, index, at_label.expm1().to(logits.dtype))
+    return (label_logit - at_label).squeeze(1), label_logit.squeeze(1), grad_logits
+
+
+def _precise(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _less(logits: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Return logits - by, (tokens,), in the type of `by`, in the memory of `logits` if they have this type."""
+    return logits.sub_(by[:, None]) if logits.dtype == by.dtype else logits - by[:, None]
 
 
 def _label_index(labels: torch.Tensor, first: int, rows: int, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,15 +88,17 @@ def _label_index(labels: torch.Tensor, first: int, rows: int, whole: bool) -> tu
 
 @dataclass(frozen=True)
 class ChunkFunctions:
-    """The two functions of a chunk, eager or compiled."""
+    """The functions of a chunk, eager or compiled."""
 
-    statistics: Callable[..., tuple[torch.Tensor, torch.Tensor]] = chunk_statistics
+    statistics: Callable[..., tuple[torch.Tensor, ...]] = chunk_statistics
     gradient: Callable[..., torch.Tensor] = chunk_gradient
+    at_once: Callable[..., tuple[torch.Tensor, ...]] = chunk_at_once
     compiled: bool = False
 
     @classmethod
     def of(cls, options: CompileOptions) -> "ChunkFunctions":
-        return cls(*(compiled_loss(f, options) for f in (chunk_statistics, chunk_gradient)), options.loss)
+        functions = (chunk_statistics, chunk_gradient, chunk_at_once)
+        return cls(*(compiled_loss(f, options) for f in functions), options.loss)
 
 
 @dataclass(frozen=True)
@@ -88,6 +110,9 @@ class Chunks:
     over: DeviceMesh | None = None
     """Ranks that have a part of the vocabulary each, in its order; None: the weight is whole."""
     functions: ChunkFunctions = ChunkFunctions()
+    in_forward: bool = True
+    """Make the gradients in the forward, if it is not known to be useless. They wait for the backward: a float32 sum as
+    large as the weight, and as much as the hidden states, for each forward in flight."""
 
     def of(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """Return the rows of each chunk of these tensors, which have a row for each token."""
@@ -102,12 +127,12 @@ class Chunks:
         return 0 if self.over is None else self.over.get_local_rank() * len(weight)
 
 
-def apply_chunked_loss(output: nn.Linear, tokens: int, compilation: CompileOptions) -> None:
+def apply_chunked_loss(output: nn.Linear, tokens: int, compilation: CompileOptions, *, in_forward: bool = True) -> None:
     """Let the projection to logits also return losses, in place: `output(hidden, labels=labels)` -> (B, S).
 
     The loop over the chunks is one forward of the module: FSDP gathers the weight once, and reduces its gradient once.
     Without labels the module returns logits as before. Call it before `fully_shard`; with tensor parallelism the module
-    has the style `VocabularyParallel`. tokens: of a chunk.
+    has the style `VocabularyParallel`. tokens: of a chunk; in_forward: see `Chunks`.
 
     Raises:
         ValueError: the projection has a bias.
@@ -124,7 +149,7 @@ def apply_chunked_loss(output: nn.Linear, tokens: int, compilation: CompileOptio
             over = weight.device_mesh
             # Each rank finds the part of the gradient that comes from its logits.
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
-        return chunked_token_losses(hidden, weight, labels, Chunks(tokens, over, functions))
+        return chunked_token_losses(hidden, weight, labels, Chunks(tokens, over, functions, in_forward))
 
     replace_forward(output, "loss in chunks", forward)
 
@@ -135,11 +160,39 @@ def chunked_token_losses(
     """Return the cross entropy of each token in at least float32, zero where there is no label.
 
     hidden: (B, S, dim); weight: (vocab, dim), of one dtype, or this rank's rows of it; labels: (B, S) -> (B, S). The
-    gradient of the weight is summed over the chunks in at least float32. If ranks have parts of the vocabulary, so is
-    the gradient of `hidden` a part of it, and the losses are the same on each.
+    gradient of the weight is summed over the chunks in at least float32, and rounded once. If ranks have parts of the
+    vocabulary, so is the gradient of `hidden` a part of it, and the losses are the same on each.
     """
-    losses = _TokenLosses.apply(hidden.flatten(0, 1), weight, labels.flatten(), chunks)
+    at_once = chunks.in_forward and chunks.over is None and torch.is_grad_enabled()
+    losses = _TokenLosses.apply(hidden.flatten(0, 1), weight, labels.flatten(), chunks, at_once)
     return losses.unflatten(0, labels.shape)
+
+
+class _Gradients:
+    """Gradients of hidden states and weight, of those that are needed, to which chunks are added in their order."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]) -> None:
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=_precise(weight)) if needed[1] else None
+        self.done = 0
+
+    def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add a chunk, whose hidden states are zero where the gradient of logits does not count for the weight."""
+        if self.hidden is not None:
+            torch.mm(grad_logits, weight, out=self.hidden[self.done : self.done + len(hidden)])
+        if self.weight is not None:
+            _add_product(self.weight, grad_logits.T, hidden)
+        self.done += len(hidden)
+
+    def scale(self, by: torch.Tensor, missing: torch.Tensor) -> None:
+        """Multiply by a number, (1,), in its precision; tokens without a label get none."""
+        if self.hidden is not None:
+            self.hidden.mul_(by).masked_fill_(missing[:, None], 0)
+        if self.weight is not None:
+            self.weight.mul_(by)
+
+    def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        return self.hidden, None if self.weight is None else self.weight.to(weight.dtype), None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -150,42 +203,52 @@ class _TokenLosses(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         chunks: Chunks,
+        at_once: bool,
     ) -> torch.Tensor:
-        first, whole = chunks.first_label(weight), chunks.over is None
-        pieces = [chunks.functions.statistics(h, weight, y, first, whole) for h, y in chunks.of(hidden, labels)]
+        missing, pieces = labels == IGNORE_INDEX, []
+        ctx.chunks, ctx.gradients = chunks, None
+        if at_once:
+            ctx.gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
+            for h, y, out in chunks.of(hidden, labels, missing):
+                *statistics, grad_logits = chunks.functions.at_once(h, weight, y)
+                ctx.gradients.add(grad_logits, h.masked_fill(out[:, None], 0), weight)
+                pieces.append(statistics)
+        else:
+            place = chunks.first_label(weight), chunks.over is None
+            pieces += [chunks.functions.statistics(h, weight, y, *place) for h, y in chunks.of(hidden, labels)]
         lse, label_logit = (torch.cat(column) for column in zip(*pieces, strict=True))
         if chunks.over is not None:
             parts = all_gather(torch.stack([lse, label_logit]), chunks.over)
             lse, label_logit = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
         ctx.save_for_backward(hidden, weight, labels, lse)
-        ctx.chunks = chunks
-        return (lse - label_logit).masked_fill(labels == IGNORE_INDEX, 0)
+        return (lse - label_logit).masked_fill(missing, 0)
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden, weight, labels, lse = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
-        first, whole = chunks.first_label(weight), chunks.over is None
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        total = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
-        grad = grad.masked_fill(labels == IGNORE_INDEX, 0)
-        done = 0
+        # Those of the forward serve one backward, of a sum: its gradient is one number in memory for all tokens.
+        gradients, ctx.gradients = ctx.gradients, None
+        missing = labels == IGNORE_INDEX
+        if gradients is not None and not any(grad.stride()):
+            gradients.scale(grad[:1], missing)
+            return gradients.rounded(weight)
+        place = chunks.first_label(weight), chunks.over is None
+        grad = grad.masked_fill(missing, 0)
+        gradients = _Gradients(hidden, weight, ctx.needs_input_grad)
         for h, *rows in chunks.of(hidden, labels, lse, grad):
-            grad_logits = chunks.functions.gradient(h, weight, *rows, first, whole)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[done : done + len(h)])
-            if total is not None:
-                _add_product(total, grad_logits.T, h)
-            done += len(h)
-        return grad_hidden, None if total is None else total.to(weight.dtype), None, None
+            gradients.add(chunks.functions.gradient(h, weight, *rows, *place), h, weight)
+        return gradients.rounded(weight)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a @ b to `total`, in place, in the type of `total`."""
+    """Add a @ b to `total`, in place and in the type of `total`, to which the product is never rounded before."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # only CUDA has products of half precision that are not rounded to it
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

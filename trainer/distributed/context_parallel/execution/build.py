@@ -53,14 +53,17 @@ def _own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist
         return group
     made = _own_groups.setdefault(group, {})
     if purpose not in made:
-        settings = {"group_desc": f"cp_{purpose}", "pg_options": _high_priority()}
-        if _can_split(group):
-            made[purpose] = dist.split_group(group, [list(range(group.size()))], **settings)
-        else:
-            ranks = dist.get_process_group_ranks(group)
-            made[purpose] = dist.new_group(ranks, use_local_synchronization=True, **settings)
+        made[purpose] = same_ranks(group, f"cp_{purpose}")
         dist.all_reduce(torch.zeros(1, device=device_type), group=made[purpose])
     return made[purpose]
+
+
+def same_ranks(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
+    """Return a new communicator of high priority for the ranks of a group."""
+    settings = {"group_desc": description, "pg_options": _high_priority()}
+    if _can_split(group):
+        return dist.split_group(group, [list(range(group.size()))], **settings)
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, **settings)
 
 
 def _high_priority() -> object:

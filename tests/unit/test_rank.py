@@ -1,0 +1,48 @@
+"""Laws of the program of a rank, whichever launcher starts it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# As train.py does; the program is what torch has read when it is imported by it.
+PROGRAM = """
+import sys
+from train import command_line
+
+def program(arguments, launched):
+    assert "torch" not in sys.modules, "torch has read its variables already"
+    import os, torch
+    print({name: os.environ[name] for name in %r if name in os.environ}, torch._C._accelerator_getAllocatorSettings())
+    return 0
+
+sys.exit(command_line(program))
+"""
+SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+CASES = [
+    ({}, SET, "expandable_segments:True"),
+    *(({name: "max_split_size_mb:512"}, {name: "max_split_size_mb:512"}, None) for name in NAMES),
+    ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}, ""),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted", "settings"), CASES, ids=str)
+def test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported(
+    given: dict[str, str], wanted: dict[str, str], settings: str | None
+) -> None:
+    """Unless the user has set it up by any of its names. settings: what torch reads without a GPU."""
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES} | given
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM % (NAMES,)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip().startswith(str(wanted))
+    assert settings is None or done.stdout.strip() == f"{wanted} {settings}".strip()
