@@ -17,6 +17,7 @@ from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger, duration
 from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
+from trainer.components.saved_configuration import save_configuration
 from trainer.components.source_losses import SourceLosses
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
@@ -28,7 +29,6 @@ from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.job.record import ResolvedJob
-from trainer.job.saved_configuration import save_configuration
 from trainer.job.summary import closing
 from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize

@@ -10,6 +10,8 @@ Eight ranks for dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1); the ranks 
     matrices with rank 1 (tp). It reads the same data as rank 1, and other data than ranks 2, 4 and 6 (dp).
 """
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +19,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the back end)
 
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.job.degrees import Degrees
+from trainer.runtime.console import logger
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Factorisation:
     """One way to write the number of ranks as a product of degrees, and the meshes that follow from it.
 
     dims: names of `Degrees.sizes`, outermost first; the dimension that communicates most is innermost, inside a node.
-    flattened: 1-D meshes over several dims. They are built at size one too, so that no caller branches.
+    flattened: 1-D meshes over several dims. They are there at size one too, so that no caller branches.
     """
 
     dims: tuple[str, ...]
@@ -64,8 +68,20 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each group of a mesh over the dims `along`, of a grid of `dims` with these sizes."""
+    grid = torch.arange(math.prod(sizes[name] for name in dims)).view([sizes[name] for name in dims])
+    others = [place for place, name in enumerate(dims) if name not in along]
+    inner = [place for place, name in enumerate(dims) if name in along]
+    rows = grid.permute(others + inner).reshape(-1, math.prod(sizes[name] for name in along))
+    return tuple(map(tuple, rows.tolist()))
+
+
 class ParallelDims:
     """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in `FACTORISATIONS`.
+
+    Names whose groups have the same ranks are one mesh, so that each set of ranks has one communicator. A mesh of one
+    rank has none: its group is of the `fake` back end, which copies inputs to outputs.
 
     Needs an initialised process group of `degrees.world_size` ranks.
     """
@@ -80,11 +96,29 @@ class ParallelDims:
         if factorisations is None:
             factorisations = (factorisation(tuple(degrees.domain_axes)),) if degrees.domain else FACTORISATIONS
             factorisations += (EXPERT_FACTORISATION,) * (degrees.ep is not None)
+        self._of_groups: dict[tuple[tuple[int, ...], ...], DeviceMesh] = {}
+        started = time.monotonic()
         for way in factorisations:
-            root = init_device_mesh(device_type, tuple(sizes[name] for name in way.dims), mesh_dim_names=way.dims)
-            self._meshes = {name: root[name] for name in way.dims} | self._meshes
-            self._meshes |= {name: flattened(root[parts], name) for name, parts in way.flattened.items()}
-            self._roots.append(root)
+            self._add(way, device_type, sizes)
+        several = sum(1 < len(groups[0]) < degrees.world_size for groups in self._of_groups)
+        seconds = time.monotonic() - started
+        logger.info(f"process groups beside that of all ranks: {several}, made in {seconds:.1f} s")
+
+    def _add(self, way: Factorisation, device_type: str, sizes: Mapping[str, int]) -> None:
+        """Add the meshes of a factorisation; each is that of an earlier name if its groups have the same ranks."""
+        of_dim = {name: lines(way.dims, (name,), sizes) for name in way.dims}
+        known = {name for name, groups in of_dim.items() if groups in self._of_groups or len(groups[0]) == 1}
+        fake = {name: "fake" for name in known if self.degrees.world_size > 1}
+        shape = tuple(sizes[name] for name in way.dims)
+        root = init_device_mesh(device_type, shape, mesh_dim_names=way.dims, backend_override=fake)
+        for name, groups in of_dim.items():
+            self._meshes.setdefault(name, self._of_groups.setdefault(groups, root[name]))
+        for name, parts in way.flattened.items():
+            groups = lines(way.dims, parts, sizes)
+            if groups not in self._of_groups:
+                self._of_groups[groups] = flattened(root[parts], name)
+            self._meshes[name] = self._of_groups[groups]
+        self._roots.append(root)
 
     def __getitem__(self, name: str) -> DeviceMesh:
         return self._meshes[name]
@@ -102,7 +136,7 @@ class ParallelDims:
         timeout: of the group, if one is made because the mesh has none.
         """
         mesh = self[name]
-        if mesh.device_type == "cpu":
+        if mesh.device_type == "cpu" or mesh.size() == 1:
             return mesh.get_group()
         return self._gloo_group(mesh, timeout)
 
@@ -134,4 +168,6 @@ class ParallelDims:
     @property
     def expert_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard` of experts: 1-D (efsdp), or 2-D (dp_replicate, efsdp) with replicas."""
-        return self._roots[-1]["efsdp" if self.size("dp_replicate") == 1 else ("dp_replicate", "efsdp")]
+        if self.size("dp_replicate") == 1:
+            return self["efsdp"]
+        return DeviceMesh._concatenate([self["dp_replicate"], self["efsdp"]])

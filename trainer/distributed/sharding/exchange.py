@@ -3,7 +3,8 @@
 `exchange` moves rows: each rank states which rows of an axis it wants, and gets them from their owners. A halo, a
 change of layout, a gather and a scatter are exchanges. The adjoint adds up the gradients of a row at its owner.
 
-Nothing is sent of tensors on the meta device: a forward without data shows shapes.
+Nothing is sent of tensors on the meta device: a forward without data shows shapes. A group of one rank has no
+communicator: what would be sent is copied.
 """
 
 from collections import Counter
@@ -43,6 +44,8 @@ def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.T
     if x.is_meta:
         return gathered
     _count("all_gather")
+    if over.size() == 1:
+        return gathered.copy_(x.detach())
     _all_gather(gathered.view(-1), x.reshape(-1), group=_group(over))
     return gathered
 
@@ -113,6 +116,8 @@ def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tu
     size = group.size()
     gathered = x.new_empty(size, *x.shape)
     _count(kind, x.nbytes * (size - 1))
+    if size == 1:
+        return gathered.copy_(x.detach()), Pending()
     work = _all_gather(gathered.view(-1), x.view(-1), group=group, async_op=True)
     return gathered, Pending([work], [x])
 
@@ -122,6 +127,8 @@ def reduce_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tu
     size = group.size()
     summed = x.new_empty(x.shape[1:])
     _count(kind, summed.nbytes * (size - 1))
+    if size == 1:
+        return summed.copy_(x[0].detach()), Pending()
     work = _reduce_scatter(summed.view(-1), x.view(-1), group=group, async_op=True)
     return summed, Pending([work], [x])
 
@@ -138,6 +145,8 @@ def all_to_all(
         return received, Pending()
     own = send_sizes[group.rank()]
     _count(kind, (sum(send_sizes) - own) * sent.element_size())
+    if group.size() == 1:
+        return received.copy_(sent.detach()), Pending()
     is_async = not torch.compiler.is_compiling()  # what is traced has no handles
     work = dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=is_async)
     return received, Pending([work] if is_async else (), [sent])
