@@ -1,6 +1,5 @@
 """Laws: one communicator for each set of ranks, none for one rank, and every collective works over a group of one."""
 
-from collections import Counter
 from unittest import mock
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -16,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.distributed.pool import WorkerPool
 from trainer.config import parse_command_line
-from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.parallel_dims import ParallelDims, new_group
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all, gather_shards, reduce_shards
 from trainer.job.degrees import Degrees, resolve_degrees
 from trainer.runtime.process_group import Process, process_group, set_timeout
@@ -28,26 +26,14 @@ def degrees_of(world_size: int, **given: int) -> Degrees:
     return resolve_degrees(**ONE | given, world_size=world_size, domain=())
 
 
-def made_groups(degrees: Degrees, rank: int = 0) -> Counter[int]:
-    """Return for each number of ranks how many groups with a communicator one rank of a job has, without ranks.
-
-    Beside that of all ranks.
-    """
-    real, made = DeviceMesh._init_one_process_group, Counter()
-
-    def counted(layout: object, rank_map: torch.Tensor, name: str, override: tuple) -> str:
-        group = real(layout, rank_map, name, override)
-        if override[0] != "fake" and group != dist.group.WORLD.group_name:
-            made[layout.numel()] += 1
-        return group
-
+def made_groups(degrees: Degrees, rank: int) -> list[int]:
+    """Return the number of ranks of each group that one rank of a job makes beside that of all ranks."""
     dist.init_process_group("fake", rank=rank, world_size=degrees.world_size, store=FakeStore())
     try:
-        with mock.patch.object(DeviceMesh, "_init_one_process_group", staticmethod(counted)):
-            ParallelDims(degrees, "cpu")
+        ParallelDims(degrees, "cpu")
+        return sorted(group.size() for group in _world.pg_map if group is not dist.group.WORLD)
     finally:
         dist.destroy_process_group()
-    return made
 
 
 @pytest.mark.parametrize(
@@ -62,9 +48,28 @@ def made_groups(degrees: Degrees, rank: int = 0) -> Counter[int]:
     ],
 )
 def test_a_set_of_ranks_has_one_communicator(world_size: int, given: dict[str, int], sizes: list[int]) -> None:
+    """And all meshes of one rank are one group, which has none."""
     degrees = degrees_of(world_size, **given)
     for rank in (0, world_size - 1):
-        assert sorted(made_groups(degrees, rank).elements()) == sizes
+        assert made_groups(degrees, rank) == [1, *sizes]
+
+
+def test_nccl_splits_the_group_of_all_ranks_once_for_a_mesh() -> None:
+    """Every rank calls it with the same rows, in the same order; a rank alone takes no part in anything."""
+    rows, alone = ((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        with (
+            mock.patch.object(type(dist.group.WORLD), "bound_device_id", torch.device("cuda", 0)),
+            mock.patch.object(dist, "split_group", return_value="split") as split,
+            mock.patch.object(dist, "new_group", return_value="new") as new,
+        ):
+            assert new_group(rows, "mesh_tp") == "split"
+            assert new_group(alone, "mesh_pp") == "new"
+        split.assert_called_once_with(dist.group.WORLD, [[0, 1], [2, 3]], group_desc="mesh_tp")
+        new.assert_called_once_with([2], backend="fake", use_local_synchronization=True, group_desc="mesh_pp")
+    finally:
+        dist.destroy_process_group()
 
 
 def groups_case(degrees: Degrees) -> list[tuple[str, list[int], str]]:

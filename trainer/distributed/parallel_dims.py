@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the back end)
 
 from trainer.distributed.sharding.exchange import all_gather
@@ -68,8 +68,12 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each group of a mesh over the dims `along`, of a grid of `dims` with these sizes."""
+Rows = tuple[tuple[int, ...], ...]
+"""The ranks of each group of a mesh: a partition of all ranks."""
+
+
+def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -> Rows:
+    """Return the groups of a mesh over the dims `along`, of a grid of `dims` with these sizes."""
     grid = torch.arange(math.prod(sizes[name] for name in dims)).view([sizes[name] for name in dims])
     others = [place for place, name in enumerate(dims) if name not in along]
     inner = [place for place, name in enumerate(dims) if name in along]
@@ -77,11 +81,25 @@ def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -
     return tuple(map(tuple, rows.tolist()))
 
 
+def new_group(rows: Rows, description: str) -> dist.ProcessGroup:
+    """Return a new group of this rank's row. A collective of all ranks.
+
+    One rank alone has no communicator: its group is of the back end `fake`, which copies inputs to outputs. NCCL splits
+    the group of all ranks, once for all rows. `new_group` would split it once for each row, of one rank too.
+    """
+    (mine,) = (row for row in rows if dist.get_rank() in row)
+    world, settings = dist.group.WORLD, {"use_local_synchronization": True, "group_desc": description}
+    if len(mine) == 1:
+        return dist.new_group(list(mine), backend="fake", **settings)
+    if world.bound_device_id is not None:
+        return dist.split_group(world, [list(row) for row in rows], group_desc=description)
+    return dist.new_group(list(mine), **settings)
+
+
 class ParallelDims:
     """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in `FACTORISATIONS`.
 
-    Names whose groups have the same ranks are one mesh, so that each set of ranks has one communicator. A mesh of one
-    rank has none: its group is of the `fake` back end, which copies inputs to outputs.
+    Names whose groups have the same ranks are one mesh, so that each set of ranks has one communicator.
 
     Needs an initialised process group of `degrees.world_size` ranks.
     """
@@ -96,29 +114,35 @@ class ParallelDims:
         if factorisations is None:
             factorisations = (factorisation(tuple(degrees.domain_axes)),) if degrees.domain else FACTORISATIONS
             factorisations += (EXPERT_FACTORISATION,) * (degrees.ep is not None)
-        self._of_groups: dict[tuple[tuple[int, ...], ...], DeviceMesh] = {}
+        self._of_rows: dict[Rows, DeviceMesh] = {}
         started = time.monotonic()
         for way in factorisations:
             self._add(way, device_type, sizes)
-        several = sum(1 < len(groups[0]) < degrees.world_size for groups in self._of_groups)
+        several = sum(1 < len(rows[0]) < degrees.world_size for rows in self._of_rows)
         seconds = time.monotonic() - started
         logger.info(f"process groups beside that of all ranks: {several}, made in {seconds:.1f} s")
 
     def _add(self, way: Factorisation, device_type: str, sizes: Mapping[str, int]) -> None:
         """Add the meshes of a factorisation; each is that of an earlier name if its groups have the same ranks."""
-        of_dim = {name: lines(way.dims, (name,), sizes) for name in way.dims}
-        known = {name for name, groups in of_dim.items() if groups in self._of_groups or len(groups[0]) == 1}
-        fake = {name: "fake" for name in known if self.degrees.world_size > 1}
-        shape = tuple(sizes[name] for name in way.dims)
-        root = init_device_mesh(device_type, shape, mesh_dim_names=way.dims, backend_override=fake)
-        for name, groups in of_dim.items():
-            self._meshes.setdefault(name, self._of_groups.setdefault(groups, root[name]))
+        rows = {name: lines(way.dims, (name,), sizes) for name in way.dims}
+        groups = {of_dim: self._group(of_dim, name) for of_dim, name in {rows[name]: name for name in way.dims}.items()}
+        grid = torch.arange(self.degrees.world_size).view([sizes[name] for name in way.dims])
+        of_dims = [groups[rows[name]] for name in way.dims]
+        root = DeviceMesh.from_group(of_dims, device_type, grid, mesh_dim_names=way.dims)
+        for name in way.dims:
+            self._meshes.setdefault(name, self._of_rows.setdefault(rows[name], root[name]))
         for name, parts in way.flattened.items():
-            groups = lines(way.dims, parts, sizes)
-            if groups not in self._of_groups:
-                self._of_groups[groups] = flattened(root[parts], name)
-            self._meshes[name] = self._of_groups[groups]
+            of_parts = lines(way.dims, parts, sizes)
+            if of_parts not in self._of_rows:
+                self._of_rows[of_parts] = flattened(root[parts], name)
+            self._meshes[name] = self._of_rows[of_parts]
         self._roots.append(root)
+
+    def _group(self, rows: Rows, name: str) -> dist.ProcessGroup:
+        """Return this rank's group of a partition of all ranks: that of a mesh, or a new one."""
+        if rows in self._of_rows:
+            return self._of_rows[rows].get_group()
+        return dist.group.WORLD if len(rows) == 1 else new_group(rows, f"mesh_{name}")
 
     def __getitem__(self, name: str) -> DeviceMesh:
         return self._meshes[name]
