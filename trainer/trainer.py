@@ -66,7 +66,6 @@ class Trainer:
         self.config = config = job.config
         self.dims = ParallelDims(job.degrees, device.type)
         keep_caches_apart(self.dims)
-        set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
         self.stop = Stop(
             config.checkpoint.stop_timeout_seconds,
             max_minutes=config.job.max_minutes,
@@ -89,6 +88,7 @@ class Trainer:
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
         self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
+        set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
         self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
         self.optimizer = build_optimizer(self.model_parts, config.optimizer)

@@ -9,12 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer.distributed.sharding.exchange import reduce_scatter
 from trainer.job.record import ResolvedJob
+
+REDUCE_SCATTER = "fsdp_reduce_scatter"
+"""Purpose of the groups over which gradients are reduced."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class InnerUnits:
     of_unit: Mapping[nn.Module, nn.Module]
     placement: Callable[[nn.Parameter], Shard] | None = None
     """Which dimension of a parameter to shard; None: the first."""
+    reduce_group: dist.ProcessGroup | None = None
+    """See `apply_data_parallel`."""
 
     def in_order(self, units: Sequence[nn.Module]) -> list[nn.Module]:
         """Return all units, each outer one before its inner one."""
@@ -77,14 +84,15 @@ def apply_data_parallel(
     mesh: DeviceMesh,
     options: DataParallelOptions,
     inner: InnerUnits | None = None,
+    reduce_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
     units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose parameters
     the backward needs first; it stays gathered unless `reshard_last`. inner: units within `units`. All other
-    parameters belong to the root. The model is left as it is where there is nothing to shard, to cast or to offload;
-    but plain parameters beside tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind
-    only.
+    parameters belong to the root. reduce_group: of the ranks that shard, for reduce-scatter alone; None: that of the
+    mesh. The model is left as it is where there is nothing to shard, to cast or to offload; but plain parameters beside
+    tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
     """
     storage = next(model.parameters()).dtype
     mixed = len({isinstance(parameter, DTensor) for parameter in model.parameters()}) > 1
@@ -100,10 +108,10 @@ def apply_data_parallel(
     if inner is not None:
         for unit in inner.of_unit.values():
             own = settings | {"mesh": inner.mesh, "shard_placement_fn": inner.placement}
-            fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **own)
-    reshard = dict.fromkeys(units, options.reshard_after_forward)
+            fully_shard(unit, reshard_after_forward=_frees(inner.mesh, options), **own)
+    reshard = dict.fromkeys(units, _frees(mesh, options))
     if last is not None:
-        reshard[last] = options.reshard_last
+        reshard[last] = options.reshard_last and _frees(mesh, options)
     for unit, after_forward in reshard.items():
         fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
@@ -111,9 +119,43 @@ def apply_data_parallel(
     if inner is not None:
         in_order, options = inner.in_order(in_order), inner.ahead(options)
     _prefetch(in_order, options, last_is_apart=last is not None)
+    of_inner = {*inner.of_unit.values()} if inner is not None else set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
+            group = inner.reduce_group if module in of_inner else reduce_group
+            if group is not None:
+                module.set_custom_reduce_scatter(ReduceScatterOver(group))
+
+
+def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
+    """Return whether units are freed after the forward. One rank would only cast its weights again for the backward."""
+    return options.reshard_after_forward and mesh.size(mesh.ndim - 1) > 1
+
+
+class ReduceScatterOver:
+    """FSDP's reduce-scatter over a group of its own, so that it runs beside the all-gathers of the backward.
+
+    Both share a communicator by default, and NCCL runs its operations one after another. FSDP has the same as
+    `set_separate_reduce_scatter_group` from torch 2.13 on; but each call of that splits NCCL's group of all ranks, so
+    that pipeline stages with and without experts would wait for each other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return reduce_scatter(output_tensor, input_tensor, op=op, group=self.group, async_op=async_op)
 
 
 def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:

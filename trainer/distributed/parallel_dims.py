@@ -115,6 +115,7 @@ class ParallelDims:
             factorisations = (factorisation(tuple(degrees.domain_axes)),) if degrees.domain else FACTORISATIONS
             factorisations += (EXPERT_FACTORISATION,) * (degrees.ep is not None)
         self._of_rows: dict[Rows, DeviceMesh] = {}
+        self._own: dict[tuple[Rows, str], dist.ProcessGroup] = {}
         started = time.monotonic()
         for way in factorisations:
             self._add(way, device_type, sizes)
@@ -170,6 +171,16 @@ class ParallelDims:
         group, _ = dist.new_subgroups_by_enumeration([list(row) for row in sorted(of_all)], timeout, backend="gloo")
         return group
 
+    def own_group(self, name: str, purpose: str) -> dist.ProcessGroup | None:
+        """Return a group of a mesh's ranks for one purpose alone; None for one rank. A collective of all ranks.
+
+        NCCL runs the operations of a communicator one after another. Another call returns the same group.
+        """
+        rows = next(rows for rows, mesh in self._of_rows.items() if mesh is self[name])
+        if len(rows[0]) > 1 and (rows, purpose) not in self._own:
+            self._own[rows, purpose] = new_group(rows, purpose)
+        return self._own.get((rows, purpose))
+
     def group_names(self) -> str:
         """Return the names of this rank's process groups; they depend on the degrees and the order of creation."""
         return " ".join(mesh.get_group().group_name for mesh in self._meshes.values())
@@ -185,13 +196,14 @@ class ParallelDims:
 
         With a 2-D mesh `fully_shard` does HSDP; plain data parallelism is HSDP with a second size of one.
         """
-        if self.size("dp_replicate") == 1:
-            return self["dp_shard_cp"]
-        return DeviceMesh._concatenate([self["dp_replicate"], self["dp_shard_cp"]])
+        return self._with_replicas("dp_shard_cp")
 
     @property
     def expert_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard` of experts: 1-D (efsdp), or 2-D (dp_replicate, efsdp) with replicas."""
+        return self._with_replicas("efsdp")
+
+    def _with_replicas(self, name: str) -> DeviceMesh:
         if self.size("dp_replicate") == 1:
-            return self["efsdp"]
-        return DeviceMesh._concatenate([self["dp_replicate"], self["efsdp"]])
+            return self[name]
+        return DeviceMesh._concatenate([self["dp_replicate"], self[name]])

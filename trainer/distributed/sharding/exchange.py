@@ -129,7 +129,7 @@ def reduce_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tu
     _count(kind, summed.nbytes * (size - 1))
     if size == 1:
         return summed.copy_(x[0].detach()), Pending()
-    work = _reduce_scatter(summed.view(-1), x.view(-1), group=group, async_op=True)
+    work = reduce_scatter(summed.view(-1), x.view(-1), group=group, async_op=True)
     return summed, Pending([work], [x])
 
 
@@ -162,7 +162,7 @@ def _count(kind: str, size: int | None = None) -> None:
 
 # torch 2.13 renamed them
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # ---- rows that are wanted, from their owners
