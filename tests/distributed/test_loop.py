@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import re
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -149,6 +150,41 @@ def test_gradients_are_reduced_over_a_communicator_of_their_own(pool: WorkerPool
         assert one["reduce_scatter"] == {mesh}
         assert gradients.keys() == wanted.keys()
         assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+
+
+def zero_copy_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], dict]:
+    """Buffers by the group that allocated them, in a step; the gradients."""
+    process, config, job = build(folder, *arguments)
+    buffers: Counter[str] = Counter()
+
+    def allocate(group: torch.distributed.ProcessGroup, size: tuple[int, ...], **settings: object) -> torch.Tensor:
+        buffers[group.group_desc] += 1
+        return torch.empty(*size, **settings)
+
+    with (
+        process_group(process, config.comm),
+        mock.patch.object(data_parallel, "has_memory", return_value=True),
+        mock.patch.object(data_parallel, "allocate", allocate),
+    ):
+        trainer = RecordingTrainer(job, process.device, record=Record())
+        trainer.train_step(1)
+        trainer.metrics.close()
+        return dict(buffers), trainer.record.gradients[-1]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("hsdp2x2")])
+def test_buffers_lie_in_the_memory_of_a_group_that_has_some(pool: WorkerPool, tmp_path, layout: str) -> None:
+    """Those of gathers in that of the mesh, those of reductions in that of their own; gloo has none."""
+    world_size, arguments = LAYOUTS[layout]
+    plain = pool.run(world_size, zero_copy_case, str(tmp_path), arguments)
+    without = pool.run(world_size, reduced_case, str(tmp_path), [*arguments, "--parallelism.fsdp_zero_copy"], True)
+    found = pool.run(world_size, zero_copy_case, str(tmp_path), [*arguments, "--parallelism.fsdp_zero_copy"])
+    for (buffers, gradients), (none, wanted), (_, of_gloo, _) in zip(found, plain, without, strict=True):
+        assert none == {}
+        assert len(buffers) == 2
+        assert "fsdp_reduce_scatter" in buffers
+        for other in (wanted, of_gloo):
+            assert all(torch.equal(gradient, other[name]) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("deterministic", [True, *slow(False)])

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.distributed.sharding.exchange import reduce_scatter
+from trainer.distributed.sharding.exchange import all_gather_single, allocate, has_memory, reduce_scatter
 from trainer.job.record import ResolvedJob
 
 REDUCE_SCATTER = "fsdp_reduce_scatter"
@@ -35,6 +35,8 @@ class DataParallelOptions:
     forward_prefetch: int = 0
     """How many units to gather ahead of the running one; 0: one, which is FSDP's default."""
     backward_prefetch: int = 0
+    zero_copy: bool = False
+    """Whether messages lie in memory of the process groups, where these have some."""
 
     @classmethod
     def of(cls, job: ResolvedJob) -> "DataParallelOptions":
@@ -52,6 +54,7 @@ class DataParallelOptions:
             cpu_offload=config.training.enable_cpu_offload,
             forward_prefetch=config.parallelism.fsdp_forward_prefetch,
             backward_prefetch=config.parallelism.fsdp_backward_prefetch,
+            zero_copy=config.parallelism.fsdp_zero_copy,
         )
 
 
@@ -125,7 +128,10 @@ def apply_data_parallel(
             sum_gradients(module)
             group = inner.reduce_group if module in of_inner else reduce_group
             if group is not None:
-                module.set_custom_reduce_scatter(ReduceScatterOver(group))
+                module.set_custom_reduce_scatter(ReduceScatterOver(group, zero_copy=options.zero_copy))
+            over = inner.mesh if module in of_inner else mesh
+            if options.zero_copy and over.size(over.ndim - 1) > 1:
+                module.set_custom_all_gather(GatherOver(over.get_group(over.ndim - 1), zero_copy=True))
 
 
 def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
@@ -133,19 +139,39 @@ def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
     return options.reshard_after_forward and mesh.size(mesh.ndim - 1) > 1
 
 
-class ReduceScatterOver:
+class _Over:
+    """A collective of FSDP over a given group, with buffers in the group's memory if `zero_copy`, where it has some."""
+
+    def __init__(self, group: dist.ProcessGroup, *, zero_copy: bool) -> None:
+        self.group, self._zero_copy = group, zero_copy
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer."""
+        if self._zero_copy and has_memory(self.group, device):
+            return allocate(self.group, size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherOver(_Over):
+    """FSDP's all-gather."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return all_gather_single(output_tensor, input_tensor, group=self.group, async_op=async_op)
+
+
+class ReduceScatterOver(_Over):
     """FSDP's reduce-scatter over a group of its own, so that it runs beside the all-gathers of the backward.
 
     Both share a communicator by default, and NCCL runs its operations one after another. FSDP has the same as
     `set_separate_reduce_scatter_group` from torch 2.13 on; but each call of that splits NCCL's group of all ranks, so
     that pipeline stages with and without experts would wait for each other.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ Nothing is sent of tensors on the meta device: a forward without data shows shap
 communicator: what would be sent is copied.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.T
     _count("all_gather")
     if over.size() == 1:
         return gathered.copy_(x.detach())
-    _all_gather(gathered.view(-1), x.reshape(-1), group=_group(over))
+    all_gather_single(gathered.view(-1), x.reshape(-1), group=_group(over))
     return gathered
 
 
@@ -111,6 +112,21 @@ def message_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return group._get_backend(torch.device("cpu")).options._timeout  # no public name as of torch 2.13
 
 
+def has_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the back end of a group allocates memory that its network reads and writes without copies.
+
+    NCCL does on GPUs that NVLink SHARP joins.
+    """
+    return group._get_backend(device).supports_tensor_alloc(device)
+
+
+def allocate(
+    group: dist.ProcessGroup, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return uninitialised memory of the group's back end, which `has_memory`: (the product of `size`,)."""
+    return group._get_backend(device).allocate_tensor(math.prod(size), dtype=dtype, device=device)
+
+
 def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:
     """Start gathering the contiguous `x` of every rank, all of one shape; return ((size, *x.shape), handle)."""
     size = group.size()
@@ -118,7 +134,7 @@ def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tu
     _count(kind, x.nbytes * (size - 1))
     if size == 1:
         return gathered.copy_(x.detach()), Pending()
-    work = _all_gather(gathered.view(-1), x.view(-1), group=group, async_op=True)
+    work = all_gather_single(gathered.view(-1), x.view(-1), group=group, async_op=True)
     return gathered, Pending([work], [x])
 
 
@@ -161,7 +177,7 @@ def _count(kind: str, size: int | None = None) -> None:
 
 
 # torch 2.13 renamed them
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
