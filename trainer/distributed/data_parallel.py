@@ -122,16 +122,20 @@ def apply_data_parallel(
     if inner is not None:
         in_order, options = inner.in_order(in_order), inner.ahead(options)
     _prefetch(in_order, options, last_is_apart=last is not None)
-    of_inner = {*inner.of_unit.values()} if inner is not None else set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            own = inner is not None and module in {*inner.of_unit.values()}
             sum_gradients(module)
-            group = inner.reduce_group if module in of_inner else reduce_group
-            if group is not None:
-                module.set_custom_reduce_scatter(ReduceScatterOver(group, zero_copy=options.zero_copy))
-            over = inner.mesh if module in of_inner else mesh
-            if options.zero_copy and over.size(over.ndim - 1) > 1:
-                module.set_custom_all_gather(GatherOver(over.get_group(over.ndim - 1), zero_copy=True))
+            _set_communicators(module, *(inner.mesh, inner.reduce_group) if own else (mesh, reduce_group), options)
+
+
+def _set_communicators(
+    module: FSDPModule, mesh: DeviceMesh, reduce_group: dist.ProcessGroup | None, options: DataParallelOptions
+) -> None:
+    if reduce_group is not None:
+        module.set_custom_reduce_scatter(ReduceScatterOver(reduce_group, zero_copy=options.zero_copy))
+    if options.zero_copy and mesh.size(mesh.ndim - 1) > 1:
+        module.set_custom_all_gather(GatherOver(mesh.get_group(mesh.ndim - 1), zero_copy=True))
 
 
 def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:

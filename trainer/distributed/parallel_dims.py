@@ -121,7 +121,8 @@ class ParallelDims:
             self._add(way, device_type, sizes)
         several = sum(1 < len(rows[0]) < degrees.world_size for rows in self._of_rows)
         seconds = time.monotonic() - started
-        logger.info(f"process groups beside that of all ranks: {several}, made in {seconds:.1f} s")
+        if several:
+            logger.info(f"process groups beside that of all ranks: {several}, made in {seconds:.1f} s")
 
     def _add(self, way: Factorisation, device_type: str, sizes: Mapping[str, int]) -> None:
         """Add the meshes of a factorisation; each is that of an earlier name if its groups have the same ranks."""
