@@ -373,6 +373,9 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "parallelism.fsdp_forward_prefetch": "tests/distributed/test_loop.py::test_prefetching_gathers_layers_ahead",
     "parallelism.fsdp_backward_prefetch": "tests/distributed/test_loop.py::test_prefetching_gathers_layers_ahead",
+    "parallelism.fsdp_zero_copy": (
+        "tests/distributed/test_loop.py::test_buffers_lie_in_the_memory_of_a_group_that_has_some"
+    ),
     "parallelism.enable_async_tensor_parallel": (
         "tests/distributed/test_compile.py::test_the_compiler_is_told_of_overlap_split_backwards_and_budgets"
     ),

@@ -12,15 +12,15 @@ from torch import nn
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
+from trainer.components.late_read import LateRead, StepRecord
 from trainer.components.lr_scheduler import build_lr_scheduler
 from trainer.components.metrics import MetricsLogger, duration
 from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
+from trainer.components.saved_configuration import save_configuration
 from trainer.components.source_losses import SourceLosses
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
-from trainer.config.loader import to_toml
-from trainer.config.schema import JobConfig
 from trainer.data.ahead import BatchesAhead
 from trainer.data.loader import check_same_data
 from trainer.distributed.data_parallel import reduce_across_replicas
@@ -33,7 +33,6 @@ from trainer.job.summary import closing
 from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
-from trainer.runtime import writing_to
 from trainer.runtime.agreement import check_same, raise_on_all_ranks
 from trainer.runtime.console import logger, program, say_waiting
 from trainer.runtime.determinism import set_determinism
@@ -68,7 +67,6 @@ class Trainer:
         self.config = config = job.config
         self.dims = ParallelDims(job.degrees, device.type)
         keep_caches_apart(self.dims)
-        set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
         self.stop = Stop(
             config.checkpoint.stop_timeout_seconds,
             max_minutes=config.job.max_minutes,
@@ -91,11 +89,13 @@ class Trainer:
         say_waiting(f"making the model, {job.model.n_params():,} parameters")
         self.model_parts = self.build_model_parts()
         """The whole model, or the pipeline stages of this rank."""
+        set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
         self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
         self.optimizer = build_optimizer(self.model_parts, config.optimizer)
         self.updates_masked = can_mask_update(self.optimizer, device)
         """Whether the device itself leaves out an update that is not finite, so that it need not wait for the host."""
+        self.late = LateRead()
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
             job,
@@ -166,7 +166,7 @@ class Trainer:
         )
         check_memory_snapshot(self.config.profiling, self.device)
         if self.dims.rank("world") == 0:
-            _save_configuration(self.config)
+            save_configuration(self.config)
 
     def train(self) -> None:
         """Train until `training.steps`, `job.max_minutes` or a signal, and save the last step.
@@ -201,14 +201,12 @@ class Trainer:
                     last = bool(reason) or step == training.steps
                     # A run that is stopped has little time left to save.
                     best = None if reason else self._validate(step, last=last, compilations=compilations)
-                    tokens_seen = self.metrics.tokens_seen(step)
-                    saved = self.checkpoint.save(
-                        step, tokens_seen=tokens_seen, last=last, due=self.save_is_due, best=best
-                    )
+                    tokens, due = self.metrics.tokens_seen(step), self.save_is_due
+                    saved = self.checkpoint.save(step, tokens_seen=tokens, last=last, due=due, best=best)
                     if reason:
                         logger.info(f"{reason} after step {step}; {_SAVED if saved else _NOT_SAVED}")
                         if reason == _NO_DATA:
-                            raise_on_all_ranks(self.data.take, self.dims["world"])
+                            raise_on_all_ranks(self.data.check, self.dims["world"])
                         return
             self._say_end()
         finally:
@@ -284,8 +282,8 @@ class Trainer:
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
         if self.by_source and not self.job.balances:
             self.by_source.add(torch.cat([batch["sources"] for batch in batches]), sums, counts)
-        if step < self.config.training.steps:
-            self._make_next_batches()  # while the device works; all ranks learn of bad data with the totals
+        self._make_next_batches(step)  # while the device works; all ranks learn of bad data with the totals
+        self.late.finish()  # reads the step before; no update is launched after a step that ends the run
         with region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
@@ -294,21 +292,13 @@ class Trainer:
         if self.updates_masked:
             mask_update(self.optimizer, totals.not_finite)
             self.update(totals.norm)
-        loss, grad_norm, updated = self.read(step, totals)
-        if updated and not self.updates_masked:
-            self.update(grad_norm)
         if self.by_source:
-            self.by_source.end_step(counts=updated)
-        self.spec.after_step(self.model_parts, self.dims, updated)
-        lr = self.lr_scheduler.get_last_lr()[0]
+            self.by_source.end_step(left_out=totals.not_finite)
+        self.spec.after_step(self.model_parts, self.dims, totals.not_finite)
+        lr, at_once = self.lr_scheduler.get_last_lr()[0], self.needs_outcome(step)
+        record = self.metrics.record(step, sums, counts, batches, lr=lr, data=self.data, late=not at_once)
+        self.late.launched(partial(self.finish_step, step, totals, record), at_once=at_once)
         self.lr_scheduler.step()
-        if updated and self.metrics.due(step):
-            sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
-            scalars = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "epoch": self.data.epoch}
-            scalars["padding"] = sum(batch.get("padding", 0) for batch in batches)
-            more = {**self.spec.step_record(self.model_parts, self.dims), **self.guard.record()}
-            more |= self.by_source.record(self.data.state_dict()) if self.by_source else {}
-            self.metrics.log(step, sequence_losses=sequence_losses, **scalars, more=more)
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of one micro-batch, and add to the gradients.
@@ -346,6 +336,23 @@ class Trainer:
             self.by_source.add_labels(batch["sources"], batch["labels"])
         return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
 
+    def needs_outcome(self, step: int) -> bool:
+        """Return whether a step is read at once: its update, or what is done after it, depends on the outcome."""
+        ends = step in (self.start_step + 1, self.config.training.steps) or self.stop_reason is not None
+        saves = self.save_is_due or self.checkpoint.due(step)
+        validates = self.validation is not None and self.validation.due(step, last=False)
+        return not self.updates_masked or ends or saves or validates
+
+    def finish_step(self, step: int, totals: StepTotals, record: StepRecord | None) -> None:
+        """Read the totals of a step, and write its metrics."""
+        loss, grad_norm, updated = self.read(step, totals)
+        if updated and not self.updates_masked:
+            self.update(grad_norm)
+        if updated and record is not None:
+            more = {**self.spec.step_record(self.model_parts, self.dims), **self.guard.record()}
+            more |= self.by_source.record(record.positions) if self.by_source else {}
+            self.metrics.log(step, loss=loss, grad_norm=grad_norm, record=record, more=more)
+
     def read(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
         """Return loss, gradient norm, and whether this step updates the weights; note whether to stop, and to save.
 
@@ -363,10 +370,15 @@ class Trainer:
         with region("optimizer"):
             self.optimizer.step()
 
-    def _make_next_batches(self) -> None:
-        """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data."""
-        with self.metrics.loading_data() if self.device.type == "cpu" else nullcontext(), region("next_batches"):
-            self.data.make()
+    def _make_next_batches(self, step: int) -> None:
+        """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data.
+
+        Where a step is read during the next one, two steps ahead: the vote on data that cannot be read is read in time.
+        """
+        ahead = min(1 + self.updates_masked, self.config.training.steps - step)
+        if ahead > 0:
+            with self.metrics.loading_data() if self.device.type == "cpu" else nullcontext(), region("next_batches"):
+                self.data.make(ahead)
 
     def _set_timeout(self, seconds: float) -> None:
         set_timeout(seconds, but_for=self.checkpoint.group)
@@ -386,15 +398,3 @@ class Trainer:
                 f"the ranks {self.dims['pp_cp_tp'].mesh.tolist()} of one data-parallel rank read different batches "
                 f"(hashes {hashes}); the data set must be the same on all machines"
             )
-
-
-def _save_configuration(config: JobConfig) -> None:
-    """Write `config.toml`, which commands on the finished run read."""
-    folder = Path(config.job.dump_folder)
-    try:
-        text = to_toml(config)
-    except ModuleNotFoundError as error:
-        logger.warning(f"{folder / 'config.toml'} is not written, so `lct generate` cannot read this run: {error}")
-        return
-    with writing_to(folder):
-        (folder / "config.toml").write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import re
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -21,6 +22,7 @@ from tests.slow import slow
 from trainer.components import metrics
 from trainer.config.loader import parse_command_line
 from trainer.distributed import data_parallel
+from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding import exchange
 from trainer.runtime.process_group import Process, process_group, set_timeout
 from trainer.trainer import TrainingError
@@ -91,6 +93,98 @@ def test_prefetching_gathers_layers_ahead(pool: WorkerPool, tmp_path) -> None:
     assert early.index("gather 2") < early.index("run 0") < early.index("gather 3") < early.index("run 1")
     backward = early[early.index("run 3") + 1 :]
     assert backward.index("gather 1") < backward.index("back 3") < backward.index("gather 0") < backward.index("back 2")
+
+
+@pytest.mark.parametrize(("layout", "times"), [("one", 1), ("fsdp2", 2)])
+def test_one_rank_casts_each_weight_once_in_a_micro_batch(pool: WorkerPool, tmp_path, layout: str, times: int) -> None:
+    """Ranks that shard gather a layer for the forward and for the backward, but the last one, which stays gathered."""
+    world_size, arguments = LAYOUTS.get(layout, (1, []))
+    mixed = ["--model.flavor=tiny4", "--training.mixed_precision_param=bfloat16", *arguments]
+    order = pool.run(world_size, gathered_case, str(tmp_path), mixed)[0]
+    for layer in range(4):
+        assert order.count(f"gather {layer}") == times * order.count(f"back {layer}") > 0
+
+
+class Collectives(TorchDispatchMode):
+    """Notes for each all-gather and reduce-scatter the name of its group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: dict[str, set[str]] = {"allgather": set(), "reduce_scatter": set()}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for kind, groups in self.groups.items():
+            if kind in function.name():
+                objects = (x for x in args if isinstance(x, torch.ScriptObject))
+                (group,) = (x for x in objects if "ProcessGroup" in str(x._type()))
+                groups.add(torch.distributed.ProcessGroup.unbox(group).group_name)
+        return function(*args, **(kwargs or {}))
+
+
+def reduced_case(folder: str, arguments: list[str], own: bool) -> tuple[dict, dict, list[str]]:
+    """Groups of gathers and of reductions in a step, the gradients, and the group of the mesh."""
+    process, config, job = build(folder, *arguments)
+    with process_group(process, config.comm), mock.patch.object(ParallelDims, "own_group", own_group_or_none(own)):
+        trainer = RecordingTrainer(job, process.device, record=Record())
+        with Collectives() as seen:
+            trainer.train_step(1)
+        trainer.metrics.close()
+        mesh = trainer.dims["dp_shard_cp"].get_group().group_name
+        return seen.groups, trainer.record.gradients[-1], mesh
+
+
+def own_group_or_none(own: bool):
+    return ParallelDims.own_group if own else lambda *_: None
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("fsdp2+cp2", "hsdp2x2")])
+def test_gradients_are_reduced_over_a_communicator_of_their_own(pool: WorkerPool, tmp_path, layout: str) -> None:
+    """They are bit for bit the same as over that of the gathers."""
+    world_size, arguments = LAYOUTS[layout]
+    own = pool.run(world_size, reduced_case, str(tmp_path), arguments, True)
+    shared = pool.run(world_size, reduced_case, str(tmp_path), arguments, False)
+    for (groups, gradients, mesh), (one, wanted, _) in zip(own, shared, strict=True):
+        assert mesh in groups["allgather"]
+        assert len(groups["reduce_scatter"]) == 1
+        assert not groups["reduce_scatter"] & groups["allgather"]
+        assert one["reduce_scatter"] == {mesh}
+        assert gradients.keys() == wanted.keys()
+        assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+
+
+def zero_copy_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], dict]:
+    """Buffers by the group that allocated them, in a step; the gradients."""
+    process, config, job = build(folder, *arguments)
+    buffers: Counter[str] = Counter()
+
+    def allocate(group: torch.distributed.ProcessGroup, size: tuple[int, ...], **settings: object) -> torch.Tensor:
+        buffers[group.group_desc] += 1
+        return torch.empty(*size, **settings)
+
+    with (
+        process_group(process, config.comm),
+        mock.patch.object(data_parallel, "has_memory", return_value=True),
+        mock.patch.object(data_parallel, "allocate", allocate),
+    ):
+        trainer = RecordingTrainer(job, process.device, record=Record())
+        trainer.train_step(1)
+        trainer.metrics.close()
+        return dict(buffers), trainer.record.gradients[-1]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("hsdp2x2")])
+def test_buffers_lie_in_the_memory_of_a_group_that_has_some(pool: WorkerPool, tmp_path, layout: str) -> None:
+    """Those of gathers in that of the mesh, those of reductions in that of their own; gloo has none."""
+    world_size, arguments = LAYOUTS[layout]
+    plain = pool.run(world_size, zero_copy_case, str(tmp_path), arguments)
+    without = pool.run(world_size, reduced_case, str(tmp_path), [*arguments, "--parallelism.fsdp_zero_copy"], True)
+    found = pool.run(world_size, zero_copy_case, str(tmp_path), [*arguments, "--parallelism.fsdp_zero_copy"])
+    for (buffers, gradients), (none, wanted), (_, of_gloo, _) in zip(found, plain, without, strict=True):
+        assert none == {}
+        assert len(buffers) == 2
+        assert "fsdp_reduce_scatter" in buffers
+        for other in (wanted, of_gloo):
+            assert all(torch.equal(gradient, other[name]) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("deterministic", [True, *slow(False)])

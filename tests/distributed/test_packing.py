@@ -53,7 +53,7 @@ def padding_case(folder: str, arguments: list[str]) -> tuple[list[int], int]:
 
         def counted(number: int) -> None:
             trainer.data.make()
-            found.append(sum(int((batch["tokens"] == 0).sum()) for batch in trainer.data._made))
+            found.append(sum(int((batch["tokens"] == 0).sum()) for batch in trainer.data._made[0].batches))
             step(number)
 
         trainer.train_step = counted

@@ -100,8 +100,8 @@ EXPERTS = (
     Mutant(
         "expert biases move the wrong way",
         "trainer/models/common/moe.py",
-        "router.selection_bias += router.bias_update_rate",
-        "router.selection_bias -= router.bias_update_rate",
+        "router.selection_bias += torch.where",
+        "router.selection_bias -= torch.where",
         "tests/unit/test_experts.py::test_biases_bring_experts_to_equal_loads",
     ),
     Mutant(

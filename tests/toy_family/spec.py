@@ -13,12 +13,11 @@ from trainer.models.common.stages import keep_stage
 from trainer.models.model_spec import Counterpart, ModelSpec
 
 
-def balance_channels(parts: Sequence[ToyDecoder], dims: ParallelDims, updated: bool) -> None:
+def balance_channels(parts: Sequence[ToyDecoder], dims: ParallelDims, left_out: torch.Tensor) -> None:
     """Move the biases by the share of positive channels in the whole batch."""
     for layer in (layer for part in parts for layer in part.layers.values()):
         positive, tokens = all_reduce(all_reduce(layer.counts, dims["dp_cp"]), dims["tp"])
-        if updated:
-            layer.bias += 0.1 * (0.5 - positive / tokens)
+        layer.bias += torch.where(left_out.bool(), 0, 0.1 * (0.5 - positive / tokens))
         layer.counts.zero_()
 
 

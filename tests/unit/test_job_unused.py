@@ -113,6 +113,7 @@ TOLD = [
     ("parallelism.fsdp_reshard_after_forward", ["never"], 1, 2, "where parameters are not sharded"),
     ("parallelism.fsdp_forward_prefetch", ["2"], 1, 2, "where parameters are not sharded"),
     ("parallelism.fsdp_backward_prefetch", ["2"], 1, 2, "where parameters are not sharded"),
+    ("parallelism.fsdp_zero_copy", [], 1, 2, "where parameters are not sharded"),
     ("parallelism.disable_loss_parallel", [], 2, [TP2], "with parallelism.tensor_parallel_degree = 1"),
     (
         "parallelism.enable_async_tensor_parallel",

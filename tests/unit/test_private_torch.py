@@ -124,6 +124,11 @@ PRIVATE = {
     ),
     # meshes and groups
     "_flatten": Private("trainer/distributed/parallel_dims.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
+    "fake_pg": Private(
+        "trainer/distributed/parallel_dims.py",
+        "groups of one rank, without a communicator",
+        lambda: __import__("torch.testing._internal.distributed.fake_pg") and dist.Backend.FAKE == "fake",
+    ),
     "_concatenate": Private(
         "trainer/distributed/parallel_dims.py", "the 2-D mesh of HSDP", lambda: dist.DeviceMesh._concatenate
     ),

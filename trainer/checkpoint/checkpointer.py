@@ -218,6 +218,11 @@ class Checkpointer:
         seconds = self.settings.interval_seconds
         return float(seconds is not None and time.monotonic() - self._saved_at >= seconds)
 
+    def due(self, step: int) -> bool:
+        """Return whether `step` is saved by the settings, without votes and whether it is the last or the best."""
+        settings, first = self.settings, step == 1 and self.settings.enable_first_step_checkpoint
+        return settings.enable and not settings.load_only and (first or step % settings.interval == 0)
+
     def is_best(self, loss: float) -> bool:
         """Return whether no checkpoint of this run's history has such a low validation loss."""
         return loss < self._best
@@ -237,8 +242,7 @@ class Checkpointer:
             return False
         if step == self._last_step:
             return True
-        first = step == 1 and self.settings.enable_first_step_checkpoint
-        if not (first or last or due) and best is None and step % self.settings.interval:
+        if not (last or due or self.due(step)) and best is None:
             return False
         self._best = self._best if best is None else best
         self.wait()

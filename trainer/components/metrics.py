@@ -12,14 +12,17 @@ from typing import Any, Literal
 
 import torch
 
+from trainer.components.late_read import StepRecord
 from trainer.components.sinks import JsonLines, TensorBoard, WeightsAndBiases
 from trainer.config.schema import JobConfig
+from trainer.data.ahead import BatchesAhead
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.lora import flops_beside
 from trainer.job.record import ResolvedJob
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import line_width, logger, show_progress
+from trainer.tasks.task import Batch
 
 # Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
 _PEAK_FLOPS = {
@@ -183,7 +186,8 @@ class MetricsLogger:
     def restart_clock(self, step: int) -> None:
         """Start measuring after `step`."""
         self._last_step = step
-        self._data_seconds = 0.0
+        self.data_seconds = 0.0
+        """Time spent waiting for data since then."""
         self._started = time.perf_counter()
 
     @contextmanager
@@ -191,7 +195,7 @@ class MetricsLogger:
         """Count the time spent inside as data loading."""
         started = time.perf_counter()
         yield
-        self._data_seconds += time.perf_counter() - started
+        self.data_seconds += time.perf_counter() - started
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -225,30 +229,53 @@ class MetricsLogger:
         """Return whether this step is logged: the first, the last, and every `metrics.log_freq`-th."""
         return step in (1, self.last_step) or step % self.settings.log_freq == 0
 
+    def record(
+        self,
+        step: int,
+        sums: torch.Tensor,
+        counts: torch.Tensor,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        data: BatchesAhead,
+        late: bool,
+    ) -> StepRecord | None:
+        """Return what `log` needs of this step; None if it is not logged. A collective over the context-parallel ranks.
+
+        sums, counts: see `Trainer.forward_backward`, of all micro-batches; late: the next step runs when it is logged.
+        """
+        if not self.due(step):
+            return None
+        sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
+        padding = sum(batch.get("padding", 0) for batch in batches)
+        # The host reads a late step of a GPU when it ends, because it waits for it; that of a CPU has ended by now.
+        ended = time.perf_counter() if late and self.device.type == "cpu" else None
+        return StepRecord(sequence_losses, lr, data.epoch, padding, data.state_dict(), self.data_seconds, ended)
+
     def log(
         self,
         step: int,
         *,
         loss: float,
-        sequence_losses: torch.Tensor,
         grad_norm: float,
-        lr: float,
-        epoch: float,
-        padding: int,
+        record: StepRecord,
         more: Mapping[str, Any] | None = None,
     ) -> StepMetrics:
         """Reduce and write one step. A collective: every rank calls it for the same steps.
 
-        loss: of the whole job; sequence_losses: (B,) mean loss of each sequence of this rank, 0 before the last stage
-        of a pipeline; epoch: mean over the data streams of this rank; padding: tokens of this rank's batches that are
-        of no document; more: what the family of the model has to say, on every rank.
+        loss: of the whole job. record: of this rank, with sequence_losses: (B,) mean loss of each sequence, 0 before
+        the last stage of a pipeline; epoch: mean over the data streams; padding: tokens of the batches that are of no
+        document. more: what the family of the model has to say, on every rank.
         """
-        elapsed = time.perf_counter() - self._started
+        ended = time.perf_counter() if record.ended is None else record.ended
+        elapsed, data_seconds = ended - self._started, self.data_seconds - record.waited
         steps = step - self._last_step
-        largest = [sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
+        largest = [record.sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
         loss_max, elapsed, memory = self._of_all_ranks(largest, "max")
         ranks = self.dims.size("world")
-        waited, epoch, padded = (x / ranks for x in self._of_all_ranks([self._data_seconds, epoch, padding], "sum"))
+        waited, epoch, padded = (
+            x / ranks for x in self._of_all_ranks([record.waited, record.epoch, record.padding], "sum")
+        )
         per_device = self.tokens_per_step * steps / elapsed / ranks
         flops = [per_device * flops for flops in self.flops_per_token]
         mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]
@@ -257,7 +284,7 @@ class MetricsLogger:
             loss=loss,
             loss_max=loss_max,
             grad_norm=grad_norm,
-            lr=lr,
+            lr=record.lr,
             seconds_per_step=elapsed / steps,
             tokens_per_second=per_device * ranks,
             tokens_per_second_per_device=per_device,
@@ -275,7 +302,7 @@ class MetricsLogger:
         logger.info(console_line(metrics, self.last_step, left * elapsed / steps, position=self.position))
         for sink in self._sinks:
             sink.write(asdict(metrics) | dict(more or {}))
-        self.restart_clock(step)
+        self._last_step, self._started, self.data_seconds = step, ended, data_seconds
         return metrics
 
     def _of_all_ranks(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:

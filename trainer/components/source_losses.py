@@ -31,10 +31,9 @@ class SourceLosses:
         """Count the labels (B, S) of whole sequences that have several sources."""
         self._of_step[1].index_add_(0, sources.flatten(), (labels != IGNORE_INDEX).double().flatten())
 
-    def end_step(self, *, counts: bool) -> None:
-        """Take over what was added in this step, unless the step does not count because it is left out."""
-        if counts:
-            self._totals += self._of_step
+    def end_step(self, *, left_out: torch.Tensor) -> None:
+        """Take over what was added in this step, unless it is left out: `left_out`, () on the device, is one."""
+        self._totals += torch.where(left_out.bool(), 0, self._of_step)
         self._of_step.zero_()
 
     def record(self, states: Mapping[int, Mapping[str, int]]) -> dict[str, float]:

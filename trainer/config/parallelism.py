@@ -142,6 +142,8 @@ class Parallelism:
     """Layers whose parameters are gathered ahead in the forward; 0: FSDP's default, one."""
     fsdp_backward_prefetch: int = key(0, NOT_NEGATIVE, "layers", when=(SHARDED, _FREED, _FREED_WITH_PP))
     """Layers whose parameters are gathered ahead in the backward; 0: FSDP's default, one."""
+    fsdp_zero_copy: bool = key(False, when=SHARDED)
+    """Buffers of FSDP in NCCL's own memory, which NVLink SHARP reads and writes without copies; elsewhere no effect."""
     enable_async_tensor_parallel: bool = key(False, when=_WITH_TP)
     """Overlap the collectives of TP with its matrix products; needs compile.enable, and GPUs with symmetric memory."""
     disable_loss_parallel: bool = key(False, when=_WITH_TP)

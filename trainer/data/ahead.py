@@ -1,7 +1,8 @@
 """Batches that are made while the device works."""
 
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trainer.config.errors import ConfigError
 
@@ -18,6 +19,14 @@ class Loader(Protocol):
     def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None: ...
 
 
+class _Step(NamedTuple):
+    """The batches of one step, or why there are none; the loader's state and epoch before they were made."""
+
+    batches: list[dict[str, Any]] | Exception
+    state: dict[int, dict[str, int]]
+    epoch: float
+
+
 class BatchesAhead:
     """The micro-batches of a step, which may be made before the step needs them.
 
@@ -28,24 +37,28 @@ class BatchesAhead:
     def __init__(self, loader: Loader, number: int, prepare: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._loader, self._number, self._prepare = loader, number, prepare
         self._batches = iter(loader)
-        self._made: list[dict[str, Any]] | Exception | None = None
-        self._taken: tuple[dict, float] | None = None
-        """State and epoch before the batches that are made and not taken yet."""
+        self._made: deque[_Step] = deque()
 
-    def make(self) -> None:
-        """Make the batches of the next step, unless they are there. `take` raises what goes wrong."""
-        if self._made is not None:
-            return
-        self._taken = self._loader.state_dict(), self._loader.epoch
-        try:
-            self._made = [self._prepare(next(self._batches)) for _ in range(self._number)]
-        except Exception as error:
-            self._made = error
+    def make(self, steps: int = 1) -> None:
+        """Make the batches of the next `steps` steps, unless they are there. `take` raises what goes wrong."""
+        while len(self._made) < steps and not (self._made and isinstance(self._made[-1].batches, Exception)):
+            before = self._loader.state_dict(), self._loader.epoch
+            try:
+                made = [self._prepare(next(self._batches)) for _ in range(self._number)]
+            except Exception as error:
+                made = error
+            self._made.append(_Step(made, *before))
 
     @property
     def failed(self) -> bool:
-        """Whether the next batches cannot be made, because of the data; `take` says why."""
-        return isinstance(self._made, ConfigError)
+        """Whether batches cannot be made, because of the data; `check` says why."""
+        return any(isinstance(step.batches, ConfigError) for step in self._made)
+
+    def check(self) -> None:
+        """Raise the error of batches that are made and cannot be taken."""
+        for step in self._made:
+            if isinstance(step.batches, Exception):
+                raise step.batches
 
     def take(self) -> list[dict[str, Any]]:
         """Return the batches of the next step.
@@ -54,7 +67,7 @@ class BatchesAhead:
             Exception: of the data, when the batches were made.
         """
         self.make()
-        made, self._made = self._made, None
+        made = self._made.popleft().batches
         if isinstance(made, Exception):
             raise made
         return made
@@ -62,13 +75,13 @@ class BatchesAhead:
     @property
     def epoch(self) -> float:
         """Passes over the data so far."""
-        return self._loader.epoch if self._made is None else self._taken[1]
+        return self._made[0].epoch if self._made else self._loader.epoch
 
     def state_dict(self) -> dict[int, dict[str, int]]:
         """Return the position of each data stream of this rank."""
-        return self._loader.state_dict() if self._made is None else self._taken[0]
+        return self._made[0].state if self._made else self._loader.state_dict()
 
     def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None:
         """Resume from the merged states of all ranks."""
-        self._made = None
+        self._made.clear()
         self._loader.load_state_dict(states)

@@ -9,12 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer.distributed.sharding.exchange import all_gather_single, allocate, has_memory, reduce_scatter
 from trainer.job.record import ResolvedJob
+
+REDUCE_SCATTER = "fsdp_reduce_scatter"
+"""Purpose of the groups over which gradients are reduced."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class DataParallelOptions:
     forward_prefetch: int = 0
     """How many units to gather ahead of the running one; 0: one, which is FSDP's default."""
     backward_prefetch: int = 0
+    zero_copy: bool = False
+    """Whether messages lie in memory of the process groups, where these have some."""
 
     @classmethod
     def of(cls, job: ResolvedJob) -> "DataParallelOptions":
@@ -47,6 +54,7 @@ class DataParallelOptions:
             cpu_offload=config.training.enable_cpu_offload,
             forward_prefetch=config.parallelism.fsdp_forward_prefetch,
             backward_prefetch=config.parallelism.fsdp_backward_prefetch,
+            zero_copy=config.parallelism.fsdp_zero_copy,
         )
 
 
@@ -58,6 +66,8 @@ class InnerUnits:
     of_unit: Mapping[nn.Module, nn.Module]
     placement: Callable[[nn.Parameter], Shard] | None = None
     """Which dimension of a parameter to shard; None: the first."""
+    reduce_group: dist.ProcessGroup | None = None
+    """See `apply_data_parallel`."""
 
     def in_order(self, units: Sequence[nn.Module]) -> list[nn.Module]:
         """Return all units, each outer one before its inner one."""
@@ -77,14 +87,15 @@ def apply_data_parallel(
     mesh: DeviceMesh,
     options: DataParallelOptions,
     inner: InnerUnits | None = None,
+    reduce_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
     units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose parameters
     the backward needs first; it stays gathered unless `reshard_last`. inner: units within `units`. All other
-    parameters belong to the root. The model is left as it is where there is nothing to shard, to cast or to offload;
-    but plain parameters beside tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind
-    only.
+    parameters belong to the root. reduce_group: of the ranks that shard, for reduce-scatter alone; None: that of the
+    mesh. The model is left as it is where there is nothing to shard, to cast or to offload; but plain parameters beside
+    tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
     """
     storage = next(model.parameters()).dtype
     mixed = len({isinstance(parameter, DTensor) for parameter in model.parameters()}) > 1
@@ -100,10 +111,10 @@ def apply_data_parallel(
     if inner is not None:
         for unit in inner.of_unit.values():
             own = settings | {"mesh": inner.mesh, "shard_placement_fn": inner.placement}
-            fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **own)
-    reshard = dict.fromkeys(units, options.reshard_after_forward)
+            fully_shard(unit, reshard_after_forward=_frees(inner.mesh, options), **own)
+    reshard = dict.fromkeys(units, _frees(mesh, options))
     if last is not None:
-        reshard[last] = options.reshard_last
+        reshard[last] = options.reshard_last and _frees(mesh, options)
     for unit, after_forward in reshard.items():
         fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
@@ -113,7 +124,68 @@ def apply_data_parallel(
     _prefetch(in_order, options, last_is_apart=last is not None)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            own = inner is not None and module in {*inner.of_unit.values()}
             sum_gradients(module)
+            _set_communicators(module, *(inner.mesh, inner.reduce_group) if own else (mesh, reduce_group), options)
+
+
+def _set_communicators(
+    module: FSDPModule, mesh: DeviceMesh, reduce_group: dist.ProcessGroup | None, options: DataParallelOptions
+) -> None:
+    if reduce_group is not None:
+        module.set_custom_reduce_scatter(ReduceScatterOver(reduce_group, zero_copy=options.zero_copy))
+    if options.zero_copy and mesh.size(mesh.ndim - 1) > 1:
+        module.set_custom_all_gather(GatherOver(mesh.get_group(mesh.ndim - 1), zero_copy=True))
+
+
+def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
+    """Return whether units are freed after the forward. One rank would only cast its weights again for the backward."""
+    return options.reshard_after_forward and mesh.size(mesh.ndim - 1) > 1
+
+
+class _Over:
+    """A collective of FSDP over a given group, with buffers in the group's memory if `zero_copy`, where it has some."""
+
+    def __init__(self, group: dist.ProcessGroup, *, zero_copy: bool) -> None:
+        self.group, self._zero_copy = group, zero_copy
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer."""
+        if self._zero_copy and has_memory(self.group, device):
+            return allocate(self.group, size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherOver(_Over):
+    """FSDP's all-gather."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return all_gather_single(output_tensor, input_tensor, group=self.group, async_op=async_op)
+
+
+class ReduceScatterOver(_Over):
+    """FSDP's reduce-scatter over a group of its own, so that it runs beside the all-gathers of the backward.
+
+    Both share a communicator by default, and NCCL runs its operations one after another. FSDP has the same as
+    `set_separate_reduce_scatter_group` from torch 2.13 on; but each call of that splits NCCL's group of all ranks, so
+    that pipeline stages with and without experts would wait for each other.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return reduce_scatter(output_tensor, input_tensor, op=op, group=self.group, async_op=async_op)
 
 
 def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from trainer.distributed.context_parallel.planning.heads import aligned
-from trainer.distributed.data_parallel import InnerUnits
+from trainer.distributed.data_parallel import REDUCE_SCATTER, InnerUnits
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_gather, all_to_all
 from trainer.transforms.forward import replace_forward
@@ -73,7 +73,7 @@ def expert_units(experts: Mapping[nn.Module, nn.Module], dims: ParallelDims) -> 
         whole_experts = parameter.shape[0] // ep % ranks == 0
         return Shard(0 if whole_experts or parameter.shape[1] % ranks else 1)
 
-    return InnerUnits(dims.expert_mesh, experts, placement)
+    return InnerUnits(dims.expert_mesh, experts, placement, dims.own_group("efsdp", REDUCE_SCATTER))
 
 
 def dispatched_sums(

@@ -10,16 +10,20 @@ Eight ranks for dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1); the ranks 
     matrices with rank 1 (tp). It reads the same data as rank 1, and other data than ranks 2, 4 and 6 (dp).
 """
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the back end)
 
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.job.degrees import Degrees
+from trainer.runtime.console import logger
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Factorisation:
     """One way to write the number of ranks as a product of degrees, and the meshes that follow from it.
 
     dims: names of `Degrees.sizes`, outermost first; the dimension that communicates most is innermost, inside a node.
-    flattened: 1-D meshes over several dims. They are built at size one too, so that no caller branches.
+    flattened: 1-D meshes over several dims. They are there at size one too, so that no caller branches.
     """
 
     dims: tuple[str, ...]
@@ -64,8 +68,38 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+Rows = tuple[tuple[int, ...], ...]
+"""The ranks of each group of a mesh: a partition of all ranks."""
+
+
+def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -> Rows:
+    """Return the groups of a mesh over the dims `along`, of a grid of `dims` with these sizes."""
+    grid = torch.arange(math.prod(sizes[name] for name in dims)).view([sizes[name] for name in dims])
+    others = [place for place, name in enumerate(dims) if name not in along]
+    inner = [place for place, name in enumerate(dims) if name in along]
+    rows = grid.permute(others + inner).reshape(-1, math.prod(sizes[name] for name in along))
+    return tuple(map(tuple, rows.tolist()))
+
+
+def new_group(rows: Rows, description: str) -> dist.ProcessGroup:
+    """Return a new group of this rank's row. A collective of all ranks.
+
+    One rank alone has no communicator: its group is of the back end `fake`, which copies inputs to outputs. NCCL splits
+    the group of all ranks, once for all rows. `new_group` would split it once for each row, of one rank too.
+    """
+    (mine,) = (row for row in rows if dist.get_rank() in row)
+    world, settings = dist.group.WORLD, {"use_local_synchronization": True, "group_desc": description}
+    if len(mine) == 1:
+        return dist.new_group(list(mine), backend="fake", **settings)
+    if world.bound_device_id is not None:
+        return dist.split_group(world, [list(row) for row in rows], group_desc=description)
+    return dist.new_group(list(mine), **settings)
+
+
 class ParallelDims:
     """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in `FACTORISATIONS`.
+
+    Names whose groups have the same ranks are one mesh, so that each set of ranks has one communicator.
 
     Needs an initialised process group of `degrees.world_size` ranks.
     """
@@ -80,11 +114,37 @@ class ParallelDims:
         if factorisations is None:
             factorisations = (factorisation(tuple(degrees.domain_axes)),) if degrees.domain else FACTORISATIONS
             factorisations += (EXPERT_FACTORISATION,) * (degrees.ep is not None)
+        self._of_rows: dict[Rows, DeviceMesh] = {}
+        self._own: dict[tuple[Rows, str], dist.ProcessGroup] = {}
+        started = time.monotonic()
         for way in factorisations:
-            root = init_device_mesh(device_type, tuple(sizes[name] for name in way.dims), mesh_dim_names=way.dims)
-            self._meshes = {name: root[name] for name in way.dims} | self._meshes
-            self._meshes |= {name: flattened(root[parts], name) for name, parts in way.flattened.items()}
-            self._roots.append(root)
+            self._add(way, device_type, sizes)
+        several = sum(1 < len(rows[0]) < degrees.world_size for rows in self._of_rows)
+        seconds = time.monotonic() - started
+        if several:
+            logger.info(f"process groups beside that of all ranks: {several}, made in {seconds:.1f} s")
+
+    def _add(self, way: Factorisation, device_type: str, sizes: Mapping[str, int]) -> None:
+        """Add the meshes of a factorisation; each is that of an earlier name if its groups have the same ranks."""
+        rows = {name: lines(way.dims, (name,), sizes) for name in way.dims}
+        groups = {of_dim: self._group(of_dim, name) for of_dim, name in {rows[name]: name for name in way.dims}.items()}
+        grid = torch.arange(self.degrees.world_size).view([sizes[name] for name in way.dims])
+        of_dims = [groups[rows[name]] for name in way.dims]
+        root = DeviceMesh.from_group(of_dims, device_type, grid, mesh_dim_names=way.dims)
+        for name in way.dims:
+            self._meshes.setdefault(name, self._of_rows.setdefault(rows[name], root[name]))
+        for name, parts in way.flattened.items():
+            of_parts = lines(way.dims, parts, sizes)
+            if of_parts not in self._of_rows:
+                self._of_rows[of_parts] = flattened(root[parts], name)
+            self._meshes[name] = self._of_rows[of_parts]
+        self._roots.append(root)
+
+    def _group(self, rows: Rows, name: str) -> dist.ProcessGroup:
+        """Return this rank's group of a partition of all ranks: that of a mesh, or a new one."""
+        if rows in self._of_rows:
+            return self._of_rows[rows].get_group()
+        return dist.group.WORLD if len(rows) == 1 else new_group(rows, f"mesh_{name}")
 
     def __getitem__(self, name: str) -> DeviceMesh:
         return self._meshes[name]
@@ -102,7 +162,7 @@ class ParallelDims:
         timeout: of the group, if one is made because the mesh has none.
         """
         mesh = self[name]
-        if mesh.device_type == "cpu":
+        if mesh.device_type == "cpu" or mesh.size() == 1:
             return mesh.get_group()
         return self._gloo_group(mesh, timeout)
 
@@ -111,6 +171,16 @@ class ParallelDims:
         of_all = {tuple(row) for row in all_gather(ranks, self["world"]).tolist()}
         group, _ = dist.new_subgroups_by_enumeration([list(row) for row in sorted(of_all)], timeout, backend="gloo")
         return group
+
+    def own_group(self, name: str, purpose: str) -> dist.ProcessGroup | None:
+        """Return a group of a mesh's ranks for one purpose alone; None for one rank. A collective of all ranks.
+
+        NCCL runs the operations of a communicator one after another. Another call returns the same group.
+        """
+        rows = next(rows for rows, mesh in self._of_rows.items() if mesh is self[name])
+        if len(rows[0]) > 1 and (rows, purpose) not in self._own:
+            self._own[rows, purpose] = new_group(rows, purpose)
+        return self._own.get((rows, purpose))
 
     def group_names(self) -> str:
         """Return the names of this rank's process groups; they depend on the degrees and the order of creation."""
@@ -127,11 +197,14 @@ class ParallelDims:
 
         With a 2-D mesh `fully_shard` does HSDP; plain data parallelism is HSDP with a second size of one.
         """
-        if self.size("dp_replicate") == 1:
-            return self["dp_shard_cp"]
-        return DeviceMesh._concatenate([self["dp_replicate"], self["dp_shard_cp"]])
+        return self._with_replicas("dp_shard_cp")
 
     @property
     def expert_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard` of experts: 1-D (efsdp), or 2-D (dp_replicate, efsdp) with replicas."""
-        return self._roots[-1]["efsdp" if self.size("dp_replicate") == 1 else ("dp_replicate", "efsdp")]
+        return self._with_replicas("efsdp")
+
+    def _with_replicas(self, name: str) -> DeviceMesh:
+        if self.size("dp_replicate") == 1:
+            return self[name]
+        return DeviceMesh._concatenate([self["dp_replicate"], self[name]])

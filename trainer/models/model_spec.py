@@ -118,16 +118,18 @@ class ModelSpec:
     that has none there; it then starts with its first value."""
     before_step: Callable[[Sequence[Model], ParallelDims], None] = lambda model_parts, dims: None
     """(model parts of this rank, meshes): prepare state without gradients, in place, before each optimizer step."""
-    after_step: Callable[[Sequence[Model], ParallelDims, bool], None] = lambda model_parts, dims, updated: None
-    """(model parts of this rank, meshes, updated): update state without gradients, in place, after each optimizer step.
-    updated: False if the step was skipped, as not finite; then only forget what its forwards have counted.
+    after_step: Callable[[Sequence[Model], ParallelDims, torch.Tensor], None] = lambda model_parts, dims, left_out: None
+    """(model parts of this rank, meshes, left_out): update state without gradients, in place, after an optimizer step.
+    left_out: () float32 on the device, one if the step is not finite and changes no weight; then only reset what its
+    forwards have counted. The host does not know it yet: use `torch.where`.
 
     A forward sees the tokens of this rank only (reduce over `dp_cp`, with sequence parallelism also over `tp`). It runs
     twice in a recomputed block, so use shares of what it counted, not numbers.
     """
     step_record: Callable[[Sequence[Model], ParallelDims], dict[str, Any]] = lambda model_parts, dims: {}
     """(model parts of this rank, meshes): what the metrics of a logged step also say, by name: numbers, or lists for
-    `metrics.jsonl` alone. A collective over all ranks, which may read values of the device."""
+    `metrics.jsonl` alone. A collective over all ranks, which may read values of the device. The forward and backward of
+    the next step may have run: read what `after_step` alone changes."""
 
 
 def model_spec(name: str) -> ModelSpec:

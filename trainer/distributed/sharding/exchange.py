@@ -3,9 +3,11 @@
 `exchange` moves rows: each rank states which rows of an axis it wants, and gets them from their owners. A halo, a
 change of layout, a gather and a scatter are exchanges. The adjoint adds up the gradients of a row at its owner.
 
-Nothing is sent of tensors on the meta device: a forward without data shows shapes.
+Nothing is sent of tensors on the meta device: a forward without data shows shapes. A group of one rank has no
+communicator: what would be sent is copied.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +45,9 @@ def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.T
     if x.is_meta:
         return gathered
     _count("all_gather")
-    _all_gather(gathered.view(-1), x.reshape(-1), group=_group(over))
+    if over.size() == 1:
+        return gathered.copy_(x.detach())
+    all_gather_single(gathered.view(-1), x.reshape(-1), group=_group(over))
     return gathered
 
 
@@ -108,12 +112,29 @@ def message_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return group._get_backend(torch.device("cpu")).options._timeout  # no public name as of torch 2.13
 
 
+def has_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the back end of a group allocates memory that its network reads and writes without copies.
+
+    NCCL does on GPUs that NVLink SHARP joins.
+    """
+    return group._get_backend(device).supports_tensor_alloc(device)
+
+
+def allocate(
+    group: dist.ProcessGroup, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return uninitialised memory of the group's back end, which `has_memory`: (the product of `size`,)."""
+    return group._get_backend(device).allocate_tensor(math.prod(size), dtype=dtype, device=device)
+
+
 def gather_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[torch.Tensor, Pending]:
     """Start gathering the contiguous `x` of every rank, all of one shape; return ((size, *x.shape), handle)."""
     size = group.size()
     gathered = x.new_empty(size, *x.shape)
     _count(kind, x.nbytes * (size - 1))
-    work = _all_gather(gathered.view(-1), x.view(-1), group=group, async_op=True)
+    if size == 1:
+        return gathered.copy_(x.detach()), Pending()
+    work = all_gather_single(gathered.view(-1), x.view(-1), group=group, async_op=True)
     return gathered, Pending([work], [x])
 
 
@@ -122,7 +143,9 @@ def reduce_shards(x: torch.Tensor, group: dist.ProcessGroup, *, kind: str) -> tu
     size = group.size()
     summed = x.new_empty(x.shape[1:])
     _count(kind, summed.nbytes * (size - 1))
-    work = _reduce_scatter(summed.view(-1), x.view(-1), group=group, async_op=True)
+    if size == 1:
+        return summed.copy_(x[0].detach()), Pending()
+    work = reduce_scatter(summed.view(-1), x.view(-1), group=group, async_op=True)
     return summed, Pending([work], [x])
 
 
@@ -138,6 +161,8 @@ def all_to_all(
         return received, Pending()
     own = send_sizes[group.rank()]
     _count(kind, (sum(send_sizes) - own) * sent.element_size())
+    if group.size() == 1:
+        return received.copy_(sent.detach()), Pending()
     is_async = not torch.compiler.is_compiling()  # what is traced has no handles
     work = dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=is_async)
     return received, Pending([work] if is_async else (), [sent])
@@ -152,8 +177,8 @@ def _count(kind: str, size: int | None = None) -> None:
 
 
 # torch 2.13 renamed them
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # ---- rows that are wanted, from their owners

@@ -122,23 +122,23 @@ def prepare_balance(model_parts: Sequence[nn.Module], dims: ParallelDims) -> Non
 
 
 @torch.no_grad()
-def update_balance(model_parts: Sequence[nn.Module], dims: ParallelDims, updated: bool) -> None:
+def update_balance(model_parts: Sequence[nn.Module], dims: ParallelDims, left_out: torch.Tensor) -> None:
     """Set the loads of a step that is over, and move the biases: a hook after the step, and one collective.
 
-    A recomputed block has counted its tokens twice, which changes no share. A step without update counts nothing.
+    A recomputed block has counted its tokens twice, which changes no share. left_out: () on the device, one for a step
+    without update, which counts nothing.
     """
-    routers = routers_of(model_parts)
-    if not updated:
-        for router in routers:
-            router.count.zero_()
-    if not routers or not updated:
+    routers, left_out = routers_of(model_parts), left_out.bool()
+    if not routers:
         return
     counts = all_reduce(torch.stack([router.count for router in routers]), dims["dp_cp_tp"])
     for router, count in zip(routers, counts, strict=True):
-        router.load.copy_(count.to(router.load.dtype) / count.sum().clamp(min=1))
+        load = count.to(router.load.dtype) / count.sum().clamp(min=1)
+        router.load.copy_(torch.where(left_out, router.load, load))
         router.count.zero_()
         if router.bias_update_rate:
-            router.selection_bias += router.bias_update_rate * torch.sign(1 / router.number - router.load)
+            change = router.bias_update_rate * torch.sign(1 / router.number - router.load)
+            router.selection_bias += torch.where(left_out, 0, change)
 
 
 def balance_record(model_parts: Sequence[nn.Module], dims: ParallelDims) -> dict[str, float | list[list[float]]]:

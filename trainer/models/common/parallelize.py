@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
-from trainer.distributed.data_parallel import DataParallelOptions, apply_data_parallel
+from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, apply_data_parallel
 from trainer.distributed.expert_parallel import ExpertParallel, expert_units
 from trainer.distributed.host_arguments import keep_on_host
 from trainer.distributed.parallel_dims import ParallelDims
@@ -67,7 +67,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     tied = model.args.tie_embeddings
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
     options, last = DataParallelOptions.of(job), None if tied else model.output
-    apply_data_parallel(model, units, last, dims.parameter_mesh, options, expert_units(experts, dims))
+    inner, group = expert_units(experts, dims), dims.own_group("dp_shard_cp", REDUCE_SCATTER)
+    apply_data_parallel(model, units, last, dims.parameter_mesh, options, inner, group)
     keep_on_host(model, "attention_plan")
 
 

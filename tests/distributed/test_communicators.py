@@ -1,0 +1,156 @@
+"""Laws: one communicator for each set of ranks, none for one rank, and every collective works over a group of one."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.distributed.pool import WorkerPool
+from trainer.config import parse_command_line
+from trainer.distributed.parallel_dims import ParallelDims, new_group
+from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all, gather_shards, reduce_shards
+from trainer.job.degrees import Degrees, resolve_degrees
+from trainer.runtime.process_group import Process, process_group, set_timeout
+
+ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
+
+
+def degrees_of(world_size: int, **given: int) -> Degrees:
+    return resolve_degrees(**ONE | given, world_size=world_size, domain=())
+
+
+def made_groups(degrees: Degrees, rank: int) -> list[int]:
+    """Return the number of ranks of each group that one rank of a job makes beside that of all ranks."""
+    dist.init_process_group("fake", rank=rank, world_size=degrees.world_size, store=FakeStore())
+    try:
+        ParallelDims(degrees, "cpu")
+        return sorted(group.size() for group in _world.pg_map if group is not dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "given", "sizes"),
+    [
+        (8, {"dp_shard": 8}, []),
+        (8, {"cp": 8}, []),
+        (8, {"dp_shard": 2, "cp": 4}, [2, 4]),
+        (64, {"dp_shard": 8, "cp": 8}, [8, 8]),
+        (64, {"dp_shard": 2, "cp": 4, "tp": 4, "pp": 2}, [2, 2, 4, 4, 8, 32]),
+        (64, {"dp_replicate": 2, "dp_shard": 32}, [2, 32]),
+    ],
+)
+def test_a_set_of_ranks_has_one_communicator(world_size: int, given: dict[str, int], sizes: list[int]) -> None:
+    """And all meshes of one rank are one group, which has none."""
+    degrees = degrees_of(world_size, **given)
+    for rank in (0, world_size - 1):
+        assert made_groups(degrees, rank) == [1, *sizes]
+
+
+def test_nccl_splits_the_group_of_all_ranks_once_for_a_mesh() -> None:
+    """Every rank calls it with the same rows, in the same order; a rank alone takes no part in anything."""
+    rows, alone = ((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        with (
+            mock.patch.object(type(dist.group.WORLD), "bound_device_id", torch.device("cuda", 0)),
+            mock.patch.object(dist, "split_group", return_value="split") as split,
+            mock.patch.object(dist, "new_group", return_value="new") as new,
+        ):
+            assert new_group(rows, "mesh_tp") == "split"
+            assert new_group(alone, "mesh_pp") == "new"
+        split.assert_called_once_with(dist.group.WORLD, [[0, 1], [2, 3]], group_desc="mesh_tp")
+        new.assert_called_once_with([2], backend="fake", use_local_synchronization=True, group_desc="mesh_pp")
+    finally:
+        dist.destroy_process_group()
+
+
+def groups_case(degrees: Degrees) -> list[tuple[str, list[int], str]]:
+    """Every mesh of a job: its name, its ranks, the name of its group."""
+    process = Process.from_environment()
+    with process_group(process, parse_command_line([]).config.comm):
+        dims = ParallelDims(degrees, "cpu")
+        set_timeout(60)  # of groups without a communicator too
+        found = {name: (mesh.mesh.tolist(), mesh.get_group()) for name, mesh in dims._meshes.items()}
+        for ranks, group in found.values():
+            assert dist.get_process_group_ranks(group) == ranks
+            assert (dist.get_backend(group) == "fake") == (len(ranks) == 1 < process.world_size)
+            assert group in _world.pg_map
+        return [(name, ranks, group.group_name) for name, (ranks, group) in found.items()]
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        degrees_of(4, dp_shard=2, cp=2),
+        degrees_of(4, dp_shard=4),
+        degrees_of(4, dp_replicate=2, dp_shard=2),
+        degrees_of(4, cp=2, tp=2),
+        Degrees(dp_replicate=1, dp_shard=2, cp=2, tp=1, pp=1, world_size=4, ep=2),
+        Degrees(dp_replicate=2, dp_shard=2, cp=1, tp=1, pp=1, world_size=4, ep=2),
+        degrees_of(1),
+    ],
+    ids=Degrees.text,
+)
+def test_names_with_the_same_ranks_share_a_group_and_others_do_not(pool: WorkerPool, degrees: Degrees) -> None:
+    for found in pool.run(degrees.world_size, groups_case, degrees):
+        groups = {tuple(ranks): group for _, ranks, group in found}
+        assert all(groups[tuple(ranks)] == group for _, ranks, group in found)
+        assert len({*groups.values()}) == len(groups)
+
+
+def collectives_case(folder: str) -> None:
+    """Every kind of collective that a job uses, over a mesh of one of two ranks."""
+    process = Process.from_environment()
+    with process_group(process, parse_command_line([]).config.comm):
+        dims = ParallelDims(degrees_of(2, dp_shard=2), "cpu")
+        mesh = dims["cp"]
+        group, x = mesh.get_group(), torch.arange(6.0).view(2, 3) + process.rank
+        assert dist.get_backend(group) == "fake"
+        assert (group.rank(), mesh.get_local_rank(), mesh.size()) == (0, 0, 1)
+        assert torch.equal(all_reduce(x.clone(), mesh), x)
+        assert torch.equal(all_gather(x, mesh), x[None])
+        for (result, pending), wanted in (
+            (gather_shards(x, group, kind="test"), x[None]),
+            (reduce_shards(x[None], group, kind="test"), x),
+            (all_to_all(x.flatten(), [6], [6], group, kind="test"), x.flatten()),
+        ):
+            pending.wait()
+            assert torch.equal(result, wanted)
+        found: list[object] = [None]
+        dist.all_gather_object(found, {"rank": process.rank}, group=group)
+        assert found == [{"rank": process.rank}]
+
+        shard = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+        assert torch.equal(shard.full_tensor(), x)
+        assert torch.equal(shard.redistribute(placements=[Replicate()]).to_local(), x)
+        assert torch.equal((shard @ shard.redistribute(placements=[Replicate()]).T).full_tensor(), x @ x.T)
+
+        model, alone = nn.Linear(3, 2), nn.Linear(3, 2)
+        alone.load_state_dict(model.state_dict())
+        fully_shard(model, mesh=mesh)
+        for module in (model, alone):
+            module(x).square().sum().backward()
+        for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(mine.grad.full_tensor(), wanted.grad)
+
+        of_rank = f"{folder}/{process.rank}"
+        before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+        dcp.save(dict(model.named_parameters()), checkpoint_id=of_rank, process_group=group)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.to_local().zero_()
+        dcp.load(dict(model.named_parameters()), checkpoint_id=of_rank, process_group=group)
+        assert all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+        assert dims.host_group("cp", None) is group
+
+
+def test_collectives_over_one_rank(pool: WorkerPool, tmp_path) -> None:
+    pool.run(2, collectives_case, str(tmp_path))
