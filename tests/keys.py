@@ -317,6 +317,9 @@ EFFECTS: dict[str, str | Seen] = {
         f"{_CP2} --parallelism.context_parallel_method=all_gather",
         ranks=2,
     ),
+    "parallelism.context_parallel_gradient_dtype": (
+        "tests/distributed/test_bfloat16.py::test_gradients_of_keys_in_bfloat16"
+    ),
     "parallelism.context_parallel_keep_exchanged": Seen(
         f"{_CP2} --parallelism.context_parallel_method=all_to_all --parallelism.context_parallel_keep_exchanged",
         lambda off, on: "qkv_dout" in off.calls and "dout" in on.calls,

@@ -6,6 +6,7 @@ import torch
 from tests.distributed.harness import STEPS, Record, run_layout
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
+from trainer.distributed.sharding import exchange
 
 BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 MODELS = {
@@ -52,3 +53,23 @@ def test_bfloat16_gradients_are_as_exact_as_on_one_rank(pool: WorkerPool, layout
 def relative(record: Record, exact: Record, name: str) -> float:
     mine, theirs = record.gradients[0][name].double(), exact.gradients[0][name].double()
     return ((mine - theirs).norm() / theirs.norm()).item()
+
+
+_CP4 = ["--parallelism.context_parallel_degree=4", BFLOAT16]
+_SENT_HALF = "--parallelism.context_parallel_gradient_dtype=bfloat16"
+
+
+def test_gradients_of_keys_in_bfloat16(pool: WorkerPool) -> None:
+    """Sums of dK and dV that are sent in bfloat16: half the bytes, and gradients as exact as those of one process."""
+    exact, alone = reference(pool), reference(pool, BFLOAT16)
+    whole, half = (pool.run(4, counted_layout, [*_CP4, *more])[0] for more in ([], [_SENT_HALF]))
+    assert whole[1]["dkv"] == 2 * half[1]["dkv"] > 0
+    assert whole[1]["kv"] == half[1]["kv"]
+    assert error(half[0], exact) <= 2 * error(alone, exact)
+    assert 0 < error(half[0], whole[0]) < error(alone, exact)
+
+
+def counted_layout(arguments: list[str]) -> tuple[Record, dict[str, int]]:
+    """Run a layout, and count the bytes that this rank sent by kind."""
+    exchange.bytes_sent.clear()
+    return run_layout(arguments), dict(exchange.bytes_sent)

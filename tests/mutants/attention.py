@@ -394,4 +394,32 @@ EMPTY_GROUPS = (
         "gradient_dtype = q.dtype",
         "tests/unit/test_thread_attention.py::test_gradients_of_a_heads_copies_are_added_up_in_float32",
     ),
+    Mutant(
+        "gradients are added to sums of some rows as if they were of all",
+        f"{_CP}/execution/ring.py",
+        " and stage.places.places(ranges) == ((0, stage.rows),)",
+        "",
+        _ATTENTION,
+    ),
+    Mutant(
+        "the sums that have arrived are overwritten",
+        f"{_CP}/execution/ring.py",
+        "item.launches[0], sums=True)",
+        "item.launches[0])",
+        _ATTENTION,
+    ),
+    Mutant(
+        "dK and dV are sent in float32, whatever is asked for",
+        f"{_CP}/execution/ring.py",
+        "return self.gradient_dtype or lse.dtype",
+        "return lse.dtype",
+        "tests/distributed/test_bfloat16.py::test_gradients_of_keys_in_bfloat16",
+    ),
+    Mutant(
+        "an exchange of heads is reordered for a balance that it does not need",
+        f"{_CP}/planning/methods.py",
+        '"contiguous" if self.divides_heads and not self.two_level else "head_tail"',
+        '"head_tail"',
+        "tests/unit/test_auto.py::test_the_balancer_of_auto_is_that_of_the_method",
+    ),
 )

@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.planning.auto import SHORT_SHARD, choose
-from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
+from trainer.distributed.context_parallel.planning.auto import choose
+from trainer.distributed.context_parallel.planning.cost import (
+    SHORT_SHARD,
+    AttentionShape,
+    attention_cost,
+    shortest_ring,
+)
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
-from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
 from trainer.job import attention, resolve
 from trainer.job.attention import resolve_attention
@@ -54,13 +59,23 @@ def test_many_ranks_divide_the_heads_and_a_window_or_one_head_does_not() -> None
     long = 32 * SHORT_SHARD
     assert chosen([causal(long)], 16).method in ("all_to_all", "hybrid")
     assert chosen([sliding_window(long, 128)], 16).method == "ring"
-    assert chosen([causal(long)], 16, AttentionShape(1, 1, 1, 128, 2)).method == "ring"
+    assert chosen([causal(3 * long)], 16, AttentionShape(1, 1, 1, 128, 2)).method == "ring"
 
 
 def test_heads_that_no_number_of_ranks_divides_leave_the_ring_or_all_gather() -> None:
     shape = AttentionShape(1, 7, 7, 128, 2)
     assert chosen([causal(8 * SHORT_SHARD)], 4, shape).method == "ring"
     assert chosen([causal(2 * SHORT_SHARD)], 4, shape).method == "all_gather"
+
+
+def test_a_ring_of_more_stages_needs_longer_shards() -> None:
+    """Each stage has its launches; a window that reaches one neighbour has two stages on any number of ranks."""
+    one_head = AttentionShape(1, 1, 1, 128, 2)
+    for degree in (8, 16, 64):
+        shortest = shortest_ring(degree)
+        assert chosen([causal(shortest * degree)], degree, one_head).method == "ring"
+        assert chosen([causal((shortest - 2) * degree)], degree, one_head).method == "all_gather"
+        assert chosen([sliding_window(2 * SHORT_SHARD * degree, 128)], degree, one_head).method == "ring"
 
 
 def test_a_hybrid_is_chosen_where_the_degree_is_more_than_the_heads() -> None:
@@ -135,3 +150,11 @@ def test_bytes_are_those_of_the_data_type_that_computes(arguments: list[str], de
     with mock.patch.object(attention, "choose", chosen_for):
         resolve_attention(parse_command_line([*AUTO, *arguments]).config, FLAVORS["8B"], device_type)
     assert chosen_for.call_args.args[3].itemsize == itemsize
+
+
+def test_the_balancer_of_auto_is_that_of_the_method() -> None:
+    """Ranks that attend over the whole sequence have equal work in any layout, and messages in order are not copied."""
+    hybrid = {"hybrid": (2, 2)}
+    found = {name: ContextParallelOptions(name, hybrid_degrees=hybrid.get(name)).balancer for name in METHODS}
+    assert found == {"ring": "head_tail", "all_gather": "head_tail", "all_to_all": "contiguous", "hybrid": "head_tail"}
+    assert ContextParallelOptions("all_to_all", "balanced").balancer == "balanced"

@@ -194,6 +194,11 @@ RULES = [
         ["context_parallel_heads_per_pass = 1 has no effect", "'ring'", "use 'all_gather' or 'all_to_all'"],
     ),
     (
+        [f"{CP}degree", "2", f"{CP}gradient_dtype", "bfloat16", "--training.mixed_precision_param", "float32"],
+        2,
+        ["context_parallel_gradient_dtype = 'bfloat16'", "computes in float32", "mixed_precision_param = 'bfloat16'"],
+    ),
+    (
         [f"{CP}degree", "2", f"{CP}method", "all_gather", f"{CP}heads_per_pass", "4"],
         2,
         ["context_parallel_heads_per_pass = 4 must be less than the 4 key/value heads", "use fewer"],

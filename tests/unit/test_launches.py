@@ -84,11 +84,11 @@ def layer(count: int, kernel: CudaFlash | Varlen) -> Counter[str]:
 
 
 def test_operators_do_not_grow_with_documents() -> None:
+    layer(8, Varlen(OPS))  # makes the random state, which the backward operator does not read, once for all layers
     few, many = (layer(count, Varlen(OPS)) for count in (8, 128))
     assert many == few
     assert many["_flash_attention_forward"] == many["_flash_attention_backward"] == 1
-    # Nothing is filled, added or copied: the zeros are the random state, which the backward operator does not read.
-    assert many.total() - many["zeros"] - many["empty_like"] == 2, many
+    assert many.total() - many["empty_like"] == 2, f"something is filled, added or copied: {many}"
 
 
 def test_one_call_for_each_document_is_seen() -> None:

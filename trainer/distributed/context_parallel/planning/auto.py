@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.cost import SHORT_SHARD, AttentionShape, attention_cost
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost, shortest_ring
 from trainer.distributed.context_parallel.planning.lowering import lower
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
@@ -15,11 +15,15 @@ from trainer.distributed.sharding.layout import AxisLayout
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to spread attention, with the most bytes that a rank sends in both directions and the most kernel calls."""
+    """A way to spread attention.
+
+    bytes_sent: the most that a rank sends in both directions; kernels, stages: the most calls and stages of a forward.
+    """
 
     options: ContextParallelOptions
     bytes_sent: int
     kernels: int
+    stages: int
 
     def __str__(self) -> str:
         degrees = self.options.hybrid_degrees
@@ -52,14 +56,14 @@ def choose(
     if hidden is None:
         best = min(near, key=lambda c: (c.kernels, c.bytes_sent))
         reason = "within a tenth of the least that a busiest rank sends, with the fewest kernels"
-    elif rows >= SHORT_SHARD:
+    elif rows >= shortest_ring(hidden.stages):
         best = hidden
         reason = f"within a tenth of the least that a busiest rank sends, hidden behind {rows:,} tokens a rank"
     else:
         best = next(c for c in candidates if c.options.method == hidden.options.spread.when_short)
         reason = (
-            f"a {hidden.options.method} would send {hidden.bytes_sent / 2**20:,.2f} MiB, in messages that {rows:,} "
-            "tokens a rank cannot hide"
+            f"a {hidden.options.method} would send {hidden.bytes_sent / 2**20:,.2f} MiB, in messages and launches that "
+            f"{rows:,} tokens a rank cannot hide"
         )
     return best.options, (
         f"{best} ({reason}; a layer, forward and backward: {', '.join(map(str, candidates))}; "
@@ -88,18 +92,19 @@ def _candidates(
 
 def _busiest(
     way: ContextParallelOptions, layout: AxisLayout, masks: tuple[Mask, ...], shape: AttentionShape
-) -> tuple[int, int]:
-    """Return the most bytes that a rank sends, forward and backward, and the most kernel calls of a rank's forward."""
+) -> tuple[int, int, int]:
+    """Return the most bytes that a rank sends, forward and backward; the most kernel calls and stages of a forward."""
     # The kernel that `auto` takes depends on the device; the least capable one represents it.
     capabilities = CAPABILITIES.get(way.kernel, CAPABILITIES["cpu_flash"])
     heads = way.head_degree(layout.degree)
     # All ranks of a head group send as much.
     ranks = range(0, layout.degree, heads)
-    busiest = kernels = 0
+    busiest = kernels = stages = 0
     # Under a causal mask the first ones send most; a few of the others represent the rest.
     for rank in sorted({*ranks[:2], *ranks[:: max(len(ranks) // 8, 1)], ranks[-1]}):
         plans = [make_plan(layout, mask, way.method, rank, head_degree=heads) for mask in masks]
         directions = [attention_cost(plan, shape, d) for plan in plans for d in ("forward", "backward")]
         busiest = max(busiest, sum(cost.bytes_sent.total() for cost in directions))
         kernels = max(kernels, sum(len(stage) for plan in plans for stage in lower(plan, capabilities).forward))
-    return busiest, kernels
+        stages = max(stages, *(sum(bool(stage.tiles) for stage in plan.forward) for plan in plans))
+    return busiest, kernels, stages

@@ -28,6 +28,14 @@ SHORT_SHARD = 1024
 
 So many rows of K/V travel while the tile of as many queries is computed: a row takes as long as so many pairs.
 """
+_LAUNCH_BOUND = 2500 / 8
+"""Tokens a rank, for each stage of a ring, below which a GPU waits for the host's launches: an estimate for Llama 3 8B
+on an H100."""
+
+
+def shortest_ring(stages: int) -> int:
+    """Return the fewest tokens a rank with which a ring hides its messages and its launches behind its tiles."""
+    return max(SHORT_SHARD, int(_LAUNCH_BOUND * stages))
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,7 @@ class Cudnn(_Aten):
             return self._single.backward(dout, q, k, v, out, lse, relation=relation, scale=scale)
         n, m = q.shape[2], k.shape[2]
         self._check(relation, n, m)
-        out = _aligned(out.to(q.dtype))
-        dout = _with_strides_of(out, _aligned(dout.to(q.dtype)))
+        dout, out = _alike(*(_aligned(x.to(q.dtype)) for x in (dout, out)))
         return self._ops._scaled_dot_product_cudnn_attention_backward(
             dout, *map(_aligned, (q, k, v)), out, lse.contiguous().unsqueeze(-1), *_random_state(torch.int64, q.device),
             None, None, None, n, m, 0.0, relation is Relation.CAUSAL, scale=scale,
@@ -216,9 +215,12 @@ def _window(relation: Relation, extra: int) -> dict[str, int]:
     return {"window_size_left": extra, "window_size_right": 0 if relation.upper else -1}
 
 
-def _with_strides_of(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return x with the strides of `like`; a copy if it has others."""
-    return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
+def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two tensors of one shape with the same strides; copies if they have others."""
+    if a.stride() == b.stride():
+        return a, b
+    b = torch.empty_like(a).copy_(b)  # strides as a has them, unless there are gaps between its rows
+    return (a if a.stride() == b.stride() else torch.empty_like(b).copy_(a)), b
 
 
 @lru_cache(maxsize=8)
