@@ -75,16 +75,17 @@ def _documents(length: int) -> Any:
 
 
 def of_job(row: table.Job) -> dict[str, Any]:
-    """Run two steps, and return the counts of a layer and of the second step, and the peak of its live bytes."""
-    events = trace(row.resolved(), row.rank, row.gpu)
-    step = [e for e in events.all if e.step == 2]
+    """Run one step, or two for the peak of live bytes; return the counts of a layer and of the last step."""
+    last = 2 if row.memory else 1  # the optimizer's state is made in the first step
+    events = trace(row.resolved(), row.rank, row.gpu, steps=last)
+    step = [e for e in events.all if e.step == last]
     found: dict[str, Any] = {"step": counted(step)}
     for direction, name in zip(("forward", "backward"), _OPERATORS[False], strict=True):
-        if layer := events.layer(2, name):
+        if layer := events.layer(last, name):
             found[direction] = counted(layer)
     found["waits"] = sorted({f"{e.name} ({e.where})" for e in events.all if e.step and e.where})
     if row.memory:
-        found["peak"], found["peak_at"] = events.peak[2], events.peak_at[2]
+        found["peak"], found["peak_at"] = events.peak[last], events.peak_at[last]
     return found
 
 

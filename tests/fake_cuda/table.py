@@ -199,15 +199,15 @@ def jobs() -> Iterator[Job]:
     ):
         arguments = (f"--model.name={family}", f"--model.flavor={flavor}", "--training.seq_len=32768", *more)
         yield Job(family, 8, 1, (*arguments, *_cp(4, "ring")))
-    yield Job("U-Net on fields", 4, 1, (*_fields("unet", "base"), f"{_P}domain_parallel_degrees=2 2"))
-    yield Job("neighbourhoods on fields", 4, 3, (*_fields("nat", "base"), f"{_P}domain_parallel_degrees=2"))
+    yield Job("U-Net on fields", 4, 1, (*_fields("unet", "debugmodel"), f"{_P}domain_parallel_degrees=2 2"))
+    yield Job("neighbourhoods on fields", 4, 3, (*_fields("nat", "debugmodel"), f"{_P}domain_parallel_degrees=2"))
     experts = ("--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--training.seq_len=8192")
     yield Job("ep 4", 8, 1, (*experts, f"{_P}expert_parallel_degree=4"))
     yield Job("ep 2 x cp 4", 8, 1, (*experts, *_cp(4), f"{_P}expert_parallel_degree=2"))
 
 
 def _pipeline(degree: int, schedule: str = "1F1B") -> tuple[str, ...]:
-    micro = ("--training.local_batch_size=8", "--training.global_batch_size=-1")
+    micro = ("--training.local_batch_size=4", "--training.global_batch_size=-1")
     return f"{_P}pipeline_parallel_degree={degree}", f"{_P}pipeline_parallel_schedule={schedule}", *micro
 
 

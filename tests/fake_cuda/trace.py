@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -113,6 +114,7 @@ class Recorder:
         self._place, self._step, self._states = "", 0, 0
         self._live, self._peak, self._at = 0, Counter(), {}
         self._execution: Execution | None = None
+        self._paused = False
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def start(self, step: int) -> None:
@@ -128,6 +130,8 @@ class Recorder:
 
     def observe(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Take one operation of PyTorch."""
+        if self._paused:
+            return
         name = func._schema.name.removeprefix("aten::")
         self._alive(tree_leaves(result), name)
         if name.startswith(("c10d::", "_c10d_functional::")):
@@ -195,7 +199,8 @@ class Recorder:
             self._peak[self._step], self._at[self._step] = self._live, f"{self._place} {name}".strip()
 
     def patches(self) -> Iterator[Any]:
-        """Yield what follows memory that FSDP gives back and takes again, and which plan an operator runs."""
+        """Yield what follows memory that FSDP frees without an operator, finds the plan that runs, and leaves out what
+        no GPU is given."""
         real = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -212,6 +217,17 @@ class Recorder:
             return self._execution
 
         yield mock.patch.object(LivePlan, "execution", execution)
+
+        of_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def shapes_alone(*args: Any) -> Any:  # of a DTensor's results, which PyTorch finds on a fake device itself
+            self._paused = True
+            try:
+                return of_shapes(*args)
+            finally:
+                self._paused = False
+
+        yield mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_alone)
 
 
 _NO_KERNEL = frozenset(

@@ -62,7 +62,8 @@ def chunk_at_once(
     logits = hidden @ weight.T
     index, _ = _label_index(labels, 0, len(weight), whole=True)
     label_logit = logits.gather(1, index).to(_precise(logits))
-    logarithms = logits.log_softmax(1, dtype=label_logit.dtype)  # on a GPU one kernel, also from half precision
+    logarithms = logits.to(label_logit.dtype)
+    logarithms = torch.log_softmax(logarithms, 1, out=logarithms)  # in place: a row is read whole before it is written
     at_label = logarithms.gather(1, index)
     grad_logits = torch.exp(logarithms, out=logits).scatter_(1, index, at_label.expm1().to(logits.dtype))
     return (label_logit - at_label).squeeze(1), label_logit.squeeze(1), grad_logits
@@ -212,6 +213,7 @@ class _TokenLosses(torch.autograd.Function):
             for h, y, out in chunks.of(hidden, labels, missing):
                 *statistics, grad_logits = chunks.functions.at_once(h, weight, y)
                 ctx.gradients.add(grad_logits, h.masked_fill(out[:, None], 0), weight)
+                del grad_logits  # before those of the next chunk are made
                 pieces.append(statistics)
         else:
             place = chunks.first_label(weight), chunks.over is None
