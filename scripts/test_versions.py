@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "versions"
-TESTS = ("tests/unit", "tests/distributed")
+TESTS = ("tests/unit", "tests/distributed", "tests/fake_cuda")
 
 
 def requirements(version: str) -> str:

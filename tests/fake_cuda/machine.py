@@ -118,8 +118,12 @@ def form(x: torch.Tensor) -> tuple:
 
 
 def _touches_cuda(args: tuple, kwargs: dict[str, Any]) -> bool:
-    leaves = tree_leaves((args, kwargs))
-    return any(isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda") for x in leaves)
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda"):
+            return True
+        if isinstance(x, list | tuple) and _touches_cuda(tuple(x), {}):
+            return True
+    return False
 
 
 # ---- torch.cuda

@@ -110,19 +110,17 @@ class Job:
     def resolved(self) -> ResolvedJob:
         """Return the job, with fewer layers and the vocabulary of Llama 3."""
         keys = dict(arg[2:].split("=", 1) for arg in (*_BASE, *self.args))
-        if keys.get("training.dataset_path") == FIELDS:
-            return self._on_fields(keys)
-        flavors = MODELS[keys.get("model.name", "llama3")][0]
-        flavor = keys["model.flavor"]
-        with mock.patch.dict(flavors, {flavor: replace(flavors[flavor], n_layers=self.layers)}):
+        flavors, flavor = MODELS[keys.get("model.name", "llama3")][0], keys["model.flavor"]
+        if on_fields := keys.get("training.dataset_path") == FIELDS:
+            del keys["training.seq_len"]
+            path = Path(mkdtemp()) / FIELDS
+            keys["training.dataset_path"] = write_drifting_fields(path, height=32, width=32, trajectories=3)
+        sizes = {"widths": (16, 32)} if hasattr(flavors[flavor], "widths") else {"n_layers": self.layers}
+        with mock.patch.dict(flavors, {flavor: replace(flavors[flavor], **sizes)}):
             job = _resolved(keys, self.ranks)
         lora = replace(job.config.lora, rank=self.lora)  # of weights without values, so that none are named
-        return replace(job, model=replace(job.model, vocab_size=VOCABULARY), config=replace(job.config, lora=lora))
-
-    def _on_fields(self, keys: dict[str, str]) -> ResolvedJob:
-        del keys["training.seq_len"]
-        keys["training.dataset_path"] = write_drifting_fields(Path(mkdtemp()) / FIELDS, height=64, width=64)
-        return _resolved(keys, self.ranks)
+        job = replace(job, config=replace(job.config, lora=lora))
+        return job if on_fields else replace(job, model=replace(job.model, vocab_size=VOCABULARY))
 
 
 def _resolved(keys: dict[str, str], ranks: int) -> ResolvedJob:
@@ -200,7 +198,7 @@ def jobs() -> Iterator[Job]:
         arguments = (f"--model.name={family}", f"--model.flavor={flavor}", "--training.seq_len=32768", *more)
         yield Job(family, 8, 1, (*arguments, *_cp(4, "ring")))
     yield Job("U-Net on fields", 4, 1, (*_fields("unet", "debugmodel"), f"{_P}domain_parallel_degrees=2 2"))
-    yield Job("neighbourhoods on fields", 4, 3, (*_fields("nat", "debugmodel"), f"{_P}domain_parallel_degrees=2"))
+    yield Job("neighbourhoods on fields", 4, 3, (*_fields("nat", "debugmodel"), f"{_P}domain_parallel_degrees=2"), 1)
     experts = ("--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--training.seq_len=8192")
     yield Job("ep 4", 8, 1, (*experts, f"{_P}expert_parallel_degree=4"))
     yield Job("ep 2 x cp 4", 8, 1, (*experts, *_cp(4), f"{_P}expert_parallel_degree=2"))

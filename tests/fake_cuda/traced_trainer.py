@@ -21,6 +21,8 @@ from trainer.distributed.context_parallel.execution.kernels import choose, cuda
 from trainer.distributed.domain_parallel import agreement
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding import placement
+from trainer.models.common import decoder
+from trainer.models.common.rotary import precompute_freqs_cis
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import Batch, Task
@@ -87,11 +89,17 @@ def patches(gpu: Gpu) -> Iterator[Any]:
     yield patch(merging, "fused_merge", lambda: operators.merge)
     yield patch(nn.functional, "scaled_dot_product_attention", operators.attention_of_one_rank)
     yield patch(nn.functional, "rms_norm", operators.rms_norm)
+    yield patch(decoder, "precompute_freqs_cis", _freqs_of_one_position)
     yield patch(expert_parallel, "plan_dispatch", _even_dispatch)
     for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):  # of an earlier job
         cache.cache_clear()
     if hasattr(schedules, "InferenceMode"):  # since torch 2.12 stages vote, and read the votes
         yield patch(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
+
+
+def _freqs_of_one_position(length: int, *of_model: Any) -> torch.Tensor:
+    """Return a rotary table in host memory, whose angles would take seconds for a million positions."""
+    return precompute_freqs_cis(1, *of_model).repeat(length, 1, 1)
 
 
 def _shapes_are_known(_schedule: object, stages: Sequence[Any], *_: Any) -> None:
