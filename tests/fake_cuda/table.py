@@ -42,7 +42,7 @@ class Call:
 
 def calls() -> Iterator[Call]:
     """Yield calls in which every pair of values that can go together does, and every method with every mask."""
-    whole = {"ranks": "8", "rank": "middle", "balancer": "head_tail"}
+    whole = {"ranks": "8", "rank": "middle", "balancer": "auto"}
     pairs = [whole | {"method": x, "mask": y, "kernel": "auto"} for x in METHODS for y in MASKS]
     pairs += [whole | {"method": x, "mask": "causal", "kernel": "cuda_flash"} for x in METHODS]
     usual = {"keep": "", "flash": "", "dtype": "bfloat16"}
@@ -62,7 +62,7 @@ _AXES = {
     "method": METHODS,
     "mask": MASKS,
     "kernel": ("auto", *KERNELS),
-    "balancer": ("contiguous", "head_tail", "balanced"),
+    "balancer": ("auto", "contiguous", "head_tail", "balanced"),
     "keep": ("", "kept"),
     "flash": ("", "FA3", "FA4"),
     "dtype": ("bfloat16", "float32"),

@@ -71,6 +71,7 @@ class Offsets:
         self._before = [0]
         for start, stop in ranges:
             self._before.append(self._before[-1] + stop - start)
+        self._places: dict[tuple[Range, ...], Ranges] = {}
 
     def __call__(self, number: int) -> int:
         """Return how many numbers of the ranges are below `number`, which is its place if the ranges hold it."""
@@ -80,8 +81,11 @@ class Offsets:
         return self._before[i] + min(number, self.ranges[i][1]) - self._starts[i]
 
     def places(self, parts: Sequence[Range]) -> Ranges:
-        """Return the places of `parts`, each inside one of the ranges; adjacent places become one range."""
-        return union((self(start), self(stop - 1) + 1) for start, stop in parts)
+        """Return the places of `parts`, each inside one of the ranges; adjacent places become one range. Kept."""
+        found = self._places.get(parts := tuple(parts))
+        if found is None:
+            self._places[parts] = found = union((self(start), self(stop - 1) + 1) for start, stop in parts)
+        return found
 
     def ranges_at(self, start: int, stop: int) -> Iterator[Range]:
         """Yield the numbers at places [start, stop), as ranges."""

@@ -178,8 +178,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | 
 
 def unpack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V of (T, 2, B, K, D) as views (B, K, T, D)."""
-    k, v = rows.permute(1, 2, 3, 0, 4)
-    return k, v
+    return rows.permute(1, 2, 3, 0, 4).unbind()
 
 
 def with_next(items: Sequence) -> Iterator[tuple]:
