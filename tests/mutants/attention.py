@@ -181,6 +181,13 @@ EXECUTION = (
         "tests/unit/test_kernels_cuda.py tests/unit/test_launches.py",
     ),
     Mutant(
+        "a kernel without windows gets documents of one token as a window",
+        f"{_CP}/planning/lowering.py",
+        "not (capabilities.bands or capabilities.masks)",
+        "False",
+        "tests/unit/test_kernels_cuda.py",
+    ),
+    Mutant(
         "auto takes cuDNN over a ragged batch",
         f"{_CP}/planning/capabilities.py",
         'if "varlen" in able and calls > _MANY_CALLS:\n        return "varlen"',

@@ -220,6 +220,14 @@ def test_ragged_cudnn_takes_squares_and_full_calls(monkeypatch: pytest.MonkeyPat
             assert error(got, wish) < 1e-12
 
 
+@pytest.mark.parametrize("kernel", [Cudnn(OPS), CudnnVarlen(OPS)], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("tile", [(BI_CAUSAL, 4, 5), (BI_CAUSAL, 3, 5), (INV_CAUSAL, 4, 6)], ids=str)
+def test_kernels_without_windows_take_queries_alone(kernel: Kernel, tile: tuple[Relation, int, int]):
+    """Adjacent documents of one token are a tile with two diagonals, in a run without windows."""
+    relation, n, m = tile
+    parts_of_a_whole(kernel, tile, [*split(Tile((0, n), (0, m), relation), kernel.capabilities)], bound=1e-11)
+
+
 def test_ragged_cudnn_refuses_what_it_would_get_wrong():
     q, k, v, _ = inputs(4, 2, 12, 13)
     for relation in (CAUSAL, BI_CAUSAL):

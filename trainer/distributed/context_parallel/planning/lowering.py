@@ -4,7 +4,8 @@ A tile that a kernel cannot compute in one call is cut into several. `capabiliti
 helps.
 
     CAUSAL, more keys than queries    FULL over the first keys, CAUSAL over a square at the end
-    BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere
+    BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere; without
+                                      masks FULL over each query's keys
 """
 
 from collections.abc import Iterable, Iterator
@@ -166,10 +167,19 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     if tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
         yield Tile(tile.q, (kv_start, kv_start + extra))
         yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)
+    elif tile.relation.lower and not (capabilities.bands or capabilities.masks):
+        yield from _queries_alone(tile, extra)
     elif tile.relation.lower and not capabilities.bands:
         yield from _pieces(tile, extra)
     else:
         yield tile
+
+
+def _queries_alone(tile: Tile, extra: int) -> Iterator[Tile]:
+    """Yield each query with the keys that it sees: adjacent documents of one token are BI_CAUSAL, without a window."""
+    for first, query in enumerate(range(*tile.q), tile.kv[0]):
+        last = tile.kv[1] if tile.relation is Relation.INV_CAUSAL else first + extra + 1
+        yield Tile((query, query + 1), (first, last))
 
 
 def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
