@@ -28,6 +28,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
+from trainer.distributed.sharding.to_device import to_device
 from trainer.job.record import ResolvedJob
 from trainer.job.summary import closing
 from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
@@ -39,7 +40,6 @@ from trainer.runtime.determinism import set_determinism
 from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
-from trainer.runtime.to_device import to_device
 from trainer.tasks import Task, build_task
 from trainer.tasks.task import Batch
 from trainer.tasks.validation import Validation

@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,10 @@ from torch.nn.attention import SDPBackend
 from scripts.gpu_blocks.block import Check, Skipped
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel, hidden_pairs
 from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
+from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
 from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, pack, unpack
+from trainer.distributed.context_parallel.planning.capabilities import has_ragged_cudnn
+from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch, split, together
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
@@ -39,7 +41,7 @@ def versions(check: Check) -> None:
         cudnn=torch.backends.cudnn.version(),
         sdpa={_shape_text(*shape): _back_end(check.device, *shape) for shape in _SDPA_SHAPES},
         flash_registered=list(listed()),
-        flash_importable=[name for name in ("flash_attn_interface", "flash_attn") if find_spec(name)],
+        flash_importable=[package.module for package in FLASH_PACKAGES if is_installed(package.module)],
     )
     if check.is_dry:
         check.headline(f"torch {torch.__version__} on a CPU")
@@ -88,7 +90,9 @@ def _back_end(device: str, dtype: str, heads: int, kv_heads: int, n: int, m: int
 
 def kernels(check: Check) -> None:
     """Every kernel but flex: tiles, windows, a single query, strided keys; the same bits twice; cuDNN's heads."""
-    names = ["cpu_flash", "math"] if check.is_dry else ["cuda_flash", "efficient", "varlen", "cudnn", "math"]
+    ragged = ["cudnn_varlen"] if has_ragged_cudnn() else []  # the last one: a fault of it ends the process
+    names = ["cuda_flash", "efficient", "varlen", "cudnn", "math", *ragged]
+    names = ["cpu_flash", "math"] if check.is_dry else names
     if check.is_dry:
         small = [(relation, -(-n // 16), -(-m // 16)) for relation, n, m in _TILES]
         _all_tiles(check, names, _HEADS[:1], small, ("bfloat16", "float32"))
@@ -164,7 +168,7 @@ def _shares(
         k, v = unpack(pack(k, v, ((0, m),)))
     parts = split(Tile((0, n), (0, m), relation), kernel.capabilities)
     calls = [Call(part.q, part.kv, part.relation, fresh=False) for part in parts]
-    groups = together(calls) if kernel.capabilities.many else [(call,) for call in calls]
+    groups = together(calls, kernel.capabilities) if kernel.capabilities.many else [(call,) for call in calls]
     launches = tuple(map(Launch, groups))
     total = Merged(q)
     attend(total, q, k, v, slice(0, q.shape[1]), launches, kernel, scale)

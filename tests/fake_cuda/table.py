@@ -55,7 +55,7 @@ def calls() -> Iterator[Call]:
 
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
 MASKS = ("causal", "documents", "window", "sinks")
-KERNELS = ("cuda_flash", "cudnn", "varlen", "efficient")
+KERNELS = ("cuda_flash", "cudnn", "varlen", "cudnn_varlen", "efficient")
 _AXES = {
     "ranks": ("2", "4", "8", "64"),
     "rank": ("first", "middle", "last"),

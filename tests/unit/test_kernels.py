@@ -13,7 +13,8 @@ from trainer.distributed.context_parallel.execution.kernels import choose
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel, repeated, summed
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.planning.capabilities import Capabilities, auto_kernel
+from trainer.distributed.context_parallel.planning.capabilities import Capabilities, auto_kernel, kernel_words
+from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES
 from trainer.distributed.context_parallel.planning.lowering import split
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
@@ -261,7 +262,7 @@ def test_auto_takes_one_launch_for_many_calls_where_a_kernel_has_it(
     assert choose_kernel(device, dtype, 64, calls=calls).name == name
 
 
-_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "flex", "math"]
+_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "cudnn_varlen", "varlen", "flex", "math"]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ _CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "flex", "math"]
     [
         # 1: many tiles, whatever the GPU
         (_CUDA_HALVES, 5, {"capability": (9, 0), "fixed": True}, "varlen"),
-        (_CUDA_HALVES, 5, {"capability": (9, 0), "fixed": False, "flash3": True}, "varlen"),
+        (_CUDA_HALVES, 5, {"capability": (9, 0), "fixed": False, "newer_flash": True}, "varlen"),
         (["efficient", "math"], 5, {"capability": (9, 0), "fixed": True}, "efficient"),
         # 2: cuDNN for fixed masks on Hopper and later
         (_CUDA_HALVES, 4, {"capability": (9, 0), "fixed": True}, "cudnn"),
@@ -277,7 +278,7 @@ _CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "flex", "math"]
         (_CUDA_HALVES, 1, {"capability": (12, 1), "fixed": True}, "cudnn"),
         (_CUDA_HALVES, 1, {"capability": (8, 9), "fixed": True}, "cuda_flash"),
         (_CUDA_HALVES, 1, {"capability": (9, 0), "fixed": False}, "cuda_flash"),
-        (_CUDA_HALVES, 1, {"capability": (9, 0), "fixed": True, "flash3": True}, "cuda_flash"),
+        (_CUDA_HALVES, 1, {"capability": (9, 0), "fixed": True, "newer_flash": True}, "cuda_flash"),
         (["cuda_flash", "math"], 1, {"capability": (9, 0), "fixed": True}, "cuda_flash"),
         # 3: nothing known of the GPU, or a CPU
         (_CUDA_HALVES, 1, {"fixed": True}, "cuda_flash"),
@@ -290,20 +291,58 @@ def test_the_rule_of_auto(able: list[str], calls: int, machine: dict, name: str)
 
 
 @pytest.mark.parametrize(
-    ("capability", "flash3", "fixed", "name"),
+    ("capability", "package", "fixed", "name"),
     [
-        (None, False, True, "cuda_flash"),
-        ((9, 0), False, True, "cudnn"),
-        ((9, 0), False, False, "cuda_flash"),
-        ((9, 0), True, True, "cuda_flash"),
+        (None, None, True, "cuda_flash"),
+        ((9, 0), None, True, "cudnn"),
+        ((9, 0), None, False, "cuda_flash"),
+        ((9, 0), FLASH_PACKAGES[0], True, "cuda_flash"),
     ],
 )
-def test_auto_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch, capability, flash3: bool, fixed: bool, name: str):
+def test_auto_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch, capability, package, fixed: bool, name: str):
     monkeypatch.setattr(choose, "gpu_capability", lambda: capability)
-    monkeypatch.setattr(choose, "flash3", lambda: flash3)
+    monkeypatch.setattr(choose, "newer_flash", lambda _: package)
     assert choose_kernel("cuda", torch.bfloat16, 64, fixed=fixed).name == name
     assert choose_kernel("cpu", torch.bfloat16, 64, fixed=fixed).name == "cpu_flash"
     assert choose_kernel("cuda", torch.bfloat16, 320, fixed=fixed).name == "efficient"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "package", "deterministic", "words"),
+    [
+        (
+            "varlen",
+            (9, 0),
+            None,
+            False,
+            ["is varlen", "computed by FlashAttention-2; ", "FlashAttention-3 (build"],
+        ),
+        ("varlen", (10, 0), None, False, ["faster here would be FlashAttention-4 (pip install flash-attn-4)"]),
+        ("cuda_flash", (9, 0), FLASH_PACKAGES[0], False, ["9.0, computed by FlashAttention-3"]),
+        ("varlen", (9, 0), None, True, ["computed by FlashAttention-2"]),
+        ("varlen", (8, 0), None, False, ["computed by FlashAttention-2"]),
+        ("cudnn", (9, 0), None, False, ["kernel is cudnn, on compute capability 9.0"]),
+    ],
+)
+def test_a_choice_on_a_gpu_in_words(name: str, capability, package, deterministic: bool, words: list[str]) -> None:
+    text = kernel_words(name, capability, package, deterministic=deterministic)
+    assert all(part in text for part in words), text
+    assert ("faster" in text) == (capability >= (9, 0) and name != "cudnn" and not package and not deterministic)
+
+
+def test_a_choice_on_a_gpu_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(choose, "gpu_capability", lambda: (9, 0))
+    choose._log_once.cache_clear()
+    with caplog.at_level("INFO", "trainer"):
+        for calls in (5, 6, 7):
+            choose_kernel("cuda", torch.bfloat16, 64, calls=calls)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["attention's kernel is varlen"]
+
+
+def test_ragged_cudnn_needs_hopper_or_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "gpu_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 9.x or 10.x, and this one has 8.0"):
+        choose_kernel("cuda", torch.bfloat16, 64, "cudnn_varlen")
 
 
 def test_deterministic_runs_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch):
@@ -334,7 +373,7 @@ def test_names_are_unique_and_found():
         (("cuda", torch.bfloat16, 20, "cudnn"), False, ["heads of size 20", "'cuda_flash'"]),
         (("cuda", torch.bfloat16, 64, "cudnn"), True, ["a sliding window", "'cuda_flash'"]),
         (("cuda", torch.float64, 64, "efficient"), False, ["cannot do float64;", "can: 'math'"]),
-        (("cpu", torch.float32, 64, "flash3"), False, ["'flash3' is none of 'auto', 'cpu_flash', 'cuda_flash'"]),
+        (("cpu", torch.float32, 64, "flash5"), False, ["'flash5' is none of 'auto', 'cpu_flash', 'cuda_flash'"]),
     ],
 )
 def test_a_kernel_that_cannot_is_refused_with_those_that_can(arguments: tuple, bands: bool, says: list[str]):

@@ -108,6 +108,16 @@ PRIVATE = {
         "the kernel cudnn",
         operator(f"{_CUDNN}_backward", *_GRAD, "philox_seed", "philox_offset", "attn_bias", *_VARLEN),
     ),
+    "_cudnn_attention_forward": Private(
+        _CUDA,
+        "the kernel cudnn_varlen",
+        operator("_cudnn_attention_forward", *_QKV, "attn_bias", *_VARLEN[:4], "compute_log_sumexp", *_VARLEN[4:]),
+    ),
+    "_cudnn_attention_backward": Private(
+        _CUDA,
+        "the kernel cudnn_varlen",
+        operator("_cudnn_attention_backward", *_GRAD, "philox_seed", "philox_offset", "attn_bias", *_VARLEN),
+    ),
     "_dispatch_tls_local_exclude_set": Private(
         _FLEX, "flex's backward inside an operator", lambda: torch._C._dispatch_tls_local_exclude_set()
     ),

@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from trainer.commands.notes import job_notes, opening
 from trainer.components.loss import token_losses
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.job import Degrees, ResolvedJob, resolve
+from trainer.distributed.context_parallel.planning import capabilities
+from trainer.job import Degrees, ResolvedJob, attention, resolve
 from trainer.job.memory import check_memory, rank_memory, size_words
 from trainer.job.mesh_picture import mesh_picture
 from trainer.job.summary import WIDTH, closing, summary
@@ -77,7 +79,7 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "device", "kernel"),
     [
-        ([], "cuda", "cudnn on compute capability 9.0 or later without FlashAttention-3, else cuda_flash (auto"),
+        ([], "cuda", "cudnn on compute capability 9.0 or later without FlashAttention-3 or -4, else cuda_flash (auto"),
         (["--training.deterministic"], "cuda", "cuda_flash (auto"),
         (["--model.sliding_window=128"], "cuda", "cuda_flash (auto"),
         (["--training.attention_mask=document"], "cuda", "varlen (auto"),
@@ -90,6 +92,36 @@ def test_the_kernel_and_its_rule(settings: list[str], device: str, kernel: str) 
     """It depends on the GPU, which nobody knows before the job starts."""
     job = job_of(f"{P}context_parallel_degree=2", f"{P}context_parallel_method=ring", *settings, ranks=2, device=device)
     assert f"; kernel {kernel}" in re.sub(r"\s+", " ", summary(job))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "named"),
+    [
+        (["--training.attention_mask=document"], "cuda", True),
+        (["--model.sliding_window=128"], "cuda", True),
+        ([f"{P}context_parallel_kernel=varlen"], "cuda", True),
+        (["--training.attention_mask=document", "--training.deterministic"], "cuda", False),
+        ([f"{P}context_parallel_kernel=cudnn"], "cuda", False),
+        (["--training.attention_mask=document"], "cpu", False),
+    ],
+)
+def test_packages_that_would_be_faster(settings: list[str], device: str, named: bool) -> None:
+    """Documents and windows are FlashAttention's, of which PyTorch has the second."""
+    text = summary(job_of(f"{P}context_parallel_degree=2", *settings, ranks=2, device=device))
+    words = re.sub(r"\s+", " ", text)
+    assert ("FlashAttention-4 on compute capability 9.x and 10.x (pip install flash-attn-4)" in words) == named
+    assert ("computed by FlashAttention-2, or faster, if installed, by FlashAttention-3 on" in words) == named
+
+
+def test_ragged_cudnn_needs_a_torch_whose_backward_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"{P}context_parallel_degree=2", f"{P}context_parallel_kernel=cudnn_varlen"
+    for release, refused in (("2.13.0+cpu", True), ("2.11.0", True), ("2.14.0+cu130", False), ("3.0.1", False)):
+        for module in (capabilities, attention):
+            monkeypatch.setattr(module, "version", lambda _, release=release: release)
+        job = job_of(*words, ranks=2, device="cuda")
+        words_of_it = f"needs torch 2.14: in torch {re.escape(release)} its backward"
+        with pytest.raises(ConfigError, match=words_of_it) if refused else nullcontext():
+            assert job.kernel == "cudnn_varlen"
 
 
 def test_a_deterministic_job_refuses_a_kernel_that_is_not() -> None:

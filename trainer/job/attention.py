@@ -2,12 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.distributed.context_parallel.planning.auto import choose
-from trainer.distributed.context_parallel.planning.capabilities import able_kernels, auto_kernel
+from trainer.distributed.context_parallel.planning.capabilities import (
+    FLASH_KERNELS,
+    RAGGED_CUDNN,
+    able_kernels,
+    auto_kernel,
+    has_ragged_cudnn,
+)
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
+from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES
 from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
@@ -76,6 +84,11 @@ def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: Co
     training, windows = config.training, has_windows(model)
     kind = device_type, training.compute_dtype(device_type), model.head_dim
     able = able_kernels(options.kernel, *kind, bands=windows, deterministic=training.deterministic)
+    if options.kernel == "cudnn_varlen" and not has_ragged_cudnn():
+        raise ConfigError(
+            f"parallelism.context_parallel_kernel = 'cudnn_varlen' needs torch {'.'.join(map(str, RAGGED_CUDNN))}: in "
+            f"torch {version('torch')} its backward writes outside its memory; use 'varlen'"
+        )
     if options.kernel != "auto":
         return options.kernel
     documents = config.masks_documents
@@ -84,7 +97,18 @@ def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: Co
     hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=not (documents or windows))
     if hopper == other:
         return other
-    return f"{hopper} on compute capability 9.0 or later without FlashAttention-3, else {other}"
+    return f"{hopper} on compute capability 9.0 or later without FlashAttention-3 or -4, else {other}"
+
+
+def faster_packages(kernel: str, config: JobConfig) -> str:
+    """Return what would compute a kernel of GPUs faster, in words; empty if no package would."""
+    if kernel not in FLASH_KERNELS or config.training.deterministic:
+        return ""
+    packages = (
+        f"{each.name} on compute capability {' and '.join(f'{major}.x' for major in each.majors)} ({each.install})"
+        for each in FLASH_PACKAGES
+    )
+    return f"computed by FlashAttention-2, or faster, if installed, by {' or '.join(packages)}"
 
 
 def _tiles_of_a_stage(config: JobConfig, model: ModelArgs, options: ContextParallelOptions) -> int:

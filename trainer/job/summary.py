@@ -6,6 +6,7 @@ from textwrap import TextWrapper
 from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.config.errors import MissingFile
 from trainer.config.writable import is_address
+from trainer.job.attention import faster_packages
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.lora import adapter_sizes
 from trainer.job.memory import ITEMSIZE, rank_memory, size_words
@@ -220,7 +221,8 @@ def _attention(job: ResolvedJob) -> str:
             }[options.balancer]
         )
     how = "auto: by device, type and tiles" if config.parallelism.context_parallel_kernel == "auto" else "as set"
-    return "; ".join([*parts, f"kernel {job.kernel} ({how})"])
+    faster = faster_packages(job.kernel, config)
+    return "; ".join([*parts, f"kernel {job.kernel} ({how})", *([faster] if faster else [])])
 
 
 def _loss(job: ResolvedJob) -> str:

@@ -29,7 +29,7 @@ from trainer.distributed.domain_parallel.neighborhoods import (
 from trainer.distributed.domain_parallel.rows import connected, fetch
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Ranges
-from trainer.runtime.to_device import to_device
+from trainer.distributed.sharding.to_device import to_device
 
 Hood = tuple[int, int, int, bool]
 """The fields of a `Neighborhood`, as plain data."""

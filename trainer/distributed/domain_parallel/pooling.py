@@ -13,7 +13,7 @@ from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import domain_max, domain_mean, wide
 from trainer.distributed.domain_parallel.rows import fetch, padded
 from trainer.distributed.domain_parallel.windows import Tile, Window, outputs_of, window_plan
-from trainer.runtime.to_device import to_device
+from trainer.distributed.sharding.to_device import to_device
 
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE = {2: F.avg_pool2d, 3: F.avg_pool3d}

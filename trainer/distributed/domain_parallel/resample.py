@@ -14,7 +14,7 @@ from trainer.distributed.domain_parallel.windows import Tile, WindowPlan, plan_o
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Range
-from trainer.runtime.to_device import to_device
+from trainer.distributed.sharding.to_device import to_device
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 

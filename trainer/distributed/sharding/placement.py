@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.distributed.sharding.exchange import all_reduce, exchange
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.runtime.to_device import to_device
+from trainer.distributed.sharding.to_device import to_device
 
 PLACEMENTS = ("partial", "replicated")
 

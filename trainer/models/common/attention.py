@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
 from trainer.models.common.rotary import apply_rope
 from trainer.models.common.short_convolution import ShortConvolution
-from trainer.runtime.flash3 import flash3
 
 _CUDNN, _FLASH, *_OTHERS = (
     SDPBackend.CUDNN_ATTENTION,
@@ -23,9 +23,9 @@ _GPU = "cuda"
 
 
 @torch.compiler.assume_constant_result
-def _gpu_backends() -> list[SDPBackend]:
+def _gpu_backends(head_dim: int) -> list[SDPBackend]:
     """Return PyTorch's attention back ends on GPUs, the fastest first; the first one that can do a call computes it."""
-    return [_FLASH, _CUDNN, *_OTHERS] if flash3() else [_CUDNN, _FLASH, *_OTHERS]
+    return [_FLASH, _CUDNN, *_OTHERS] if newer_flash(head_dim) else [_CUDNN, _FLASH, *_OTHERS]
 
 
 class InnerAttention(nn.Module):
@@ -61,7 +61,7 @@ class InnerAttention(nn.Module):
         options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         if q.device.type != _GPU:
             return F.scaled_dot_product_attention(q, k, v, **options)
-        with sdpa_kernel(_gpu_backends(), set_priority=True):
+        with sdpa_kernel(_gpu_backends(q.shape[-1]), set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, **options)
 
 

@@ -1,8 +1,10 @@
 """What each kernel can do, and the kernel that `auto` takes. Torch-free, so that settings are checked without torch."""
 
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from trainer.config.errors import ConfigError
+from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES, FlashPackage
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,46 @@ CAPABILITIES: dict[str, Capabilities] = {
     "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True),
     "cudnn": Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, deterministic=False),
     "varlen": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True, many=True),
+    "cudnn_varlen": Capabilities(
+        "cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, many=True, deterministic=False
+    ),
     "flex": Capabilities("cuda", _HALVES | {"float32"}, max_head_dim=256, bottom_right=True, bands=True),
     "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
 }
 """All kernels by name; each kernel's class refers to its entry."""
 
+FLASH_KERNELS = ("cuda_flash", "varlen")
+"""The kernels that call PyTorch's flash operators."""
+
+RAGGED_CUDNN = (2, 14)
+"""The first torch whose cuDNN attention has a backward of ragged batches: before, the operator took the size of a head
+for the longest length, and wrote outside its memory (pytorch/pytorch#186142)."""
+RAGGED_CUDNN_MAJORS = (9, 10)  # of the compute capability
+
+
+def has_ragged_cudnn() -> bool:
+    """Return whether the installed torch can run `cudnn_varlen`."""
+    return tuple(map(int, version("torch").split(".")[:2])) >= RAGGED_CUDNN
+
+
 _AUTO = ("cpu_flash", "cuda_flash", "efficient", "math")
 _MANY_CALLS = 4  # of a stage; with more calls, one launch saves more than the copy of its rows costs
 _HOPPER = (9, 0)
+
+
+def kernel_words(name: str, capability: tuple[int, int], package: FlashPackage | None, *, deterministic: bool) -> str:
+    """Return a kernel on a GPU in words: what computes it, and which packages would be faster.
+
+    package: behind the flash operators, None for FlashAttention-2.
+    """
+    words = f"attention's kernel is {name}, on compute capability {capability[0]}.{capability[1]}"
+    if name not in FLASH_KERNELS:
+        return words
+    words += f", computed by {package.name if package else 'FlashAttention-2'}"
+    faster = [f"{each.name} ({each.install})" for each in FLASH_PACKAGES if each.runs_on(capability)]
+    if package or not faster or deterministic:
+        return words
+    return f"{words}; faster here would be {' or '.join(faster)}"
 
 
 def able_kernels(
@@ -90,21 +124,21 @@ def auto_kernel(
     *,
     capability: tuple[int, int] | None = None,
     fixed: bool = False,
-    flash3: bool = False,
+    newer_flash: bool = False,
 ) -> str:
     """Return the kernel that `auto` takes among the able ones, by the first of these rules that names one.
 
     1. More than four tiles in a stage, as with packed documents: `varlen`, which computes them in one launch.
-    2. A fixed mask, on a GPU of Hopper or later, without FlashAttention-3: `cudnn`, the fastest there.
+    2. A fixed mask, on a GPU of Hopper or later, without FlashAttention-3 or -4: `cudnn`, the fastest there.
     3. The first of `cpu_flash`, `cuda_flash`, `efficient` and `math`.
 
     calls: the most tiles of a stage; capability: of the GPU, such as (9, 0), None for a CPU; fixed: whether the mask is
-    causal or full, with the same lengths in every step (cuDNN builds a plan for each new shape); flash3: whether
-    FlashAttention-3 computes `cuda_flash` and `varlen`. It never takes `flex`, which compiles for each new shape.
+    causal or full, with the same lengths in every step (cuDNN builds a plan for each new shape); newer_flash: whether
+    FlashAttention-3 or -4 computes `cuda_flash` and `varlen`. It never takes `flex`, which compiles for each new shape,
+    nor `cudnn_varlen`, whose gradients no GPU has shown yet.
     """
-    many = [name for name in able if CAPABILITIES[name].many]
-    if many and calls > _MANY_CALLS:
-        return many[0]
-    if "cudnn" in able and fixed and capability is not None and capability >= _HOPPER and not flash3:
+    if "varlen" in able and calls > _MANY_CALLS:
+        return "varlen"
+    if "cudnn" in able and fixed and capability is not None and capability >= _HOPPER and not newer_flash:
         return "cudnn"
     return next(name for name in _AUTO if name in able)

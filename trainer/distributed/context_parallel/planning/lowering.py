@@ -4,7 +4,8 @@ A tile that a kernel cannot compute in one call is cut into several. `capabiliti
 helps.
 
     CAUSAL, more keys than queries    FULL over the first keys, CAUSAL over a square at the end
-    BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere
+    BI_CAUSAL, INV_CAUSAL             a dense mask over short pieces of queries, FULL and CAUSAL elsewhere; without
+                                      masks FULL over each query's keys
 """
 
 from collections.abc import Iterable, Iterator
@@ -52,7 +53,7 @@ class Launch:
     @cached_property
     def kind(self) -> tuple[Relation, int]:
         """The relation, and for windows how many keys more than queries the calls have."""
-        return _kind(self.calls[0])
+        return _kind(next((call for call in self.calls if call.relation is not Relation.FULL), self.calls[0]))
 
     @cached_property
     def q(self) -> tuple[Range, ...]:
@@ -104,7 +105,7 @@ def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator
     for stage in stages:
         launches, touched_keys = [], ()
         parts = [part for tile in stage.tiles for part in split(tile, capabilities)]
-        for group in together(parts) if capabilities.many else [(part,) for part in parts]:
+        for group in together(parts, capabilities) if capabilities.many else [(part,) for part in parts]:
             calls = []
             for part in group:
                 fresh = (not intersection((x,), old) for x, old in ((part.q, touched), (part.kv, touched_keys)))
@@ -122,22 +123,25 @@ def fresh_rows(runs: Iterable[Run]) -> int:
 TileOrCall = TypeVar("TileOrCall", Tile, Call)
 
 
-def together(tiles: Iterable[TileOrCall]) -> list[tuple[TileOrCall, ...]]:
-    """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries."""
+def together(tiles: Iterable[TileOrCall], capabilities: Capabilities) -> list[tuple[TileOrCall, ...]]:
+    """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries.
+
+    A single query that sees all its keys is with the CAUSAL tiles, as the documents around a document of one token are,
+    if their diagonals end at the last key; a diagonal from the first key would hide the others.
+    """
     groups: dict[tuple[Relation, int], list[TileOrCall]] = {}
     for tile in tiles:
-        groups.setdefault(_kind(tile), []).append(tile)
+        single = tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1
+        joins = single and (capabilities.bottom_right or not _extra_keys(tile))
+        groups.setdefault((Relation.CAUSAL, 0) if joins else _kind(tile), []).append(tile)
     return [tuple(sorted(group, key=lambda tile: (tile.q, tile.kv))) for group in groups.values()]
 
 
 def _kind(tile: Tile | Call) -> tuple[Relation, int]:
     """Return the relation of the launch that a tile belongs to, and for windows how many keys more than queries it has.
 
-    A launch has one window size, counted from the last key: tiles with windows of another width are another launch. A
-    single query that sees all its keys is CAUSAL too, as are the documents around a document of one token.
+    A launch has one window size, counted from the last key: tiles with windows of another width are another launch.
     """
-    if tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1:
-        return Relation.CAUSAL, 0
     return tile.relation, _extra_keys(tile) if tile.relation.lower else 0
 
 
@@ -163,10 +167,19 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     if tile.relation is Relation.CAUSAL and extra and not capabilities.bottom_right:
         yield Tile(tile.q, (kv_start, kv_start + extra))
         yield Tile(tile.q, (kv_start + extra, kv_stop), Relation.CAUSAL)
+    elif tile.relation.lower and not (capabilities.bands or capabilities.masks):
+        yield from _queries_alone(tile, extra)
     elif tile.relation.lower and not capabilities.bands:
         yield from _pieces(tile, extra)
     else:
         yield tile
+
+
+def _queries_alone(tile: Tile, extra: int) -> Iterator[Tile]:
+    """Yield each query with the keys that it sees: adjacent documents of one token are BI_CAUSAL, without a window."""
+    for first, query in enumerate(range(*tile.q), tile.kv[0]):
+        last = tile.kv[1] if tile.relation is Relation.INV_CAUSAL else first + extra + 1
+        yield Tile((query, query + 1), (first, last))
 
 
 def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:

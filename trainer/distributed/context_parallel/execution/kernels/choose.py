@@ -1,15 +1,25 @@
 """All kernels by name, and the choice among them."""
 
+import logging
+from functools import cache
+
 import torch
 
+from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
+from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, CudnnVarlen, Efficient, Varlen
+from trainer.distributed.context_parallel.execution.kernels.flash import gpu_capability, newer_flash
 from trainer.distributed.context_parallel.execution.kernels.flex import Flex
-from trainer.distributed.context_parallel.planning.capabilities import able_kernels, auto_kernel
-from trainer.runtime.flash3 import flash3, gpu_capability
+from trainer.distributed.context_parallel.planning.capabilities import (
+    RAGGED_CUDNN_MAJORS,
+    able_kernels,
+    auto_kernel,
+    kernel_words,
+)
 
-CUDA_KERNELS: tuple[Kernel, ...] = (CudaFlash(), Efficient(), Cudnn(), Varlen(), Flex())
+logger = logging.getLogger("trainer")
+CUDA_KERNELS: tuple[Kernel, ...] = (CudaFlash(), Efficient(), Cudnn(), Varlen(), CudnnVarlen(), Flex())
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())}
 
 
@@ -26,7 +36,7 @@ def choose_kernel(
     """Return the kernel of that name, or for `auto` the kernel that `auto_kernel` chooses on this machine.
 
     bands: whether the mask has a lower bound; calls: the most tiles of a stage; fixed: whether the mask is causal or
-    full, with the same lengths in every step.
+    full, with the same lengths in every step. The first choice of a kernel on a GPU is logged.
 
     Raises:
         ConfigError: the named kernel cannot do it; the message names kernels that can.
@@ -35,6 +45,19 @@ def choose_kernel(
     kind = device_type, str(dtype).removeprefix("torch."), head_dim
     able = able_kernels(name, *kind, bands=bands, deterministic=deterministic)
     on_gpu = device_type == "cuda"
-    capability, has_flash3 = (gpu_capability(), flash3()) if on_gpu else (None, False)
-    chosen = auto_kernel(able, calls, capability=capability, fixed=fixed, flash3=has_flash3)
-    return KERNELS[chosen if name == "auto" else name]
+    capability, package = (gpu_capability(), newer_flash(head_dim)) if on_gpu else (None, None)
+    chosen = auto_kernel(able, calls, capability=capability, fixed=fixed, newer_flash=package is not None)
+    chosen = chosen if name == "auto" else name
+    if capability is not None:
+        if chosen == "cudnn_varlen" and capability[0] not in RAGGED_CUDNN_MAJORS:
+            raise ConfigError(
+                f"parallelism.context_parallel_kernel = {chosen!r} needs a GPU of compute capability 9.x or 10.x, and "
+                f"this one has {capability[0]}.{capability[1]}; use 'varlen'"
+            )
+        _log_once(kernel_words(chosen, capability, package, deterministic=deterministic))
+    return KERNELS[chosen]
+
+
+@cache
+def _log_once(words: str) -> None:
+    logger.info(words)

@@ -16,7 +16,7 @@ from trainer.distributed.context_parallel.planning.capabilities import CAPABILIT
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
-from trainer.runtime.to_device import to_device
+from trainer.distributed.sharding.to_device import to_device
 
 
 class _Aten:
@@ -106,7 +106,7 @@ class Cudnn(_Aten):
     def forward(self, q, k, v, *, relation, scale):
         if 1 in (q.shape[2], k.shape[2]):
             return self._single.forward(q, k, v, relation=relation, scale=scale)
-        self._check(relation, q.shape[2], k.shape[2])
+        _check_square(relation, q.shape[2], k.shape[2])
         out, lse, *_ = self._ops._scaled_dot_product_cudnn_attention(
             *map(_aligned, (q, k, v)), None, True, 0.0, relation is Relation.CAUSAL, False, scale=scale
         )
@@ -116,20 +116,12 @@ class Cudnn(_Aten):
         if 1 in (q.shape[2], k.shape[2]):
             return self._single.backward(dout, q, k, v, out, lse, relation=relation, scale=scale)
         n, m = q.shape[2], k.shape[2]
-        self._check(relation, n, m)
+        _check_square(relation, n, m)
         dout, out = _alike(*(_aligned(x.to(q.dtype)) for x in (dout, out)))
         return self._ops._scaled_dot_product_cudnn_attention_backward(
             dout, *map(_aligned, (q, k, v)), out, lse.contiguous().unsqueeze(-1), *_random_state(torch.int64, q.device),
             None, None, None, n, m, 0.0, relation is Relation.CAUSAL, scale=scale,
         )  # fmt: skip
-
-    @staticmethod
-    def _check(relation: Relation, n: int, m: int) -> None:
-        if relation.lower or (relation is Relation.CAUSAL and n != m):
-            raise ValueError(
-                f"cuDNN's attention cannot do {relation.value} of {n} queries and {m} keys, only the diagonal of a "
-                "square; use another context_parallel_kernel"
-            )
 
 
 class Varlen(_Aten):
@@ -178,8 +170,61 @@ class Varlen(_Aten):
         return tuple(_by_sequence(x, batch, size) for x in grads)
 
 
+class CudnnVarlen(Varlen):
+    """cuDNN's attention over a ragged batch: a launch for all squares with a diagonal, and one for all full calls.
+
+    Diagonals begin at the first key. cuDNN builds a plan for each new number of rows and of sequences and each new
+    longest length. Of the longest lengths it gets few sizes, at most a quarter larger, and from 9.25 on, which takes
+    empty sequences, also of the number of sequences. Its backward has a buffer of sequences x longest length. Needs
+    `RAGGED_CUDNN`, cuDNN 9.18, and fewer than 2^31 elements in each tensor.
+    """
+
+    name = "cudnn_varlen"
+    capabilities = CAPABILITIES["cudnn_varlen"]
+
+    def forward_many(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and lse of a launch, as `Varlen` does."""
+        batch, size = q.shape[0], q.shape[3]
+        out, lse, *_ = self._ops._cudnn_attention_forward(
+            _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv), None,
+            *_few_shapes(launch, batch, q.device), True, 0.0, self._is_causal(launch), False, scale=scale,
+        )  # fmt: skip
+        return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+    def backward_many(
+        self, given: BackwardInputs, launch: Launch, *, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dq, dk and dv of a launch, as `Varlen` does."""
+        dout, q, k, v, out, lse = given
+        batch, size = q.shape[0], q.shape[3]
+        gathered = ((dout.to(q.dtype), launch.q), (q, launch.q), (k, launch.kv), (v, launch.kv))
+        grads = self._ops._cudnn_attention_backward(
+            *(_gathered(x, spans) for x, spans in gathered), _gathered(out.to(q.dtype), launch.q),
+            _gathered_rows(lse, launch.q).t().contiguous(), *_random_state(torch.int64, q.device), None,
+            *_few_shapes(launch, batch, q.device), 0.0, self._is_causal(launch), scale=scale,
+        )  # fmt: skip
+        return tuple(_by_sequence(x, batch, size) for x in grads)
+
+    @staticmethod
+    def _is_causal(launch: Launch) -> bool:
+        relation = launch.kind[0]
+        for call in launch.calls:
+            _check_square(relation, *(stop - start for start, stop in (call.q, call.kv)))
+        return relation is Relation.CAUSAL
+
+
 _CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left
 _LSE_MULTIPLE = 32  # to which they pad the log-sum-exp
+
+
+def _check_square(relation: Relation, n: int, m: int) -> None:
+    if relation.lower or (relation is Relation.CAUSAL and n != m):
+        raise ValueError(
+            f"cuDNN's attention cannot do {relation.value} of {n} queries and {m} keys, only the diagonal of a "
+            "square; use another context_parallel_kernel"
+        )
 
 
 # ---- layouts
@@ -245,6 +290,29 @@ def _shape(launch: Launch, batch: int, device: torch.device) -> tuple[torch.Tens
     return _ends(launch.q, batch, device), _ends(launch.kv, batch, device), *launch.longest
 
 
+def _few_shapes(launch: Launch, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return what `_shape` does, with empty sequences at the end if cuDNN takes them, and rounded lengths."""
+    sequences = batch * len(launch.calls)
+    empty = rounded_up(sequences) - sequences if _takes_empty() else 0
+    longest = (rounded_up(max(length, _SHORTEST)) for length in launch.longest)
+    return _ends(launch.q, batch, device, empty), _ends(launch.kv, batch, device, empty), *longest
+
+
+def rounded_up(n: int) -> int:
+    """Return the next of the sizes of which there are four from a power of two to the next."""
+    step = 1 << max(n.bit_length() - 3, 0)
+    return -(-n // step) * step
+
+
+_SHORTEST = 256  # longest length of a ragged batch; PyTorch itself gives cuDNN none of 128 or less
+
+
+@lru_cache(maxsize=1)
+def _takes_empty() -> bool:
+    """Return whether cuDNN's attention takes empty sequences: before 9.25 they gave NaN (cudnn-frontend#943)."""
+    return (torch.backends.cudnn.version() or 0) >= 92500
+
+
 def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
     """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and of each sequence span after span."""
     return _aligned(padded(_gathered_rows(x, spans), 8))
@@ -272,7 +340,7 @@ def _places(spans: tuple[Range, ...], device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
-    """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
-    lengths = (stop - start for _ in range(batch) for start, stop in spans)
+def _ends(spans: tuple[Range, ...], batch: int, device: torch.device, empty: int = 0) -> torch.Tensor:
+    """Return cumulative lengths, with every span once for each sequence: (batch * spans + empty + 1,) int32."""
+    lengths = [stop - start for _ in range(batch) for start, stop in spans] + [0] * empty
     return to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
