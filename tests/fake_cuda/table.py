@@ -188,6 +188,8 @@ def jobs() -> Iterator[Job]:
     compiled = ("--compile.enable=true", "--compile.backend=aot_eager")
     yield Job("compiled, ring 4", 4, 1, (*_cp(4), *compiled))
     yield Job("compiled, tp 2 x all_to_all 2, documents", 4, 1, (*_TP2, *_cp(2, "all_to_all", _DOCUMENTS), *compiled))
+    budget = ("--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.5")
+    yield Job("compiled, memory budget", 4, 0, (*_cp(2, "all_to_all"), *compiled, *budget))
     for family, flavor, more in (
         ("qwen2", "7B", ()),
         ("qwen3", "8B", ()),

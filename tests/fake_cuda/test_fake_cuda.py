@@ -81,7 +81,7 @@ def test_every_method_mask_and_parallelism_is_in_the_table() -> None:
     families = {row.key("model.name", "llama3") for row in jobs}
     assert families == {"llama3", "qwen2", "qwen3", "mistral", "qwen3_moe", "gpt_oss", "unet", "nat"}
     modes = {row.key("activation_checkpoint.mode", "none") for row in jobs}
-    assert modes == {"none", "full", "selective"}  # a memory budget is the compiler's
+    assert modes == {"none", "full", "selective", "memory_budget"}
     for name in ("pipeline_parallel", "tensor_parallel", "expert_parallel", "data_parallel_replicate"):
         assert any(int(row.key(f"parallelism.{name}_degree", "1")) > 1 for row in jobs), name
     assert any(row.key("training.enable_cpu_offload", "") for row in jobs)

@@ -15,7 +15,6 @@ from tests.masks import dense
 from tests.unit.kernel_stand_ins import OPS
 from tests.unit.plan_problems import Problem, problems
 from tests.unit.test_kernels import error
-from trainer.distributed.context_parallel.execution.kernels import cuda
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Varlen
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
@@ -76,7 +75,6 @@ def layer(count: int, kernel: CudaFlash | Varlen) -> Counter[str]:
     """Operators of one attention, forward and backward, on a rank that has everything; its values are checked."""
     mask = packed(count)
     q, k, v, dout = inputs(mask.q_len)
-    cuda._random_state.cache_clear()
     run = StagedExecution(lowered(mask, 1, 0, kernel), kernel, None, None)
     with Operators() as seen:
         out, lse = run.forward(q, k, v, SCALE)

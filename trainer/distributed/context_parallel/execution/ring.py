@@ -25,6 +25,7 @@ from trainer.distributed.context_parallel.execution.stages import (
     gradients,
     lone_gradients,
     pack,
+    part,
     query_heads,
     unfold_batch,
     unpack,
@@ -87,7 +88,7 @@ class StagedExecution:
         for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
             incoming, pending = _fetch(following, own, held, self)
             heads = query_heads(item.kv_heads, q, k)
-            attend(total, q[:, heads], held.k, held.v, heads, item.launches, self.kernel, scale)
+            attend(total, part(q, heads, 1), held.k, held.v, heads, item.launches, self.kernel, scale)
             pending.wait()
             held = incoming
         out, lse = (unfold_batch(x, whole_q) for x in total.result)
@@ -124,7 +125,7 @@ class StagedExecution:
         for item, following in with_next(self._items(self.plan.backward, launches, kv_heads)):
             incoming, pending = _fetch(following, own, held, self)
             heads = query_heads(item.kv_heads, q, k)
-            dout_, q_, out_, lse_, dq_ = (x[:, heads] for x in (dout, q, out, lse, dq))
+            dout_, q_, out_, lse_, dq_ = (part(x, heads, 1) for x in (dout, q, out, lse, dq))
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
             if len(item.launches) == 1 and returning.has_sums_of(item, self):
                 parts = gradients(of_item, item.launches[0], self.kernel, scale)
@@ -150,7 +151,7 @@ class StagedExecution:
         """Return the local stage for all heads, then the other stages for each pass of heads."""
         items = [_Item(stages[0], launches[0], slice(0, kv_heads), is_local=True)]
         for heads in passes_of(kv_heads, self.heads_per_pass):
-            items += [_Item(stage, part, slice(*heads)) for stage, part in zip(stages[1:], launches[1:], strict=True)]
+            items += [_Item(*of_stage, slice(*heads)) for of_stage in zip(stages[1:], launches[1:], strict=True)]
         return items
 
 
@@ -159,7 +160,7 @@ def _fetch(following: _Item | None, own: _Held, held: _Held, run: StagedExecutio
     if following is None:
         return held, Pending()
     stage, heads = following.stage, following.kv_heads
-    mine = _Held(own.k[:, heads], own.v[:, heads])
+    mine = _Held(part(own.k, heads, 1), part(own.v, heads, 1))
     rows = own.k.new_empty(stage.rows, 2, *mine.k.shape[:2], mine.k.shape[3])
     incoming = _Held(*unpack(rows), rows, stage.places)
     if stage.collective:

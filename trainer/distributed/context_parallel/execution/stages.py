@@ -13,6 +13,12 @@ from trainer.distributed.sharding.ranges import Ranges, size
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def part(x: torch.Tensor, place: slice, dim: int = 2) -> torch.Tensor:
+    """Return a slice of a dimension, by default of the rows; x itself if that is all of it, which takes no time."""
+    start, stop = place.start, place.stop
+    return x if start == 0 and stop == x.shape[dim] else x.narrow(dim, start, stop - start)
+
+
 def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
     """Return the query heads that share these key/value heads; q: (B, H, S, D), k: (B, K, T, D)."""
     group = q.shape[1] // k.shape[1]
@@ -51,8 +57,8 @@ class Merged:
                 out.zero_()
                 lse.fill_(-torch.inf)
             else:
-                for total, part in zip(self._sums, self._lone, strict=True):
-                    total.copy_(part)
+                for total, lone in zip(self._sums, self._lone, strict=True):
+                    total.copy_(lone)
                 self._lone = None
         return self._sums
 
@@ -61,7 +67,7 @@ class Merged:
         if fresh and out.shape[:3] == self._q.shape[:3]:
             self._lone = out, lse
             return
-        total_out, total_lse = (total[:, heads, rows] for total in self._accumulated())
+        total_out, total_lse = (part(part(total, heads, 1), rows) for total in self._accumulated())
         if fresh:
             total_out.copy_(out)
             total_lse.copy_(lse)
@@ -85,11 +91,11 @@ def attend(
             out, lse = kernel.forward_many(q, k, v, launch, scale=scale)
         else:
             (call,) = launch.calls
-            rows, columns = slice(*call.q), slice(*call.kv)
-            keys = k[:, :, columns], v[:, :, columns]
-            out, lse = kernel.forward(q[:, :, rows], *keys, relation=call.relation, scale=scale)
+            places = slice(*call.q), slice(*call.kv), slice(*call.kv)
+            inputs = (part(x, place) for x, place in zip((q, k, v), places, strict=True))
+            out, lse = kernel.forward(*inputs, relation=call.relation, scale=scale)
         for run in launch.q_runs:
-            total.add(heads, run.rows, out[:, :, run.places], lse[:, :, run.places], fresh=run.fresh)
+            total.add(heads, run.rows, part(out, run.places), part(lse, run.places), fresh=run.fresh)
 
 
 def add_gradients(
@@ -107,9 +113,9 @@ def add_gradients(
 def add_parts(totals: Gradients, parts: Gradients, launch: Launch, *, sums: bool = False) -> None:
     """Add the gradients of a launch to the totals. sums: the totals of keys have values, so that no key is fresh."""
     runs = launch.q_runs, launch.kv_runs, launch.kv_runs
-    for total, part, adjacent, has_values in zip(totals, parts, runs, (False, sums, sums), strict=True):
+    for total, found, adjacent, has_values in zip(totals, parts, runs, (False, sums, sums), strict=True):
         for run in adjacent:
-            rows, added = total[:, :, run.rows], part[:, :, run.places]
+            rows, added = part(total, run.rows), part(found, run.places)
             rows.copy_(added) if run.fresh and not has_values else rows.add_(added)
 
 
@@ -129,7 +135,7 @@ def gradients(given: BackwardInputs, launch: Launch, kernel: Kernel, scale: floa
     (call,) = launch.calls
     rows, columns = slice(*call.q), slice(*call.kv)
     places = (rows, rows, columns, columns, rows, rows)
-    of_call = (x[:, :, place] for x, place in zip(given, places, strict=True))
+    of_call = (part(x, place) for x, place in zip(given, places, strict=True))
     return kernel.backward(*of_call, relation=call.relation, scale=scale)
 
 

@@ -232,9 +232,11 @@ def _check_square(relation: Relation, n: int, m: int) -> None:
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Return x aligned for kernels, which read 16 bytes at once along the last dimension; a copy if needed."""
-    step = 16 // x.element_size()
-    strides = (stride for stride, length in zip(x.stride()[:-1], x.shape, strict=False) if length > 1)
-    fits = x.stride(-1) == 1 and x.storage_offset() % step == 0 and all(s > 0 and s % step == 0 for s in strides)
+    step, strides = 16 // x.element_size(), x.stride()
+    fits = strides[-1] == 1 and x.storage_offset() % step == 0
+    for stride, length in zip(strides[:-1], x.shape, strict=False) if fits else ():
+        if length > 1 and (stride % step or not stride):
+            fits = False
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
