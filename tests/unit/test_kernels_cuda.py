@@ -1,5 +1,6 @@
 """Law: each kernel of GPUs, over stand-ins of its operators, is attention written out, by tile and by launch."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -143,16 +144,21 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
         grads |= of_calls(launch, kernel.backward_many(given, launch, scale=0.3))
     assert counts == {"flash_forward": 4, "flash_backward": 4}
     assert results.keys() == grads.keys() == {*CALLS}
+    same_one_by_one(CALLS, given, (results, grads))
+
+
+def same_one_by_one(calls: Sequence[Call], given: BackwardInputs, found: tuple[dict, dict]) -> None:
+    """Check results and gradients of each call against those of a kernel that computes it alone."""
     single = CudaFlash(OPS)
-    for call in CALLS:
-        dout, rows, out, lse = (x[:, :, slice(*call.q)] for x in (cotangent, q, whole_out, whole_lse))
-        keys, values = (x[:, :, slice(*call.kv)] for x in (k, v))
+    for call in calls:
+        dout, rows, out, lse = (x[:, :, slice(*call.q)] for x in (given.dout, given.q, given.out, given.lse))
+        keys, values = (x[:, :, slice(*call.kv)] for x in (given.k, given.v))
         options = {"relation": call.relation, "scale": 0.3}
         wanted = (
             *single.forward(rows, keys, values, **options),
             *single.backward(dout, rows, keys, values, out, lse, **options),
         )
-        for got, wish in zip((*results[call], *grads[call]), wanted, strict=True):
+        for got, wish in zip((*found[0][call], *found[1][call]), wanted, strict=True):
             assert error(got, wish) < 1e-12
 
 
@@ -196,7 +202,7 @@ SQUARES_AND_RECTANGLES = (
 def test_ragged_cudnn_takes_squares_and_full_calls(monkeypatch: pytest.MonkeyPatch, batch: int, takes_empty: bool):
     """In one launch each, by value; with empty sequences at the end where cuDNN takes them."""
     monkeypatch.setattr(cuda, "_takes_empty", lambda: takes_empty)
-    kernel, single = CudnnVarlen(OPS), CudaFlash(OPS)
+    kernel = CudnnVarlen(OPS)
     tensors = inputs(4, 2, 12, 13)
     q, k, v, cotangent = (torch.cat([x, x.flip(0)])[:batch] for x in tensors)
     whole_out, whole_lse = torch.randn_like(q), torch.randn_like(q[..., 0]) + 4
@@ -208,16 +214,7 @@ def test_ragged_cudnn_takes_squares_and_full_calls(monkeypatch: pytest.MonkeyPat
         grads |= of_calls(launch, kernel.backward_many(given, launch, scale=0.3))
     assert counts["cudnn_ragged_forward"] == counts["cudnn_ragged_backward"] == len(launches) == 2
     assert bool(counts["empty"]) == (takes_empty and batch == 3)  # 9 squares are 10 sequences
-    for call in SQUARES_AND_RECTANGLES:
-        dout, rows, out, lse = (x[:, :, slice(*call.q)] for x in (cotangent, q, whole_out, whole_lse))
-        keys, values = (x[:, :, slice(*call.kv)] for x in (k, v))
-        options = {"relation": call.relation, "scale": 0.3}
-        wanted = (
-            *single.forward(rows, keys, values, **options),
-            *single.backward(dout, rows, keys, values, out, lse, **options),
-        )
-        for got, wish in zip((*results[call], *grads[call]), wanted, strict=True):
-            assert error(got, wish) < 1e-12
+    same_one_by_one(SQUARES_AND_RECTANGLES, given, (results, grads))
 
 
 @pytest.mark.parametrize("kernel", [Cudnn(OPS), CudnnVarlen(OPS)], ids=lambda kernel: kernel.name)
