@@ -474,7 +474,7 @@ EFFECTS: dict[str, str | Seen] = {
         _CP2,
         ranks=2,
     ),
-    "comm.trace_buf_size": Seen(_MANY, _becomes("remembered", "20000", "123")),
+    "comm.trace_buf_size": Seen(_MANY, _becomes("remembered", "2000", "123")),
     "comm.save_traces_folder": Seen(
         "--comm.save_traces_folder=f", _more("files", "'f/rank_0'"), fail="a peer that is gone"
     ),

@@ -167,7 +167,7 @@ class Comm:
     """Time-out of collectives while a checkpoint is saved or loaded: one rank's disk may be slow."""
     check_consistency: bool = key(False, when=_WITH_CP)
     """Before each step compare a hash of plan and batch over context-parallel ranks, and name a difference: slow."""
-    trace_buf_size: int = key(20000, NOT_NEGATIVE, "collectives", when=_RANKS)
+    trace_buf_size: int = key(2000, NOT_NEGATIVE, "collectives", when=_RANKS)
     """Collectives that the flight recorder keeps for a record after a hang; 0: off."""
     save_traces_folder: str = key("comm_traces", when=(_RANKS, unless("comm.trace_buf_size", 0)))
     """Folder of these records, inside job.dump_folder; one file per rank that lost its peers."""
