@@ -76,8 +76,8 @@ def _documents(length: int) -> Any:
 
 
 def of_job(row: table.Job) -> dict[str, Any]:
-    """Run one step, or two for the peak of live bytes; return the counts of a layer and of the last step."""
-    last = 2 if row.memory else 1  # the optimizer's state is made in the first step
+    """Return the counts of a layer and of the last step, and the peak of its live bytes."""
+    last = row.steps
     events = trace(row.resolved(), row.rank, row.gpu, steps=last)
     step = [e for e in events.all if e.step == last]
     found: dict[str, Any] = {"step": counted(step)}

@@ -102,6 +102,8 @@ class Job:
     lora: int = 0
     memory: bool = False
     """Whether the peak of live bytes is one of the committed numbers."""
+    steps: int = 1
+    """A second one reads the outcome of the first."""
 
     def key(self, name: str, default: str) -> str:
         """Return the value of a key of the configuration, as the command line has it."""
@@ -156,14 +158,14 @@ _MILLION = "--training.seq_len=1048576"
 def jobs() -> Iterator[Job]:
     """Yield jobs that cover every parallelism, method, family and transformation."""
     yield Job("one GPU", 1, 0, (_SHORT,), memory=True)
-    yield Job("FSDP 8", 8, 3, (_SHORT,), memory=True)
+    yield Job("FSDP 8", 8, 3, (_SHORT,), memory=True, steps=2)
     yield Job("ring 8, 8B at 131,072", 8, 2, _cp(8), memory=True)
     yield Job("ring 8, full recomputation", 8, 0, _cp(8, "ring", _FULL), memory=True)
     yield Job("all_gather 8", 8, 7, _cp(8, "all_gather"), memory=True)
     yield Job("all_to_all 8", 8, 2, _cp(8, "all_to_all"), memory=True)
     yield Job("all_to_all 8, kept", 8, 2, _cp(8, "all_to_all", f"{_CP}keep_exchanged=true"), memory=True)
     yield Job("hybrid 4 x 2", 8, 5, _cp(8, "hybrid", _HYBRID), memory=True)
-    yield Job("ring 8, documents", 8, 0, _cp(8, "ring", _DOCUMENTS, f"{_CP}load_balancer=balanced"))
+    yield Job("ring 8, documents", 8, 0, _cp(8, "ring", _DOCUMENTS, f"{_CP}load_balancer=balanced"), steps=2)
     yield Job("all_to_all 8, documents", 8, 4, _cp(8, "all_to_all", _DOCUMENTS), memory=True)
     yield Job("auto 8, documents", 8, 4, _cp(8, "auto", _DOCUMENTS))
     yield Job("HSDP 2 x cp 4", 8, 7, (*_cp(4), f"{_P}data_parallel_replicate_degree=2"))
@@ -186,7 +188,6 @@ def jobs() -> Iterator[Job]:
     yield Job("1M tokens, 8", 8, 2, _cp(8, "all_to_all", _MILLION, _FULL), memory=True)
     yield Job("FSDP 8 x cp 8", 64, 63, _cp(8))
     compiled = ("--compile.enable=true", "--compile.backend=aot_eager")
-    yield Job("compiled, ring 4", 4, 1, (*_cp(4), *compiled))
     yield Job("compiled, tp 2 x all_to_all 2, documents", 4, 1, (*_TP2, *_cp(2, "all_to_all", _DOCUMENTS), *compiled))
     budget = ("--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.5")
     yield Job("compiled, memory budget", 4, 0, (*_cp(2, "all_to_all"), *compiled, *budget))
