@@ -127,7 +127,7 @@ def settings_body(mesh: DeviceMesh, refused: Refusals) -> None:
     refused("is for 1 x 9 queries", entering(mesh, mask=causal(9)))
     refused("is for 3 x 8 queries", entering(mesh, mask=by_sequence([causal(8)] * 3), sequences=1))
     refused("for 8 tokens on 3 ranks", entering(mesh, load_balancer=head_tail(8, 3)))
-    refused("'zigzag' is none of 'head_tail'", entering(mesh, load_balancer="zigzag"))
+    refused("'zigzag' is none of 'auto', 'head_tail'", entering(mesh, load_balancer="zigzag"))
     refused("is none of 'ring', 'all_gather', 'all_to_all', 'hybrid'", entering(mesh, method="megatron"))
     refused("heads_per_pass = 2", lambda: ContextParallelOptions(heads_per_pass=2))
     refused("kernel = 'flashy' is none of 'auto', 'cpu_flash'", lambda: ContextParallelOptions(kernel="flashy"))

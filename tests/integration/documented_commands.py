@@ -422,6 +422,8 @@ RULES = [
     Rule(rf"{BENCHMARK}balance\.py .*", r"\g<0> --seq-len 1024 --mean 128 --output balance.json", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
     Rule(rf"{BENCHMARK}experts\.py .*", r"\g<0> --tokens 64 --rounds 1", SLOW),
+    Rule(r"python -m tests\.fake_cuda.*", r"python -m tests.fake_cuda --only 'one GPU'", SLOW),
+    Rule(rf"{BENCHMARK}attention_launches\.py.*", r"\g<0> --rounds 2", SLOW),
     Rule(rf"{BENCHMARK}chunked_loss\.py .*", r"\g<0> --tokens 64 --vocab 128 --rounds 1", SLOW),
     Rule(rf"{BENCHMARK}checkpoints\.py .*", r"\g<0> --dim 64 --layers 1 --rounds 1", SLOW),
     Rule(rf"{BENCHMARK}block_parts\.py .*", r"\g<0> --seq-len 32 --steps 1 --rounds 1 --backend eager", SLOW),
