@@ -148,7 +148,7 @@ def _cp(degree: int, method: str = "ring", *more: str) -> tuple[str, ...]:
 _DOCUMENTS = "--training.attention_mask=document"
 _FULL = "--activation_checkpoint.mode=full"
 _SELECTIVE = "--activation_checkpoint.mode=selective"
-_SHORT = "--training.seq_len=8192"
+_SHORT, _MIDDLE = "--training.seq_len=8192", "--training.seq_len=32768"
 _DEBUG = ("--model.flavor=debugmodel", _SHORT)
 _TP2 = (f"{_P}tensor_parallel_degree=2",)
 _HYBRID = f"{_CP}hybrid_degrees=4 2"
@@ -168,17 +168,17 @@ def jobs() -> Iterator[Job]:
     yield Job("ring 8, documents", 8, 0, _cp(8, "ring", _DOCUMENTS, f"{_CP}load_balancer=balanced"), steps=2)
     yield Job("all_to_all 8, documents", 8, 4, _cp(8, "all_to_all", _DOCUMENTS), memory=True)
     yield Job("auto 8, documents", 8, 4, _cp(8, "auto", _DOCUMENTS))
-    yield Job("HSDP 2 x cp 4", 8, 7, (*_cp(4), f"{_P}data_parallel_replicate_degree=2"))
-    yield Job("FSDP 2 x cp 4, selective", 8, 1, _cp(4, "ring", _SELECTIVE))
+    yield Job("HSDP 2 x cp 4", 8, 7, (_MIDDLE, *_cp(4), f"{_P}data_parallel_replicate_degree=2"))
+    yield Job("FSDP 2 x cp 4, selective", 8, 1, _cp(4, "ring", _SELECTIVE, _MIDDLE))
     every_second = "--activation_checkpoint.selective_ac_option=2"
-    yield Job("FSDP 4 x cp 2, every second layer", 8, 6, _cp(2, "ring", _SELECTIVE, every_second))
-    yield Job("tp 2 x cp 4", 8, 3, (*_cp(4), f"{_P}tensor_parallel_degree=2"))
+    yield Job("FSDP 4 x cp 2, every second layer", 8, 6, _cp(2, "ring", _SELECTIVE, every_second, _MIDDLE))
+    yield Job("tp 2 x cp 4", 8, 3, (_MIDDLE, *_cp(4), f"{_P}tensor_parallel_degree=2"))
     yield Job("tp 4 x FSDP 2", 8, 3, (_SHORT, f"{_P}tensor_parallel_degree=4"))
     for rank in (0, 3, 7):
-        yield Job(f"pp 2 x cp 4, rank {rank}", 8, rank, (*_cp(4), *_pipeline(2)), layers=4)
+        yield Job(f"pp 2 x cp 4, rank {rank}", 8, rank, (_MIDDLE, *_cp(4), *_pipeline(2)), layers=4)
     yield Job("pp 4, zero bubble, middle stage", 4, 2, (_SHORT, *_pipeline(4, "InterleavedZeroBubble")), layers=8)
     yield Job("window and sinks", 8, 2, _cp(8, "ring", "--model.sliding_window=4096", "--model.attention_sinks=true"))
-    yield Job("short convolution", 4, 1, _cp(4, "ring", "--model.short_conv_kernel=4"))
+    yield Job("short convolution", 4, 1, _cp(4, "ring", _MIDDLE, "--model.short_conv_kernel=4"))
     yield Job("LoRA", 8, 1, _cp(4, "all_to_all"), lora=16, memory=True)
     yield Job("CPU offload", 4, 1, (*_DEBUG, *_cp(2), "--training.enable_cpu_offload=true"))
     yield Job("accumulation, replicas", 4, 1, (_SHORT, f"{_P}data_parallel_replicate_degree=4", *_batch(8)))
@@ -188,9 +188,11 @@ def jobs() -> Iterator[Job]:
     yield Job("1M tokens, 8", 8, 2, _cp(8, "all_to_all", _MILLION, _FULL), memory=True)
     yield Job("FSDP 8 x cp 8", 64, 63, _cp(8))
     compiled = ("--compile.enable=true", "--compile.backend=aot_eager")
-    yield Job("compiled, tp 2 x all_to_all 2, documents", 4, 1, (*_TP2, *_cp(2, "all_to_all", _DOCUMENTS), *compiled))
+    yield Job(
+        "compiled, tp 2 x all_to_all 2, documents", 4, 1, (_MIDDLE, *_TP2, *_cp(2, "all_to_all", _DOCUMENTS), *compiled)
+    )
     budget = ("--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.5")
-    yield Job("compiled, memory budget", 4, 0, (*_cp(2, "all_to_all"), *compiled, *budget))
+    yield Job("compiled, memory budget", 4, 0, (_MIDDLE, *_cp(2, "all_to_all"), *compiled, *budget))
     for family, flavor, more in (
         ("qwen2", "7B", ()),
         ("qwen3", "8B", ()),
@@ -208,7 +210,7 @@ def jobs() -> Iterator[Job]:
 
 
 def _pipeline(degree: int, schedule: str = "1F1B") -> tuple[str, ...]:
-    micro = ("--training.local_batch_size=4", "--training.global_batch_size=-1")
+    micro = (f"--training.local_batch_size={degree}", "--training.global_batch_size=-1")  # a sequence a micro-batch
     return f"{_P}pipeline_parallel_degree={degree}", f"{_P}pipeline_parallel_schedule={schedule}", *micro
 
 
