@@ -228,7 +228,7 @@ GRADIENTS = (
         "trainer/components/metrics.py",
         "data.state_dict(), self.data_seconds, ended)",
         "data._loader.state_dict(), self.data_seconds, ended)",
-        "tests/distributed/test_late_read.py",
+        "tests/unit/test_data_ahead.py::test_a_record_has_the_position_of_the_batches_that_were_taken",
     ),
     Mutant(
         "data are made one step ahead of a late read",

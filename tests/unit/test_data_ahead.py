@@ -1,9 +1,12 @@
 """Law: batches that are made ahead change nothing that is seen: order, position, state, and when an error is raised."""
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from trainer.components.metrics import MetricsLogger
 from trainer.data.ahead import BatchesAhead
 
 
@@ -75,3 +78,17 @@ def test_an_error_waits_for_the_step_that_needs_the_batch() -> None:
     assert data.state_dict() == {0: {"place": 4}}, "what was trained until then can be saved"
     with pytest.raises(OSError, match="the file is gone"):
         data.take()
+
+
+def test_a_record_has_the_position_of_the_batches_that_were_taken() -> None:
+    """A step is logged during a later one: its record has its own position, not that of batches made since."""
+    data = ahead()
+    data.take()
+    data.make()
+    given = {"due": lambda _step: True, "dims": {"cp": SimpleNamespace(size=lambda: 1)}, "data_seconds": 0.0}
+    metrics = SimpleNamespace(**given, device=torch.device("cpu"))
+    sums, counts = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
+    record = MetricsLogger.record(metrics, 1, sums, counts, [{"padding": 3}], lr=0.1, data=data, late=True)
+    assert record.positions == {0: {"place": 2}}
+    assert record.epoch == 0.2
+    assert record.padding == 3
