@@ -7,6 +7,7 @@ python -m tests.fake_cuda --only "ring 8"   # some rows, whole
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,16 +22,25 @@ Found = dict[str, dict[str, Any]]
 
 
 def run(folder: Path, *arguments: str) -> Found:
-    """Build the shim in a folder, and return what `rows.py` finds in a process that has it.
+    """Build the shim in a folder, and return what `rows.py` finds in processes that have it, one for each core of two.
 
     Raises:
-        subprocess.CalledProcessError: the compiler or the process failed.
+        subprocess.CalledProcessError: the compiler or a process failed.
     """
+    environment, root = shim.environment(shim.build(folder)), Path(__file__).resolve().parents[2]
+    parts = min(os.cpu_count() or 1, 2)
     command = [sys.executable, "-m", "tests.fake_cuda.rows", *arguments]
-    environment = shim.environment(shim.build(folder))
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout)
+    started = [
+        subprocess.Popen([*command, "--shard", f"{part}/{parts}"], env=environment, cwd=root, stdout=subprocess.PIPE)
+        for part in range(parts)
+    ]
+    found: Found = {}
+    for process in started:
+        output, _ = process.communicate()
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+        found |= json.loads(output)
+    return found
 
 
 def expected() -> Found:

@@ -24,7 +24,7 @@ of_pinned = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What one process finds for all rows."""
+    """What is found for all rows."""
     return run(tmp_path_factory.mktemp("fake_cuda"))
 
 
