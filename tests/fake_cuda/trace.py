@@ -59,12 +59,6 @@ class Events:
     all: tuple[Event, ...]
     peak: dict[int, int]
     peak_at: dict[int, str]
-    states: int
-    """Bytes alive before the last step: weights and optimizer state."""
-
-    def of(self, *, step: int, kind: str, place: str | None = None) -> list[Event]:
-        """Return the events of a step of one kind."""
-        return [e for e in self.all if e.step == step and e.kind == kind and place in (None, e.place)]
 
     def layer(self, step: int, operator: str) -> list[Event]:
         """Return the events of a layer: from one run of an operator to the next one, the first two of a step."""
@@ -113,18 +107,18 @@ class Recorder:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._place, self._step, self._states = "", 0, 0
+        self._place, self._step = "", 0
         self._live, self._peak, self._at = 0, Counter(), {}
         self._execution: Execution | None = None
         self._paused = False
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def start(self, step: int) -> None:
-        self._step, self._states = step, self._live
+        self._step = step
         self._peak[step] = self._live
 
     def events(self) -> Events:
-        return Events(tuple(self._events), dict(self._peak), dict(self._at), self._states)
+        return Events(tuple(self._events), dict(self._peak), dict(self._at))
 
     def inside(self, operator: str) -> list[Event]:
         """Return the events in runs of an operator."""

@@ -251,7 +251,7 @@ def test_when_the_loss_is_computed_in_chunks() -> None:
     few = [replace(job, model=large.model) for job in few]
     assert [job.loss_chunk[0] for job in few] == [0, 2560]
     assert few[0].loss_chunk[1] == "auto: 768 tokens have few logits"
-    assert rank_memory(few[1]).logits == 4 * 100_000 * (2 * 769 + 256)
+    assert rank_memory(few[1]).logits == 4 * 100_000 * (769 + 256)
     assert job_of("--training.loss_chunk_tokens=7").loss_chunk == (7, "")
     gathered = job_of(f"{P}tensor_parallel_degree=2", f"{P}disable_loss_parallel", ranks=2)
     float8 = job_of("--float8.enable", "--float8.filter_fqns=wk")

@@ -167,10 +167,8 @@ def _logits(job: "ResolvedJob", tokens: int, compute: int) -> int:
     """Return the bytes of the logits of so many tokens, or in chunks of one, and the sum of the weight's gradient."""
     vocabulary, dim = job.model.linear_shapes(job.degrees.tp)["output"]
     if chunk := job.loss_chunk_tokens:
-        # Logits beside their logarithms; the sum of the gradient, in half precision beside its rounded copy.
-        precise = max(compute, 4)
-        of_chunk, of_weight = compute + precise, precise + (compute if compute < precise else 0)
-        return vocabulary * (of_chunk * min(chunk, tokens) + of_weight * dim)
+        # In half precision the logits beside their float32 logarithms, and the float32 sum beside its rounded copy.
+        return (compute if compute >= 4 else compute + 4) * vocabulary * (min(chunk, tokens) + dim)
     # Eager: the float32 logits beside their logarithms, later beside their gradient.
     return 2 * (compute if job.compilation.loss else max(compute, 4)) * tokens * vocabulary
 

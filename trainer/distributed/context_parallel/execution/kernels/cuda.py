@@ -158,16 +158,13 @@ class Varlen(_Aten):
 
         given: all rows, out and lse over all keys.
         """
-        dout, q, k, v, out, lse = given
-        batch, size = q.shape[0], q.shape[3]
-        gathered = ((dout.to(q.dtype), launch.q), (q, launch.q), (k, launch.kv), (v, launch.kv))
+        q = given.q
         grads = self._ops._flash_attention_backward(
-            *(_gathered(x, spans) for x, spans in gathered), _gathered(out.to(q.dtype), launch.q),
-            _gathered_rows(lse, launch.q).t().contiguous(), *_shape(launch, batch, q.device),
-            0.0, launch.kind[0] is Relation.CAUSAL, *_random_state(torch.uint64, q.device), scale=scale,
+            *_gathered_inputs(given, launch), *_shape(launch, q.shape[0], q.device), 0.0,
+            launch.kind[0] is Relation.CAUSAL, *_random_state(torch.uint64, q.device), scale=scale,
             **_window(*launch.kind),
         )  # fmt: skip
-        return tuple(_by_sequence(x, batch, size) for x in grads)
+        return tuple(_by_sequence(x, q.shape[0], q.shape[3]) for x in grads)
 
 
 class CudnnVarlen(Varlen):
@@ -189,7 +186,7 @@ class CudnnVarlen(Varlen):
         batch, size = q.shape[0], q.shape[3]
         out, lse, *_ = self._ops._cudnn_attention_forward(
             _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv), None,
-            *_few_shapes(launch, batch, q.device), True, 0.0, self._is_causal(launch), False, scale=scale,
+            *_few_shapes(launch, batch, q.device), True, 0.0, _is_causal(launch), False, scale=scale,
         )  # fmt: skip
         return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
@@ -197,22 +194,12 @@ class CudnnVarlen(Varlen):
         self, given: BackwardInputs, launch: Launch, *, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk and dv of a launch, as `Varlen` does."""
-        dout, q, k, v, out, lse = given
-        batch, size = q.shape[0], q.shape[3]
-        gathered = ((dout.to(q.dtype), launch.q), (q, launch.q), (k, launch.kv), (v, launch.kv))
+        q = given.q
         grads = self._ops._cudnn_attention_backward(
-            *(_gathered(x, spans) for x, spans in gathered), _gathered(out.to(q.dtype), launch.q),
-            _gathered_rows(lse, launch.q).t().contiguous(), *_random_state(torch.int64, q.device), None,
-            *_few_shapes(launch, batch, q.device), 0.0, self._is_causal(launch), scale=scale,
+            *_gathered_inputs(given, launch), *_random_state(torch.int64, q.device), None,
+            *_few_shapes(launch, q.shape[0], q.device), 0.0, _is_causal(launch), scale=scale,
         )  # fmt: skip
-        return tuple(_by_sequence(x, batch, size) for x in grads)
-
-    @staticmethod
-    def _is_causal(launch: Launch) -> bool:
-        relation = launch.kind[0]
-        for call in launch.calls:
-            _check_square(relation, *(stop - start for start, stop in (call.q, call.kv)))
-        return relation is Relation.CAUSAL
+        return tuple(_by_sequence(x, q.shape[0], q.shape[3]) for x in grads)
 
 
 _CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left
@@ -225,6 +212,14 @@ def _check_square(relation: Relation, n: int, m: int) -> None:
             f"cuDNN's attention cannot do {relation.value} of {n} queries and {m} keys, only the diagonal of a "
             "square; use another context_parallel_kernel"
         )
+
+
+@lru_cache(maxsize=64)  # every layer has the same launches, of hundreds of calls
+def _is_causal(launch: Launch) -> bool:
+    relation = launch.kind[0]
+    for call in launch.calls:
+        _check_square(relation, *(stop - start for start, stop in (call.q, call.kv)))
+    return relation is Relation.CAUSAL
 
 
 # ---- layouts
@@ -318,6 +313,14 @@ def _takes_empty() -> bool:
 def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
     """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and of each sequence span after span."""
     return _aligned(padded(_gathered_rows(x, spans), 8))
+
+
+def _gathered_inputs(given: BackwardInputs, launch: Launch) -> tuple[torch.Tensor, ...]:
+    """Return dout, q, k, v, out, (rows, heads, D), and lse, (H, rows), of the calls of a launch."""
+    dout, q, k, v, out, lse = given
+    rows = (_gathered(x.to(q.dtype), launch.q) for x in (dout, q))
+    keys = (_gathered(x, launch.kv) for x in (k, v))
+    return *rows, *keys, _gathered(out.to(q.dtype), launch.q), _gathered_rows(lse, launch.q).t().contiguous()
 
 
 def _gathered_rows(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
