@@ -142,6 +142,7 @@ EFFECTS: dict[str, str | Seen] = {
     "job.config_file": "tests/unit/test_config_loader.py::test_command_line_over_file_over_base_over_defaults",
     "job.dump_folder": Seen("", lambda _, on: {"config.toml", "metrics.jsonl"} <= set(on.files)),
     "job.description": Seen(_MANY, _more("out", "what-it-is-for")),
+    "job.imports": "tests/unit/test_extensions.py::test_a_model_and_a_table_come_from_the_folder_of_the_command",
     "job.device": "tests/unit/test_devices.py::test_the_device_that_is_asked_for",
     "job.max_minutes": Seen("--job.max_minutes=1e-6", _becomes("logged", [1, 2, 3], [1])),
     # ---- profiling
@@ -230,14 +231,12 @@ EFFECTS: dict[str, str | Seen] = {
     "training.on_bad_record": "tests/distributed/test_bad_data.py::test_a_bad_record_stops_or_is_left_out",
     "training.local_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs[0]), len(on.inputs[0])) == (2, 4)),
     "training.global_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs), len(on.inputs)) == (1, 3)),
-    "fields.lead": "tests/unit/test_field_data.py::test_a_batch_has_the_part_of_frames_and_those_after_the_lead",
-    "fields.held_out": (
-        "tests/unit/test_field_data.py::test_an_epoch_has_every_training_sample_once_and_the_next_in_another_order"
-    ),
     "parallelism.domain_parallel_degrees": (
-        "tests/distributed/test_field_parity.py::test_every_layout_trains_as_one_process"
+        "examples/fields/tests/test_parity.py::test_every_layout_trains_as_one_process"
     ),
-    "parallelism.domain_parallel_rows": "tests/unit/test_field_jobs.py::test_the_summary_says_how_fields_are_divided",
+    "parallelism.domain_parallel_rows": (
+        "examples/fields/tests/test_jobs.py::test_the_summary_says_how_fields_are_divided"
+    ),
     "training.seq_len": Seen(_SHAPE, lambda off, on: (len(off.inputs[0][0]), len(on.inputs[0][0])) == (16, 24)),
     "training.balance": "tests/distributed/test_balance.py::test_every_document_with_a_label_is_somewhere_once",
     "training.attention_mask": Seen(

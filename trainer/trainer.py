@@ -105,12 +105,11 @@ class Trainer:
             lr_scheduler=self.lr_scheduler,
             loader=self.data,
         )
-        validates = config.validation.enable and not config.trains_fields
-        self.validation = self.build_validation() if validates else None
+        self.validation = self.build_validation() if job.validates else None
         self._validation_compiles = job.compilation.any
         self.start_step, tokens_before = self.checkpoint.load()
         names, shape = config.mixture.names, (config.training.seq_len, self.dims, device)
-        self.by_source = SourceLosses(names, *shape) if names and not config.trains_fields else None
+        self.by_source = SourceLosses(names, *shape) if names else None
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
 
     def build_task(self) -> Task:
@@ -159,14 +158,13 @@ class Trainer:
 
     def _prepare_machine(self) -> None:
         """Check that this machine can run the job, and save the configuration."""
-        _ = self.job.kernel  # refuses a kernel that cannot run here
         check_compiler(self.job.compilation, self.device)
         check_float8_machine(
             self.config.float8, self.device, norms_have_parameters=self.job.model.norms_have_parameters
         )
         check_memory_snapshot(self.config.profiling, self.device)
         if self.dims.rank("world") == 0:
-            save_configuration(self.config)
+            save_configuration(self.job.given)
 
     def train(self) -> None:
         """Train until `training.steps`, `job.max_minutes` or a signal, and save the last step.

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from examples.fields.nat import NAT
+from examples.fields.nat_args import FLAVORS as NAT_FLAVORS
+from examples.fields.unet import UNet
+from examples.fields.unet_args import FLAVORS as UNET_FLAVORS
 from scripts.benchmarks.teams import PeakBytes, Times
 from trainer.distributed.domain_parallel.domain import Domain, balanced
 from trainer.distributed.domain_parallel.modules import parallelize
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.sharding import exchange
-from trainer.models.nat.args import FLAVORS as NAT_FLAVORS
-from trainer.models.nat.model import NAT
-from trainer.models.unet.args import FLAVORS as UNET_FLAVORS
-from trainer.models.unet.model import UNet
 
 FLAVORS = {"unet": UNET_FLAVORS, "nat": NAT_FLAVORS}
 _MODELS = {"unet": UNet, "nat": NAT}

@@ -156,7 +156,6 @@ def _serve(connection: Connection, device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(tempfile.gettempdir())
     from tests.distributed.harness import FAMILY_FLAVORS, TEST_FLAVORS
-    from tests.toy_family.args import FLAVORS as TOY_FLAVORS
     from trainer.models.llama3.args import FLAVORS
     from trainer.models.registry import MODELS
     from trainer.runtime.process_group import is_peer_failure
@@ -164,7 +163,6 @@ def _serve(connection: Connection, device: str) -> None:
     FLAVORS.update(TEST_FLAVORS)
     for family, flavors in FAMILY_FLAVORS.items():
         MODELS[family][0].update(flavors)
-    MODELS["toy"] = (TOY_FLAVORS, "tests.toy_family.spec")
     torch.set_num_threads(1)
     faulthandler.enable()
     gc.freeze()  # a collection after each case would look at all that is imported

@@ -242,7 +242,7 @@ def settings_case() -> tuple[dict[str, bool], bool, float]:
         "--compile.backend=inductor",
     ]
     config = parse_command_line([*words, "--float8.enable", "--float8.recipe_name=rowwise"]).config
-    compilation = resolve_compilation(config, splits_backward=True, planned_attention=False)
+    compilation = resolve_compilation(config, fixed_shapes=False, splits_backward=True, planned_attention=False)
     with mock.patch.object(torch, "compile") as compile_:
         compiling.compiled_loss(max, compilation)
     functorch = torch._functorch.config

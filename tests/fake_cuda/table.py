@@ -7,9 +7,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from unittest import mock
 
+from examples.fields.tests.drifting import write_drifting_fields
 from tests.covering import Row, covering_array
 from tests.fake_cuda.machine import Gpu
-from tests.field_files import write_drifting_fields
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
 from trainer.models.registry import MODELS
@@ -219,7 +219,7 @@ def _pipeline(degree: int, schedule: str = "1F1B") -> tuple[str, ...]:
 
 
 def _fields(family: str, flavor: str) -> tuple[str, ...]:
-    data = ("--training.dataset=fields", f"--training.dataset_path={FIELDS}")
+    data = ("--job.imports=examples.fields", "--training.dataset=fields", f"--training.dataset_path={FIELDS}")
     return f"--model.name={family}", f"--model.flavor={flavor}", *data
 
 

@@ -65,7 +65,7 @@ class TracedTrainer(loop.Trainer):
     """The trainer of one rank, which reads no data and compares nothing with other ranks."""
 
     def build_task(self) -> Task:
-        return super().build_task() if self.config.trains_fields else _Task(self.job, self.dims)
+        return super().build_task() if self.job.task.name != "tokens" else _Task(self.job, self.dims)
 
     def _check_same_batch(self, _batch: Batch) -> None: ...
 

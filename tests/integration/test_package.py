@@ -15,7 +15,7 @@ import pytest
 
 import trainer
 from trainer.commands.main import COMMANDS
-from trainer.config.files import tomllib
+from trainer.config.toml import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _PAIRS = "tests/distributed/test_pairs.py"
 _LAYOUT = "tests/distributed/test_parity.py::test_layout_equals_single_process"
-_FAMILY = "tests/distributed/test_model_family.py"
+_FAMILY = "examples/toy_family/test_model_family.py"
 _LOOP = "tests/distributed/test_loop.py"
 
 _CHUNKS = "tests/unit/test_chunked_loss.py"

@@ -21,7 +21,9 @@ from trainer.models.common.chunked_loss import (
 )
 
 VOCAB, DIM = 37, 8
-EAGER = resolve_compilation(parse_command_line([]).config, splits_backward=False, planned_attention=False)
+EAGER = resolve_compilation(
+    parse_command_line([]).config, fixed_shapes=False, splits_backward=False, planned_attention=False
+)
 
 
 def problem(rows: int, length: int, dtype: torch.dtype, *, missing: float = 0.3) -> tuple[torch.Tensor, ...]:

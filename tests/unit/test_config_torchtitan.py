@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.config.files import tomllib
 from trainer.config.keys import keys_of
 from trainer.config.loader import CommandLine, parse_command_line
 from trainer.config.schema import JobConfig
+from trainer.config.toml import tomllib
 from trainer.config.torchtitan import ABSENT, OLDER, OLDER_VALUES, Absent
 from trainer.job import resolve
 

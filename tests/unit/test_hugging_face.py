@@ -19,11 +19,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from examples.toy_family import spec as toy
+from examples.toy_family.args import FLAVORS
 from scripts.benchmarks.teams import PeakBytes
 from tests.chat_files import chat_folder
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN3, SHAPES, changed, saved
-from tests.toy_family import spec as toy
-from tests.toy_family.args import FLAVORS
 from trainer.checkpoint import hf_reader, hf_writer
 from trainer.checkpoint.hf_reader import HFReader
 from trainer.checkpoint.safetensors import INDEX, SINGLE, plan_files, read_file, read_folder

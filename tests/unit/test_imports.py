@@ -16,8 +16,7 @@ ROOMS = (
         "trainer.models.common.decoder_hf_names",
         *("trainer.models.llama3.args", "trainer.models.qwen3.args", "trainer.models.qwen2.args"),
         *("trainer.models.mistral.args", "trainer.models.qwen3_moe.args", "trainer.models.gpt_oss.args"),
-        *("trainer.models.unet.args", "trainer.models.nat.args"),
-        *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
+        *("trainer.models.registry", "trainer.data.datasets"),
         *("trainer.data.json_lines", "trainer.data.token_files", "trainer.data.file_index", "trainer.data.bad_records"),
         *("trainer.data.hub", "trainer.data.streamed", "trainer.data.token_writer"),
         *("trainer.data.chat", "trainer.data.chat_template", "trainer.data.chat_written", "trainer.data.packing"),
@@ -34,7 +33,7 @@ ROOMS = (
     ("trainer.transforms", "trainer.distributed", "trainer.integrations"),
     ("trainer.models", "trainer.data"),
     ("trainer.components", "trainer.checkpoint", "trainer.tasks"),
-    ("trainer.trainer",),
+    ("trainer.trainer", "trainer.extensions"),
     ("trainer.commands", "trainer.__main__"),
     ("train",),
 )

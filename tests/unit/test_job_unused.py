@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_field_jobs import WITHOUT_TOKENS
+from examples.fields.tests.test_jobs import WITHOUT_TOKENS
 from trainer.config.errors import ConfigError
 from trainer.config.keys import keys_of
 from trainer.config.loader import parse_command_line
@@ -37,7 +37,7 @@ del PRESETS["llama3_8b_lora.toml"]  # it needs weights: test_lora.py
 CONDITIONAL = {key for key, known in keys_of(JobConfig).items() if known.when}
 ALWAYS = {
     *("job.config_file", "job.dump_folder", "job.description", "job.max_minutes"),
-    "job.device",
+    *("job.device", "job.imports"),
     *("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.enable_wandb", "metrics.enable_color_printing"),
     *("model.path", "model.name", "model.flavor", "lr_scheduler.warmup_steps"),
@@ -333,8 +333,8 @@ def test_every_rule_is_tried():
         "checkpoint.initial_load_model_only",
     }
     tried |= {"lr_scheduler.total_steps", "lr_scheduler.decay_ratio"}  # in MORE
-    tried |= {f"fields.{key}" for key in ("lead", "held_out")} | {*WITHOUT_TOKENS}
-    tried |= {f"parallelism.domain_parallel_{key}" for key in ("degrees", "rows")}  # in test_field_jobs.py
+    tried |= {*WITHOUT_TOKENS}
+    tried |= {f"parallelism.domain_parallel_{key}" for key in ("degrees", "rows")}  # in examples/fields
     tried |= {"mixture.paths", "mixture.weights"}  # in test_mixture.py
     assert tried == CONDITIONAL
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from examples.toy_family import spec as toy
+from examples.toy_family.args import FLAVORS
 from tests.hf_decoders import hf_model, in_float64
-from tests.toy_family import spec as toy
-from tests.toy_family.args import FLAVORS
 from trainer.components.generation import KeyValueCache
 from trainer.config.errors import ConfigError
 from trainer.models.common.decoder_args import TransformerArgs

@@ -16,8 +16,9 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.planning import capabilities
 from trainer.job import Degrees, ResolvedJob, attention, resolve
-from trainer.job.memory import check_memory, rank_memory, size_words
+from trainer.job.memory import check_memory, rank_memory
 from trainer.job.mesh_picture import mesh_picture
+from trainer.job.sizes import size_words
 from trainer.job.summary import WIDTH, closing, summary
 from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs
@@ -48,8 +49,7 @@ def test_a_summary_fits_100_columns_for_every_preset(name: str, ranks: int) -> N
     assert max(map(len, summary(job, 80).splitlines())) <= 80
     text = summary(job)
     assert max(map(len, text.splitlines())) <= WIDTH, text
-    about = () if config.trains_fields else ("attention",)
-    for topic in ("model", "data", "step", "mesh", *about, "precision", "recomputed", "checkpoints", "memory"):
+    for topic in ("model", "data", "step", "mesh", "attention", "precision", "recomputed", "checkpoints", "memory"):
         assert re.search(rf"(?m)^{topic} ", text), topic
 
 
@@ -71,9 +71,8 @@ def test_every_decision_has_its_reason() -> None:
 
 
 def test_a_kernel_that_cannot_run_here_is_refused() -> None:
-    job = job_of(f"{P}context_parallel_degree=2", f"{P}context_parallel_kernel=cuda_flash", ranks=2)
     with pytest.raises(ConfigError, match="cannot do tensors on cpu or float32; kernels that can: 'cpu_flash', 'math'"):
-        summary(job)
+        job_of(f"{P}context_parallel_degree=2", f"{P}context_parallel_kernel=cuda_flash", ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +117,9 @@ def test_ragged_cudnn_needs_a_torch_whose_backward_is_right(monkeypatch: pytest.
     for release, refused in (("2.13.0+cpu", True), ("2.11.0", True), ("2.14.0+cu130", False), ("3.0.1", False)):
         for module in (capabilities, attention):
             monkeypatch.setattr(module, "version", lambda _, release=release: release)
-        job = job_of(*words, ranks=2, device="cuda")
         words_of_it = f"needs torch 2.14: in torch {re.escape(release)} its backward"
         with pytest.raises(ConfigError, match=words_of_it) if refused else nullcontext():
-            assert job.kernel == "cudnn_varlen"
+            assert job_of(*words, ranks=2, device="cuda").kernel == "cudnn_varlen"
 
 
 def test_a_deterministic_job_refuses_a_kernel_that_is_not() -> None:

@@ -8,9 +8,14 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.config.schema import Job, JobConfig
 from trainer.config.writable import is_writable, nearest_existing, writable_folder
 from trainer.job import resolve
 from trainer.job.files import check_dump_folder
+
+
+def config_of(folder: str) -> JobConfig:
+    return JobConfig(job=Job(dump_folder=folder))
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def refusal(folder: str) -> str:
     with pytest.raises(ConfigError) as error:
-        check_dump_folder(folder)
+        check_dump_folder(config_of(folder))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -37,7 +42,7 @@ def test_the_suggested_folder_is_accepted(read_only: Path, tmp_path: Path, folde
     assert message.startswith(f"job.dump_folder = {folder!r}: {read_only} is not writable for this user; name a folder")
     suggested = re.search(r"such as '(.*)'$", message)[1]
     assert suggested == str(tmp_path / "home" / "outputs")
-    check_dump_folder(suggested)
+    check_dump_folder(config_of(suggested))
 
 
 def test_without_a_home_the_temporary_folder_is_suggested(read_only: Path, tmp_path: Path, monkeypatch):

@@ -16,7 +16,7 @@ from trainer.commands.finished_run import configuration
 from trainer.config.errors import ConfigError
 from trainer.config.loader import to_toml
 from trainer.config.schema import Checkpoint, Job, JobConfig, Model, Training
-from trainer.job.model import resolve_model
+from trainer.job.tasks import resolve_model
 from trainer.models.hf_config import read_config
 from trainer.models.registry import hf_config, hf_family
 from trainer.runtime.full_disk import full_disk
@@ -37,7 +37,7 @@ def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: 
         ConfigError: there is no such run or step, it is damaged, or transformers does not have its model.
         OSError: the folder cannot be written.
     """
-    config = configuration(run, step, command="convert")
+    config = configuration(run, step, command="lct convert")
     args = resolve_model(config)
     import torch  # when the run is known to be there
 
@@ -68,7 +68,7 @@ def to_peft(run: Path, output: Path, *, step: int) -> None:
         ConfigError: there is no such run or step, it has no adapters, or transformers does not have its model.
         OSError: the folder cannot be written.
     """
-    config = configuration(run, step, command="convert")
+    config = configuration(run, step, command="lct convert")
     if not config.lora.rank:
         raise ConfigError(f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights")
     if (saved := step_to_load(config)) is None:

@@ -74,7 +74,6 @@ def evaluate(wanted: Wanted, job: ResolvedJob, device: "torch.device") -> Findin
     from trainer.tasks.evaluation import Evaluation
     from trainer.tasks.language import LanguageTask
 
-    _ = job.kernel  # refuses a kernel that cannot run here
     model, dims = loaded_model(job, device)
     evaluation = Evaluation(LanguageTask(job, dims), dims, model, rows=wanted.rows)
     settings = {name: getattr(wanted, name) for name in ("seq_len", "dataset", "dataset_path", "sequences", "seed")}

@@ -126,7 +126,7 @@ def checked(argv: list[str]) -> tuple[Wanted, ResolvedJob]:
     """
     args, settings = arguments(argv)
     config, data = text_configuration(
-        args.folder, args.step, command="evaluate", tokenizer=args.tokenizer, settings=settings
+        args.folder, args.step, command="lct evaluate", tokenizer=args.tokenizer, settings=settings
     )
     if (degree := config.parallelism.pipeline_parallel_degree) > 1:
         raise ConfigError(

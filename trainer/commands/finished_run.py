@@ -23,6 +23,8 @@ from trainer.config.schema import (
     Validation,
 )
 from trainer.job import ResolvedJob
+from trainer.job.resolution import on_device
+from trainer.job.tasks import TASKS
 from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.registry import hf_config, hf_family
 
@@ -38,16 +40,18 @@ _KEPT = (
     *("seq_len", "steps", "seed", "data_streams", "dataset_text_field", "token_dtype", "on_bad_record"),
     *("loss_chunk_tokens", "dtype", "mixed_precision_param", "enable_cpu_offload"),
 )
-_TEXT_COMMANDS = ("generate", "evaluate")
+_TEXT_COMMANDS = ("lct generate", "lct evaluate")
 
 
-def configuration(folder: Path, step: int, *, command: str) -> JobConfig:
+def configuration(folder: Path, step: int, *, command: str, task: str = "tokens") -> JobConfig:
     """Return the configuration of the run in `folder`, changed for one device and whole weights.
+
+    command: the one that asks, for messages; task: the one whose runs it is for.
 
     Raises:
         ConfigError: there is no run, no such step, or one of other data than `command` is for.
     """
-    config = _saved(folder, command=command)
+    config = _saved(folder, command=command, task=task)
     # No data are read, and only training on conversations needs their mask.
     data = {"dataset": "python_stdlib", "dataset_path": None} if config.training.dataset == "chat" else {}
     config = replace(
@@ -90,7 +94,7 @@ def text_configuration(
             files = ", ".join(TOKENIZER_FILES)
             raise ConfigError(f"{folder} holds no tokenizer ({files}); name the model's own with --tokenizer")
     else:
-        given = _saved(folder, command=command, settings=[*named, *settings])
+        given = _saved(folder, command=command, task="tokens", settings=[*named, *settings])
         own = Checkpoint(
             True, given.checkpoint.folder, load_step=step, initial_load_path=given.checkpoint.initial_load_path
         )
@@ -113,7 +117,7 @@ def text_configuration(
     return replace(config, **adapted), data
 
 
-def _saved(folder: Path, *, command: str, settings: Sequence[str] = ()) -> JobConfig:
+def _saved(folder: Path, *, command: str, task: str, settings: Sequence[str] = ()) -> JobConfig:
     """Return the configuration that a run has saved, with settings of the command line over it."""
     file = folder / _RUN_FILE
     if not file.is_file():
@@ -122,10 +126,9 @@ def _saved(folder: Path, *, command: str, settings: Sequence[str] = ()) -> JobCo
             f"{folder} holds no run: {file} is missing; give a folder that a run had as job.dump_folder{also}"
         )
     config = parse_command_line(["--job.config_file", str(file), *settings]).config
-    if config.trains_fields != (command == "forecast"):
-        other = "forecast" if config.trains_fields else "generate"
-        what = "fields" if config.trains_fields else "text"
-        raise ConfigError(f"the run in {folder} is about {what}, which `lct {command}` is not for; use `lct {other}`")
+    if config.task != task:
+        found, other = TASKS[config.task], TASKS[config.task].command.format(folder)
+        raise ConfigError(f"the run in {folder} is about {found.data}, which `{command}` is not for; use `{other}`")
     return config
 
 
@@ -165,7 +168,7 @@ def opened_model(job: ResolvedJob) -> "Iterator[tuple[nn.Module, ParallelDims, R
     from trainer.runtime.process_group import Process, process_group
 
     process = Process(0, 0, 1, job.config.job.device)
-    job = job.on(process.device.type)
+    job = on_device(job, process.device.type)
     with process_group(process, job.config.comm):
         yield *loaded_model(job, process.device), job
 

@@ -142,7 +142,7 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
         if not holds:
             raise ConfigError(f"--{name} {getattr(args, name.replace('-', '_'))} must be {rule}")
     ranks = all_ranks(args.ngpu)
-    config, _ = text_configuration(args.folder, args.step, command="generate", tokenizer=args.tokenizer)
+    config, _ = text_configuration(args.folder, args.step, command="lct generate", tokenizer=args.tokenizer)
     length = max(config.training.seq_len // ranks, 1) * ranks
     training = replace(config.training, seq_len=length)
     config = replace(

@@ -38,16 +38,6 @@ COMMANDS = {
         "turn text into files of token ids, which train faster",
         "lct tokenize --path 'data/*.jsonl' --output tokens",
     ),
-    "make-fields": (
-        "make_fields",
-        "make 2-D fields to learn from, by solving equations",
-        "lct make-fields --output fields.zarr",
-    ),
-    "forecast": (
-        "forecast",
-        "predict held-out fields with the weights of a run",
-        "lct forecast outputs/domain_unet --picture forecast.png",
-    ),
     "download-tokenizer": ("download_tokenizer", "download a tokenizer of Llama 3", "lct download-tokenizer"),
 }
 

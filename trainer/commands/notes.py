@@ -6,7 +6,8 @@ from trainer.checkpoint.folder import checkpoint_folder, saved_steps
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.job import ResolvedJob
-from trainer.job.memory import check_memory, rank_memory, size_words
+from trainer.job.memory import check_memory, rank_memory
+from trainer.job.sizes import size_words
 from trainer.runtime.devices import Machine
 
 

@@ -22,6 +22,7 @@ from trainer.commands.start import Start
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
+from trainer.job.resolution import on_device
 from trainer.job.summary import summary
 from trainer.runtime import end_with, folder_held, folders_of, launcher_of
 from trainer.runtime.console import end_live_line, line_width, logger, report, say_waiting, set_up_logging
@@ -98,7 +99,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         if process.device.type != job.device_type:
             expected, found = job.device_type, process.device.type
             logger.info(f"note: this machine has {expected}, and the installed PyTorch uses {found}: so does the run")
-        job = job.on(process.device.type)
+        job = on_device(job, process.device.type)
     except ConfigError as error:
         if process.rank == 0:  # every rank has the same error
             report(f"error: {error}")

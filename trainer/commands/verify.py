@@ -17,7 +17,7 @@ from trainer.checkpoint.remote import Place, is_remote, place_of, reason_of
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.job.model import resolve_model
+from trainer.job.tasks import resolve_model
 from trainer.models.args import ModelArgs
 
 _RUN_FILE = "config.toml"

@@ -45,8 +45,7 @@ class StepMetrics:
 
     step: int
     loss: float
-    """Mean over the step of the cross entropy of tokens that have a label, or of squared errors of fields; without
-    auxiliary losses."""
+    """Mean over the step of the losses of positions that have a target, without auxiliary losses."""
     loss_max: float
     """Largest mean loss of one sequence of the step."""
     grad_norm: float
@@ -55,7 +54,7 @@ class StepMetrics:
     seconds_per_step: float
     """Time of one step on the slowest rank, mean over the steps since the last logged one."""
     tokens_per_second: float
-    """Speed of the whole job since the last logged step; each token of a sequence, or point of a field, counts once."""
+    """Speed of the whole job since the last logged step; each token of a sequence counts once."""
     tokens_per_second_per_device: float
     tflops: float
     """Model TFLOP/s per device, full attention counted."""
@@ -163,7 +162,7 @@ class MetricsLogger:
         beside = flops_beside(job.config, job.model)
         self.flops_per_token = tuple(flops + beside for flops in job.model.flops_per_token(job.positions))
         self.tokens_per_step = job.sequences_per_step * job.positions
-        self.position = "pts" if job.model.task == "fields" else "tok"
+        self.position = job.task.position
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         self._validation: list[JsonLines] = []

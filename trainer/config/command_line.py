@@ -35,7 +35,7 @@ def read_options(argv: list[str], schema: type, problems: Problems) -> Options:
     """Return the options of `argv`; wrong ones go to `problems`. The last counts if an option is given twice."""
     read = Options()
     with problems.collected():
-        for token, words in _split(argv):
+        for token, words in split(argv):
             if token in _HELP:
                 read.help = [*(read.help or []), *words]
                 continue
@@ -64,7 +64,7 @@ def _read_option(token: str, words: list[str], schema: type, read: Options) -> N
     read.values[name] = value
 
 
-def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
+def split(argv: list[str]) -> list[tuple[str, list[str]]]:
     """Return each option with the words up to the next option; the value of `--key=value` is a word, too."""
     options: list[tuple[str, list[str]]] = []
     for token in argv:

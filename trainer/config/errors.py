@@ -1,9 +1,13 @@
 """The exception for wrong settings and inputs. `train.py` prints it and exits with code 2."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 from trainer.config.spelling import nearest
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ConfigError(ValueError):
@@ -18,14 +22,18 @@ class SharedConfigError(ConfigError):
 
 
 class MissingFile(ConfigError):
-    """An input that is not on this machine. A check for other machines tells it, and goes on."""
+    """An input that is not on this machine. `lct check` for another machine reports it and continues."""
 
 
 class Problems:
-    """Errors that are told together, so that a user does not meet them one after the other."""
+    """Errors that are reported together, so that a user does not meet them one after the other.
 
-    def __init__(self) -> None:
-        self._found: list[str] = []
+    missing: takes the messages of `MissingFile`, which are then no errors.
+    """
+
+    def __init__(self, missing: list[str] | None = None) -> None:
+        self._found: list[ConfigError] = []
+        self._missing = missing
 
     @contextmanager
     def collected(self) -> Iterator[None]:
@@ -33,7 +41,16 @@ class Problems:
         try:
             yield
         except ConfigError as error:
-            self._found.append(str(error))
+            if isinstance(error, MissingFile) and self._missing is not None:
+                self._missing.append(str(error))
+            elif str(error) not in map(str, self._found):
+                self._found.append(error)
+
+    def check(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Return what the function returns, or None if it raises an error, which is kept for `raise_all`."""
+        with self.collected():
+            return function(*args, **kwargs)
+        return None
 
     def raise_all(self) -> None:
         """Raise the errors that were collected, if any.
@@ -42,9 +59,10 @@ class Problems:
             ConfigError: the only error, or all of them.
         """
         if len(self._found) == 1:
-            raise ConfigError(self._found[0])
+            raise self._found[0]
         if self._found:
-            raise ConfigError("\n  ".join([f"{len(self._found)} settings are wrong:", *self._found]))
+            lines = [f"{len(self._found)} settings are wrong:", *map(str, self._found)]
+            raise ConfigError("\n  ".join(lines))
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -1,20 +1,15 @@
 """Read TOML files and their bases as typed settings."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.legacy import Settings, accepted_keys, rewrite, todays_value
-from trainer.config.presets import found_or_preset, missing_file_hint
+from trainer.config.presets import found_or_preset
+from trainer.config.toml import load_toml
 from trainer.config.unknown import unknown_key, unknown_table
 from trainer.config.values import from_toml, shown
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def read_file(path: Path, schema: type, problems: Problems, chain: tuple[Path, ...] = ()) -> Settings:
@@ -28,7 +23,7 @@ def read_file(path: Path, schema: type, problems: Problems, chain: tuple[Path, .
     if path.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(str(file) for file in (*chain, path))
         raise ConfigError(f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base")
-    content = _load_toml(path, chain)
+    content = load_toml(path, chain)
     base, below = content.pop("base", None), Settings()
     if base is not None and not isinstance(base, str):
         raise ConfigError(f'base = {shown(base)} (in {path}) must be one file name, such as base = "llama3_8b.toml"')
@@ -38,24 +33,6 @@ def read_file(path: Path, schema: type, problems: Problems, chain: tuple[Path, .
     if base is not None:
         below = read_file(found_or_preset(path.parent / base, base), schema, problems, (*chain, path))
     return own.over(below)
-
-
-def _load_toml(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    asked = f"base = {str(path)!r} (in {chain[-1]})" if chain else f"job.config_file = {str(path)!r}"
-    text = ""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a byte-order mark
-        return tomllib.loads(text)
-    except FileNotFoundError:
-        raise ConfigError(f"{asked} does not exist; {missing_file_hint(path)}") from None
-    except tomllib.TOMLDecodeError as error:
-        reason = str(error).replace("at end of document", f"at line {len(text.splitlines())}, the end")
-        raise ConfigError(f'{path} is not valid TOML: {reason}; a line is key = value, strings in "quotes"') from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: byte {error.start} is not UTF-8; save it as UTF-8") from None
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{asked} cannot be read ({reason}); give a readable .toml file") from None
 
 
 def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems) -> Settings:

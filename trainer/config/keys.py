@@ -74,7 +74,11 @@ def unless(key: str, value: object, why: str = "", remedy: str = "") -> Conditio
     return Condition(lambda config, _: attrgetter(key)(config) != value, f"with {key} = {value!r}{why}", remedy)
 
 
-TOKENS = Condition(lambda config, _: not config.trains_fields, "with training.dataset = 'fields', which has no tokens")
+TOKENS = Condition(
+    lambda config, _: config.task == "tokens",
+    "with training.dataset = {0.training.dataset!r}, which has no tokens",
+    general="with data that are no tokens",
+)
 
 
 @dataclass(frozen=True)

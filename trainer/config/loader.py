@@ -5,17 +5,20 @@ are merged. All wrong settings of all sources are told at once.
 """
 
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from trainer.config.command_line import COMMAND_LINE, Options, read_options
+from trainer.config.command_line import COMMAND_LINE, Options, read_options, split
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.files import read_file
 from trainer.config.help import help_text
+from trainer.config.imports import import_packages, imports_of
 from trainer.config.keys import keys_of
 from trainer.config.legacy import Settings, check_absent, rewrite
 from trainer.config.presets import found_or_preset
+from trainer.config.registry import with_tables
 from trainer.config.schema import JobConfig
 
 
@@ -34,9 +37,14 @@ def parse_command_line(argv: list[str], schema: type[JobConfig] = JobConfig) -> 
     """Return the configuration of `argv` (without the program's name) and the files it names; --help exits with 0.
 
     Raises:
-        ConfigError: an unknown table or key, a value of the wrong type, a file that is missing or not TOML.
+        ConfigError: a package of job.imports that cannot be imported, an unknown table or key, a value of the wrong
+            type, a file that is missing or not TOML.
     """
-    problems = Problems()
+    problems, imports = Problems(), []
+    with suppress(ConfigError):  # `read_options` finds it again
+        imports = imports_of(split(argv))
+    import_packages(imports)
+    schema = with_tables(schema, imports)
     options = read_options(argv, schema, problems)
     if options.help is not None:
         print(help_text(schema, min(shutil.get_terminal_size().columns, 120), options.help))

@@ -64,11 +64,11 @@ _FREED_WITH_PP = Condition(
     "leave it out, or use 'always'",
     general="in a pipeline unless fsdp_reshard_after_forward = 'always'",
 )
-_FIELD_AXES = Condition(
-    lambda config, _: config.trains_fields,
+_AXES = Condition(
+    lambda config, _: config.task != "tokens",
     "on tokens (training.dataset = {0.training.dataset!r})",
     "use parallelism.context_parallel_degree, which divides sequences",
-    general="without training.dataset = 'fields'",
+    general="on tokens",
 )
 _WITH_DOMAIN = Condition(
     lambda _, degrees: bool(degrees.domain),
@@ -108,7 +108,7 @@ class Parallelism:
         "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "cudnn_varlen", "flex"
     ] = key("auto", when=_PLANNED)
     """Kernel of planned attention (CP, documents, windows); auto: by tiles a stage, mask and GPU."""
-    domain_parallel_degrees: tuple[int, ...] = key((), unit="ranks", when=_FIELD_AXES)
+    domain_parallel_degrees: tuple[int, ...] = key((), unit="ranks", when=_AXES)
     """Ranks along the axes of a field, in the place of CP: [2] divides the height, [2, 4] height and width."""
     domain_parallel_rows: tuple[str, ...] = key((), when=_WITH_DOMAIN)
     """Rows of each rank along each of these axes, such as "19,13"; 0 is allowed; none: as even as possible."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.config.checkpoint import SAVING, Checkpoint
-from trainer.config.data import Fields, Mixture
+from trainer.config.data import Mixture
 from trainer.config.keys import (
     AT_LEAST_ONE,
     DECAY,
@@ -27,6 +27,7 @@ from trainer.config.keys import (
     unless,
 )
 from trainer.config.parallelism import DATA_PARALLEL, NO_PIPELINE, Comm, Parallelism
+from trainer.config.registry import TASK_OF_DATASET
 from trainer.config.transforms import ActivationCheckpoint, Compile, Float8, LoRA
 
 TOKENIZER_FILES = ("tokenizer.json", "original/tokenizer.model", "tokenizer.model")
@@ -108,6 +109,8 @@ class Job:
     """A line about the run, printed at the start."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Type of device of all ranks; auto: a GPU a rank where GPUs are visible, else the CPU."""
+    imports: tuple[str, ...] = ()
+    """Python modules of your own, imported first: they add models, data sets, tasks (docs/your_own_model.md)."""
     max_minutes: float | None = key(None, POSITIVE, "minutes", example=60.0)
     """Minutes after which the run stops cleanly, at the end of a step; None: no limit."""
 
@@ -157,7 +160,7 @@ class Model:
     path: str | None = None
     """Folder of a Hugging Face model that gives family, sizes, weights and tokenizer; keys beside it change them."""
     name: str = "llama3"
-    """Model family: llama3, qwen3, qwen3_moe, gpt_oss, qwen2, mistral, or for fields unet or nat."""
+    """Model family: llama3, qwen3, qwen3_moe, gpt_oss, qwen2, mistral, or one of job.imports."""
     flavor: str = "debugmodel"
     """Size, such as debugmodel or 8B, base (unet, nat), or ./folder of a Hugging Face config.json: its sizes alone."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=TOKENS)
@@ -260,9 +263,9 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: str = "python_stdlib"
-    """python_stdlib (Python's own sources), text (a file each), jsonl (a line each), tokens, chat, or fields (zarr)."""
+    """python_stdlib (Python's own sources), text (files), jsonl (lines), tokens, chat, or one of job.imports."""
     dataset_path: str | None = None
-    """File, folder or glob; for tokens what `lct tokenize` made, for fields `lct make-fields`; python_stdlib: none."""
+    """File, folder or glob; for tokens what `lct tokenize` made; python_stdlib: none."""
     dataset_text_field: str = key("text", when=_LINES)
     """Field of a line of jsonl that holds the text."""
     token_dtype: Literal["auto", "uint16", "uint32"] = key("auto", when=_TOKEN_FILES)
@@ -362,7 +365,6 @@ class JobConfig:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     mixture: Mixture = field(default_factory=Mixture)
-    fields: Fields = field(default_factory=Fields)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
@@ -373,9 +375,9 @@ class JobConfig:
     comm: Comm = field(default_factory=Comm)
 
     @property
-    def trains_fields(self) -> bool:
-        """Whether the data are fields on a grid, in the place of tokens."""
-        return self.training.dataset == "fields"
+    def task(self) -> str:
+        """What the data are of: "tokens", or the name of a task that a package has added."""
+        return TASK_OF_DATASET.get(self.training.dataset, "tokens")
 
     @property
     def masks_documents(self) -> bool:

@@ -101,6 +101,9 @@ OLDER: dict[str, Spelling] = {
         _STRINGS,
         _converters,
     ),
+    "experimental.custom_import": Spelling(
+        "job.imports", "a list of one module", str, lambda module: (module,) if module else ()
+    ),
     "optimizer.fused": Spelling(
         "optimizer.implementation",
         'true is `"fused"`, false is `"foreach"`',
@@ -236,7 +239,7 @@ ABSENT: dict[str, Absent] = {
     **_refused("memory_estimation.enabled memory_estimation.enable", False),
     **_refused("activation_checkpoint.determinism_check", "default"),
     **_refused("job.custom_config_module experimental.custom_args_module", "", instead=_OWN_KEYS),
-    **_refused("experimental.custom_import experimental.custom_model_path", "", instead=_OWN_PROGRAM),
+    **_refused("experimental.custom_model_path", "", instead=_OWN_PROGRAM),
     **_refused("metrics.save_for_all_ranks", False, instead=_REDUCED),
     **_refused("metrics.rank_0_only", True, instead=_REDUCED),
     **_refused("optimizer.early_step_in_backward", False, instead=_CLIPPED),

@@ -1,4 +1,4 @@
-"""Text and fields to batches: sources, tokenizer, packing, streams; see docs/data.md. These are the public names."""
+"""Text to batches: sources, tokenizer, packing, streams; see docs/data.md. These are the public names."""
 
 from trainer.lazy import lazy_exports
 
@@ -9,6 +9,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "tokenizer": "Tokenizer open_tokenizer",
         "packing": "IGNORE_INDEX PackedSequence",
         "loader": "BatchLoader",
-        "fields": "FieldLoader FieldSource persistence_error",
     },
 )

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from trainer.config.errors import ConfigError, MissingFile, did_you_mean
+from trainer.config.registry import Registry
 from trainer.config.schema import Training
 from trainer.data.bad_records import BadRecord, Skipping
 from trainer.data.file_index import contents, number_of, unreadable
@@ -72,25 +73,28 @@ class Source:
     endings: tuple[str, ...] = ()
 
 
-DATASETS = {
-    "python_stdlib": Source(lambda *_: list(_python_stdlib()), lambda *_: _python_stdlib()),
-    "text": Source(
-        lambda files, _: TextFiles(tuple(_not_empty(files))), lambda files, _: _checked_texts(files), (".txt",)
-    ),
-    "jsonl": Source(
-        lambda files, how: JsonLines.open(files, lambda line: line.text(how.text_field)),
-        lambda files, how: _checked(files, lambda line: line.text(how.text_field)),
-        (".jsonl",),
-    ),
-    "chat": Source(
-        lambda files, _: JsonLines.open(files, Line.chat), lambda files, _: _checked(files, Line.chat), (".jsonl",)
-    ),
-    "tokens": Source(
-        lambda files, how: open_token_files(files, how.tokenizer_file, how.token_dtype),
-        lambda files, how: token_documents(files, how.tokenizer_file, how.token_dtype),
-        (".idx", ".npy"),
-    ),
-}
+DATASETS: Registry[Source] = Registry(
+    "data set",
+    {
+        "python_stdlib": Source(lambda *_: list(_python_stdlib()), lambda *_: _python_stdlib()),
+        "text": Source(
+            lambda files, _: TextFiles(tuple(_not_empty(files))), lambda files, _: _checked_texts(files), (".txt",)
+        ),
+        "jsonl": Source(
+            lambda files, how: JsonLines.open(files, lambda line: line.text(how.text_field)),
+            lambda files, how: _checked(files, lambda line: line.text(how.text_field)),
+            (".jsonl",),
+        ),
+        "chat": Source(
+            lambda files, _: JsonLines.open(files, Line.chat), lambda files, _: _checked(files, Line.chat), (".jsonl",)
+        ),
+        "tokens": Source(
+            lambda files, how: open_token_files(files, how.tokenizer_file, how.token_dtype),
+            lambda files, how: token_documents(files, how.tokenizer_file, how.token_dtype),
+            (".idx", ".npy"),
+        ),
+    },
+)
 
 
 def ids_of_document(document: str | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

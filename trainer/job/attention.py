@@ -20,7 +20,6 @@ from trainer.distributed.context_parallel.planning.heads import HeadShare, check
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
-from trainer.job.degrees import Degrees
 from trainer.models.args import ModelArgs, has_windows
 
 
@@ -118,12 +117,6 @@ def _tiles_of_a_stage(config: JobConfig, model: ModelArgs, options: ContextParal
     layout, method = options.layout(seq_len, degree), options.method
     plans = [make_plan(layout, mask, method, 0, head_degree=heads) for mask in _layer_masks(model, seq_len)]
     return max(len(stage.tiles) for plan in plans for stage in plan.forward)
-
-
-def with_head_degree(degrees: Degrees, options: ContextParallelOptions | None) -> Degrees:
-    """Return the degrees with `cp_a2a`, the context-parallel ranks of a head group, of the hybrid method."""
-    two_level = options is not None and options.spread.two_level
-    return replace(degrees, cp_a2a=options.head_degree(degrees.cp) if two_level else 1)
 
 
 def batch_chooser(

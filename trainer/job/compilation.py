@@ -24,7 +24,7 @@ class CompileOptions:
     memory_budget: float | None
     """Share of the activations that the compiler may keep; None: no limit."""
     fixed_shapes: bool
-    """Shapes never change: fields. Else the compiler may take numbers that differ between layers for variables."""
+    """Shapes never change. Else the compiler may take numbers that differ between layers for variables."""
     cannot_checkpoint_layers: bool
     """With tensor parallelism and PyTorch's own attention the compiler cannot take over the activation checkpointing of
     whole layers: torch 2.13 would save a mesh as if it were a tensor."""
@@ -45,7 +45,9 @@ class CompileOptions:
         return self.memory_budget == 0
 
 
-def resolve_compilation(config: JobConfig, *, splits_backward: bool, planned_attention: bool) -> CompileOptions:
+def resolve_compilation(
+    config: JobConfig, *, fixed_shapes: bool, splits_backward: bool, planned_attention: bool
+) -> CompileOptions:
     """Return the options of the compiler.
 
     Raises:
@@ -68,10 +70,10 @@ def resolve_compilation(config: JobConfig, *, splits_backward: bool, planned_att
         rounds_as_eager=config.float8.enable and config.float8.recipe_name == "rowwise",
         splits_backward=splits_backward,
         memory_budget=budget,
-        fixed_shapes=config.trains_fields,
+        fixed_shapes=fixed_shapes,
         cannot_checkpoint_layers=cannot_checkpoint_layers,
     )
-    if config.trains_fields and model and activations.mode != "none":
+    if fixed_shapes and model and activations.mode != "none":
         raise ConfigError(
             f"activation_checkpoint.mode = {activations.mode!r} with compile.enable is not handled for "
             f"model.name = {config.model.name!r}; leave one of them out, or compile the loss alone with "

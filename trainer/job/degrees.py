@@ -76,10 +76,11 @@ def resolve_degrees(
     pp: int = 1,
     world_size: int,
     domain: tuple[int, ...] = (),
+    ep: int | None = None,
 ) -> Degrees:
     """Check that the product of the degrees is `world_size`; dp_shard = -1 takes the ranks that the others leave.
 
-    domain: degrees of a field's axes, in the place of `cp`.
+    domain: degrees of a field's axes, in the place of `cp`; ep: see `Degrees`.
 
     Raises:
         ConfigError: a degree below 1, or a product that is not the world size (it names the nearest choices that fit).
@@ -101,7 +102,8 @@ def resolve_degrees(
     resolved = degrees | {"dp_shard": max(1, world_size // others)} if dp_shard == -1 else degrees
     if math.prod(resolved.values()) != world_size:
         raise _wrong_product(degrees, world_size)
-    return Degrees(**resolved | {"cp": math.prod(domain) if domain else cp, "domain": domain}, world_size=world_size)
+    shared = {"cp": math.prod(domain) if domain else cp, "domain": domain, "ep": ep}
+    return Degrees(**resolved | shared, world_size=world_size)
 
 
 def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:

@@ -1,7 +1,6 @@
 """Check experts against the ranks and the rest of the configuration. Torch-free."""
 
 import math
-from dataclasses import replace
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
@@ -11,8 +10,8 @@ from trainer.models.args import ModelArgs, experts_of
 from trainer.models.common.expert_args import ExpertArgs
 
 
-def with_experts(degrees: Degrees, config: JobConfig, args: ModelArgs) -> Degrees:
-    """Return the degrees with that of expert parallelism.
+def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
+    """Check expert parallelism against the model, the ranks and the rest of the configuration.
 
     Raises:
         ConfigError: a degree that does not fit, a key that needs experts without them, or a feature that cannot work
@@ -31,7 +30,7 @@ def with_experts(degrees: Degrees, config: JobConfig, args: ModelArgs) -> Degree
                     f"{key} = {value} is for a model with experts, and model.name = {config.model.name!r} has none; "
                     "leave it out, or use model.name = 'qwen3_moe', say"
                 )
-        return degrees
+        return
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     common = math.gcd(experts.number, ranks)
     if common % ep:
@@ -42,7 +41,6 @@ def with_experts(degrees: Degrees, config: JobConfig, args: ModelArgs) -> Degree
             f"{fitting}"
         )
     _check_features(config)
-    return replace(degrees, ep=ep)
 
 
 def dispatch_bytes(

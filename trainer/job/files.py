@@ -10,12 +10,13 @@ from trainer.models.args import ModelArgs
 from trainer.models.registry import hf_config
 
 
-def check_dump_folder(folder: str) -> None:
+def check_dump_folder(config: JobConfig) -> None:
     """Check that the folder can be created and written to: its nearest existing parent is a writable folder.
 
     Raises:
         ConfigError: it is not.
     """
+    folder = config.job.dump_folder
     if not folder:
         raise ConfigError("job.dump_folder = '' must name a folder, such as './outputs'")
     if is_address(folder):
@@ -35,19 +36,17 @@ def check_dump_folder(folder: str) -> None:
         )
 
 
-def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
-    """Check the table [checkpoint], and the files of the checkpoint that the run would resume from.
+def check_checkpoint_keys(config: JobConfig) -> None:
+    """Check the table [checkpoint] alone.
 
     Raises:
-        ConfigError: a wrong key, or a checkpoint that is missing, damaged or of another run.
+        ConfigError: a wrong key.
     """
     settings = config.checkpoint
     if settings.load_step != -1 and settings.load_step < 1:
         raise ConfigError(f"checkpoint.load_step = {settings.load_step} must be a saved step, or -1 for the latest")
     if not settings.enable:
         return
-    if settings.last_save_in_hf and not config.trains_fields:
-        hf_config(config.model.name).write(model)  # refuses what transformers does not have
     if not settings.folder:
         raise ConfigError("checkpoint.folder = '' must name a folder inside job.dump_folder, such as 'checkpoint'")
     if settings.last_save_in_hf and is_address(settings.folder):
@@ -60,6 +59,19 @@ def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
             f"checkpoint.keep_every = {settings.keep_every} must be a multiple of checkpoint.interval = "
             f"{settings.interval}: other steps have no checkpoint to keep"
         )
+
+
+def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
+    """Check that the model can be saved as configured, and the files of the checkpoint that the run would resume from.
+
+    Raises:
+        ConfigError: a model that transformers lacks, or a checkpoint that is missing, damaged or of another run.
+    """
+    settings = config.checkpoint
+    if not settings.enable:
+        return
+    if settings.last_save_in_hf and config.task == "tokens":
+        hf_config(config.model.name).write(model)  # refuses what transformers does not have
     step = step_to_load(config)
     if step is None and settings.load_only:
         raise ConfigError(

@@ -6,23 +6,20 @@ run. It is refused if the run would not do what the key asks for.
 
 from operator import attrgetter
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, Problems
 from trainer.config.keys import Condition, keys_of
 from trainer.config.schema import JobConfig
 from trainer.config.values import shown
 from trainer.job.degrees import Degrees
 
 
-def check_bounds(config: JobConfig) -> None:
-    """Check every key against its bounds.
-
-    Raises:
-        ConfigError: a value out of bounds.
-    """
+def check_bounds(config: JobConfig, problems: Problems) -> None:
+    """Check every key against its bounds; `problems` takes an error for each value out of bounds."""
     for name, key in keys_of(type(config)).items():
         value = attrgetter(name)(config)
-        if key.bounds is not None and value is not None and not key.bounds.test(value):
-            raise ConfigError(f"{name} = {value!r} must be {key.bounds.words}, such as {key.works!r}")
+        with problems.collected():
+            if key.bounds is not None and value is not None and not key.bounds.test(value):
+                raise ConfigError(f"{name} = {value!r} must be {key.bounds.words}, such as {key.works!r}")
 
 
 def check_effects(config: JobConfig, degrees: Degrees) -> tuple[str, ...]:

@@ -5,57 +5,23 @@ and gathered parameters. What PyTorch, NCCL and the CUDA context take themselves
 """
 
 import math
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from trainer.config.errors import ConfigError
 from trainer.job.lora import adapter_sizes
+from trainer.job.record import ResolvedJob
+from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
 from trainer.models.args import experts_of
-
-if TYPE_CHECKING:
-    from trainer.job.record import ResolvedJob
 
 _LARGEST = 2**42
 """More than any device has, in bytes."""
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of the largest rank at the peak of a step, by what they are for."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    """Parameters of the layers in work, gathered by FSDP, and the gradients of one before they are reduced."""
-    activations: int
-    """Of all layers of the rank until their backward, with what one layer recomputes."""
-    logits: int
-    """Logits and their gradient, of a micro-batch or of a chunk of the loss."""
-    tables: int
-    """Rotary tables and the batch."""
-
-    @property
-    def total(self) -> int:
-        """Return the sum."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-    def words(self) -> str:
-        """Return the parts of at least a hundredth of the total, each with its size."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        named = [f"{name} {size_words(size)}" for name, size in parts.items() if size >= self.total / 100]
-        return ", ".join(named)
-
-
-def rank_memory(job: "ResolvedJob") -> RankMemory:
+def rank_memory(job: ResolvedJob) -> RankMemory:
     """Return an estimate of what the largest rank of the job holds."""
-    if job.model.task == "fields":
-        return _of_fields(job)
-    return max((_of_stage(job, pp_rank) for pp_rank in range(job.degrees.pp)), key=lambda memory: memory.total)
+    return job.task.memory(job)
 
 
-def check_memory(job: "ResolvedJob", available: int | None) -> None:
+def check_memory(job: ResolvedJob, available: int | None) -> None:
     """Check that the exact part of what a rank holds fits. available: bytes of a rank's device; None: not known.
 
     Raises:
@@ -68,7 +34,7 @@ def check_memory(job: "ResolvedJob", available: int | None) -> None:
     if floor > limit:
         has = f"it has {size_words(limit)}" if available else "no device has that"
         training = job.config.training
-        what = "fields" if job.config.trains_fields else f"training.seq_len = {training.seq_len}"
+        what = f"training.seq_len = {training.seq_len}" if job.task.name == "tokens" else f"{job.task.sample}s"
         batch, shorter = "", "a shorter length"
         if training.local_batch_size > 1:
             batch, shorter = f"training.local_batch_size = {training.local_batch_size}, ", "a smaller batch or length"
@@ -79,35 +45,7 @@ def check_memory(job: "ResolvedJob", available: int | None) -> None:
         )
 
 
-def size_words(size: float) -> str:
-    """Return a size in MiB, GiB or TiB with two digits or more."""
-    for unit, power in (("TiB", 40), ("GiB", 30)):
-        if size >= 2**power:
-            return f"{size / 2**power:,.{1 if size < 100 * 2**power else 0}f} {unit}"
-    return f"{size / 2**20:,.{1 if size < 10 * 2**20 else 0}f} MiB"
-
-
-def _of_fields(job: "ResolvedJob") -> RankMemory:
-    degrees, training, model = job.degrees, job.config.training, job.model
-    stored, compute = ITEMSIZE[training.dtype], ITEMSIZE[job.compute_dtype]
-    shards, whole = degrees.dp_shard * degrees.cp, math.ceil(model.n_params() / degrees.tp)
-    local = math.ceil(whole / shards)
-    share = math.prod(
-        max(map(layout.local_length, range(layout.degree))) / layout.length for layout in job.field_layouts
-    )
-    points = training.local_batch_size * share
-    return RankMemory(
-        weights=local * stored,
-        gradients=local * stored,
-        optimizer=2 * local * stored,
-        gathered=0 if shards == 1 else 2 * whole // model.n_layers * (compute + max(compute, 4)),
-        activations=round(points * model.kept_elements() * compute),
-        logits=0,
-        tables=round(2 * points * model.channels * job.positions * max(compute, 4)),
-    )
-
-
-def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
+def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     degrees, training, model = job.degrees, job.config.training, job.model
     stored, compute = ITEMSIZE[training.dtype], ITEMSIZE[job.compute_dtype]
     modules = model.module_names()
@@ -139,7 +77,7 @@ def _of_stage(job: "ResolvedJob", pp_rank: int) -> RankMemory:
     )
 
 
-def _parameters(job: "ResolvedJob") -> dict[str, int]:
+def _parameters(job: ResolvedJob) -> dict[str, int]:
     """Return the parameters of each module that a pipeline can divide, on one tensor-parallel rank."""
     model, tp = job.model, job.degrees.tp
     sizes = _by_module({name: math.prod(shape) for name, shape in model.linear_shapes(tp).items()})
@@ -157,13 +95,13 @@ def _by_module(sizes: dict[str, int]) -> dict[str, int]:
     return sums
 
 
-def _experts(job: "ResolvedJob") -> int:
+def _experts(job: ResolvedJob) -> int:
     """Return the weights of a rank's experts in one layer."""
     experts = experts_of(job.model)
     return 0 if experts is None else experts.number // job.degrees.ep * experts.weights(job.model.dim)
 
 
-def _logits(job: "ResolvedJob", tokens: int, compute: int) -> int:
+def _logits(job: ResolvedJob, tokens: int, compute: int) -> int:
     """Return the bytes of the logits of so many tokens, or in chunks of one, and the sum of the weight's gradient."""
     vocabulary, dim = job.model.linear_shapes(job.degrees.tp)["output"]
     if chunk := job.loss_chunk_tokens:
@@ -173,7 +111,7 @@ def _logits(job: "ResolvedJob", tokens: int, compute: int) -> int:
     return 2 * (compute if job.compilation.loss else max(compute, 4)) * tokens * vocabulary
 
 
-def _passes_in_flight(job: "ResolvedJob") -> int:
+def _passes_in_flight(job: ResolvedJob) -> int:
     """Return how many forwards of a rank wait for their backward at most."""
     if job.pipeline is None:
         return 1
@@ -181,7 +119,7 @@ def _passes_in_flight(job: "ResolvedJob") -> int:
     return passes if job.pipeline.schedule in ("GPipe", "LoopedBFS") else min(passes, job.degrees.pp)
 
 
-def _exchanged(job: "ResolvedJob") -> int:
+def _exchanged(job: ResolvedJob) -> int:
     """Return the elements per token that attention keeps of an exchange of heads, beside q, k, v: outputs, copies."""
     if job.attention is None or not job.attention.keep_exchanged:
         return 0
@@ -189,7 +127,7 @@ def _exchanged(job: "ResolvedJob") -> int:
     return (model.n_heads + 2 * (math.lcm(model.n_kv_heads, degree) - model.n_kv_heads)) * model.head_dim
 
 
-def _kept(job: "ResolvedJob", layers: list[int]) -> int:
+def _kept(job: ResolvedJob, layers: list[int]) -> int:
     """Return the elements per token that these layers keep for the backward, and what one of them recomputes.
 
     Counted with hooks on what autograd saves: inputs of all products, rotated queries and keys, the parts of the gated

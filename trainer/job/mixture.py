@@ -8,7 +8,7 @@ from trainer.data.datasets import DATASETS, Reading, check_source
 
 
 def check_mixture(config: JobConfig) -> None:
-    """Check that each source has a name, a path and a weight, and that their kind of data has files."""
+    """Check that each source has a name, a path, a weight and data, and that their kind of data has files."""
     mixture, training = config.mixture, config.training
     names = list(mixture.names)
     for key in ("paths", "weights"):
@@ -19,7 +19,7 @@ def check_mixture(config: JobConfig) -> None:
                 "one for each source"
             )
     if not names:
-        return
+        return check_data(config)
     wrong = next((name for name in names if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1), None)
     if wrong is not None:
         raise ConfigError(
@@ -41,12 +41,17 @@ def check_mixture(config: JobConfig) -> None:
             "'jsonl', 'tokens' or 'chat', for all sources"
         )
 
-
-def check_mixture_data(config: JobConfig) -> None:
-    """Check the data set of each source, see `check_source`."""
-    training, how = config.training, Reading.of(config.training, config.model.tokenizer_file)
-    for path in config.mixture.paths:
+    how = Reading.of(training, config.model.tokenizer_file)
+    for path in mixture.paths:
         try:
             check_source(training.dataset, path, training.data_streams, how=how)
         except ConfigError as error:
             raise type(error)(str(error).replace("training.dataset_path =", "mixture.paths, of which")) from None
+    return None
+
+
+def check_data(config: JobConfig) -> None:
+    """Check the data set of a run without a mixture, see `check_source`."""
+    training = config.training
+    how = Reading.of(training, config.model.tokenizer_file)
+    check_source(training.dataset, training.dataset_path, training.data_streams, how=how)

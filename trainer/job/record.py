@@ -1,70 +1,57 @@
-"""`ResolvedJob`, the record of all decisions before ranks start, and `resolve`, which makes and checks them."""
+"""`ResolvedJob`, the record of all decisions before ranks start, and `TaskSpec`, which makes those of a task.
+
+`resolution.py` makes and checks them.
+"""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
-from trainer.checkpoint.initial import check_initial_weights
-from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import Reading, check_source
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.pipeline_stages import PipelinePlan
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.job.attention import batch_chooser, kernel_of, resolve_attention, with_head_degree
-from trainer.job.chat import check_chat
-from trainer.job.compilation import CompileOptions, resolve_compilation
-from trainer.job.degrees import Degrees, resolve_degrees
-from trainer.job.experts import with_experts
-from trainer.job.fields import check_samples, resolve_fields
-from trainer.job.files import check_checkpoint, check_dump_folder
-from trainer.job.float8 import check_float8
-from trainer.job.keys import check_bounds, check_effects
-from trainer.job.lora import check_lora
+from trainer.job.attention import batch_chooser
+from trainer.job.compilation import CompileOptions
+from trainer.job.degrees import Degrees
 from trainer.job.loss import loss_chunk
-from trainer.job.mixture import check_mixture, check_mixture_data
-from trainer.job.model import check_tensor_parallel_sizes, resolve_model, with_windows_of_flavor
-from trainer.job.pipeline import resolve_pipeline
-from trainer.job.recompute import check_activation_checkpoint
-from trainer.job.training import (
-    BALANCE_GROWTH,
-    check_balance,
-    check_batch,
-    check_profiling,
-    check_schedule,
-    check_trackers,
-)
-from trainer.job.validation import check_validation, check_validation_data
+from trainer.job.sizes import RankMemory
+from trainer.job.training import BALANCE_GROWTH
 from trainer.models.args import ModelArgs
-from trainer.models.registry import from_path
 
 
 @dataclass(frozen=True)
 class ResolvedJob:
     """One configuration on a number of ranks of one type of device, with every decision."""
 
+    given: JobConfig
+    """As the user wrote it. A run saves it, and a resumed run decides again, for its own ranks."""
     config: JobConfig
+    """The same with a decision in the place of each "auto" that can be decided before ranks start."""
     degrees: Degrees
     device_type: str
     """'cuda' or 'cpu'."""
+    task: "TaskSpec"
     model: ModelArgs
+    compilation: CompileOptions
+    notes: tuple[str, ...]
+    """A line for each reason why some keys that are set have no effect."""
+    pipeline: PipelinePlan | None
     attention: ContextParallelOptions | None
     """Options of planned attention; None: plain causal attention on one rank."""
     attention_reason: str
     """Why `auto` chose its method; empty if the configuration names one."""
-    field_layouts: tuple[AxisLayout, ...]
-    """Which rank has which rows of each axis of a field that is sharded; none for tokens."""
-    pipeline: PipelinePlan | None
-    compilation: CompileOptions
-    notes: tuple[str, ...]
-    """A line for each reason why some keys that are set have no effect."""
+    kernel: str
+    """The kernel of planned attention, in words; empty without a plan."""
+    details: Any
+    """What else the task decided, for the task alone."""
 
     @property
     def compute_dtype(self) -> str:
         """Name of the data type in which the model computes."""
-        return self.config.training.compute_dtype(self.device_type)
+        return self.config.training.mixed_precision_param
 
     @property
     def micro_batches(self) -> int:
@@ -74,8 +61,13 @@ class ResolvedJob:
 
     @property
     def balances(self) -> bool:
-        """Whether the documents of a step are dealt over the data-parallel ranks."""
+        """Whether the documents of a step are assigned anew to the data-parallel ranks, for equal work."""
         return self.config.training.balance == "step" and self.degrees.dp > 1
+
+    @property
+    def validates(self) -> bool:
+        """Whether the run measures the loss on validation data."""
+        return self.config.validation.enable and self.task.validates
 
     @property
     def tokens_of_a_pass(self) -> int:
@@ -99,103 +91,93 @@ class ResolvedJob:
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one optimizer step, over all ranks."""
+        """Samples of one optimizer step, over all ranks."""
         return self.micro_batches * self.config.training.local_batch_size * self.degrees.dp
 
     @property
     def positions(self) -> int:
-        """Positions of a sample: tokens of a sequence, or points of a field."""
-        return self.model.height * self.model.width if self.model.task == "fields" else self.config.training.seq_len
-
-    @property
-    def kernel(self) -> str:
-        """The kernel of planned attention, in words; empty without a plan.
-
-        Raises:
-            ConfigError: the configured kernel cannot run on the job's type of device.
-        """
-        options = self.attention
-        return "" if options is None else kernel_of(self.config, self.model, self.device_type, options)
+        """Positions of a sample, such as the tokens of a sequence."""
+        return self.task.positions_of(self)
 
     def method_chooser(self) -> Callable[[Mask], tuple[ContextParallelOptions, str]] | None:
         """Return a function that chooses the method for the documents of a batch; None if there is no choice."""
-        return self.attention and batch_chooser(self.config, self.model, self.device_type, self.attention)
-
-    def on(self, device_type: str) -> "ResolvedJob":
-        """Return the job on this type of device, for which `auto` may choose another method."""
-        if device_type == self.device_type:
-            return self
-        if self.model.task == "fields":
-            return replace(self, device_type=device_type)
-        attention, reason = resolve_attention(self.config, self.model, device_type)
-        degrees = with_head_degree(self.degrees, attention)
-        return replace(self, device_type=device_type, attention=attention, attention_reason=reason, degrees=degrees)
+        return self.attention and batch_chooser(self.given, self.model, self.device_type, self.attention)
 
 
-def resolve(
-    config: JobConfig, world_size: int, device_type: str = "cuda", *, missing: list[str] | None = None
-) -> ResolvedJob:
-    """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
+class TaskDecisions(NamedTuple):
+    """What a task decides; see `ResolvedJob`. head_degree: context-parallel ranks that divide the heads (hybrid)."""
 
-    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere.
-
-    Raises:
-        ConfigError: the first wrong setting, in one sentence: the value, the rule, what would work.
-    """
-    config = from_path(config)
-    check_bounds(config)
-    check_schedule(config)
-    check_profiling(config)
-    check_dump_folder(config.job.dump_folder)
-    parallelism = config.parallelism
-    degrees = resolve_degrees(
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-        pp=parallelism.pipeline_parallel_degree,
-        world_size=world_size,
-        domain=parallelism.domain_parallel_degrees,
-    )
-    notes = check_effects(with_windows_of_flavor(config), degrees)
-    check_batch(config, degrees)
-    notes = (*notes, *check_validation(config, degrees))
-    model = resolve_model(config, missing)
-    check_tensor_parallel_sizes(model, config.model.flavor, degrees)
-    degrees = with_experts(degrees, config, model)
-    check_balance(config, model)
-    layouts: tuple[AxisLayout, ...] = ()
-    pipeline, attention, reason = None, None, ""
-    if model.task == "fields":
-        layouts = resolve_fields(config, model, degrees)
-    else:
-        pipeline = resolve_pipeline(config, model)
-        attention, reason = resolve_attention(config, model, device_type)
-        check_float8(config, model, degrees)
-        check_lora(config, model, pipeline)
-    splits_backward = pipeline is not None and pipeline.splits_backward
-    compilation = resolve_compilation(config, splits_backward=splits_backward, planned_attention=attention is not None)
-    check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
-    _check_files(config, degrees, model, missing)
-    degrees = with_head_degree(degrees, attention)
-    return ResolvedJob(config, degrees, device_type, model, attention, reason, layouts, pipeline, compilation, notes)
+    pipeline: PipelinePlan | None = None
+    attention: ContextParallelOptions | None = None
+    attention_reason: str = ""
+    kernel: str = ""
+    head_degree: int = 1
+    details: object = None
 
 
-def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing: list[str] | None) -> None:
-    """Check data, packages and initial weights; missing: takes the messages about what is not on this machine."""
-    if not config.trains_fields:
-        check_mixture(config)
-    training = config.training
-    how = Reading.of(training, config.model.tokenizer_file)
-    given = training.dataset, training.dataset_path, training.data_streams
-    text = partial(check_mixture_data, config) if config.mixture.names else partial(check_source, *given, how=how)
-    data = partial(check_samples, config) if config.trains_fields else text
-    weights = partial(check_initial_weights, config, model)
-    chat, saved = partial(check_chat, config), partial(check_checkpoint, config, model)
-    for check in (data, partial(check_validation_data, config), chat, partial(check_trackers, config), weights, saved):
-        try:
-            check()
-        except MissingFile as error:
-            if missing is None:
-                raise
-            missing.append(str(error))
+class TaskSpec(ABC):
+    """One kind of training. The class attributes are words and properties that messages and metrics need."""
+
+    name: ClassVar[str]
+    """Also `ModelArgs.task` of the models that it trains."""
+    module: ClassVar[str]
+    """Where its `Task` is, which reads batches and computes losses: "package.module:Class"."""
+    data: ClassVar[str]
+    """What it is about, in a word: "text"."""
+    positions: ClassVar[str]
+    """What a sample consists of: "tokens"."""
+    position: ClassVar[str]
+    """The same, short: "tok"."""
+    sample: ClassVar[str]
+    """What a batch consists of: "sequence"."""
+    command: ClassVar[str]
+    """What to run with the weights of a run, whose folder stands for {}."""
+    validates: ClassVar[bool] = False
+    """Whether the table [validation] is for it."""
+    fixed_shapes: ClassVar[bool] = True
+    """Whether every batch has the same shapes, so that the compiler need not expect others."""
+
+    @abstractmethod
+    def model(self, config: JobConfig, flavor: ModelArgs, missing: list[str] | None) -> ModelArgs:
+        """Return the model's arguments with what the data decide, such as the vocabulary.
+
+        flavor: those of the configured flavor; missing: see `resolve`.
+
+        Raises:
+            ConfigError: the data, or the tokenizer, do not fit the model, or are not there.
+        """
+
+    @abstractmethod
+    def decide(self, config: JobConfig, model: ModelArgs, device_type: str) -> TaskDecisions:
+        """Decide what the numbers of ranks do not change.
+
+        Raises:
+            ConfigError: a feature that the task does not have, or a wrong setting of one.
+        """
+
+    def check(self, config: JobConfig, model: ModelArgs, degrees: Degrees) -> Sequence[str]:
+        """Check what depends on the degrees, and return notes for the log.
+
+        Raises:
+            ConfigError: a setting that does not fit the degrees.
+        """
+        return ()
+
+    @abstractmethod
+    def data_checks(self, config: JobConfig) -> Sequence[Callable[[JobConfig], None]]:
+        """Return the checks of the run's data, which take no time.
+
+        They raise MissingFile: the data are not on this machine; ConfigError: they cannot be used.
+        """
+
+    @abstractmethod
+    def positions_of(self, job: ResolvedJob) -> int:
+        """Return the number of positions of a sample."""
+
+    @abstractmethod
+    def memory(self, job: ResolvedJob) -> RankMemory:
+        """Return an estimate of what the largest rank of the job holds."""
+
+    @abstractmethod
+    def describe(self, job: ResolvedJob) -> Mapping[str, str]:
+        """Return the task's paragraphs of the summary by topic, among them "data"."""

@@ -6,13 +6,11 @@ from textwrap import TextWrapper
 from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.config.errors import MissingFile
 from trainer.config.writable import is_address
-from trainer.job.attention import faster_packages
-from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.lora import adapter_sizes
-from trainer.job.memory import ITEMSIZE, rank_memory, size_words
+from trainer.job.memory import rank_memory
 from trainer.job.mesh_picture import mesh_picture
 from trainer.job.record import ResolvedJob
-from trainer.models.args import experts_of, has_windows
+from trainer.job.sizes import size_words
 from trainer.models.registry import is_folder
 
 WIDTH = 100
@@ -25,17 +23,14 @@ def summary(job: ResolvedJob, width: int = WIDTH) -> str:
     Raises:
         ConfigError: the configured kernel cannot run on the job's type of device.
     """
+    of_task = {topic: [text] for topic, text in job.task.describe(job).items()}
     topics = {
         "model": [_model(job)],
         "weights": [_weights(job)],
-        "data": [_data(job)],
+        "data": of_task.pop("data"),
         "step": [_step(job)],
         "mesh": [_mesh(job), *mesh_picture(job.degrees)],
-        "experts": [_experts(job)],
-        "pipeline": [_pipeline(job)],
-        "fields": [_fields(job)],
-        "attention": [_attention(job)],
-        "loss": [_loss(job)],
+        **of_task,
         "precision": [_precision(job)],
         "recomputed": [_recomputed(job)],
         "compiled": [_compiled(job)],
@@ -66,8 +61,7 @@ def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
         lines.append(f"{'weights':{_TOPIC}}not saved; --checkpoint.enable saves them")
     else:
         lines.append(f"{'weights':{_TOPIC}}{checkpoint}")
-        follow = "forecast {}" if job.config.trains_fields else "generate {} --prompt '...'"
-        lines.append(f"{'next':{_TOPIC}}{program} {follow.format(folder)}")
+        lines.append(f"{'next':{_TOPIC}}{program} {job.task.command.format(folder)}")
         if not job.config.checkpoint.last_save_model_only:
             lines.append(f"{'':{_TOPIC}}the same command with a larger --training.steps trains on")
     return "\n".join(lines)
@@ -100,31 +94,10 @@ def _weights(job: ResolvedJob) -> str:
     return f"random, seed {config.training.seed}{sizes * is_folder(flavor)}"
 
 
-def _data(job: ResolvedJob) -> str:
-    training = job.config.training
-    source = training.dataset + (f" {training.dataset_path}" if training.dataset_path else "")
-    mixture = job.config.mixture
-    if mixture.names:
-        shares = zip(mixture.names, mixture.weights, strict=True)
-        source += ": " + ", ".join(f"{name} {weight / sum(mixture.weights):.1%}" for name, weight in shares)
-    streams = f", in {training.data_streams} streams" if training.data_streams else ""
-    if job.config.trains_fields:
-        model, fields = job.model, job.config.fields
-        return (
-            f"{source}: {model.channels} channels on {model.height} x {model.width} points{streams}; "
-            f"predicted {fields.lead} frame{'s' * (fields.lead > 1)} ahead; {fields.held_out} trajectories held out"
-        )
-    vocabulary = "; embeddings for" if is_folder(job.config.model.flavor) else " with"
-    return (
-        f"{source}{streams}; tokenizer {Path(job.config.model.tokenizer_file).name}"
-        f"{vocabulary} {job.model.vocab_size:,} tokens"
-    )
-
-
 def _step(job: ResolvedJob) -> str:
     training, sequences = job.config.training, job.sequences_per_step
     tokens = sequences * job.positions
-    position, sample = ("points", "field") if job.config.trains_fields else ("tokens", "sequence")
+    position, sample = job.task.positions, job.task.sample
     whole = training.steps * tokens
     millions = (
         f"{whole:,}" if whole < 1e6 else f"{whole / 1e6:,.1f} million" if whole < 1e9 else f"{whole / 1e9:,.1f} billion"
@@ -153,90 +126,10 @@ def _mesh(job: ResolvedJob) -> str:
     return "; ".join([f"{degrees.text()} = {degrees.world_size} {device}s", *parts])
 
 
-def _pipeline(job: ResolvedJob) -> str:
-    plan = job.pipeline
-    if plan is None:
-        return ""
-    sizes = ", ".join(str(len(stage)) for stage in plan.stages)
-    return (
-        f"{plan.csv or plan.schedule}: {len(plan.stages)} stages of {sizes} modules, {plan.micro_batches} micro-batches"
-        " in a pass"
-    )
-
-
-def _experts(job: ResolvedJob) -> str:
-    model, degrees = job.model, job.degrees
-    if (experts := experts_of(model)) is None:
-        return ""
-    ways = {"auxiliary loss": model.router_aux_loss_coef, "bias": model.router_bias_update_rate}
-    by = [f"by {name} ({rate:g})" for name, rate in ways.items() if rate]
-    parts = [f"balanced {' and '.join(by)}" if by else "not balanced (model.router_aux_loss_coef = 0)"]
-    shards = f"{degrees.efsdp} ranks shard each one's weights" if degrees.efsdp > 1 else "each one whole on its rank"
-    if degrees.ep == 1:
-        return "; ".join([f"all on every rank, {shards}" if degrees.efsdp > 1 else "all on every rank", *parts])
-    away = ranks_of_a_token(experts, degrees.ep)
-    shape = {"dim": model.dim, "itemsize": ITEMSIZE[job.compute_dtype], "per_token": experts.per_token}
-    rows = job.tokens_of_a_pass / degrees.tp * away
-    sent = sum(dispatch_bytes(rows, rows, **shape, weight_itemsize=max(ITEMSIZE[job.compute_dtype], 4)).values())
-    return "; ".join(
-        [
-            f"{experts.number // degrees.ep} of {experts.number} on each of ep {degrees.ep} ranks, {shards}",
-            f"a token travels to {away:.2f} other ranks if it chooses among all alike: about {size_words(sent)} a "
-            "layer, forward and backward, from each rank",
-            *parts,
-        ]
-    )
-
-
-def _fields(job: ResolvedJob) -> str:
-    parts = []
-    for axis, layout in zip(("height", "width"), job.field_layouts, strict=False):
-        rows = [layout.local_length(rank) for rank in range(layout.degree)]
-        shown = ", ".join(map(str, rows)) if len(rows) <= 8 else f"{rows[0]}, {rows[1]} ... {rows[-1]}"
-        parts.append(f"{axis} {layout.length} as {shown}")
-    return f"divided over the domain: {'; '.join(parts)}" if parts else ""
-
-
-def _attention(job: ResolvedJob) -> str:
-    config, options = job.config, job.attention
-    if config.trains_fields:
-        return ""
-    if options is None:
-        return "causal, by PyTorch itself: one rank has the whole sequence"
-    mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
-    if has_windows(job.model):
-        layers = [layer for layer in range(job.model.n_layers) if job.model.window_of_layer(layer) is not None]
-        every = layers[1] if len(layers) > 1 else job.model.n_layers
-        where = "" if every == 1 else f" in every {every}th layer" if every > 3 else f" in one of {every} layers"
-        mask += f", a window of {job.model.window_of_layer(0):,} tokens{where}"
-    parts = [mask]
-    if job.degrees.cp > 1:
-        chosen = f" (auto: {job.attention_reason})" if job.attention_reason else ""
-        parts.append(f"{options.method} over {job.degrees.cp} ranks{chosen}")
-        parts.append(
-            {
-                "head_tail": "head_tail: a piece from the head and one from the tail a rank, for equal causal work",
-                "contiguous": "contiguous: one piece a rank, for windows",
-                "balanced": "balanced: documents dealt by work and traffic, for each batch",
-            }[options.balancer]
-        )
-    how = "auto: by device, type and tiles" if config.parallelism.context_parallel_kernel == "auto" else "as set"
-    faster = faster_packages(job.kernel, config)
-    return "; ".join([*parts, f"kernel {job.kernel} ({how})", *([faster] if faster else [])])
-
-
-def _loss(job: ResolvedJob) -> str:
-    if job.config.trains_fields:
-        return ""
-    tokens, reason = job.loss_chunk
-    why = f" ({reason or 'as set'})"
-    return (f"in chunks of {tokens:,} tokens" if tokens else "from all logits of a micro-batch at once") + why
-
-
 def _precision(job: ResolvedJob) -> str:
     training, degrees = job.config.training, job.degrees
     why = "as set"
-    if training.mixed_precision_param == "auto":
+    if job.given.training.mixed_precision_param == "auto":
         why = "auto: bfloat16 on GPUs" if job.device_type == "cuda" else "auto: the stored type on CPUs"
     text = f"parameters and optimizer in {training.dtype}, computing in {job.compute_dtype} ({why})"
     if degrees.dp * degrees.cp > 1:

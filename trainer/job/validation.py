@@ -17,7 +17,7 @@ def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
         ConfigError: sequences longer than in training, or that cannot be divided among the ranks.
     """
     settings, training = config.validation, config.training
-    if not settings.enable or config.trains_fields:
+    if not settings.enable:
         return []
     if settings.seq_len is not None:
         if settings.seq_len > training.seq_len:
@@ -41,7 +41,7 @@ def check_validation_data(config: JobConfig) -> None:
     Raises:
         ConfigError: see `check_source`.
     """
-    if config.validation.enable and not config.trains_fields:
+    if config.validation.enable:
         how = Reading.of(config.training, config.model.tokenizer_file)
         _in_validation(lambda: check_source(*config.validation.source(config.training), how=how))
 

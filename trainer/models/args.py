@@ -16,7 +16,7 @@ class ModelArgs(Protocol):
 
     __dataclass_fields__: dict[str, Any]
     task: ClassVar[str]
-    """What it is trained on: 'tokens' (`DecoderArgs`) or 'fields' (`FieldArgs`)."""
+    """The task that trains it: 'tokens' (`DecoderArgs`), or one that a package has added."""
     free_to_change: ClassVar[frozenset[str]]
     """Fields that saved tensors do not depend on: a run may resume with other values."""
 
@@ -67,24 +67,6 @@ class DecoderArgs(ModelArgs, Protocol):
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
-
-
-class FieldArgs(ModelArgs, Protocol):
-    """Arguments of a model of fields (channels, height, width)."""
-
-    channels: int
-    height: int
-    width: int
-
-    def of_fields(self: Self, channels: int, height: int, width: int) -> Self:
-        """Return the arguments for fields of this shape.
-
-        Raises:
-            ConfigError: sizes that the model cannot have.
-        """
-
-    def kept_elements(self) -> int:
-        """Return the elements of a sample's activations that are kept for the backward, about."""
 
 
 def experts_of(args: ModelArgs) -> ExpertArgs | None:

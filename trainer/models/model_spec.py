@@ -13,10 +13,7 @@ from trainer.models.registry import MODELS
 
 
 class Model(Protocol):
-    """A model for the loop: an `nn.Module` with these methods, built on meta, then initialised.
-
-    A model of fields takes a `DomainTensor` of fields, (B, C, height, width), and its output is the change of each.
-    """
+    """A model for the loop: an `nn.Module` with these methods, built on meta, then initialised."""
 
     def __call__(self, inputs: Any) -> Any:
         """Inputs -> hidden states."""

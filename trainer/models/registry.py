@@ -5,39 +5,42 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig, Model
 from trainer.models.args import DecoderArgs, ModelArgs
 from trainer.models.gpt_oss import args as gpt_oss
 from trainer.models.hf_config import Entries, HFConfig, folder_hint, read_config
 from trainer.models.llama3 import args as llama3
 from trainer.models.mistral import args as mistral
-from trainer.models.nat import args as nat
 from trainer.models.qwen2 import args as qwen2
 from trainer.models.qwen3 import args as qwen3
 from trainer.models.qwen3_moe import args as qwen3_moe
-from trainer.models.unet import args as unet
 
-# name -> (flavors, module that holds `SPEC`)
-MODELS: dict[str, tuple[Mapping[str, ModelArgs], str]] = {
-    "llama3": (llama3.FLAVORS, "trainer.models.llama3.spec"),
-    "qwen3": (qwen3.FLAVORS, "trainer.models.qwen3.spec"),
-    "qwen2": (qwen2.FLAVORS, "trainer.models.qwen2.spec"),
-    "qwen3_moe": (qwen3_moe.FLAVORS, "trainer.models.qwen3_moe.spec"),
-    "gpt_oss": (gpt_oss.FLAVORS, "trainer.models.gpt_oss.spec"),
-    "mistral": (mistral.FLAVORS, "trainer.models.mistral.spec"),
-    "unet": (unet.FLAVORS, "trainer.models.unet.spec"),
-    "nat": (nat.FLAVORS, "trainer.models.nat.spec"),
-}
+MODELS: Registry[tuple[Mapping[str, ModelArgs], str]] = Registry(
+    "model",
+    {
+        "llama3": (llama3.FLAVORS, "trainer.models.llama3.spec"),
+        "qwen3": (qwen3.FLAVORS, "trainer.models.qwen3.spec"),
+        "qwen2": (qwen2.FLAVORS, "trainer.models.qwen2.spec"),
+        "qwen3_moe": (qwen3_moe.FLAVORS, "trainer.models.qwen3_moe.spec"),
+        "gpt_oss": (gpt_oss.FLAVORS, "trainer.models.gpt_oss.spec"),
+        "mistral": (mistral.FLAVORS, "trainer.models.mistral.spec"),
+    },
+)
+"""Name -> (flavors, module that holds `SPEC`)."""
 
-# Families that transformers has too.
-HF_CONFIGS: dict[str, HFConfig] = {
-    "llama3": llama3.HF.config(),
-    "qwen3": qwen3.HF.config(),
-    "qwen3_moe": qwen3_moe.HF.config(),
-    "qwen2": qwen2.HF.config(),
-    "gpt_oss": gpt_oss.HF.config(),
-    "mistral": mistral.HF.config(),
-}
+HF_CONFIGS: Registry[HFConfig] = Registry(
+    "family of transformers",
+    {
+        "llama3": llama3.HF.config(),
+        "qwen3": qwen3.HF.config(),
+        "qwen3_moe": qwen3_moe.HF.config(),
+        "qwen2": qwen2.HF.config(),
+        "gpt_oss": gpt_oss.HF.config(),
+        "mistral": mistral.HF.config(),
+    },
+)
+"""Families that transformers has too."""
 
 
 def is_folder(flavor: str) -> bool:
@@ -105,8 +108,7 @@ def flavor_args(model: Model) -> ModelArgs:
     Raises:
         ConfigError: no model, flavor or Hugging Face folder of that name.
     """
-    if model.name not in MODELS:
-        raise ConfigError(f"model.name = {model.name!r} is not a known model{did_you_mean(model.name, MODELS)}")
+    flavors, _ = MODELS.find("model.name", model.name)
     if is_folder(model.flavor):
         there, entries = hf_config(model.name), read_config(Path(model.flavor))
         if (family := hf_family(entries)) != model.name:
@@ -114,7 +116,6 @@ def flavor_args(model: Model) -> ModelArgs:
                 f"model.flavor = {model.flavor!r} is of another family than model.name = {model.name!r}; use {family!r}"
             )
         return there.read(entries)
-    flavors = MODELS[model.name][0]
     if model.flavor not in flavors:
         experts = f"{model.name}_moe"
         beside = f"; mixtures of experts are of model.name = {experts!r}" * (experts in MODELS)

@@ -73,6 +73,6 @@ def memory_savers(job: ResolvedJob) -> list[str]:
 
 def _could_be_chunked(job: ResolvedJob) -> bool:
     """Return whether the loss makes all logits at once, and need not."""
-    if job.config.trains_fields or job.loss_chunk_tokens or why_no_chunks(job.config, job.degrees):
+    if job.task.name != "tokens" or job.loss_chunk_tokens or why_no_chunks(job.config, job.degrees):
         return False
     return saves_memory(job.model, job.tokens_of_a_pass)

@@ -1,4 +1,6 @@
-"""What a batch is: tokens of a language, or fields on a grid. The loop calls the task of the model's family."""
+"""What a batch is, how ranks share it, and its loss. The loop calls the task of the data."""
+
+from importlib import import_module
 
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
@@ -9,10 +11,5 @@ __all__ = ["Task", "build_task"]
 
 def build_task(job: ResolvedJob, dims: ParallelDims) -> Task:
     """Return the task of a job on this rank."""
-    if job.model.task == "fields":
-        from trainer.tasks.fields import FieldTask
-
-        return FieldTask(job, dims)
-    from trainer.tasks.language import LanguageTask
-
-    return LanguageTask(job, dims)
+    module, _, name = job.task.module.partition(":")
+    return getattr(import_module(module), name)(job, dims)

@@ -165,15 +165,15 @@ def check_compiler(options: CompileOptions, device: torch.device) -> None:
     """Check that this machine can compile, before anything is built.
 
     Raises:
-        ConfigError: there is no C++ compiler; this PyTorch cannot compile models of fields; for asynchronous tensor
+        ConfigError: there is no C++ compiler; this PyTorch cannot compile domain tensors; for asynchronous tensor
             parallelism, GPUs cannot share memory.
     """
     if options.overlaps_tensor_parallel:
         _check_symmetric_memory(device)
     if options.fixed_shapes and options.model and torch.__version__ < (2, 13):
         raise ConfigError(
-            f"compile.enable of a model of fields needs PyTorch 2.13 or newer, and this is {torch.__version__}, whose "
-            "compiler cannot follow its operators; leave it out"
+            "compile.enable of a model on domain tensors needs PyTorch 2.13 or newer, and this is "
+            f"{torch.__version__}, whose compiler cannot follow its operators; leave it out"
         )
     if not options.any or options.backend != "inductor":
         return

@@ -1,0 +1,228 @@
+"""The file format of fields: a zarr group with trajectories of a 2-D field, made by make_fields.py. Torch-free.
+
+fields.zarr
+  fields        (trajectories, times, channels, height, width) float32, in chunks of a few times and a piece of the
+                grid, so that a rank reads little beside its part
+  attributes    format_version, equation, parameters, channels, spacing (in space), interval (in time), seed,
+                mean and std of each channel
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.distributed.sharding.ranges import Range, Ranges, size
+
+Part = tuple[Range | Ranges, Range | Ranges]
+"""Rows and columns of a rank's part of the grid: each one half-open range, or several in ascending order, or ()."""
+
+FORMAT_VERSION = 1
+_MAKE = "python -m examples.fields.make_fields"
+_NAME = "fields"
+_CHUNK = (1, 4, 1 << 30, 32, 32)  # 48 KiB with three channels: one piece of the grid, all channels
+
+
+def write_fields(
+    path: str | Path, trajectories: Iterable[np.ndarray], shape: tuple[int, ...], attributes: Mapping[str, Any]
+) -> None:
+    """Write a file of fields. It appears at `path` when it is whole; an interrupted run leaves nothing there.
+
+    trajectories: arrays (times, channels, height, width); shape: of all of them, with their number first. attributes:
+    of the group; format version, mean and standard deviation are added.
+
+    Raises:
+        ConfigError: something is at `path`, or zarr is missing.
+    """
+    path, zarr = Path(path), _zarr()
+    refuse_existing(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        unfinished = Path(folder, path.name)
+        group = zarr.create_group(unfinished)
+        array = group.create_array(
+            _NAME,
+            shape=shape,
+            dtype="float32",
+            chunks=tuple(map(min, _CHUNK, shape)),
+            compressors=None,  # float32 noise in the low bits: compression saves a tenth, and costs each read
+            fill_value=np.nan,  # what a missing chunk is read as, so that it is seen
+            dimension_names=("trajectory", "time", "channel", "height", "width"),
+        )
+        sums, squares = np.zeros(shape[2]), np.zeros(shape[2])
+        for number, frames in enumerate(trajectories):
+            array[number] = frames
+            sums += frames.mean((0, 2, 3), dtype=np.float64) / shape[0]
+            squares += np.square(frames, dtype=np.float64).mean((0, 2, 3)) / shape[0]
+        statistics = {"mean": sums.tolist(), "std": np.sqrt(squares - sums**2).tolist()}
+        group.attrs.update({"format_version": FORMAT_VERSION, **attributes, **statistics})
+        refuse_existing(path)  # another run may have made it meanwhile
+        os.rename(unfinished, path)
+
+
+def refuse_existing(path: Path) -> None:
+    """Refuse to overwrite.
+
+    Raises:
+        ConfigError: something is at `path`.
+    """
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} exists already, and nothing is overwritten; give another name, or remove it")
+
+
+@dataclass(frozen=True)
+class FieldSource:
+    """An open file of fields.
+
+    array: zarr's, (trajectories, times, channels, height, width); mean, std: (channels, 1, 1) float32.
+    """
+
+    path: str
+    array: Any
+    channels: tuple[str, ...]
+    mean: np.ndarray
+    std: np.ndarray
+
+    @classmethod
+    def open(cls, path: str | Path) -> FieldSource:
+        """Return the fields at `path`; nothing but their attributes is read.
+
+        Raises:
+            ConfigError: no such file, no zarr group of this format and version, or attributes that do not fit the
+                array; or zarr is missing.
+        """
+        path, zarr = Path(path).expanduser(), _zarr()
+        if not path.exists():
+            raise MissingFile(
+                f"{path} does not exist; make it with `python -m examples.fields.make_fields --output {path}`"
+            )
+        try:
+            group = zarr.open_group(path, mode="r")
+            attributes, array = dict(group.attrs), group.get(_NAME)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _foreign(path, f"no zarr group ({type(error).__name__})") from None
+        if (version := attributes.get("format_version")) != FORMAT_VERSION:
+            found = "without a format version" if version is None else f"of format version {version}"
+            raise _foreign(path, f"{found}, and this program reads version {FORMAT_VERSION}")
+        shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
+        if len(shape) != 5 or dtype != np.float32 or not all(shape):
+            raise _foreign(path, f"its array {_NAME!r} must have 5 dimensions in float32, and has {shape} in {dtype}")
+        channels = attributes.get("channels", [])
+        try:
+            mean, std = (np.asarray(attributes[name], np.float32) for name in ("mean", "std"))
+        except (KeyError, ValueError, TypeError):
+            mean = std = np.zeros(0, np.float32)
+        if not (len(channels) == shape[2] and mean.shape == std.shape == (shape[2],) and np.all(std > 0)):
+            raise _foreign(
+                path, f"it must have a name, a mean and a positive standard deviation of its {shape[2]} channels"
+            )
+        return cls(str(path), array, tuple(channels), mean[:, None, None], std[:, None, None])
+
+    @property
+    def trajectories(self) -> int:
+        """The number of trajectories."""
+        return self.array.shape[0]
+
+    @property
+    def times(self) -> int:
+        """The number of times of each trajectory."""
+        return self.array.shape[1]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Height and width of the grid."""
+        return self.array.shape[3], self.array.shape[4]
+
+    def read(self, trajectory: int, times: slice, part: Part | None = None) -> np.ndarray:
+        """Return normalised frames (times, channels, rows, columns) of a part of the grid, by default all of it.
+
+        Only the chunks in which the part has cells are read.
+
+        Raises:
+            ConfigError: a chunk is missing or cannot be read.
+            ValueError: the part reaches beyond the grid.
+        """
+        rows, columns = (
+            _ranges(axis, n) for axis, n in zip(part or ((0, n) for n in self.grid), self.grid, strict=True)
+        )
+        count = len(range(*times.indices(self.times)))
+        frames = np.empty((count, len(self.channels), size(rows), size(columns)), np.float32)
+        try:
+            for to_rows, from_rows in _placed(rows):
+                for to_columns, from_columns in _placed(columns):
+                    piece = self.array[trajectory, times, :, from_rows, from_columns]
+                    frames[:, :, to_rows, to_columns] = piece
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._damaged(trajectory, f"cannot be read ({error})") from None
+        if not np.isfinite(frames).all():
+            raise self._damaged(trajectory, "lacks a chunk, or has numbers that are not finite")
+        return (frames - self.mean) / self.std
+
+    def _damaged(self, trajectory: int, what: str) -> ConfigError:
+        return ConfigError(f"trajectory {trajectory} of {self.path} {what}; restore the file, or make it again")
+
+
+def check_fields(source: FieldSource, *, lead: int, held_out: int) -> None:
+    """Check that a file has frames to predict, and trajectories to train on.
+
+    lead: how many frames ahead; held_out: the number of last trajectories that are kept from training.
+
+    Raises:
+        ConfigError: a lead below 1 or beyond the last frame, or no trajectory for training.
+    """
+    if not 1 <= lead < source.times:
+        raise ConfigError(
+            f"fields.lead = {lead} must be at least 1 and below the {source.times} frames of a trajectory of "
+            f"{source.path}; use fewer, or make longer trajectories"
+        )
+    if not 0 <= held_out < source.trajectories:
+        raise ConfigError(
+            f"fields.held_out = {held_out} must be at least 0 and leave one of the {source.trajectories} of "
+            f"{source.path} for training; hold out fewer, or make more"
+        )
+
+
+def _ranges(axis: Range | Ranges, length: int) -> Ranges:
+    ranges = (axis,) if len(axis) == 2 and isinstance(axis[0], int) else axis
+    if not all(0 <= start <= stop <= length for start, stop in ranges):
+        raise ValueError(f"the part {ranges} must lie within the {length} rows or columns of the grid")
+    return tuple(ranges)
+
+
+def _placed(ranges: Ranges) -> Iterator[tuple[slice, slice]]:
+    """Yield, for each range that is not empty, its place in the part and its place in the grid."""
+    place = 0
+    for start, stop in ranges:
+        if stop > start:
+            yield slice(place, place + stop - start), slice(start, stop)
+        place += stop - start
+
+
+def _foreign(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is no file of fields of this program: {what}; make one with `python -m examples.fields.make_fields`"
+    )
+
+
+def _zarr() -> ModuleType:
+    try:
+        import zarr
+    except ImportError as error:
+        raise missing_package(error) from None
+    return zarr
+
+
+def missing_package(error: ImportError) -> ConfigError:
+    """Return what to install when a package for fields is missing."""
+    return ConfigError(
+        f"fields need scipy, threadpoolctl and zarr 3 ({error}); on Python 3.11 or newer install them with "
+        "pip install scipy threadpoolctl 'zarr>=3'"
+    )

@@ -1,0 +1,100 @@
+"""Batches of pairs of frames of a field, each rank its part of the grid, and the error of persistence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import product
+
+import numpy as np
+import torch
+
+from examples.fields.file import FieldSource, Part, check_fields
+from trainer.config.errors import ConfigError
+from trainer.data.datasets import check_streams
+from trainer.data.file_index import number_of
+from trainer.data.streams import ItemStream, StreamLoader, dealt
+
+__all__ = ["FieldLoader", "FieldSource", "check_fields", "persistence_error"]
+
+
+class FieldLoader(StreamLoader[ItemStream]):
+    """Endless batches of this rank's part of pairs of frames, of the streams of its data-parallel rank.
+
+    A batch is a dict. `inputs` (local_batch_size, channels, rows, columns) are the frames at time t, and `targets`, of
+    the same shape, the frames at t + lead. Both are float32, normalised by the file's mean and standard deviation.
+    `sample_numbers` (local_batch_size, 2) int64 are trajectory and t, the same on all ranks of one `dp_rank`. The order
+    is that of `streams.py`. All iterators share the position: a new one goes on where the last one stopped.
+
+    part: rows and columns of this rank; None: the whole grid. held_out: the last trajectories, which are never trained
+    on.
+
+    Raises:
+        ConfigError: see `check_fields`; there are fewer samples than streams.
+    """
+
+    def __init__(
+        self,
+        source: FieldSource,
+        *,
+        local_batch_size: int,
+        data_streams: int | None,
+        seed: int,
+        dp_rank: int,
+        dp_degree: int,
+        lead: int = 1,
+        held_out: int = 0,
+        part: Part | None = None,
+    ) -> None:
+        check_fields(source, lead=lead, held_out=held_out)
+        trajectories, self._starts = source.trajectories - held_out, source.times - lead
+        samples = trajectories * self._starts
+        check_streams(source.path, samples, data_streams, item="sample")
+        self._source, self._batch_size, self._lead, self._part = source, local_batch_size, lead, part
+        self._held_out = range(trajectories, source.trajectories)
+        super().__init__(samples, data_streams=data_streams, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree)
+
+    def deal(self, items: int, data_streams: int) -> dict[int, ItemStream]:
+        shares = dealt(items, data_streams, self._seed, self._rank, self._degree)
+        return {stream: ItemStream(own, stream=stream, seed=self._seed) for stream, own in shares}
+
+    def describe(self, items: int) -> dict[str, int]:
+        # The statistics are those of all fields, so that other fields have others.
+        source = self._source
+        digest = blake2b(repr((source.array.shape, source.channels)).encode(), digest_size=8)
+        digest.update(source.mean.tobytes() + source.std.tobytes())
+        content = number_of(digest)
+        return {"trajectories": self._held_out.start, "times": source.times, "lead": self._lead, "content": content}
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            items = [stream.next_item() for stream in self._next_streams(self._batch_size)]
+            yield self._batch([divmod(item, self._starts) for item in items])
+
+    def evaluation_samples(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield batches of all pairs of the held-out trajectories in order, the last batch as small as it comes.
+
+        Every data-parallel rank gets all of them, so that all ranks do the same number of steps.
+        """
+        pairs = list(product(self._held_out, range(self._starts)))
+        for first in range(0, len(pairs), self._batch_size):
+            yield self._batch(pairs[first : first + self._batch_size])
+
+    def _batch(self, pairs: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        times = (slice(t, t + self._lead + 1, self._lead) for _, t in pairs)
+        frames = [self._source.read(pair[0], both, self._part) for pair, both in zip(pairs, times, strict=True)]
+        inputs, targets = torch.from_numpy(np.stack(frames, axis=1))
+        return {"inputs": inputs.clone(), "targets": targets.clone(), "sample_numbers": torch.tensor(pairs)}
+
+
+def persistence_error(source: FieldSource, lead: int, held_out: int) -> float:
+    """Return the error of the forecast that nothing changes: the mean squared change of normalised held-out frames.
+
+    Raises:
+        ConfigError: see `check_fields`; no trajectory is held out.
+    """
+    check_fields(source, lead=lead, held_out=held_out)
+    if not held_out:
+        raise ConfigError(f"no trajectory of {source.path} is held out, so that there is no error; hold out at least 1")
+    whole = (source.read(i, slice(None)) for i in range(source.trajectories - held_out, source.trajectories))
+    return float(np.mean([np.square(frames[lead:] - frames[:-lead], dtype=np.float64).mean() for frames in whole]))

@@ -1,0 +1,101 @@
+"""Make fields to learn from: solve the rotating shallow-water equations, and write trajectories as a zarr group.
+
+    python -m examples.fields.make_fields --output fields.zarr
+    python -m examples.fields.make_fields --output large.zarr --height 256 --width 256 --trajectories 64
+
+Each trajectory begins with random vortices and gravity waves in a doubly periodic box. The same seed gives the same
+fields. See file.py for the format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from examples.fields.file import missing_package, refuse_existing, write_fields
+from trainer.config.errors import ConfigError
+from trainer.runtime.full_disk import full_disk
+
+if TYPE_CHECKING:
+    from examples.fields.solver import ShallowWater
+
+_LEAST = {"trajectories": 1, "frames": 2, "height": 8, "width": 8, "seed": 0}
+
+
+def make(args: argparse.Namespace) -> None:
+    """Solve and write.
+
+    Raises:
+        ConfigError: a setting is wrong, something is at the output, or a package is missing.
+    """
+    for name, least in _LEAST.items():
+        if (value := getattr(args, name)) < least:
+            raise ConfigError(f"--{name} {value} must be at least {least}")
+    if not 0 < args.interval < float("inf"):
+        raise ConfigError(f"--interval {args.interval} must be a positive time, such as 0.05")
+    refuse_existing(args.output)
+    try:
+        from examples.fields.solver import CHANNELS, ShallowWater
+    except ImportError as error:
+        raise missing_package(error) from None
+    equations = ShallowWater(args.height, args.width)
+    attributes: dict[str, Any] = {
+        "equation": "rotating shallow water, doubly periodic",
+        "parameters": asdict(equations) | {"viscosity": equations.nu},
+        "channels": list(CHANNELS),
+        "spacing": equations.spacing,
+        "interval": args.interval,
+        "seed": args.seed,
+    }
+    shape = (args.trajectories, args.frames, len(CHANNELS), args.height, args.width)
+    write_fields(args.output, _trajectories(equations, args), shape, attributes)
+
+
+def _trajectories(equations: ShallowWater, args: argparse.Namespace) -> Iterator[np.ndarray]:
+    """Yield each trajectory (frames, channels, height, width) in float32, and show the progress in one line."""
+    from examples.fields.solver import initial_state, solve
+
+    times = np.arange(args.frames) * args.interval
+    end = "\r" if sys.stderr.isatty() else "\n"
+    for number in range(args.trajectories):
+        yield solve(equations, initial_state(equations, args.seed, number), times).astype(np.float32)
+        print(f"trajectory {number + 1} of {args.trajectories}", end=end, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.fields.make_fields", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="zarr group to write, such as fields.zarr")
+    parser.add_argument("--trajectories", type=int, default=16, help="solutions from different initial states")
+    parser.add_argument("--frames", type=int, default=40, help="times of each trajectory")
+    parser.add_argument("--height", type=int, default=64, help="cells of the grid along y")
+    parser.add_argument("--width", type=int, default=64, help="cells of the grid along x; the box has width 1")
+    parser.add_argument("--interval", type=float, default=0.05, help="time between frames; a gravity wave has speed 1")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial states")
+    args = parser.parse_args(argv)
+    start = time.monotonic()
+    try:
+        make(args)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        reason = full_disk(error, args.output.parent) or error
+        print(f"error: {args.output} cannot be written ({reason}); give another --output", file=sys.stderr)
+        return 2
+    size = sum(file.stat().st_size for file in args.output.rglob("*") if file.is_file())
+    print(
+        f"{args.output}: {args.trajectories} trajectories of {args.frames} frames of {args.height} x {args.width}, "
+        f"{size / 2**20:.1f} MiB, in {time.monotonic() - start:.0f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Parallelism of a model of fields, applied from outside to the model on meta.
+
+The model has `layers` by number, `output`, and `args`, its `FieldArgs`.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, apply_data_parallel
+from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.modules import dry_run, parallelize
+from trainer.distributed.domain_parallel.tensor import DomainTensor
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.job.record import ResolvedJob
+from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
+from trainer.transforms.compile import apply_compile
+
+
+def field_domain(job: ResolvedJob, dims: ParallelDims) -> Domain:
+    """Return the domain of the job's fields, (B, C, height, width)."""
+    groups = [dims[name].get_group() for name in dims.degrees.domain_axes]
+    return Domain({2 + i: Axis(*pair) for i, pair in enumerate(zip(job.details, groups, strict=True))})
+
+
+def parallelize_fields(
+    model: nn.Module, dims: ParallelDims, job: ResolvedJob, sharded: Mapping[str, int] | None = None
+) -> None:
+    """Apply domain and tensor parallelism, activation checkpointing, compilation, and data parallelism.
+
+    sharded: linear modules of a layer -> the dimension of their weight that tensor parallelism shards.
+
+    Raises:
+        DomainOperatorError: the model calls a function that is not handled on sharded fields.
+    """
+    domain = field_domain(job, dims)
+    args, batch = model.args, job.config.training.local_batch_size
+    shape = domain.local_shape((batch, args.channels, args.height, args.width))
+    fields = DomainTensor(torch.empty(shape, dtype=next(model.parameters()).dtype, device="meta"), domain)
+    dry_run(model.output, parallelize(model, fields))
+    if dims.size("tp") > 1:
+        for layer in model.layers.values():
+            for name, dim in (sharded or {}).items():
+                _shard_linear(layer.get_submodule(name), dims["tp"], dim)
+    blocks = list(model.layers.values())
+    apply_activation_checkpoint(model.layers, job.config.activation_checkpoint)
+    apply_compile(blocks, job.compilation, embedding=None)
+    options, group = DataParallelOptions.of(job), dims.own_group("dp_shard_cp", REDUCE_SCATTER)
+    apply_data_parallel(model, blocks, model.output, dims.parameter_mesh, options, reduce_group=group)
+
+
+def _shard_linear(linear: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
+    """Shard outputs (dim 0) or inputs (dim 1) of a linear module; the rule of `linear` does the rest."""
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight, mesh, [Shard(dim)], src_data_rank=None))
+    if linear.bias is not None:
+        placement = Shard(0) if dim == 0 else Replicate()
+        linear.bias = nn.Parameter(distribute_tensor(linear.bias, mesh, [placement], src_data_rank=None))

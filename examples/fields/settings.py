@@ -1,0 +1,17 @@
+"""The table [fields] of the configuration. Torch-free."""
+
+from dataclasses import dataclass
+
+from trainer.config.keys import AT_LEAST_ONE, NOT_NEGATIVE, Condition, key
+
+_FIELDS = Condition(lambda config, _: config.task == "fields", "without training.dataset = 'fields'")
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields on a grid that change with time, for training.dataset = "fields"."""
+
+    lead: int = key(1, AT_LEAST_ONE, "frames", when=_FIELDS)
+    """Frames from the state that a model sees to the state that it predicts."""
+    held_out: int = key(2, NOT_NEGATIVE, "trajectories", when=_FIELDS)
+    """Trajectories, the last ones, that are never trained on; the prediction error is measured on them."""

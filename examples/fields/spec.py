@@ -1,0 +1,179 @@
+"""The task of fields before ranks start: checks, decisions, words and memory. Torch-free."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from examples.fields.file import FieldSource, check_fields
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.schema import JobConfig
+from trainer.data.datasets import check_streams
+from trainer.distributed.sharding.layout import AxisLayout, contiguous, sized
+from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
+from trainer.job.sizes import ITEMSIZE, RankMemory
+from trainer.models.args import ModelArgs
+
+_ASSUMED_SHAPE = (3, 256, 256)
+_AXES = ("height", "width")
+
+
+class FieldArgs(ModelArgs, Protocol):
+    """Arguments of a model of fields (channels, height, width)."""
+
+    channels: int
+    height: int
+    width: int
+
+    def of_fields(self, channels: int, height: int, width: int) -> "FieldArgs":
+        """Return the arguments for fields of this shape.
+
+        Raises:
+            ConfigError: sizes that the model cannot have.
+        """
+
+    def kept_elements(self) -> int:
+        """Return the elements of a sample's activations that are kept for the backward, about."""
+
+
+class FieldSpec(TaskSpec):
+    """Fields: the state some frames later is the target."""
+
+    name, module = "fields", "examples.fields.task:FieldTask"
+    data, positions, position, sample = "fields", "points", "pts", "field"
+    command = "python -m examples.fields.forecast {}"
+
+    def model(self, config: JobConfig, flavor: FieldArgs, missing: list[str] | None) -> FieldArgs:
+        """Return the arguments for the shape of the fields, or of an assumed shape if they are elsewhere."""
+        try:
+            source = fields_of(config)
+        except MissingFile as error:
+            if missing is None:
+                raise
+            missing.append(str(error))
+            return flavor.of_fields(*_ASSUMED_SHAPE)
+        return flavor.of_fields(len(source.channels), *source.grid)
+
+    def decide(self, config: JobConfig, model: FieldArgs, device_type: str) -> TaskDecisions:
+        _check_features(config, model)
+        return TaskDecisions(details=_layouts(config, model))
+
+    def data_checks(self, config: JobConfig) -> Sequence[Callable[[JobConfig], None]]:
+        return (check_samples,)
+
+    def positions_of(self, job: ResolvedJob) -> int:
+        return job.model.height * job.model.width
+
+    def memory(self, job: ResolvedJob) -> RankMemory:
+        degrees, training, model = job.degrees, job.config.training, job.model
+        stored, compute = ITEMSIZE[training.dtype], ITEMSIZE[job.compute_dtype]
+        shards, whole = degrees.dp_shard * degrees.cp, math.ceil(model.n_params() / degrees.tp)
+        local = math.ceil(whole / shards)
+        layouts: Sequence[AxisLayout] = job.details
+        share = math.prod(max(map(axis.local_length, range(axis.degree))) / axis.length for axis in layouts)
+        points = training.local_batch_size * share
+        return RankMemory(
+            weights=local * stored,
+            gradients=local * stored,
+            optimizer=2 * local * stored,
+            gathered=0 if shards == 1 else 2 * whole // model.n_layers * (compute + max(compute, 4)),
+            activations=round(points * model.kept_elements() * compute),
+            logits=0,
+            tables=round(2 * points * model.channels * job.positions * max(compute, 4)),
+        )
+
+    def describe(self, job: ResolvedJob) -> Mapping[str, str]:
+        model, fields, training = job.model, job.config.fields, job.config.training
+        streams = f", in {training.data_streams} streams" if training.data_streams else ""
+        data = (
+            f"{training.dataset} {training.dataset_path}: {model.channels} channels on {model.height} x {model.width} "
+            f"points{streams}; predicted {fields.lead} frame{'s' * (fields.lead > 1)} ahead; {fields.held_out} "
+            "trajectories held out"
+        )
+        parts = []
+        for axis, layout in zip(_AXES, job.details, strict=False):
+            rows = [layout.local_length(rank) for rank in range(layout.degree)]
+            shown = ", ".join(map(str, rows)) if len(rows) <= 8 else f"{rows[0]}, {rows[1]} ... {rows[-1]}"
+            parts.append(f"{axis} {layout.length} as {shown}")
+        return {"data": data, "fields": f"divided over the domain: {'; '.join(parts)}" if parts else ""}
+
+
+def fields_of(config: JobConfig) -> FieldSource:
+    """Return the configured fields; only their attributes are read.
+
+    Raises:
+        ConfigError: there are none, or they cannot be used.
+    """
+    path = config.training.dataset_path
+    if not path:
+        raise ConfigError(
+            "training.dataset = 'fields' needs training.dataset_path; name what `python -m examples.fields.make_fields "
+            "--output ...` made"
+        )
+    return FieldSource.open(path)
+
+
+def check_samples(config: JobConfig) -> None:
+    """Check that the fields have samples for every data stream.
+
+    Raises:
+        ConfigError: they have not, or cannot be used.
+    """
+    source, fields = fields_of(config), config.fields
+    check_fields(source, lead=fields.lead, held_out=fields.held_out)
+    samples = (source.trajectories - fields.held_out) * (source.times - fields.lead)
+    check_streams(source.path, samples, config.training.data_streams, item="sample")
+
+
+def _check_features(config: JobConfig, model: FieldArgs) -> None:
+    """Refuse sequences or layers to divide, matrices that the model does not have, and float8."""
+    parallelism = config.parallelism
+    if parallelism.context_parallel_degree > 1 and not parallelism.domain_parallel_degrees:
+        raise ConfigError(
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} divides sequences of tokens; "
+            "for fields use parallelism.domain_parallel_degrees, which divides their axes"
+        )
+    if parallelism.pipeline_parallel_degree > 1:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree} divides language models; "
+            "for fields use parallelism.domain_parallel_degrees or data parallelism"
+        )
+    if parallelism.tensor_parallel_degree > 1 and not model.tensor_parallel_sizes():
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree = {parallelism.tensor_parallel_degree} divides linear modules, and "
+            f"model.name = {config.model.name!r} has convolutions; use parallelism.domain_parallel_degrees"
+        )
+    if config.float8.enable:
+        raise ConfigError("float8.enable = true is for language models; leave it out, or use bfloat16")
+
+
+def _layouts(config: JobConfig, model: FieldArgs) -> tuple[AxisLayout, ...]:
+    """Return which rank has which rows of each axis that is divided."""
+    degrees, rows = config.parallelism.domain_parallel_degrees, config.parallelism.domain_parallel_rows
+    if len(degrees) > len(_AXES):
+        raise ConfigError(
+            f"parallelism.domain_parallel_degrees = {list(degrees)} has {len(degrees)} entries, and fields have two "
+            "axes; give one or two"
+        )
+    if min(degrees, default=1) < 1:
+        return ()  # refused with the other degrees
+    if degrees and rows and len(rows) != len(degrees):
+        raise ConfigError(
+            f"parallelism.domain_parallel_rows = {list(rows)} must have an entry for each of "
+            f"parallelism.domain_parallel_degrees = {list(degrees)}"
+        )
+    lengths = (model.height, model.width)
+    layouts = []
+    for i, degree in enumerate(degrees):
+        layouts.append(_given(rows[i], degree, lengths[i], _AXES[i]) if rows else contiguous(lengths[i], degree))
+    return tuple(layouts)
+
+
+def _given(text: str, degree: int, length: int, axis: str) -> AxisLayout:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words) or len(words) != degree or sum(map(int, words)) != length:
+        even = ",".join(str(contiguous(length, degree).local_length(rank)) for rank in range(degree))
+        raise ConfigError(
+            f"parallelism.domain_parallel_rows: {text!r} must be {degree} numbers whose sum is the {axis} {length}, "
+            f"such as {even!r}"
+        )
+    return sized([int(word) for word in words])

@@ -1,0 +1,123 @@
+"""Law: models of fields train as in one process on every layout of ranks and rows, float64 to 1e-12 of each tensor."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from examples.fields.tests.drifting import write_drifting_fields
+from tests.distributed.harness import Record, assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.job import resolve
+
+TOLERANCE = 1e-12
+DOMAIN = "--parallelism.domain_parallel_degrees"
+ROWS = "--parallelism.domain_parallel_rows"
+LAYOUTS = {
+    "2": (2, [f"{DOMAIN}=2"]),
+    "2 uneven": (2, [f"{DOMAIN}=2", f"{ROWS}=11,5"]),
+    "1 x 2": (2, [DOMAIN, "1", "2", ROWS, "16", "5,7"]),
+    "4, one empty": (4, [f"{DOMAIN}=4", f"{ROWS}=9,0,1,6"]),
+    "2 x 2 uneven": (4, [DOMAIN, "2", "2", ROWS, "9,7", "3,9"]),
+    "fsdp2 + 2": (4, ["--parallelism.data_parallel_shard_degree=2", f"{DOMAIN}=2", f"{ROWS}=5,11"]),
+    "hsdp + 2": (4, ["--parallelism.data_parallel_replicate_degree=2", f"{DOMAIN}=2", f"{ROWS}=3,13"]),
+}
+TENSOR_PARALLEL = {
+    "tp2": (2, ["--parallelism.tensor_parallel_degree=2"]),
+    "tp2 + 2": (4, ["--parallelism.tensor_parallel_degree=2", f"{DOMAIN}=2", f"{ROWS}=11,5"]),
+}
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_drifting_fields(tmp_path_factory.mktemp("fields") / "fields.zarr")
+
+
+def arguments(model: str, path: str, *more: str) -> list[str]:
+    return [
+        "--job.imports=examples.fields",
+        f"--model.name={model}",
+        "--model.flavor=debugmodel",
+        "--training.dataset=fields",
+        f"--training.dataset_path={path}",
+        "--training.data_streams=4",
+        "--training.global_batch_size=4",
+        "--training.local_batch_size=2",
+        "--training.dtype=float64",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def references(pool: WorkerPool, fields: str) -> dict[str, Record]:
+    return {model: pool.run(1, run_layout, arguments(model, fields))[0] for model in ("unet", "nat")}
+
+
+CASES = [(model, layout) for model in ("unet", "nat") for layout in LAYOUTS] + [("nat", tp) for tp in TENSOR_PARALLEL]
+# What every commit runs: a rank without rows, two divided dimensions, parameters on other ranks, matrices cut too.
+QUICK = {
+    *(("unet", layout) for layout in ("4, one empty", "fsdp2 + 2")),
+    *(("nat", layout) for layout in ("2 x 2 uneven", "tp2 + 2")),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
+)
+def test_every_layout_trains_as_one_process(
+    pool: WorkerPool, fields: str, references: dict[str, Record], model: str, layout: str
+) -> None:
+    world, more = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    got = pool.run(world, run_layout, arguments(model, fields, *more))
+    assert_parity(got[0], references[model], TOLERANCE)
+    assert got[0].local_elements < references[model].local_elements, "parameters are sharded over the domain"
+
+
+def test_the_comparison_sees_averaged_gradients(pool: WorkerPool, fields: str, references: dict[str, Record]) -> None:
+    got = pool.run(2, run_layout, arguments("unet", fields, *LAYOUTS["2 uneven"][1]), "gradients averaged")
+    with pytest.raises(AssertionError, match="step 1 gradient"):
+        assert_parity(got[0], references["unet"], TOLERANCE)
+
+
+def test_validation_is_for_tokens_and_changes_nothing_here(
+    pool: WorkerPool, fields: str, references: dict[str, Record]
+) -> None:
+    (got,) = pool.run(1, run_layout, arguments("unet", fields, "--validation.enable"))
+    assert_parity(got, references["unet"], TOLERANCE)
+
+
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
+OLD_COMPILER = pytest.mark.skipif(torch.__version__ < (2, 13), reason="PyTorch 2.11 and 2.12 refuse to compile fields")
+FULL = ["--activation_checkpoint.mode=full"]
+SELECTIVE = ["--activation_checkpoint.mode=selective"]
+KINDS = {"aot_eager": COMPILED, "inductor": ["--compile.enable"], "full": FULL, "selective": SELECTIVE}
+QUICK_KINDS = {("aot_eager", "nat"), ("selective", "unet")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        pytest.param(
+            *case,
+            marks=[
+                *([OLD_COMPILER] if case[0] == "aot_eager" else []),
+                *([] if case in QUICK_KINDS else [pytest.mark.slow]),
+            ],
+        )
+        for case in product(KINDS, ("unet", "nat"))
+    ],
+)
+def test_compiled_and_recomputed_layers_train_as_eager_ones(
+    pool: WorkerPool, fields: str, references: dict[str, Record], model: str, kind: str
+) -> None:
+    world, layout = LAYOUTS["2 uneven"]
+    got = pool.run(world, run_layout, arguments(model, fields, *layout, *KINDS[kind]))
+    assert_parity(got[0], references[model], TOLERANCE)
+
+
+def test_compiled_layers_are_not_recomputed(fields: str) -> None:
+    config = parse_command_line(arguments("nat", fields, *COMPILED, *FULL)).config
+    with pytest.raises(ConfigError, match=r"with compile\.enable is not handled"):
+        resolve(config, 1, "cpu")

@@ -1,0 +1,141 @@
+"""The real program on fields: every division of a field prints the losses of one rank, resumes, and learns."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from examples.fields.tests.drifting import write_drifting_fields
+from tests.distributed.pool import WorkerPool
+from trainer.runtime.process_group import Process
+
+DOMAIN, ROWS = "--parallelism.domain_parallel_degrees", "--parallelism.domain_parallel_rows"
+STEPS = 4
+FOLDER = Path(__file__).resolve().parents[1]
+LAYOUTS = {
+    "2": (2, [DOMAIN, "2"]),
+    "2 uneven": (2, [DOMAIN, "2", ROWS, "13,19"]),
+    "4, one empty": (4, [DOMAIN, "4", ROWS, "9,0,11,12"]),
+    "2 x 2": (4, [DOMAIN, "2", "2", ROWS, "31,1", "8,16"]),
+    "fsdp and 2": (4, [DOMAIN, "2", "--parallelism.data_parallel_shard_degree=2", ROWS, "5,27"]),
+}
+QUICK = {"2 uneven"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_drifting_fields(tmp_path_factory.mktemp("fields") / "fields.zarr", height=32, width=24)
+
+
+def run_main(folder: str, path: str, arguments: list[str]) -> list[dict]:
+    """On each rank: the program's own main; the logged steps from rank 0's file."""
+    given = [f"--training.dataset_path={path}", f"--job.dump_folder={folder}", "--training.data_streams=4"]
+    given += ["--metrics.log_freq=1", f"--training.steps={STEPS}", "--lr_scheduler.total_steps=60"]
+    code = train.main([*given, "--checkpoint.interval=2", *arguments])
+    assert code == 0, code
+    if Process.from_environment().rank:
+        return []
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=["unet", pytest.param("nat", marks=pytest.mark.slow)])
+def preset(request: pytest.FixtureRequest) -> list[str]:
+    return ["--job.config_file", str(FOLDER / f"{request.param}.toml")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the run of one rank."""
+    return tmp_path_factory.mktemp("one")
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: WorkerPool, path: str, preset: list[str], folder: Path) -> list[dict]:
+    return pool.run(1, run_main, str(folder), path, preset)[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
+)
+def test_losses_are_those_of_one_rank(
+    pool: WorkerPool, path: str, preset: list[str], one_rank: list[dict], tmp_path: Path, name: str
+) -> None:
+    ranks, arguments = LAYOUTS[name]
+    got = pool.run(ranks, run_main, str(tmp_path), path, [*preset, *arguments])[0]
+    assert len(got) == len(one_rank) == STEPS
+    for mine, theirs in zip(got, one_rank, strict=True):
+        for key in ("loss", "loss_max", "grad_norm"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
+        assert mine["tokens_seen"] == theirs["tokens_seen"] == mine["step"] * 8 * 32 * 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("2 uneven", "2"),
+        ("4, one empty", "2 x 2"),
+        ("2 x 2", "fsdp and 2"),
+        ("fsdp and 2", "4, one empty"),
+    ],
+)
+def test_a_checkpoint_of_one_division_is_loaded_by_another(
+    pool: WorkerPool, path: str, preset: list[str], one_rank: list[dict], tmp_path: Path, first: str, then: str
+) -> None:
+    for layout, last in ((first, 2), (then, STEPS)):
+        ranks, arguments = LAYOUTS[layout]
+        got = pool.run(ranks, run_main, str(tmp_path), path, [*preset, *arguments, f"--training.steps={last}"])[0]
+    assert [step["step"] for step in got] == [1, 2, 3, 4]
+    for mine, theirs in zip(got, one_rank, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), mine["step"]
+
+
+def forecast(folder: Path) -> list[list[str]]:
+    """The table of four steps, one row each, after a look at the picture."""
+    picture = folder / "forecast.png"
+    command = [sys.executable, "-m", "examples.fields.forecast", str(folder), "--steps", "4", "--picture", str(picture)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = [line.split() for line in result.stdout.splitlines()[1:5]]
+    assert [int(row[0]) for row in rows] == [1, 2, 3, 4]
+    return rows
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_forecasts(folder: Path) -> None:
+    assert float(forecast(folder)[0][3]) > 0.5, "after four steps it knows little"
+
+
+@pytest.mark.slow
+def test_it_learns_and_forecasts(pool: WorkerPool, path: str, tmp_path: Path) -> None:
+    arguments = ["--job.config_file", str(FOLDER / "unet.toml"), "--training.steps=60", "--model.flavor=debugmodel"]
+    steps = pool.run(2, run_main, str(tmp_path), path, [*arguments, *LAYOUTS["2 uneven"][1]])[0]
+    assert steps[-1]["loss"] < steps[0]["loss"] / 4
+    assert float(forecast(tmp_path)[0][3]) < 0.5, "the model is better than persistence on fields that it has not seen"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--picture", "a.pdf"], "must end in .png or .svg"),
+        ([], "holds no run"),
+    ],
+)
+def test_a_wrong_forecast_is_refused_in_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.fields.forecast", str(tmp_path), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_text_command_refuses_a_run_on_fields(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('job.imports = ["examples.fields"]\ntraining.dataset = "fields"\n')
+    command = [sys.executable, "-m", "trainer", "generate", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "is about fields, which `lct generate` is not for; use `python -m examples.fields.forecast" in result.stderr

@@ -1,0 +1,101 @@
+"""A U-Net on periodic fields as single-device code; see unet_args.py for its source."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples.fields.parallelize import parallelize_fields
+from examples.fields.unet_args import UNetArgs
+from trainer.models.model_spec import ModelSpec
+
+
+def convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Conv2d:
+    """Return a convolution on a periodic grid, which keeps it, or with stride 2 halves it."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, padding_mode="circular")
+
+
+class Block(nn.Module):
+    """Two convolutions, each behind a norm, with a residual around them. (N, inputs, H, W) -> (N, outputs, H, W)."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(groups, inputs), convolution(inputs, outputs)
+        self.norm2, self.conv2 = nn.GroupNorm(groups, outputs), convolution(outputs, outputs)
+        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv1(F.silu(self.norm1(x)))
+        return self.skip(x) + self.conv2(F.silu(self.norm2(y)))
+
+
+class Down(nn.Module):
+    """A level on the way down: a convolution that halves the grid, but on the first level, and blocks."""
+
+    def __init__(self, args: UNetArgs, level: int) -> None:
+        super().__init__()
+        width = args.widths[level]
+        self.halve = convolution(args.widths[level - 1], width, stride=2) if level else nn.Identity()
+        self.blocks = nn.Sequential(*(Block(width, width, args.groups) for _ in range(args.blocks)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.halve(x))
+
+
+class Up(nn.Module):
+    """A level on the way up: twice the grid, put together with the level on the way down, and blocks."""
+
+    def __init__(self, args: UNetArgs, level: int) -> None:
+        super().__init__()
+        width = args.widths[level]
+        self.conv = convolution(args.widths[level + 1], width)
+        inputs = [2 * width, *[width] * (args.blocks - 1)]
+        self.blocks = nn.Sequential(*(Block(n, width, args.groups) for n in inputs))
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        x = self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return self.blocks(torch.cat([skip, x], 1))
+
+
+class UNet(nn.Module):
+    """The model. `forward` returns hidden states; the loss calls `output`, which makes the change of the fields."""
+
+    def __init__(self, args: UNetArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.stem = convolution(args.channels, args.widths[0])
+        levels = range(len(args.widths))
+        layers = [*(Down(args, i) for i in levels), *(Up(args, i) for i in reversed(levels[:-1]))]
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
+        self.norm = nn.GroupNorm(args.groups, args.widths[0])
+        self.output = convolution(args.widths[0], args.channels)
+
+    def forward(self, fields: torch.Tensor) -> torch.Tensor:
+        """fields: (N, channels, H, W) -> hidden: (N, widths[0], H, W)."""
+        x, skips = self.stem(fields), []
+        for number, layer in self.layers.items():
+            if int(number) < len(self.args.widths):
+                x = layer(x)
+                skips.append(x)
+            else:
+                x = layer(x, skips[self.args.n_layers - 1 - int(number)])
+        return F.silu(self.norm(x))
+
+    def init_buffers(self, device: torch.device) -> None:
+        """No buffers."""
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        """Set norms to one and biases to zero; draw kernels that keep the scale of activations.
+
+        The output starts small, and so does the change that the model predicts.
+        """
+        if parameter.ndim == 1:
+            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+        else:
+            fan_in = parameter[0].numel()
+            small = {"output.weight": 0.1}.get(name, 1.0)
+            parameter.normal_(0.0, small / math.sqrt(fan_in), generator=generator)
+
+
+SPEC = ModelSpec(name="unet", build=UNet, parallelize=parallelize_fields)

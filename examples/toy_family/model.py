@@ -1,0 +1,80 @@
+"""The toy decoder as single-device code."""
+
+import torch
+from torch import nn
+
+from examples.toy_family.args import ToyArgs
+from trainer.models.common.attention import Attention
+from trainer.models.common.auxiliary_loss import AuxiliaryLoss
+from trainer.models.common.feed_forward import FeedForward
+from trainer.models.common.rotary import apply_rope_to_halves, precompute_freqs_cis
+
+
+class ToyBlock(nn.Module):
+    """Pre-norm attention and feed-forward, with a penalty on large hidden states.
+
+    After each step `bias` (dim,) moves towards as many positive channels as negative ones.
+    """
+
+    def __init__(self, args: ToyArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(args.dim)
+        self.attention = Attention(
+            args.dim,
+            n_heads=args.n_heads,
+            n_kv_heads=args.n_kv_heads,
+            head_dim=args.head_dim,
+            bias=True,
+            output_bias=True,
+            rotate=apply_rope_to_halves,
+        )
+        self.ffn_norm = nn.LayerNorm(args.dim)
+        self.feed_forward = FeedForward(args.dim, args.hidden_dim, bias=True)
+        self.penalty = AuxiliaryLoss()
+        self.register_buffer("bias", torch.empty(args.dim))
+        self.register_buffer("counts", torch.empty(2, args.dim, dtype=torch.int64), persistent=False)
+
+    def forward(
+        self, x: torch.Tensor, freqs_cis: torch.Tensor, attention_plan: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan) + self.bias.type_as(x)
+        x = self.penalty(x, 0.1 * x.square().mean(-1).sum())
+        with torch.no_grad():
+            positive = (x > 0).flatten(0, 1)
+            self.counts.add_(torch.stack((positive.sum(0), torch.ones_like(positive).sum(0))))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class ToyDecoder(nn.Module):
+    def __init__(self, args: ToyArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleDict({str(i): ToyBlock(args) for i in range(args.n_layers)})
+        self.norm = nn.LayerNorm(args.dim)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.register_buffer("freqs_cis", torch.empty(args.max_seq_len, args.head_dim // 2, 2), persistent=False)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, freqs_cis, attention_plan)
+        return x if self.norm is None else self.norm(x)
+
+    def init_buffers(self, device: torch.device) -> None:
+        dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        table = precompute_freqs_cis(self.args.max_seq_len, self.args.head_dim, 10000.0, None, dtype)
+        self.freqs_cis = table.to(device)
+        for layer in self.layers.values():
+            layer.bias = torch.zeros_like(layer.bias, device=device)
+            layer.counts = torch.zeros_like(layer.counts, device=device)
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        """Biases are drawn, too: zeros would hide what is done to them."""
+        parameter.normal_(1.0 if "norm.weight" in name else 0.0, 0.1, generator=generator)

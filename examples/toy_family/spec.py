@@ -1,0 +1,39 @@
+"""The toy family, as the registry finds it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from examples.toy_family.args import ToyArgs
+from examples.toy_family.model import ToyDecoder
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
+from trainer.models.common.parallelize import parallelize_decoder
+from trainer.models.common.stages import keep_stage
+from trainer.models.model_spec import Counterpart, ModelSpec
+
+
+def balance_channels(parts: Sequence[ToyDecoder], dims: ParallelDims, left_out: torch.Tensor) -> None:
+    """Move the biases by the share of positive channels in the whole batch."""
+    for layer in (layer for part in parts for layer in part.layers.values()):
+        positive, tokens = all_reduce(all_reduce(layer.counts, dims["dp_cp"]), dims["tp"])
+        layer.bias += torch.where(left_out.bool(), 0, 0.1 * (0.5 - positive / tokens))
+        layer.counts.zero_()
+
+
+def counterpart(args: ToyArgs, name: str) -> Counterpart:
+    """Another name; the matrices of attention are transposed."""
+    if ".attention.w" in name and name.endswith(".weight"):
+        return Counterpart(f"toy.{name}", torch.t, torch.t)
+    return Counterpart(f"toy.{name}")
+
+
+SPEC = ModelSpec(
+    name="toy",
+    build=ToyDecoder,
+    keep_stage=keep_stage,
+    parallelize=parallelize_decoder,
+    cp_buffers=lambda part: [(part.freqs_cis, 0)],
+    state_dict_adapter=counterpart,
+    after_step=balance_channels,
+)

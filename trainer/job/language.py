@@ -1,0 +1,176 @@
+"""The task of language models: the next token of each is the target. What it answers before ranks start. Torch-free."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.schema import JobConfig
+from trainer.data.tokenizer import vocab_size_of
+from trainer.job.attention import faster_packages, kernel_of, resolve_attention
+from trainer.job.chat import check_chat
+from trainer.job.degrees import Degrees
+from trainer.job.experts import dispatch_bytes, ranks_of_a_token
+from trainer.job.float8 import check_float8
+from trainer.job.lora import check_lora
+from trainer.job.memory import memory_of_stage
+from trainer.job.mixture import check_mixture
+from trainer.job.pipeline import resolve_pipeline
+from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
+from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
+from trainer.job.training import check_balance
+from trainer.job.validation import check_validation, check_validation_data
+from trainer.models.args import DecoderArgs, experts_of, has_windows
+from trainer.models.registry import is_folder, model_args
+
+
+class Language(TaskSpec):
+    """Text, as tokens."""
+
+    name, module = "tokens", "trainer.tasks.language:LanguageTask"
+    data, positions, position, sample = "text", "tokens", "tok", "sequence"
+    command = "generate {} --prompt '...'"
+    validates, fixed_shapes = True, False
+
+    def model(self, config: JobConfig, flavor: DecoderArgs, missing: list[str] | None) -> DecoderArgs:
+        """Return the arguments with the tokenizer's vocabulary, or that of the flavor if the tokenizer is elsewhere.
+
+        A Hugging Face folder brings its own vocabulary, which must have room for the tokenizer's.
+        """
+        args = model_args(config.model, vocab_size=1, max_seq_len=config.training.seq_len)
+        if config.model.tokenizer_path == "":
+            raise ConfigError("model.tokenizer_path = '' must name a file; leave it out for the shipped tokenizer")
+        try:
+            tokens = vocab_size_of(config.model.tokenizer_file)
+        except MissingFile as error:
+            if missing is None:
+                raise
+            missing.append(str(error))
+            tokens = None
+        if not is_folder(config.model.flavor):
+            return replace(args, vocab_size=flavor.vocab_size if tokens is None else tokens)
+        # Embeddings may have more rows than the tokenizer has tokens.
+        if tokens is not None and tokens > flavor.vocab_size:
+            raise ConfigError(
+                f"the tokenizer {config.model.tokenizer_file} has {tokens:,} tokens, and model.flavor = "
+                f"{config.model.flavor!r} has embeddings for {flavor.vocab_size:,}; set model.tokenizer_path "
+                f"to the model's own"
+            )
+        return replace(args, vocab_size=flavor.vocab_size)
+
+    def decide(self, config: JobConfig, model: DecoderArgs, device_type: str) -> TaskDecisions:
+        pipeline = resolve_pipeline(config, model)
+        check_lora(config, model, pipeline)
+        attention, reason = resolve_attention(config, model, device_type)
+        if attention is None:
+            return TaskDecisions(pipeline)
+        cp = config.parallelism.context_parallel_degree
+        head_degree = attention.head_degree(cp) if attention.spread.two_level else 1
+        kernel = kernel_of(config, model, device_type, attention)
+        return TaskDecisions(pipeline, attention, reason, kernel, head_degree)
+
+    def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
+        check_float8(config, model, degrees)
+        check_balance(config, model)
+        return check_validation(config, degrees)
+
+    def data_checks(self, config: JobConfig) -> Sequence[Callable[[JobConfig], None]]:
+        return (check_mixture, check_validation_data, check_chat)
+
+    def positions_of(self, job: ResolvedJob) -> int:
+        return job.config.training.seq_len
+
+    def memory(self, job: ResolvedJob) -> RankMemory:
+        return max(map(partial(memory_of_stage, job), range(job.degrees.pp)), key=lambda memory: memory.total)
+
+    def describe(self, job: ResolvedJob) -> Mapping[str, str]:
+        return {
+            "data": _data(job),
+            "experts": _experts(job),
+            "pipeline": _pipeline(job),
+            "attention": _attention(job),
+            "loss": _loss(job),
+        }
+
+
+def _data(job: ResolvedJob) -> str:
+    training = job.config.training
+    source = training.dataset + (f" {training.dataset_path}" if training.dataset_path else "")
+    mixture = job.config.mixture
+    if mixture.names:
+        shares = zip(mixture.names, mixture.weights, strict=True)
+        source += ": " + ", ".join(f"{name} {weight / sum(mixture.weights):.1%}" for name, weight in shares)
+    streams = f", in {training.data_streams} streams" if training.data_streams else ""
+    vocabulary = "; embeddings for" if is_folder(job.config.model.flavor) else " with"
+    return (
+        f"{source}{streams}; tokenizer {Path(job.config.model.tokenizer_file).name}"
+        f"{vocabulary} {job.model.vocab_size:,} tokens"
+    )
+
+
+def _experts(job: ResolvedJob) -> str:
+    model, degrees = job.model, job.degrees
+    if (experts := experts_of(model)) is None:
+        return ""
+    ways = {"auxiliary loss": model.router_aux_loss_coef, "bias": model.router_bias_update_rate}
+    by = [f"by {name} ({rate:g})" for name, rate in ways.items() if rate]
+    parts = [f"balanced {' and '.join(by)}" if by else "not balanced (model.router_aux_loss_coef = 0)"]
+    shards = f"{degrees.efsdp} ranks shard each one's weights" if degrees.efsdp > 1 else "each one whole on its rank"
+    if degrees.ep == 1:
+        return "; ".join([f"all on every rank, {shards}" if degrees.efsdp > 1 else "all on every rank", *parts])
+    away = ranks_of_a_token(experts, degrees.ep)
+    shape = {"dim": model.dim, "itemsize": ITEMSIZE[job.compute_dtype], "per_token": experts.per_token}
+    rows = job.tokens_of_a_pass / degrees.tp * away
+    sent = sum(dispatch_bytes(rows, rows, **shape, weight_itemsize=max(ITEMSIZE[job.compute_dtype], 4)).values())
+    return "; ".join(
+        [
+            f"{experts.number // degrees.ep} of {experts.number} on each of ep {degrees.ep} ranks, {shards}",
+            f"a token travels to {away:.2f} other ranks if it chooses among all alike: about {size_words(sent)} a "
+            "layer, forward and backward, from each rank",
+            *parts,
+        ]
+    )
+
+
+def _pipeline(job: ResolvedJob) -> str:
+    plan = job.pipeline
+    if plan is None:
+        return ""
+    sizes = ", ".join(str(len(stage)) for stage in plan.stages)
+    return (
+        f"{plan.csv or plan.schedule}: {len(plan.stages)} stages of {sizes} modules, {plan.micro_batches} micro-batches"
+        " in a pass"
+    )
+
+
+def _attention(job: ResolvedJob) -> str:
+    config, options = job.config, job.attention
+    if options is None:
+        return "causal, by PyTorch itself: one rank has the whole sequence"
+    mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
+    if has_windows(job.model):
+        layers = [layer for layer in range(job.model.n_layers) if job.model.window_of_layer(layer) is not None]
+        every = layers[1] if len(layers) > 1 else job.model.n_layers
+        where = "" if every == 1 else f" in every {every}th layer" if every > 3 else f" in one of {every} layers"
+        mask += f", a window of {job.model.window_of_layer(0):,} tokens{where}"
+    parts = [mask]
+    if job.degrees.cp > 1:
+        chosen = f" (auto: {job.attention_reason})" if job.attention_reason else ""
+        parts.append(f"{options.method} over {job.degrees.cp} ranks{chosen}")
+        parts.append(
+            {
+                "head_tail": "head_tail: a piece from the head and one from the tail a rank, for equal causal work",
+                "contiguous": "contiguous: one piece a rank, for windows",
+                "balanced": "balanced: documents dealt by work and traffic, for each batch",
+            }[options.balancer]
+        )
+    how = "auto: by device, type and tiles" if options.kernel == "auto" else "as set"
+    faster = faster_packages(job.kernel, config)
+    return "; ".join([*parts, f"kernel {job.kernel} ({how})", *([faster] if faster else [])])
+
+
+def _loss(job: ResolvedJob) -> str:
+    tokens, reason = job.loss_chunk
+    why = f" ({reason or 'as set'})"
+    return (f"in chunks of {tokens:,} tokens" if tokens else "from all logits of a micro-batch at once") + why

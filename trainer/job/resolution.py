@@ -1,0 +1,126 @@
+"""Make and check all decisions of a job before ranks start. Torch-free."""
+
+from dataclasses import replace
+
+from trainer.checkpoint.initial import check_initial_weights
+from trainer.config.errors import Problems
+from trainer.config.schema import JobConfig
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.job.compilation import resolve_compilation
+from trainer.job.degrees import Degrees, resolve_degrees
+from trainer.job.experts import check_experts
+from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
+from trainer.job.keys import check_bounds, check_effects
+from trainer.job.model import check_tensor_parallel_sizes, with_windows_of_flavor
+from trainer.job.recompute import check_activation_checkpoint
+from trainer.job.record import ResolvedJob, TaskDecisions
+from trainer.job.tasks import TASKS, resolve_model
+from trainer.job.training import check_batch, check_profiling, check_schedule, check_trackers
+from trainer.models.args import ModelArgs, experts_of
+from trainer.models.registry import from_path
+
+
+def resolve(
+    config: JobConfig, world_size: int, device_type: str = "cuda", *, missing: list[str] | None = None
+) -> ResolvedJob:
+    """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
+
+    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere.
+
+    Raises:
+        ConfigError: all wrong settings, a sentence each: the value, the rule, what would work. A check that counts on
+            others, of bounds or of the degrees, comes after them.
+    """
+    config = from_path(config)
+    problems = Problems(missing)
+    check_bounds(config, problems)
+    problems.raise_all()
+    for check in (check_schedule, check_profiling, check_trackers, check_dump_folder, check_checkpoint_keys):
+        problems.check(check, config)
+    model = problems.check(resolve_model, config, missing)
+    degrees = problems.check(_degrees, config, world_size, model)
+    if model is not None and degrees is not None:
+        notes = problems.check(check_effects, with_windows_of_flavor(config), degrees)
+    problems.raise_all()  # what follows counts on them
+    task = TASKS[config.task]
+    problems.check(check_batch, config, degrees)
+    problems.check(check_tensor_parallel_sizes, model, config.model.flavor, degrees)
+    problems.check(check_experts, config, model, degrees)
+    notes += tuple(problems.check(task.check, config, model, degrees) or ())
+    for check in task.data_checks(config):
+        problems.check(check, config)
+    problems.check(check_initial_weights, config, model)
+    problems.check(check_checkpoint, config, model)
+    decisions = problems.check(task.decide, config, model, device_type) or TaskDecisions()
+    pipeline, attention = decisions.pipeline, decisions.attention
+    compilation = problems.check(
+        resolve_compilation,
+        config,
+        fixed_shapes=task.fixed_shapes,
+        splits_backward=pipeline is not None and pipeline.splits_backward,
+        planned_attention=attention is not None,
+    )
+    if compilation is not None:
+        problems.check(check_activation_checkpoint, config, model.n_layers, compilation, pipeline)
+    problems.raise_all()
+    return ResolvedJob(
+        given=config,
+        config=_without_auto(config, device_type, attention),
+        degrees=replace(degrees, cp_a2a=decisions.head_degree),
+        device_type=device_type,
+        task=task,
+        model=model,
+        compilation=compilation,
+        notes=notes,
+        pipeline=pipeline,
+        attention=attention,
+        attention_reason=decisions.attention_reason,
+        kernel=decisions.kernel,
+        details=decisions.details,
+    )
+
+
+def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
+    """Return the job on this type of device, for which `auto` may choose another method.
+
+    Raises:
+        ConfigError: a kernel that cannot run there.
+    """
+    return job if device_type == job.device_type else resolve(job.given, job.degrees.world_size, device_type)
+
+
+def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Degrees:
+    parallelism = config.parallelism
+    has_experts = model is not None and experts_of(model) is not None
+    return resolve_degrees(
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
+        world_size=world_size,
+        domain=parallelism.domain_parallel_degrees,
+        ep=parallelism.expert_parallel_degree if has_experts else None,
+    )
+
+
+def _without_auto(config: JobConfig, device_type: str, attention: ContextParallelOptions | None) -> JobConfig:
+    """Return the configuration with decisions in the place of "auto".
+
+    The kernel stays `auto` where each tile, or the GPU, decides.
+    """
+    training, optimizer, parallelism = config.training, config.optimizer, config.parallelism
+    stored_on = "cpu" if training.enable_cpu_offload else device_type
+    if attention is not None and parallelism.context_parallel_degree > 1:
+        parallelism = replace(
+            parallelism,
+            context_parallel_method=attention.method,
+            context_parallel_load_balancer=attention.balancer,
+        )
+    return replace(
+        config,
+        job=replace(config.job, device=device_type),
+        training=replace(training, mixed_precision_param=training.compute_dtype(device_type)),
+        optimizer=replace(optimizer, implementation=optimizer.implementation_on(stored_on)),
+        parallelism=parallelism,
+    )

@@ -1,0 +1,28 @@
+"""The tasks by name, and the model of a job, which its task completes. Torch-free."""
+
+from trainer.config.errors import ConfigError
+from trainer.config.registry import Registry
+from trainer.config.schema import JobConfig
+from trainer.job.language import Language
+from trainer.job.record import TaskSpec
+from trainer.models.args import ModelArgs
+from trainer.models.registry import MODELS, flavor_args
+
+TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
+
+
+def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelArgs:
+    """Return the arguments of the model that the configuration names, for its data. missing: see `resolve`.
+
+    Raises:
+        ConfigError: no such model, flavor or data, or a model of another kind of data.
+    """
+    flavor, task = flavor_args(config.model), TASKS[config.task]
+    if flavor.task != task.name:
+        other, name = TASKS[flavor.task], f"model.name = {config.model.name!r}"
+        models = [repr(name) for name, (flavors, _) in MODELS.items() if next(iter(flavors.values())).task == task.name]
+        raise ConfigError(
+            f"{name} is a model of {other.data}, and training.dataset = {config.training.dataset!r} is {task.data}; "
+            f"use model.name = {' or '.join(models[:2])}, or other data"
+        )
+    return task.model(config, flavor, missing)
