@@ -25,6 +25,7 @@ from trainer.job.tasks import TASKS
 from trainer.models.args import ModelArgs
 from trainer.models.hf_config import HFConfig
 from trainer.models.registry import HF_CONFIGS, MODELS
+from trainer.observer import OBSERVERS
 
 
 def register_model(
@@ -59,3 +60,13 @@ def register_table(name: str, table: type[Any]) -> None:
     they have an effect.
     """
     TABLES.add(name, table)
+
+
+def register_observer(place: str) -> None:
+    """Add an observer to every run.
+
+    place: "package.module:name" of a function of (`ResolvedJob`, `ParallelDims`, model parts of this rank) that returns
+    a `trainer.observer.Observer`.
+    """
+    if place not in OBSERVERS:
+        OBSERVERS.append(place)

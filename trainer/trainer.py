@@ -1,9 +1,7 @@
 """The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +12,10 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
 from trainer.components.late_read import LateRead, StepRecord
 from trainer.components.lr_scheduler import build_lr_scheduler
-from trainer.components.metrics import MetricsLogger, duration
+from trainer.components.metrics import MetricsLogger
 from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
 from trainer.components.saved_configuration import save_configuration
-from trainer.components.source_losses import SourceLosses
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
 from trainer.data.ahead import BatchesAhead
@@ -34,6 +31,7 @@ from trainer.job.summary import closing
 from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
+from trainer.observer import Observer, registered_observers
 from trainer.runtime.agreement import check_same, raise_on_all_ranks
 from trainer.runtime.console import logger, program, say_waiting
 from trainer.runtime.determinism import set_determinism
@@ -91,10 +89,11 @@ class Trainer:
         """The whole model, or the pipeline stages of this rank."""
         set_timeout(config.comm.init_timeout_seconds)  # new groups have PyTorch's default, half an hour
         self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
+        self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
         self.optimizer = build_optimizer(self.model_parts, config.optimizer)
         self.updates_masked = can_mask_update(self.optimizer, device)
-        """Whether the device itself leaves out an update that is not finite, so that it need not wait for the host."""
+        """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.late = LateRead()
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
@@ -106,18 +105,22 @@ class Trainer:
             loader=self.data,
         )
         self.validation = self.build_validation() if job.validates else None
-        self._validation_compiles = job.compilation.any
+        self._has_validated = False
         self.start_step, tokens_before = self.checkpoint.load()
-        names, shape = config.mixture.names, (config.training.seq_len, self.dims, device)
-        self.by_source = SourceLosses(names, *shape) if names else None
         self.metrics = MetricsLogger(job, self.dims, device, start_step=self.start_step, tokens_before=tokens_before)
 
     def build_task(self) -> Task:
-        """Return what says what a batch is."""
+        """Build the task: what a batch holds, and how its loss is computed."""
         return build_task(self.job, self.dims)
 
+    def build_observers(self) -> list[Observer]:
+        """Build what takes part in each step: the model's, the task's, and those of packages, in this order."""
+        added = [build(self.job, self.dims, self.model_parts) for build in registered_observers()]
+        of_model = self.spec.observer(self.model_parts, self.dims)
+        return [of_model, *self.task.observers(), self.guard, *added]
+
     def build_validation(self) -> Validation:
-        """Return what measures the loss on the validation data."""
+        """Build the validation loop."""
         build = partial(Validation, self.job, self.dims, self.task, self._to_device)
         validation = raise_on_all_ranks(build, self.dims["world"])
         check_same(validation.identity, self.dims["world"], "validation data")
@@ -174,112 +177,55 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
             SharedConfigError: the data of a step cannot be read; the step before is saved.
         """
-        training = self.config.training
+        config, steps = self.config, self.config.training.steps
+        folder, rank = Path(config.job.dump_folder), self.dims.rank("world")
+        compilations = Recompilations(self.job.compilation, self.start_step + 1)
         try:
             with (
                 self.stop,
                 self.checkpoint,
-                manual_garbage_collection(training.gc_freq) as collect_garbage,
-                profiling(
-                    self.config.profiling, Path(self.config.job.dump_folder), self.dims.rank("world"), self.device
-                ) as profiler,
+                manual_garbage_collection(config.training.gc_freq) as collect_garbage,
+                profiling(config.profiling, folder, rank, self.device) as profiler,
             ):
-                self.metrics.restart_clock(self.start_step)
-                compilations = Recompilations(self.job.compilation, self.start_step + 1)
-                self._say_start()
-                for step in range(self.start_step + 1, training.steps + 1):
+                self.metrics.start(self.start_step)
+                for step in range(self.start_step + 1, steps + 1):
                     self.metrics.starting(step)
                     self.train_step(step)
-                    collect_garbage(step)
-                    profiler.step(step)
-                    compilations.step(step)
-                    if step == self.start_step + 1:
-                        self._set_timeout(self.config.comm.train_timeout_seconds)
-                    reason = self.stop_reason
-                    last = bool(reason) or step == training.steps
-                    # A run that is stopped has little time left to save.
-                    best = None if reason else self._validate(step, last=last, compilations=compilations)
-                    tokens, due = self.metrics.tokens_seen(step), self.save_is_due
-                    saved = self.checkpoint.save(step, tokens_seen=tokens, last=last, due=due, best=best)
-                    if reason:
-                        logger.info(f"{reason} after step {step}; {_SAVED if saved else _NOT_SAVED}")
-                        if reason == _NO_DATA:
+                    for done in (collect_garbage, profiler.step, compilations.step, self._first_step_is_over):
+                        done(step)
+                    last = step == steps or self.stop_reason is not None
+                    best = self._validate(step, last, compilations)
+                    tokens = self.metrics.tokens_seen(step)
+                    saved = self.checkpoint.save(step, tokens_seen=tokens, last=last, due=self.save_is_due, best=best)
+                    if self.stop_reason:
+                        logger.info(f"{self.stop_reason} after step {step}; {_SAVED if saved else _NOT_SAVED}")
+                        if self.stop_reason == _NO_DATA:
                             raise_on_all_ranks(self.data.check, self.dims["world"])
                         return
-            self._say_end()
+            self.metrics.log_end()
+            logger.info(closing(self.job, checkpoint=self.checkpoint.saved, program=program()))
         finally:
             self.metrics.close()
 
-    def _validate(self, step: int, *, last: bool, compilations: Recompilations) -> float | None:
-        """Validate if it is due; return the loss if its checkpoint is kept as the best so far."""
-        if self.validation is None or not self.validation.due(step, last=last):
-            return None
-        with self.metrics.paused(), region("validation"), self._time_to_compile():
-            say_waiting(f"validating after step {step}")
-            started = time.monotonic()
-            result = self.validation.run(self.model_parts, self.pipeline)
-        compilations.expected()  # a forward without gradients is a graph of its own
-        self.metrics.log_validation(step, result.loss, result.perplexity)
-        seconds = duration(time.monotonic() - started)
-        logger.info(
-            f"validation after step {step}: loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, of "
-            f"{result.tokens:,} tokens ({seconds})"
-        )
-        is_best = self.config.validation.keep_best and self.checkpoint.is_best(result.loss)
-        return result.loss if is_best else None
-
-    @contextmanager
-    def _time_to_compile(self) -> Iterator[None]:
-        """Have the time-out of the first step inside, the first time: compiled stages compile one after another."""
-        compiles, self._validation_compiles = self._validation_compiles, False
-        if compiles:
-            self._set_timeout(self.config.comm.init_timeout_seconds)
-        yield
-        if compiles:
-            self._set_timeout(self.config.comm.train_timeout_seconds)
-
-    def _say_start(self) -> None:
-        first, last = self.start_step + 1, self.config.training.steps
-        if first <= last:
-            compiling = "; the first step compiles, which takes minutes" * self.job.compilation.any
-            logger.info(f"training starts: step {first} to {last}{compiling}")
-
-    def _say_end(self) -> None:
-        steps, metrics = self.config.training.steps, self.metrics
-        if self.start_step >= steps:
-            logger.info(
-                f"nothing to train: the checkpoint has {self.start_step} steps, and training.steps = {steps}; raise "
-                "training.steps to go on, or name another job.dump_folder to start anew"
-            )
-        else:
-            loss = "" if metrics.last_loss is None else f", loss {metrics.last_loss:.3f}"  # None: all were skipped
-            logger.info(f"training done: {steps - self.start_step} steps in {metrics.run_time()}{loss}")
-        logger.info(closing(self.job, checkpoint=self.checkpoint.saved, program=program()))
-
     def train_step(self, step: int) -> None:
         """Do one optimizer step over the whole global batch."""
-        with self.metrics.loading_data(), region("data_loading"):
-            first = step == self.start_step + 1  # of later steps the step before has told
-            batches = raise_on_all_ranks(self.data.take, self.dims["world"]) if first else self.data.take()
-        if first:
-            self._check_same_batch(batches[0])
+        batches = self.take_batches(step)
         # One count for the whole step, before any backward: a mean of means is wrong if ranks have different counts.
-        labels = sum(self.task.counts(batch).sum() for batch in batches)
-        size = torch.full_like(labels, sum(map(self.task.size, batches)))
-        valid, positions = all_reduce(torch.stack((labels, size)), self.dims["dp"])
+        targets = sum(self.task.counts(batch).sum() for batch in batches)
+        size = torch.full_like(targets, sum(map(self.task.size, batches)))
+        valid, positions = all_reduce(torch.stack((targets, size)), self.dims["dp"])
 
         self.optimizer.zero_grad()
         for part in self.model_parts:
             precompute_scales(part, self.config.float8)
             normalise_auxiliary_losses(part, positions.clamp(min=1))
-        self.spec.before_step(self.model_parts, self.dims)
+        for observer in self.observers:
+            observer.start_step()
         losses = [
             self.forward_backward(batch, valid.clamp(min=1), last=i == len(batches) - 1)
             for i, batch in enumerate(batches)
         ]
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
-        if self.by_source and not self.job.balances:
-            self.by_source.add(torch.cat([batch["sources"] for batch in batches]), sums, counts)
         self._make_next_batches(step)  # while the device works; all ranks learn of bad data with the totals
         self.late.finish()  # reads the step before; no update is launched after a step that ends the run
         with region("grad_norm"):
@@ -289,14 +235,22 @@ class Trainer:
             totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), votes, self.dims)
         if self.updates_masked:
             mask_update(self.optimizer, totals.not_finite)
-            self.update(totals.norm)
-        if self.by_source:
-            self.by_source.end_step(left_out=totals.not_finite)
-        self.spec.after_step(self.model_parts, self.dims, totals.not_finite)
+            self.optimizer_step(totals.norm)
+        for observer in self.observers:
+            observer.end_step(totals.not_finite)
         lr, at_once = self.lr_scheduler.get_last_lr()[0], self.needs_outcome(step)
-        record = self.metrics.record(step, sums, counts, batches, lr=lr, data=self.data, late=not at_once)
+        record = self.metrics.record(step, sums, counts, lr=lr, data=self.data, late=not at_once)
         self.late.launched(partial(self.finish_step, step, totals, record), at_once=at_once)
         self.lr_scheduler.step()
+
+    def take_batches(self, step: int) -> list[Batch]:
+        """Return the micro-batches of a step. Errors of later steps came with the totals of the step before."""
+        with self.metrics.loading_data(), region("data_loading"):
+            if step > self.start_step + 1:
+                return self.data.take()
+            batches = raise_on_all_ranks(self.data.take, self.dims["world"])
+        self._check_same_batch(batches[0])
+        return batches
 
     def forward_backward(self, batch: Batch, valid: torch.Tensor, *, last: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of one micro-batch, and add to the gradients.
@@ -307,18 +261,18 @@ class Trainer:
         """
         for part in self.model_parts:
             reduce_across_replicas(part, last)
-        sums: list[torch.Tensor] = []
+        for observer in self.observers:
+            observer.batch(batch)
+        parts: list[torch.Tensor] = []
 
         def loss(part: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             losses = self.task.losses(part, hidden, targets)
-            sums.append(losses.detach().double().sum(1))
-            if self.by_source and self.job.balances:
-                self.by_source.add_losses(batch["sources"], losses)
+            parts.append(losses.detach())
             return losses.sum() / valid
 
         with (
             compiler_settings(self.job.compilation),
-            self.task.opened(batch, self.model_parts) as (inputs, arguments, targets),
+            self.task.batch_context(batch, self.model_parts) as (inputs, arguments, targets),
         ):
             if self.pipeline is not None:
                 with region("pipeline"):
@@ -329,10 +283,11 @@ class Trainer:
                     total = loss(model, model(inputs, **arguments), targets)
                 with region("backward"):
                     total.backward()
+            losses = torch.cat(parts) if parts else None
+            for observer in self.observers if parts else ():
+                observer.losses(batch, losses)
         counts = self.task.counts(batch)
-        if self.by_source and self.job.balances:
-            self.by_source.add_labels(batch["sources"], batch["labels"])
-        return torch.cat(sums) if sums else torch.zeros_like(counts, dtype=torch.float64), counts
+        return torch.zeros_like(counts, dtype=torch.float64) if losses is None else losses.double().sum(1), counts
 
     def needs_outcome(self, step: int) -> bool:
         """Return whether a step is read at once: its update, or what is done after it, depends on the outcome."""
@@ -342,16 +297,15 @@ class Trainer:
         return not self.updates_masked or ends or saves or validates
 
     def finish_step(self, step: int, totals: StepTotals, record: StepRecord | None) -> None:
-        """Read the totals of a step, and write its metrics."""
-        loss, grad_norm, updated = self.read(step, totals)
+        """Read the totals of a step, update the weights if the device has not, and write its metrics."""
+        loss, grad_norm, updated = self.reduce_step(step, totals)
         if updated and not self.updates_masked:
-            self.update(grad_norm)
+            self.optimizer_step(grad_norm)
         if updated and record is not None:
-            more = {**self.spec.step_record(self.model_parts, self.dims), **self.guard.record()}
-            more |= self.by_source.record(record.positions) if self.by_source else {}
+            more = {key: x for each in self.observers for key, x in each.record(record.positions).items()}
             self.metrics.log(step, loss=loss, grad_norm=grad_norm, record=record, more=more)
 
-    def read(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
+    def reduce_step(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
         """Return loss, gradient norm, and whether this step updates the weights; note whether to stop, and to save.
 
         Raises:
@@ -359,14 +313,36 @@ class Trainer:
         """
         loss, norm, (*votes, save, no_data) = totals.read()
         self.stop_reason, self.save_is_due = self.stop.reason(votes) or (_NO_DATA if no_data else None), save > 0
-        return loss, norm, not self.guard.leaves_out(step, loss, norm)
+        return loss, norm, not self.guard.should_skip(step, loss, norm)
 
-    def update(self, norm: float | torch.Tensor) -> None:
+    def optimizer_step(self, norm: float | torch.Tensor) -> None:
         """Clip the gradients, whose norm is given, to `training.max_norm`, and update the weights."""
         with region("clip"):
             clip_gradients(self.parameters, norm, self.config.training.max_norm)
         with region("optimizer"):
             self.optimizer.step()
+
+    def _validate(self, step: int, last: bool, compilations: Recompilations) -> float | None:
+        """Validate if it is due; return the loss if its checkpoint is kept as the best so far."""
+        # A run that is stopped has little time left to save.
+        if self.validation is None or self.stop_reason or not self.validation.due(step, last=last):
+            return None
+        first_compiles = self.job.compilation.any and not self._has_validated
+        with self.metrics.paused(), region("validation"):
+            say_waiting(f"validating after step {step}")
+            if first_compiles:  # stages compile one after another
+                self._set_timeout(self.config.comm.init_timeout_seconds)
+            result = self.validation.run(self.model_parts, self.pipeline)
+            if first_compiles:
+                self._set_timeout(self.config.comm.train_timeout_seconds)
+        self._has_validated = True
+        compilations.expected()  # a forward without gradients is a graph of its own
+        self.metrics.log_validation(step, result)
+        return result.loss if self.config.validation.keep_best and self.checkpoint.is_best(result.loss) else None
+
+    def _first_step_is_over(self, step: int) -> None:
+        if step == self.start_step + 1:
+            self._set_timeout(self.config.comm.train_timeout_seconds)
 
     def _make_next_batches(self, step: int) -> None:
         """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data.
@@ -384,12 +360,12 @@ class Trainer:
             self.pipeline.set_timeout(seconds)
 
     def _to_device(self, batch: Batch) -> Batch:
-        """Start the way of a batch's tensors to the device, from memory that the device can read by itself."""
+        """Copy the tensors of a batch to the device: from pinned memory, and on CUDA asynchronously."""
         return {name: to_device(x, self.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
     def _check_same_batch(self, batch: Batch) -> None:
         """Check that the ranks of one data-parallel rank read the same batch."""
-        mine = torch.tensor([self.task.identity(batch)], dtype=torch.int64, device=self.device)
+        mine = torch.tensor([self.task.batch_hash(batch)], dtype=torch.int64, device=self.device)
         hashes = all_gather(mine, self.dims["pp_cp_tp"]).flatten().tolist()
         if len(set(hashes)) > 1:
             raise TrainingError(

@@ -13,8 +13,9 @@ from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Model
+from trainer.observer import Observer
 from trainer.runtime.agreement import raise_on_all_ranks
-from trainer.tasks.task import Batch, Share
+from trainer.tasks.task import Batch, RankInputs
 from trainer.transforms.compile import compiled_loss
 
 
@@ -47,7 +48,10 @@ class FieldTask:
             dp_degree=self.dims.size("dp"),
         )
 
-    def identity(self, batch: Batch) -> int:
+    def observers(self) -> list[Observer]:
+        return []
+
+    def batch_hash(self, batch: Batch) -> int:
         return batch_hash({"samples": batch["sample_numbers"]})
 
     def counts(self, batch: Batch) -> torch.Tensor:
@@ -58,10 +62,10 @@ class FieldTask:
         return batch["sample_numbers"].shape[0] * self.job.positions
 
     @contextmanager
-    def opened(self, batch: Batch, model_parts: Sequence[Model]) -> Iterator[Share]:
+    def batch_context(self, batch: Batch, model_parts: Sequence[Model]) -> Iterator[RankInputs]:
         dtype = getattr(torch, self.job.compute_dtype)
         inputs, targets = (batch[name].to(torch.promote_types(dtype, torch.float32)) for name in ("inputs", "targets"))
-        yield Share(DomainTensor(inputs.to(dtype), self.domain), {}, DomainTensor(targets - inputs, self.domain))
+        yield RankInputs(DomainTensor(inputs.to(dtype), self.domain), {}, DomainTensor(targets - inputs, self.domain))
 
     def losses(self, part: Model, hidden: DomainTensor, targets: DomainTensor) -> torch.Tensor:
         return self.squared_errors(part.output(hidden), targets)

@@ -11,14 +11,20 @@ from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.common.parallelize import parallelize_decoder
 from trainer.models.common.stages import keep_stage
 from trainer.models.model_spec import Counterpart, ModelSpec
+from trainer.observer import Observer
 
 
-def balance_channels(parts: Sequence[ToyDecoder], dims: ParallelDims, left_out: torch.Tensor) -> None:
-    """Move the biases by the share of positive channels in the whole batch."""
-    for layer in (layer for part in parts for layer in part.layers.values()):
-        positive, tokens = all_reduce(all_reduce(layer.counts, dims["dp_cp"]), dims["tp"])
-        layer.bias += torch.where(left_out.bool(), 0, 0.1 * (0.5 - positive / tokens))
-        layer.counts.zero_()
+class ChannelBalance(Observer):
+    """Moves the biases by the share of positive channels in the whole batch."""
+
+    def __init__(self, parts: Sequence[ToyDecoder], dims: ParallelDims) -> None:
+        self.layers, self.dims = [layer for part in parts for layer in part.layers.values()], dims
+
+    def end_step(self, left_out: torch.Tensor) -> None:
+        for layer in self.layers:
+            positive, tokens = all_reduce(all_reduce(layer.counts, self.dims["dp_cp"]), self.dims["tp"])
+            layer.bias += torch.where(left_out.bool(), 0, 0.1 * (0.5 - positive / tokens))
+            layer.counts.zero_()
 
 
 def counterpart(args: ToyArgs, name: str) -> Counterpart:
@@ -35,5 +41,5 @@ SPEC = ModelSpec(
     parallelize=parallelize_decoder,
     cp_buffers=lambda part: [(part.freqs_cis, 0)],
     state_dict_adapter=counterpart,
-    after_step=balance_channels,
+    observer=ChannelBalance,
 )

@@ -162,8 +162,8 @@ class RecordingTrainer(Trainer):
     def build_task(self) -> Task:
         return MadeRows(self.job, self.dims, self.fault) if makes_rows(self.job) else super().build_task()
 
-    def update(self, norm: float | torch.Tensor) -> None:
-        super().update(norm)
+    def optimizer_step(self, norm: float | torch.Tensor) -> None:
+        super().optimizer_step(norm)
         self.record.gradients.append(self.of_all_stages(settled_gradient))  # clipped; the update has left them
         self.record.limits.append(min(float(norm), self.config.training.max_norm))
 

@@ -191,8 +191,8 @@ def data(tmp_path: Path) -> Path:
 def losses(folder: str, arguments: list[str]) -> tuple[list[float], str]:
     """The loss of each step that was done, and what stopped the run."""
     with trainer_in(folder, [*JSONL, *arguments]) as trainer:
-        read, done = trainer.read, []
-        trainer.read = lambda step, totals: (result := read(step, totals), done.append(result[0]))[0]
+        read, done = trainer.reduce_step, []
+        trainer.reduce_step = lambda step, totals: (result := read(step, totals), done.append(result[0]))[0]
         try:
             trainer.train()
         except ConfigError as error:

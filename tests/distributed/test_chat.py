@@ -15,11 +15,11 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.components.loss import token_losses
+from trainer.components.metrics import ValidationResult
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
-from trainer.tasks.validation import ValidationResult
 from trainer.trainer import Trainer
 
 SEQ_LEN = 128
@@ -97,7 +97,7 @@ def losses_case(arguments: list[str], alone: list[str], folder: str) -> tuple[fl
     with trainer_of(arguments, folder) as trainer, torch.no_grad():
         batch = trainer.data.take()[0]
         whole = {name: batch[name].clone() for name in ("tokens", "labels", "document_ids")}
-        with trainer.task.opened(batch, trainer.model_parts) as (inputs, given, targets):
+        with trainer.task.batch_context(batch, trainer.model_parts) as (inputs, given, targets):
             part = trainer.model_parts[0]
             packed = trainer.task.losses(part, part(inputs, **given), targets)
     worst, number = 0.0, 0

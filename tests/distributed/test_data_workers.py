@@ -24,7 +24,7 @@ def workers_of(trainer: Trainer) -> list[int]:
 def train(folder: str, arguments: list[str], rank_to_kill: int | None) -> tuple[str, list[float], int, dict]:
     """What stopped the run, its losses, the number of data workers, and the position of the data at the end."""
     with trainer_in(folder, ["--training.steps=7", *arguments]) as trainer:
-        losses, found, read = [], set(), trainer.read
+        losses, found, read = [], set(), trainer.reduce_step
 
         def reading(step: int, totals: StepTotals) -> tuple[float, float, bool]:
             result = read(step, totals)
@@ -34,7 +34,7 @@ def train(folder: str, arguments: list[str], rank_to_kill: int | None) -> tuple[
                 os.kill(workers_of(trainer)[0], signal.SIGKILL)
             return result
 
-        trainer.read = reading
+        trainer.reduce_step = reading
         try:
             trainer.train()
         except ConfigError as error:

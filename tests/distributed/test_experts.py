@@ -100,7 +100,7 @@ def forced_case(arguments: list[str], experts: list[int]) -> Record:
 
     def initialize_and_force(model: torch.nn.Module, **settings: object) -> None:
         initialize(model, **settings)
-        for router in moe.routers_of([model]):
+        for router in moe.routers_of([model]).values():
             router.selection_bias[experts] = 1e3
 
     with mock.patch("trainer.trainer.initialize", initialize_and_force):
@@ -213,7 +213,7 @@ def auxiliary_case() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
     with trainer_of([*settings, "--model.router_aux_loss_coef=0"]) as trainer:
         trainer.train_step(1)
-        routers = moe.routers_of(trainer.model_parts)
+        routers = [*moe.routers_of(trainer.model_parts).values()]
         loads = [router.load.clone() for router in routers]
         weights = [router.gate.weight.detach().clone() for router in routers]
         hooks = [router.register_forward_hook(keep) for router in routers]

@@ -51,7 +51,7 @@ def reads_case(arguments: list[str], planted: bool = False) -> tuple[dict[str, i
 
     with trainer_of([*arguments, "--metrics.log_freq=100", "--training.steps=9"]) as trainer:
         trainer.train_step(1)
-        trainer.update = partial(Trainer.update, trainer)  # without the harness's records
+        trainer.optimizer_step = partial(Trainer.optimizer_step, trainer)  # without the harness's records
         trainer.train_step(2)  # the first step is read at once
         forward_backward = trainer.forward_backward
 

@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from trainer.checkpoint.folder import saved_steps
 from trainer.components.source_losses import SourceLosses
 from trainer.components.step_guard import TrainingError
 from trainer.components.step_totals import StepTotals
+from trainer.data.packing import IGNORE_INDEX
 from trainer.trainer import Trainer
 
 data = test_bad_data.data
@@ -58,7 +60,7 @@ def training_case(folder: str, arguments: list[str], at_once: bool = False, stop
     """Train; the state, whether each save knew its outcome, and for each read (step that runs, step that is read)."""
     seen: dict[str, Any] = {"reads": [], "pending": []}
     with trainer_in(folder, [*MODEL, *arguments]) as trainer:
-        step_of, read, save = trainer.train_step, trainer.read, trainer.checkpoint.save
+        step_of, read, save = trainer.train_step, trainer.reduce_step, trainer.checkpoint.save
         now = 0
 
         def noted_step(step: int) -> None:
@@ -77,7 +79,7 @@ def training_case(folder: str, arguments: list[str], at_once: bool = False, stop
             seen["pending"] += [step] * (saved and trainer.late._rest is not None)
             return saved
 
-        trainer.train_step, trainer.read, trainer.checkpoint.save = noted_step, noted_read, noted_save
+        trainer.train_step, trainer.reduce_step, trainer.checkpoint.save = noted_step, noted_read, noted_save
         if at_once:
             trainer.needs_outcome = lambda _step: True
         trainer.train()
@@ -132,13 +134,13 @@ def failing_case(folder: str) -> tuple[str, list[int], list[int], bool]:
 
         def noted_update(norm: float | torch.Tensor) -> None:
             launched.append(begun[-1])
-            Trainer.update(trainer, norm)
+            Trainer.optimizer_step(trainer, norm)
 
         def spoil(parameter: torch.nn.Parameter) -> None:
             if begun[-1] == 3 and trainer.dims.rank("world") == 1:
                 (g.to_local() if isinstance(g := parameter.grad, DTensor) else g).fill_(torch.nan)
 
-        trainer.train_step, trainer.update = noted_step, noted_update
+        trainer.train_step, trainer.optimizer_step = noted_step, noted_update
         trainer.parameters[0].register_post_accumulate_grad_hook(spoil)
         with pytest.raises(TrainingError) as error:
             trainer.train()
@@ -204,9 +206,10 @@ def test_each_logged_step_has_a_time_of_its_own(pool: WorkerPool, tmp_path: Path
 
 
 def test_a_step_that_is_left_out_counts_for_no_source() -> None:
-    losses = SourceLosses(["a", "b"], 4, None, torch.device("cpu"))
+    losses = SourceLosses(["a", "b"], 4, {"world": SimpleNamespace(device_type="cpu")})
+    labels = torch.tensor([[5, 6, 7, IGNORE_INDEX]])
     for loss, left_out in ((1.0, 0.0), (torch.inf, 1.0), (2.0, 0.0)):
-        sums = torch.tensor([loss], dtype=torch.float64)
-        losses.add(torch.tensor([1]), sums, torch.tensor([3]))
-        losses.end_step(left_out=torch.tensor(left_out))
+        batch = {"sources": torch.tensor([1]), "labels": labels}
+        losses.losses(batch, torch.tensor([[loss, 0.0, 0.0, 0.0]]))
+        losses.end_step(torch.tensor(left_out))
     assert losses._totals.tolist() == [[0, 3], [0, 6]]

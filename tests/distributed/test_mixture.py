@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
+from trainer.components.loss import count_valid
 from trainer.components.source_losses import SourceLosses
+from trainer.data.batch import TextBatch
 
 NAMES = ["web", "code", "none"]
 
@@ -30,16 +33,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def train(folder: str, arguments: list[str]) -> list[list[torch.Tensor]]:
-    """Train; return what was added for each step on this rank."""
-    added, add = [], SourceLosses.add
+    """Train; return for each micro-batch its sources, its sums of losses and its labels, per sequence on this rank."""
+    added, add = [], SourceLosses.losses
     with trainer_in(folder, arguments) as trainer:
 
-        def adding(sources: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:
-            added.append([sources, sums, counts])
-            add(trainer.by_source, sources, sums, counts)
+        def adding(losses: SourceLosses, batch: TextBatch, of_tokens: torch.Tensor) -> None:
+            added.append([batch["sources"], of_tokens.double().sum(1), count_valid(batch["labels"], dim=1)])
+            add(losses, batch, of_tokens)
 
-        trainer.by_source.add = adding
-        trainer.train()
+        with mock.patch.object(SourceLosses, "losses", adding):
+            trainer.train()
     return added
 
 
@@ -58,7 +61,7 @@ def test_a_layout_records_what_one_process_does(pool: WorkerPool, tmp_path: Path
         ((*added,),) = pool.run(1, train, str(tmp_path / "one"), [*data, "--training.local_batch_size=4"])
         references["one"] = lines_of(tmp_path / "one")
         assert [line["step"] for line in references["one"]] == [1, 2, 4]
-        for line, steps in zip(references["one"], (added[:1], added[1:2], added[2:]), strict=True):
+        for line, steps in zip(references["one"], (added[:2], added[2:4], added[4:]), strict=True):
             sources, sums, counts = (torch.cat(column) for column in zip(*steps, strict=True))
             for number, name in enumerate(NAMES[:2]):
                 mine = sources == number

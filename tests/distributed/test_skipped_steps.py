@@ -37,7 +37,7 @@ def skipping_case(arguments: list[str]) -> dict[str, Any]:
             (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(torch.inf)
 
     with trainer_of([*SKIPPING, *arguments]) as trainer:
-        trainer.update = partial(Trainer.update, trainer)  # without the harness's records
+        trainer.optimizer_step = partial(Trainer.optimizer_step, trainer)  # without the harness's records
         if trainer.dims.rank("world") == trainer.dims.size("world") - 1:
             trainer.parameters[-1].register_post_accumulate_grad_hook(spoil)
         for now in range(1, 9):
@@ -93,20 +93,20 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(pool: WorkerPool, la
 def test_by_default_the_first_one_ends_the_run() -> None:
     guard = StepGuard(Training())
     with pytest.raises(TrainingError, match=r"step 1: .* those of step 0; a lower optimizer.lr"):
-        guard.leaves_out(1, float("nan"), 1.0)
-    assert guard.record() == {}
+        guard.should_skip(1, float("nan"), 1.0)
+    assert guard.record({}) == {}
 
 
 def test_only_steps_in_a_row_count() -> None:
     guard = StepGuard(Training(on_nonfinite="skip", max_skipped_steps=1))
-    assert [guard.leaves_out(step, 1.0, norm) for step, norm in ((1, float("inf")), (2, 1.0), (3, float("nan")))] == [
+    assert [guard.should_skip(step, 1.0, norm) for step, norm in ((1, float("inf")), (2, 1.0), (3, float("nan")))] == [
         True,
         False,
         True,
     ]
-    assert guard.record() == {"skipped_steps": 2}
+    assert guard.record({}) == {"skipped_steps": 2}
     with pytest.raises(TrainingError, match=r"step 4: .* those of step 2; training.max_skipped_steps = 1"):
-        guard.leaves_out(4, 1.0, float("inf"))
+        guard.should_skip(4, 1.0, float("inf"))
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_a_spike_is_told_and_changes_nothing(
 ) -> None:
     guard = StepGuard(Training())
     with caplog.at_level("WARNING", logger="trainer"):
-        assert not any(guard.leaves_out(step, loss, 1.0) for step, loss in enumerate(losses, 1))
+        assert not any(guard.should_skip(step, loss, 1.0) for step, loss in enumerate(losses, 1))
     assert caplog.text.count("is a spike: the mean of the last") == spikes

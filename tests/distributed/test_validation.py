@@ -16,11 +16,11 @@ from tests.distributed import harness
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, degrees
 from tests.slow import slow
+from trainer.components.metrics import ValidationResult
 from trainer.config.errors import SharedConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
-from trainer.tasks.validation import ValidationResult
 from trainer.trainer import Trainer
 from trainer.transforms.float8 import precompute_scales
 
@@ -163,7 +163,7 @@ def kept_case(data: str, folder: str, losses: list[float], done: int = 0) -> tup
     saves = ["--checkpoint.enable", "--checkpoint.interval=100", "--checkpoint.keep_latest_k=1"]
     arguments = [*SETTINGS, *saves, "--validation.keep_best", "--validation.freq=1", f"--training.steps={len(losses)}"]
     with trainer_on(data, [*arguments, "--lr_scheduler.warmup_steps=0"], folder) as trainer:
-        results = iter(ValidationResult(loss, 10) for loss in losses[done:])
+        results = iter(ValidationResult(loss, 10, 0.0) for loss in losses[done:])
         trainer.validation.run = lambda *_: next(results)
         trainer.train()
     checkpoints = Path(folder) / "checkpoint"

@@ -143,9 +143,9 @@ CHAT = (
     ),
     Mutant(
         "padding is counted on one rank",
-        "trainer/components/metrics.py",
-        'padded * self.dims.size("dp") / self.tokens_per_step',
-        "padded / self.tokens_per_step",
+        "trainer/tasks/language.py",
+        'all_reduce(padding, self._dims["dp"]).item()',
+        "padding.item()",
         "tests/distributed/test_packing.py::test_the_share_of_padding_is_that_of_all_ranks",
     ),
 )

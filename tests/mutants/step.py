@@ -131,8 +131,8 @@ LOSS = (
     Mutant(
         "each data-parallel rank divides by its own labels",
         "trainer/trainer.py",
-        'torch.stack((labels, size)), self.dims["dp"])',
-        'torch.stack((labels, size)), self.dims["tp"])',
+        'torch.stack((targets, size)), self.dims["dp"])',
+        'torch.stack((targets, size)), self.dims["tp"])',
         f"{_LAYOUT}[fsdp2+tp2-float32]",
     ),
     Mutant(
@@ -412,9 +412,9 @@ FAMILIES = (
         f"{_FAMILY}::test_gradients_are_those_of_the_token_losses_and_the_auxiliary_ones",
     ),
     Mutant(
-        "the hook after a step is not called",
+        "observers are not told of the end of a step",
         "trainer/trainer.py",
-        "self.spec.after_step(self.model_parts, self.dims, totals.not_finite)",
+        "observer.end_step(totals.not_finite)",
         "pass",
         f"{_FAMILY}::test_a_checkpoint_of_one_layout_is_loaded_by_another",
     ),
@@ -530,8 +530,8 @@ VALIDATION = (
     Mutant(
         "a run that is stopped validates before it saves",
         "trainer/trainer.py",
-        "best = None if reason else self._validate(",
-        "best = self._validate(",
+        "self.validation is None or self.stop_reason or",
+        "self.validation is None or",
         f"{_VALIDATION}::test_a_run_that_is_stopped_saves_and_does_not_validate",
     ),
     Mutant(

@@ -135,7 +135,6 @@ METRICS = StepMetrics(
     mfu_causal=None,
     memory_gib=1.5,
     data_loading_fraction=0.01,
-    padding_fraction=0.0,
     tokens_seen=57344,
     epoch=0.25,
 )

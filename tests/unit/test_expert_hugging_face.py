@@ -228,7 +228,7 @@ def test_the_auxiliary_loss_is_that_of_transformers(tmp_path: Path) -> None:
     positions = torch.arange(16).expand(3, 16).masked_fill(~real, -1)
     ours(tokens, positions)  # the step before
     with mock.patch.object(AuxiliaryLoss, "forward", lambda _module, x, loss: losses.append(loss) or x):
-        routers = routers_of([ours])
+        routers = routers_of([ours]).values()
         for router in routers:
             router.load.copy_(router.count.double() / router.count.sum())
         for router in routers:
@@ -268,7 +268,7 @@ def test_a_bias_that_chooses_begins_at_zero_with_pretrained_weights(tmp_path: Pa
     config = parse_command_line([*given, "--model.router_bias_update_rate=0.01", "--training.seq_len=64"]).config
     check_initial_weights(config, args)
     model = read_here(tmp_path, family, args)
-    assert not any(router.selection_bias.any() for router in routers_of([model]))
+    assert not any(router.selection_bias.any() for router in routers_of([model]).values())
 
 
 def test_a_bias_that_chooses_is_not_written(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_biases_bring_experts_to_equal_loads() -> None:
     with mock.patch.object(moe, "all_reduce", lambda counts, _over: counts):
         for _ in range(60):
             router(x)
-            moe.update_balance([part], {"dp_cp_tp": None}, left_out=torch.zeros(()))
+            moe.ExpertBalance([part], {"dp_cp_tp": None}).end_step(torch.zeros(()))
             imbalances.append(router.load.max().item() * 6)
             if len(imbalances) == 1:
                 first = router.load.clone()

@@ -61,7 +61,9 @@ def test_a_model_and_a_table_come_from_the_folder_of_the_command(package: Path) 
 
 
 def test_the_command_line_goes_over_the_file(package: Path) -> None:
-    assert "[mine] (in run.toml) is not a known table" in lct(package, "check", "run.toml", "--job.imports", "json").stderr
+    assert (
+        "[mine] (in run.toml) is not a known table" in lct(package, "check", "run.toml", "--job.imports", "json").stderr
+    )
 
 
 @pytest.mark.parametrize(

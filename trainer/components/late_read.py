@@ -25,7 +25,6 @@ class StepRecord:
     sequence_losses: torch.Tensor
     lr: float
     epoch: float
-    padding: int
     positions: Mapping[int, Mapping[str, int]]
     waited: float
     ended: float | None

@@ -1,5 +1,6 @@
 """Metrics of a step, reduced over ranks, to the console, `metrics.jsonl` and other sinks."""
 
+import math
 import resource
 import sys
 import time
@@ -22,7 +23,6 @@ from trainer.job.lora import flops_beside
 from trainer.job.record import ResolvedJob
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import line_width, logger, show_progress
-from trainer.tasks.task import Batch
 
 # Dense bfloat16 peak of one device in FLOP/s, from data sheets; the first name that the device's name contains counts.
 _PEAK_FLOPS = {
@@ -66,12 +66,24 @@ class StepMetrics:
     """Largest peak of a rank: allocated by PyTorch on a GPU, resident on a CPU."""
     data_loading_fraction: float
     """Share of the time in which ranks waited for data, mean over ranks."""
-    padding_fraction: float
-    """Share of the step's tokens that are of no document."""
     tokens_seen: int
     """Tokens of the whole job since its first step."""
     epoch: float
     """Passes over the data so far, mean over the data streams."""
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """loss: mean cross entropy of the tokens that have a label; tokens: how many these are; seconds: of the run."""
+
+    loss: float
+    tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); inf where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -162,7 +174,7 @@ class MetricsLogger:
         beside = flops_beside(job.config, job.model)
         self.flops_per_token = tuple(flops + beside for flops in job.model.flops_per_token(job.positions))
         self.tokens_per_step = job.sequences_per_step * job.positions
-        self.position = job.task.position
+        self.position, self.compiles = job.task.position, job.compilation.any
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         self._validation: list[JsonLines] = []
@@ -203,15 +215,35 @@ class MetricsLogger:
         yield
         self._started += time.perf_counter() - started
 
-    def log_validation(self, step: int, loss: float, perplexity: float) -> None:
-        """Write the loss on validation data, on rank 0: to validation.jsonl, and to the sinks but metrics.jsonl."""
-        found = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity}
+    def log_validation(self, step: int, result: ValidationResult) -> None:
+        """Log the loss on validation data; rank 0 writes it to validation.jsonl, and to the sinks but metrics.jsonl."""
+        found = {"step": step, "validation_loss": result.loss, "validation_perplexity": result.perplexity}
         for sink in (*self._validation, *self._sinks[1:]):
             sink.write(found)
+        logger.info(
+            f"validation after step {step}: loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, of "
+            f"{result.tokens:,} tokens ({duration(result.seconds)})"
+        )
 
-    def run_time(self) -> str:
-        """Return how long this run has trained, in words."""
-        return duration(time.perf_counter() - self._run_started)
+    def start(self, step: int) -> None:
+        """Start measuring after `step`, and say which steps follow."""
+        self.restart_clock(step)
+        if step < self.last_step:
+            compiling = "; the first step compiles, which takes minutes" * self.compiles
+            logger.info(f"training starts: step {step + 1} to {self.last_step}{compiling}")
+
+    def log_end(self) -> None:
+        """Say what the run has done."""
+        steps = self.last_step
+        if self.start_step >= steps:
+            logger.info(
+                f"nothing to train: the checkpoint has {self.start_step} steps, and training.steps = {steps}; raise "
+                "training.steps to continue, or name another job.dump_folder to start again"
+            )
+        else:
+            loss = "" if self.last_loss is None else f", loss {self.last_loss:.3f}"  # None: all were skipped
+            run_time = duration(time.perf_counter() - self._run_started)
+            logger.info(f"training done: {steps - self.start_step} steps in {run_time}{loss}")
 
     def tokens_seen(self, step: int) -> int:
         """Return the tokens of the whole job up to the end of `step`, earlier runs included."""
@@ -233,7 +265,6 @@ class MetricsLogger:
         step: int,
         sums: torch.Tensor,
         counts: torch.Tensor,
-        batches: Sequence[Batch],
         *,
         lr: float,
         data: BatchesAhead,
@@ -246,10 +277,9 @@ class MetricsLogger:
         if not self.due(step):
             return None
         sequence_losses = all_reduce(sums, self.dims["cp"]) / counts.clamp(min=1)
-        padding = sum(batch.get("padding", 0) for batch in batches)
         # The host reads a late step of a GPU when it ends, because it waits for it; that of a CPU has ended by now.
         ended = time.perf_counter() if late and self.device.type == "cpu" else None
-        return StepRecord(sequence_losses, lr, data.epoch, padding, data.state_dict(), self.data_seconds, ended)
+        return StepRecord(sequence_losses, lr, data.epoch, data.state_dict(), self.data_seconds, ended)
 
     def log(
         self,
@@ -263,8 +293,7 @@ class MetricsLogger:
         """Reduce and write one step. A collective: every rank calls it for the same steps.
 
         loss: of the whole job. record: of this rank, with sequence_losses: (B,) mean loss of each sequence, 0 before
-        the last stage of a pipeline; epoch: mean over the data streams; padding: tokens of the batches that are of no
-        document. more: what the family of the model has to say, on every rank.
+        the last stage of a pipeline; epoch: mean over the data streams. more: the records of observers, on every rank.
         """
         ended = time.perf_counter() if record.ended is None else record.ended
         elapsed, data_seconds = ended - self._started, self.data_seconds - record.waited
@@ -272,9 +301,7 @@ class MetricsLogger:
         largest = [record.sequence_losses.max().item(), elapsed, peak_memory_gib(self.device)]
         loss_max, elapsed, memory = self._of_all_ranks(largest, "max")
         ranks = self.dims.size("world")
-        waited, epoch, padded = (
-            x / ranks for x in self._of_all_ranks([record.waited, record.epoch, record.padding], "sum")
-        )
+        waited, epoch = (x / ranks for x in self._of_all_ranks([record.waited, record.epoch], "sum"))
         per_device = self.tokens_per_step * steps / elapsed / ranks
         flops = [per_device * flops for flops in self.flops_per_token]
         mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]
@@ -292,7 +319,6 @@ class MetricsLogger:
             mfu_causal=mfu[1],
             memory_gib=memory,
             data_loading_fraction=waited / elapsed,
-            padding_fraction=padded * self.dims.size("dp") / self.tokens_per_step,
             tokens_seen=self.tokens_seen(step),
             epoch=epoch,
         )

@@ -3,8 +3,10 @@
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 
 from trainer.config.schema import Training
+from trainer.observer import Observer
 from trainer.runtime.console import logger
 
 SPIKE_STEPS, SPIKE_LEAST, SPIKE_DEVIATIONS, SPIKE_SHARE = 100, 20, 6.0, 0.05
@@ -16,7 +18,7 @@ class TrainingError(RuntimeError):
     """The run cannot go on. The message says why, so that no trace is needed."""
 
 
-class StepGuard:
+class StepGuard(Observer):
     """Judges each step by its loss and gradient norm, which are sums over all ranks: all ranks decide alike."""
 
     def __init__(self, training: Training) -> None:
@@ -27,7 +29,7 @@ class StepGuard:
         self._in_a_row = 0
         self._losses: deque[float] = deque(maxlen=SPIKE_STEPS)
 
-    def leaves_out(self, step: int, loss: float, norm: float) -> bool:
+    def should_skip(self, step: int, loss: float, norm: float) -> bool:
         """Return whether this step has no update, and warn if so, or of a spike.
 
         Raises:
@@ -51,8 +53,8 @@ class StepGuard:
         logger.warning(f"{found}; this step is skipped, {self._in_a_row} in a row of at most {self._most}")
         return True
 
-    def record(self) -> dict[str, int]:
-        """Return what the metrics of a step have about it: the count, where steps may be skipped."""
+    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
+        """Return the number of skipped steps, where steps may be skipped."""
         return {"skipped_steps": self.skipped} if self._skips else {}
 
     def _warn_of_a_spike(self, step: int, loss: float) -> None:

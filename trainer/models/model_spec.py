@@ -10,6 +10,7 @@ import torch
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
 from trainer.models.registry import MODELS
+from trainer.observer import Observer
 
 
 class Model(Protocol):
@@ -113,20 +114,12 @@ class ModelSpec:
     state_dict_adapter: Callable[[Any, str], Counterpart | None] | None = None
     """(model arguments, name of a parameter or persistent buffer) -> its counterpart at Hugging Face. None: a buffer
     that has none there; it then starts with its first value."""
-    before_step: Callable[[Sequence[Model], ParallelDims], None] = lambda model_parts, dims: None
-    """(model parts of this rank, meshes): prepare state without gradients, in place, before each optimizer step."""
-    after_step: Callable[[Sequence[Model], ParallelDims, torch.Tensor], None] = lambda model_parts, dims, left_out: None
-    """(model parts of this rank, meshes, left_out): update state without gradients, in place, after an optimizer step.
-    left_out: () float32 on the device, one if the step is not finite and changes no weight; then only reset what its
-    forwards have counted. The host does not know it yet: use `torch.where`.
+    observer: Callable[[Sequence[Model], ParallelDims], Observer] = lambda model_parts, dims: Observer()
+    """(model parts of this rank, meshes) -> what prepares, updates and reports state without gradients in each step.
 
-    A forward sees the tokens of this rank only (reduce over `dp_cp`, with sequence parallelism also over `tp`). It runs
-    twice in a recomputed block, so use shares of what it counted, not numbers.
+    A forward sees the tokens of this rank only: reduce what it counts over `dp_cp`, with sequence parallelism also over
+    `tp`. It runs twice in a recomputed block, so use shares of the count, not numbers.
     """
-    step_record: Callable[[Sequence[Model], ParallelDims], dict[str, Any]] = lambda model_parts, dims: {}
-    """(model parts of this rank, meshes): what the metrics of a logged step also say, by name: numbers, or lists for
-    `metrics.jsonl` alone. A collective over all ranks, which may read values of the device. The forward and backward of
-    the next step may have run: read what `after_step` alone changes."""
 
 
 def model_spec(name: str) -> ModelSpec:

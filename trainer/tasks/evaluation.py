@@ -13,13 +13,14 @@ from torch import nn
 
 from trainer.components.logits import whole_logits, whole_sequence
 from trainer.components.loss import token_losses
+from trainer.data.batch import TextBatch
 from trainer.data.needle import NeedlePrompt
 from trainer.data.packing import IGNORE_INDEX, PackedSequence
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.model_spec import Decoder
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.task import Batch, Share
+from trainer.tasks.task import RankInputs
 from trainer.tasks.validation import dealt, forward_only, tensors_of
 
 
@@ -64,7 +65,7 @@ class Evaluation:
         places = list(pairwise(edges))
         sums = torch.zeros(len(places), 2, dtype=torch.float64, device=self.device)
 
-        def measure(part: Decoder, hidden: torch.Tensor, share: Share) -> None:
+        def measure(part: Decoder, hidden: torch.Tensor, share: RankInputs) -> None:
             losses = self.task.losses(part, hidden, share.targets).double()
             positions = share.arguments["positions"]  # of the tokens of this rank
             for number, (first, last) in enumerate(places):
@@ -86,12 +87,12 @@ class Evaluation:
         numbers: list[list[int]] = []
         rows: list[torch.Tensor] = []
 
-        def batches() -> Iterator[Batch]:
+        def batches() -> Iterator[TextBatch]:
             for mine, arrays in dealt((prompt.sequence for prompt in prompts), self.rows, self.dims):
                 numbers.append(mine)
                 yield self._batch(arrays)
 
-        def measure(part: Decoder, hidden: torch.Tensor, share: Share) -> None:
+        def measure(part: Decoder, hidden: torch.Tensor, share: RankInputs) -> None:
             rows.append(answered(part, hidden, share.targets, most, self.dims))
 
         forward_only(self.task, [self.model], None, batches(), measure)
@@ -104,7 +105,7 @@ class Evaluation:
             for prompt, (hits, loss) in zip(prompts, self._total(sums).tolist(), strict=True)
         ]
 
-    def _batch(self, arrays: dict) -> Batch:
+    def _batch(self, arrays: dict) -> TextBatch:
         batch = {name: x.to(self.device) for name, x in tensors_of(arrays).items()}
         return batch | {"uses_positions": True}  # context parallelism then cuts them, and a share has its own
 

@@ -10,30 +10,31 @@ import numpy as np
 import torch
 
 from trainer.components.loss import count_valid, row_losses, token_losses
+from trainer.components.source_losses import SourceLosses
 from trainer.data.ahead import Loader
 from trainer.data.balance import document_costs
+from trainer.data.batch import TextBatch
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.mixture import open_training_data
 from trainer.data.workers import WorkerSettings
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
 from trainer.job.training import BALANCE_GROWTH
 from trainer.models.model_spec import Decoder, model_spec
+from trainer.observer import Observer
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step
-from trainer.tasks.task import Batch, Share
+from trainer.tasks.task import RankInputs
 from trainer.transforms.compile import compiled_loss
 
 
 class LanguageTask:
-    """A batch has tokens, labels (already shifted), positions and document_ids, each (B, S) int64.
-
-    With packed documents it also has `plan`, a `BatchPlan`.
-    """
+    """The task on this rank. A batch is a `TextBatch`."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
         self.job, self.config, self.dims = job, job.config, dims
@@ -87,13 +88,19 @@ class LanguageTask:
         settings = {"options": self.job.attention, "choose": self.job.method_chooser()}
         return partial(BatchPlan.of, degree=self.dims.size("cp"), **settings)
 
-    def identity(self, batch: Batch) -> int:
+    def observers(self) -> list[Observer]:
+        training, names = self.config.training, self.config.mixture.names
+        pads = self.job.balances or training.dataset == "chat" or training.packing not in (None, "concatenate")
+        padding = [Padding(self.job, self.dims)] if pads else []
+        return [*padding, SourceLosses(names, training.seq_len, self.dims)] if names else padding
+
+    def batch_hash(self, batch: TextBatch) -> int:
         return batch_hash(batch)
 
-    def counts(self, batch: Batch) -> torch.Tensor:
+    def counts(self, batch: TextBatch) -> torch.Tensor:
         return count_valid(batch["labels"], dim=1)
 
-    def size(self, batch: Batch) -> int:
+    def size(self, batch: TextBatch) -> int:
         return batch["tokens"].numel() - batch.get("padding", 0)
 
     def losses(self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -102,17 +109,17 @@ class LanguageTask:
         return self.token_losses(part.output(hidden), targets)
 
     @contextmanager
-    def opened(self, batch: Batch, model_parts: Sequence[Decoder]) -> Iterator[Share]:
+    def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:
         disabled = self.config.parallelism.disable_loss_parallel
         with (
             self.sequence_context(batch, model_parts) as plan,
             loss_context(self.dims["tp"], disabled=disabled),
         ):
             arguments = {"positions": self._positions(batch), "attention_plan": plan}
-            yield Share(batch["tokens"], arguments, batch["labels"])
+            yield RankInputs(batch["tokens"], arguments, batch["labels"])
 
     @contextmanager
-    def sequence_context(self, batch: Batch, model_parts: Sequence[Decoder]) -> Iterator[torch.Tensor | None]:
+    def sequence_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[torch.Tensor | None]:
         """Cut the sequences over context-parallel ranks, in place, inside; yield the plan for the model's attention."""
         if self.job.attention is None:
             yield None
@@ -140,10 +147,29 @@ class LanguageTask:
         ) as cp:
             yield cp.attention_plan
 
-    def _positions(self, batch: Batch) -> torch.Tensor | None:
+    def _positions(self, batch: TextBatch) -> torch.Tensor | None:
         """Return positions (B, S) within each document for packed documents; None: the model counts from 0.
 
         A batch can ask for its positions to be used (`uses_positions`).
         """
         used = self.config.masks_documents or batch.get("uses_positions")
         return batch["positions"] if used else None
+
+
+class Padding(Observer):
+    """Counts the tokens that are of no document."""
+
+    def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
+        self._dims, self._tokens = dims, job.sequences_per_step * job.positions
+        self._padding = self._of_step = 0
+
+    def batch(self, batch: TextBatch) -> None:
+        self._of_step += batch.get("padding", 0)
+
+    def end_step(self, left_out: torch.Tensor) -> None:
+        self._padding, self._of_step = self._of_step, 0
+
+    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+        """Return the share of the step's tokens. A collective over data-parallel ranks."""
+        padding = torch.tensor(self._padding, dtype=torch.float64, device=self._dims["world"].device_type)
+        return {"padding_fraction": all_reduce(padding, self._dims["dp"]).item() / self._tokens}

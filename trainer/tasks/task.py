@@ -8,12 +8,18 @@ import torch
 
 from trainer.data.ahead import Loader
 from trainer.models.model_spec import Model
+from trainer.observer import Observer
 
-Batch = dict[str, Any]
+Batch = Mapping[str, Any]
+"""The keys are the task's own; those of text are in `trainer/data/batch.py`."""
 
 
-class Share(NamedTuple):
-    """What this rank computes of a batch: the model's inputs, its other arguments by name, and the targets."""
+class RankInputs(NamedTuple):
+    """What this rank computes of a batch.
+
+    inputs: of the model, such as tokens (B, S / cp); arguments: its other ones, by name; targets: what the losses need,
+    such as labels (B, S / cp).
+    """
 
     inputs: Any
     arguments: Mapping[str, torch.Tensor | None]
@@ -26,7 +32,10 @@ class Task(Protocol):
     def build_loader(self) -> Loader:
         """Return the loader of this rank's share of the data."""
 
-    def identity(self, batch: Batch) -> int:
+    def observers(self) -> Sequence[Observer]:
+        """Return what the task counts and reports in each step."""
+
+    def batch_hash(self, batch: Batch) -> int:
         """Return a hash that the ranks which share a batch have in common."""
 
     def counts(self, batch: Batch) -> torch.Tensor:
@@ -35,7 +44,7 @@ class Task(Protocol):
     def size(self, batch: Batch) -> int:
         """Return the number of positions of the batch, without padding."""
 
-    def opened(self, batch: Batch, model_parts: Sequence[Model]) -> AbstractContextManager[Share]:
+    def batch_context(self, batch: Batch, model_parts: Sequence[Model]) -> AbstractContextManager[RankInputs]:
         """Enter the context of forward AND backward, in which this rank has its share of the batch."""
 
     def losses(self, part: Model, hidden: Any, targets: Any) -> torch.Tensor:

@@ -4,9 +4,8 @@ All documents are one stream, in a fixed order. Global sequence i belongs to dat
 sequences, and the loss up to rounding, are the same on every layout. Every rank makes all of them and keeps its own.
 """
 
-import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
@@ -14,7 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.components.metrics import ValidationResult
 from trainer.config.errors import ConfigError
+from trainer.data.batch import TextBatch
 from trainer.data.packing import IGNORE_INDEX, PackedSequence
 from trainer.data.text_data import open_text
 from trainer.distributed.parallel_dims import ParallelDims
@@ -23,11 +24,11 @@ from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Decoder
 from trainer.tasks.language import LanguageTask
-from trainer.tasks.task import Batch, Share
+from trainer.tasks.task import RankInputs
 from trainer.transforms.float8 import precompute_scales
 
 _ARRAYS = ("tokens", "labels", "positions", "document_ids")
-Measure = Callable[[Decoder, torch.Tensor, Share], None]
+Measure = Callable[[Decoder, torch.Tensor, RankInputs], None]
 """What is done with the hidden states of a forward: (part with the output, hidden states, this rank's share)."""
 
 
@@ -50,7 +51,7 @@ def dealt(
         done += len(together)
 
 
-def tensors_of(arrays: Mapping[str, np.ndarray]) -> Batch:
+def tensors_of(arrays: Mapping[str, np.ndarray]) -> TextBatch:
     """Return the arrays as tensors, cloned, because torch never resizes memory that numpy has seen."""
     return {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
 
@@ -60,33 +61,20 @@ def forward_only(
     task: LanguageTask,
     model_parts: Sequence[nn.Module],
     pipeline: Pipeline | None,
-    batches: Iterable[Batch],
+    batches: Iterable[TextBatch],
     measure: Measure,
 ) -> None:
     """Run the forwards of batches, and call `measure` after each, on ranks that have its hidden states."""
     for part in model_parts:
         precompute_scales(part, task.config.float8)  # those of the step are of the weights before its update
     for batch in batches:
-        with task.opened(batch, model_parts) as share:
+        with task.batch_context(batch, model_parts) as share:
             hidden = (pipeline or model_parts[0])(share.inputs, **share.arguments)
             if hidden is not None:
                 measure(model_parts[-1], hidden, share)
     for module in chain.from_iterable(part.modules() for part in model_parts):
         if isinstance(module, FSDPModule):
             module.reshard()  # no backward does it
-
-
-@dataclass(frozen=True)
-class ValidationResult:
-    """loss: mean cross entropy of the tokens that have a label; tokens: how many these are."""
-
-    loss: float
-    tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss); inf where that is too large for a float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 class Validation:
@@ -96,7 +84,7 @@ class Validation:
     """
 
     def __init__(
-        self, job: ResolvedJob, dims: ParallelDims, task: LanguageTask, to_device: Callable[[Batch], Batch]
+        self, job: ResolvedJob, dims: ParallelDims, task: LanguageTask, to_device: Callable[[TextBatch], TextBatch]
     ) -> None:
         self.dims, self.task, self._to_device = dims, task, to_device
         settings, training = job.config.validation, job.config.training
@@ -130,12 +118,12 @@ class Validation:
                 return  # it begins at the end of the last document and goes on with the first
             yield sequence
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TextBatch]:
         """Yield this rank's batches, as many as every other rank has; rows that fill up the last one have no label."""
         for _, arrays in dealt(self.sequences(), self._rows, self.dims):
             yield self._batch(arrays)
 
-    def _batch(self, arrays: Mapping[str, np.ndarray]) -> Batch:
+    def _batch(self, arrays: Mapping[str, np.ndarray]) -> TextBatch:
         batch = tensors_of(arrays)
         if self.task.batch_planner is not None:
             batch["plan"] = self.task.batch_planner(arrays)
@@ -146,17 +134,18 @@ class Validation:
 
     def run(self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None) -> ValidationResult:
         """Return the loss of the whole validation set. A collective over all ranks."""
+        started = time.monotonic()
         losses, counts = torch.zeros(2, 1, dtype=torch.float64, device=self.dims["world"].device_type)
 
-        def counted() -> Iterator[Batch]:
+        def counted() -> Iterator[TextBatch]:
             for batch in map(self._to_device, self.batches()):
                 counts.add_(self.task.counts(batch).sum())
                 yield batch
 
-        def measure(part: Decoder, hidden: torch.Tensor, share: Share) -> None:
+        def measure(part: Decoder, hidden: torch.Tensor, share: RankInputs) -> None:
             losses.add_(self.task.losses(part, hidden, share.targets).double().sum())
 
         forward_only(self.task, model_parts, pipeline, counted(), measure)
         total = all_reduce(losses / self.dims.size("tp"), self.dims["world"]).item()
         tokens = int(all_reduce(counts, self.dims["dp"]).item())
-        return ValidationResult(total / max(tokens, 1), tokens)
+        return ValidationResult(total / max(tokens, 1), tokens, time.monotonic() - started)

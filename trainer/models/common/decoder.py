@@ -102,7 +102,7 @@ class Transformer(nn.Module):
         args, dtype = self.args, torch.promote_types(next(self.parameters()).dtype, torch.float32)
         table = precompute_freqs_cis(args.max_seq_len, args.head_dim, args.rope_theta, args.rope_scaling, dtype)
         self.freqs_cis = table.to(device)
-        for router in routers_of([self]):
+        for router in routers_of([self]).values():
             router.init_buffers(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:

@@ -4,7 +4,7 @@ from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.decoder_hf_config import HFDecoder
 from trainer.models.common.decoder_state_dict import counterpart
-from trainer.models.common.moe import balance_record, prepare_balance, update_balance
+from trainer.models.common.moe import ExpertBalance
 from trainer.models.common.parallelize import parallelize_decoder
 from trainer.models.common.stages import keep_stage
 from trainer.models.model_spec import Counterpart, ModelSpec
@@ -24,7 +24,5 @@ def decoder_spec(name: str, there: HFDecoder) -> ModelSpec:
         parallelize=parallelize_decoder,
         cp_buffers=lambda part: [(part.freqs_cis, 0)],
         state_dict_adapter=checked_counterpart,
-        before_step=prepare_balance,
-        after_step=update_balance,
-        step_record=balance_record,
+        observer=ExpertBalance,
     )

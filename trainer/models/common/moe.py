@@ -1,7 +1,7 @@
 """A mixture of experts in the place of a feed-forward network: a router, experts, and two ways to balance them.
 
 Both ways use the load of the experts: their shares of all choices of a step, over the whole batch. Each router counts
-the choices of its forwards with gradients, and `update_balance`, once a step, sums the counts over all ranks.
+the choices of its forwards with gradients, and `ExpertBalance`, once a step, sums the counts over all ranks.
 
 The auxiliary loss (arXiv 2101.03961) is that of transformers, over all layers together:
 
@@ -17,7 +17,7 @@ The bias (arXiv 2408.15664) is added to the logits for the choice alone, never t
 expert with less than the mean load rises by the update rate, and that of one with more falls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.common.auxiliary_loss import AuxiliaryLoss
 from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.common.experts import Experts
+from trainer.observer import Observer
 
 
 class Gate(nn.Linear):
@@ -107,61 +108,63 @@ class MoE(nn.Module):
         return self.experts(x, chosen, weights)
 
 
-@torch.no_grad()
-def prepare_balance(model_parts: Sequence[nn.Module], dims: ParallelDims) -> None:
-    """Set the mean load of all layers of the model: a hook before the step, and with pipelines one collective."""
-    routers, args = routers_of(model_parts), model_parts[0].args
-    if args.experts is None or args.router_aux_loss_coef == 0:
-        return
-    total = torch.zeros(args.experts.number, dtype=torch.float64, device=dims["world"].device_type)
-    for router in routers:
-        total += router.load
-    mean = all_reduce(total, dims["pp"]) / args.n_layers
-    for router in routers:
-        router.mean_load.copy_(mean)
+class ExpertBalance(Observer):
+    """Keeps the loads of the experts, moves the biases of routers, and reports how even the loads are."""
+
+    def __init__(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> None:
+        self._args, self._dims = model_parts[0].args, dims
+        self._routers = routers_of(model_parts)
+        """By layer, in the order of the forward."""
+
+    @torch.no_grad()
+    def start_step(self) -> None:
+        """Set the mean load of all layers of the model; with pipelines one collective."""
+        args, dims = self._args, self._dims
+        if args.experts is None or args.router_aux_loss_coef == 0:
+            return
+        total = torch.zeros(args.experts.number, dtype=torch.float64, device=dims["world"].device_type)
+        for router in self._routers.values():
+            total += router.load
+        mean = all_reduce(total, dims["pp"]) / args.n_layers
+        for router in self._routers.values():
+            router.mean_load.copy_(mean)
+
+    @torch.no_grad()
+    def end_step(self, left_out: torch.Tensor) -> None:
+        """Set the loads of the step, and move the biases: one collective.
+
+        A recomputed block has counted its tokens twice, which changes no share. A step without update counts nothing.
+        """
+        routers, left_out = [*self._routers.values()], left_out.bool()
+        if not routers:
+            return
+        # A forward sees the tokens of this rank only.
+        counts = all_reduce(torch.stack([router.count for router in routers]), self._dims["dp_cp_tp"])
+        for router, count in zip(routers, counts, strict=True):
+            load = count.to(router.load.dtype) / count.sum().clamp(min=1)
+            router.load.copy_(torch.where(left_out, router.load, load))
+            router.count.zero_()
+            if router.bias_update_rate:
+                change = router.bias_update_rate * torch.sign(1 / router.number - router.load)
+                router.selection_bias += torch.where(left_out, 0, change)
+
+    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float | list[list[float]]]:
+        """Return the load of every expert over the mean, by layer, and the largest of all; one collective."""
+        args = self._args
+        if args.experts is None:
+            return {}
+        loads = torch.zeros(args.n_layers, args.experts.number, device=self._dims["world"].device_type)
+        for layer, router in self._routers.items():
+            loads[layer] = router.load * router.number
+        loads = [[round(load, 3) for load in layer] for layer in all_reduce(loads, self._dims["pp"]).tolist()]
+        return {"expert_imbalance": max(map(max, loads)), "expert_load": loads}
 
 
-@torch.no_grad()
-def update_balance(model_parts: Sequence[nn.Module], dims: ParallelDims, left_out: torch.Tensor) -> None:
-    """Set the loads of a step that is over, and move the biases: a hook after the step, and one collective.
-
-    A recomputed block has counted its tokens twice, which changes no share. left_out: () on the device, one for a step
-    without update, which counts nothing.
-    """
-    routers, left_out = routers_of(model_parts), left_out.bool()
-    if not routers:
-        return
-    counts = all_reduce(torch.stack([router.count for router in routers]), dims["dp_cp_tp"])
-    for router, count in zip(routers, counts, strict=True):
-        load = count.to(router.load.dtype) / count.sum().clamp(min=1)
-        router.load.copy_(torch.where(left_out, router.load, load))
-        router.count.zero_()
-        if router.bias_update_rate:
-            change = router.bias_update_rate * torch.sign(1 / router.number - router.load)
-            router.selection_bias += torch.where(left_out, 0, change)
-
-
-def balance_record(model_parts: Sequence[nn.Module], dims: ParallelDims) -> dict[str, float | list[list[float]]]:
-    """Return the load of every expert over the mean, by layer, and the largest of all; a collective over pipelines.
-
-    A layer of a later stage follows those of the stages before it.
-    """
-    routers = {
+def routers_of(model_parts: Sequence[nn.Module]) -> dict[int, Router]:
+    """Return the routers of these model parts by the number of their layer, in the order of the forward."""
+    return {
         int(name.split(".")[1]): module
         for part in model_parts
         for name, module in part.named_modules()
         if isinstance(module, Router)
     }
-    args = model_parts[0].args
-    if args.experts is None:
-        return {}
-    loads = torch.zeros(args.n_layers, args.experts.number, device=dims["world"].device_type)
-    for layer, router in routers.items():
-        loads[layer] = router.load * router.number
-    loads = [[round(load, 3) for load in layer] for layer in all_reduce(loads, dims["pp"]).tolist()]
-    return {"expert_imbalance": max(map(max, loads)), "expert_load": loads}
-
-
-def routers_of(model_parts: Sequence[nn.Module]) -> list[Router]:
-    """Return the routers of these model parts, in the order of the forward."""
-    return [module for part in model_parts for module in part.modules() if isinstance(module, Router)]

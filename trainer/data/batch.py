@@ -1,0 +1,28 @@
+"""The keys of a batch of text."""
+
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.distributed.context_parallel.planning.options import BatchPlan
+
+
+class TextBatch(TypedDict, total=False):
+    """Sequences of one data-parallel rank, (B, S) int64 each, the same on each of its context-parallel ranks."""
+
+    tokens: "torch.Tensor"
+    labels: "torch.Tensor"
+    """The next token of each, already shifted; `IGNORE_INDEX` where there is none."""
+    positions: "torch.Tensor"
+    """Within each document, from 0; `NO_POSITION` of padding."""
+    document_ids: "torch.Tensor"
+    """Number of the document within its sequence; padding has a number of its own."""
+    sources: "torch.Tensor"
+    """Of a mixture: number of the source of each sequence (B,), or of each token (B, S) if documents were exchanged."""
+    padding: int
+    """Tokens of no document; absent if there are none."""
+    plan: "BatchPlan"
+    """With packed documents: the layout, mask and method of attention."""
+    uses_positions: bool
+    """Whether the model gets `positions` although documents see each other."""
