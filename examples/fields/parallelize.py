@@ -47,7 +47,7 @@ def parallelize_fields(
                 _shard_linear(layer.get_submodule(name), dims["tp"], dim)
     blocks = list(model.layers.values())
     apply_activation_checkpoint(model.layers, job.config.activation_checkpoint)
-    apply_compile(blocks, job.compilation, embedding=None)
+    apply_compile(model.layers, job.compilation)
     options, group = DataParallelOptions.of(job), dims.own_group("dp_shard_cp", REDUCE_SCATTER)
     apply_data_parallel(model, blocks, model.output, dims.parameter_mesh, options, reduce_group=group)
 

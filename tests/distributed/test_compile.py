@@ -161,6 +161,18 @@ def test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again(poo
     assert calls == calls_some == calls_little
 
 
+def test_the_compiler_recomputes_every_second_layer_of_tensor_parallelism(pool: WorkerPool) -> None:
+    """A recomputed block and one that is not are two graphs, and what is kept lies in the middle."""
+    arguments = ["--compile.enable", "--compile.backend=aot_eager", *LAYOUTS["tp2"][1]]
+    selective = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
+    kept = [pool.run(2, kept_case, [*arguments, *more])[0][0] for more in (FULL, selective, [])]
+    assert kept[0] < kept[1] < kept[2]
+    assert kept[1] == pytest.approx((kept[0] + kept[2]) / 2, rel=0.1)
+    record, counts = pool.run(2, compiled_case, [PRECISION, "--compile.backend=aot_eager", *arguments, *selective])[0]
+    assert_parity(record, reference(pool, PRECISION), 1e-10)
+    assert counts["stats"]["unique_graphs"] == 2 + LOSS
+
+
 @pytest.mark.slow
 def test_the_compiler_recomputes_whole_layers_of_tensor_parallelism(pool: WorkerPool) -> None:
     """`full` keeps as little with PyTorch's own attention as with planned attention, and trains the same."""

@@ -86,6 +86,8 @@ CASES = [
     ("training.warmup_steps", 5, "lr_scheduler.warmup_steps", 5),
     ("training.compile", True, "compile.enable", True),
     ("checkpoint.enable_checkpoint", True, "checkpoint.enable", True),
+    ("checkpoint.model_weights_only", True, "checkpoint.last_save_model_only", True),
+    ("experimental.custom_import", "json", "job.imports", ("json",)),
     ("checkpoint.last_save_model_weights_only", True, "checkpoint.last_save_model_only", True),
     ("checkpoint.initial_load_model_weights_only", False, "checkpoint.initial_load_model_only", False),
     ("float8.enable_float8_linear", True, "float8.enable", True),

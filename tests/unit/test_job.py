@@ -297,11 +297,6 @@ RULES = [
     (["--job.dump_folder", "one.txt/deep/down"], 1, ["job.dump_folder = 'one.txt/deep/down'", "one.txt is a file"]),
     (["--job.dump_folder", "broken"], 1, ["job.dump_folder = 'broken'", "broken link"]),
     (["--job.dump_folder", ""], 1, ["job.dump_folder = ''", "./outputs"]),
-    (
-        ["--compile.enable", f"{TP}=2", *("--activation_checkpoint.mode", "selective"), f"{AC_OPTION}=2"],
-        2,
-        ["selective_ac_option = '2'", "some layers whole", "tensor_parallel_degree = 2", "'op'"],
-    ),
     (["--activation_checkpoint.mode=memory_budget"], 1, ["mode = 'memory_budget'", "compile.enable", "'selective'"]),
     (
         ["--activation_checkpoint.mode=memory_budget", "--compile.enable", "--compile.components", "loss"],

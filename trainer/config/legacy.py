@@ -85,14 +85,17 @@ def check_absent(absent: Mapping[str, tuple[Any, str]], config: JobConfig) -> li
     Raises:
         ConfigError: such a setting is on; the message says what to do instead.
     """
-    ignored: dict[str, list[str]] = {}
+    notes, ignored = [], {}
     for key, (value, where) in absent.items():
         known = ABSENT[key]
+        if known.replaced and value:
+            notes.append(f"{key} = {shown(value)} ({where}) has no counterpart here: {known.replaced}")
+            continue
         on = known.off is not None and value not in known.off
         if on and (not known.needs or attrgetter(known.needs)(config)):
             raise ConfigError(f"{key} = {shown(value)} ({where}) has no counterpart here; {known.instead}")
         ignored.setdefault(where, []).append(f"{key} = {shown(value)}")
-    return [
+    return notes + [
         f"ignored ({where}), without counterpart here and off or without effect: {', '.join(settings)}"
         for where, settings in ignored.items()
     ]

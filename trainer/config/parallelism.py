@@ -117,9 +117,17 @@ class Parallelism:
     pipeline_parallel_degree: int = key(1, unit="ranks")
     """Ranks that divide the layers (PP), each with one or more stages of the model; 1: off."""
     pipeline_parallel_schedule: Literal[
-        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+        "1F1B",
+        "GPipe",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+        "PipelineScheduleSingle",
+        "PipelineScheduleMulti",
     ] = key("1F1B", when=_WITH_PP)
-    """Order of the micro-batches' forwards and backwards; all but the first two have several stages a rank."""
+    """Order of the micro-batches' forwards and backwards; with PipelineSchedule... it is that of the file."""
     pipeline_parallel_schedule_csv: str | None = key(None, when=_WITH_PP)
     """File of a custom schedule: a line per rank, of cells such as 0F1 (stage, action, micro-batch)."""
     pipeline_parallel_microbatch_size: int = key(1, AT_LEAST_ONE, "sequences", when=_WITH_PP)

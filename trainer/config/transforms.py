@@ -54,6 +54,12 @@ class ActivationCheckpoint:
         """For selective: every how many layers are checkpointed in full; None for "op"."""
         return None if self.selective_ac_option == "op" else int(self.selective_ac_option)
 
+    @property
+    def whole_layers(self) -> int:
+        """Every so many layers one is recomputed from its input alone; 0: none."""
+        selected = int(self.selective_ac_option) if self.selective_ac_option.isdecimal() else 0
+        return {"full": 1, "selective": selected}.get(self.mode, 0)
+
 
 @dataclass(frozen=True)
 class Compile:

@@ -83,8 +83,15 @@ def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], batch_size: 
     if parallelism.pipeline_parallel_schedule_csv is not None:
         return _plan_of_csv(parallelism, modules, micro_batches, batch_size)
     name, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    if name not in SCHEDULES:
+        raise ConfigError(
+            f"{_KEY}schedule = {name!r} is the kind of a custom schedule, and no order; name its file in "
+            f"{_KEY}schedule_csv, or use one of {', '.join(SCHEDULES)}"
+        )
     schedule = SCHEDULES[name]
-    stages = _stages(parallelism, modules, (schedule.stages_per_rank or 2) * degree)
+    layers = sum(name.startswith("layers.") for name in modules)
+    default = schedule.stages_per_rank or (2 if layers >= 2 * degree else 1)
+    stages = _stages(parallelism, modules, default * degree)
     per_rank, rest = divmod(len(stages), degree)
     if rest or per_rank != (schedule.stages_per_rank or per_rank):
         wanted = f"{schedule.stages_per_rank} per rank" if schedule.stages_per_rank else "a multiple of the ranks"
@@ -97,7 +104,7 @@ def pipeline_plan(parallelism: Parallelism, modules: Sequence[str], batch_size: 
         ]
         raise ConfigError(
             f"{_KEY}schedule = {name!r} on {_KEY}degree = {degree} takes {wanted}, and {_source(parallelism)} makes "
-            f"{len(stages)} stages; use {(schedule.stages_per_rank or 2) * degree} stages"
+            f"{len(stages)} stages; use {default * degree} stages"
             + (f", or one of {', '.join(fitting)}" if fitting else "")
         )
     _check_micro_batches(parallelism, schedule, micro_batches, len(stages), batch_size)
@@ -239,7 +246,9 @@ _ACTION = re.compile(r"([0-9]{1,6})(F|B|I|W)([0-9]{1,6})")
 def _plan_of_csv(parallelism: Parallelism, modules: Sequence[str], micro_batches: int, batch_size: int) -> PipelinePlan:
     path = parallelism.pipeline_parallel_schedule_csv
     key = f"{_KEY}schedule_csv = {path!r}"
-    if parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule:
+    if parallelism.pipeline_parallel_schedule in SCHEDULES and (
+        parallelism.pipeline_parallel_schedule != Parallelism.pipeline_parallel_schedule
+    ):
         raise ConfigError(f"{key} takes the place of {_KEY}schedule; leave one of them out")
     lines = _lines(path, key, parallelism.pipeline_parallel_degree)
     actions, ranks = _actions(lines, key)

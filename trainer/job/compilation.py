@@ -23,11 +23,10 @@ class CompileOptions:
     """The pipeline splits each backward into one for inputs and one for weights."""
     memory_budget: float | None
     """Share of the activations that the compiler may keep; None: no limit."""
+    recomputes_every: int
+    """Every so many layers the compiler recomputes one whole, in place of activation checkpointing; 0: none."""
     fixed_shapes: bool
     """Shapes never change. Else the compiler may take numbers that differ between layers for variables."""
-    cannot_checkpoint_layers: bool
-    """With tensor parallelism and PyTorch's own attention the compiler cannot take over the activation checkpointing of
-    whole layers: torch 2.13 would save a mesh as if it were a tensor."""
 
     @property
     def any(self) -> bool:
@@ -38,11 +37,6 @@ class CompileOptions:
     def chooses_recomputation(self) -> bool:
         """Whether the compiler chooses what the backward recomputes."""
         return self.model and self.backend != "eager"
-
-    @property
-    def recomputes_layers(self) -> bool:
-        """Whether the compiler recomputes whole layers, by a budget of 0, in place of activation checkpointing."""
-        return self.memory_budget == 0
 
 
 def resolve_compilation(
@@ -58,10 +52,9 @@ def resolve_compilation(
         raise ConfigError("compile.components = [] compiles nothing; name 'model' or 'loss', or leave it out")
     model = settings.enable and "model" in settings.components
     traced = model and settings.backend != "eager"
-    cannot_checkpoint_layers = traced and config.parallelism.tensor_parallel_degree > 1 and not planned_attention
-    budget = activations.memory_budget if activations.mode == "memory_budget" else None
-    if cannot_checkpoint_layers and activations.mode == "full":
-        budget = 0.0
+    # With tensor parallelism and PyTorch's own attention the compiler cannot take over the activation checkpointing of
+    # whole layers: torch 2.13 would save a mesh as if it were a tensor.
+    cannot_checkpoint = traced and config.parallelism.tensor_parallel_degree > 1 and not planned_attention
     options = CompileOptions(
         model=model,
         loss=settings.enable and "loss" in settings.components,
@@ -69,9 +62,9 @@ def resolve_compilation(
         overlaps_tensor_parallel=config.parallelism.overlaps_tensor_parallel,
         rounds_as_eager=config.float8.enable and config.float8.recipe_name == "rowwise",
         splits_backward=splits_backward,
-        memory_budget=budget,
+        memory_budget=activations.memory_budget if activations.mode == "memory_budget" else None,
+        recomputes_every=activations.whole_layers if cannot_checkpoint else 0,
         fixed_shapes=fixed_shapes,
-        cannot_checkpoint_layers=cannot_checkpoint_layers,
     )
     if fixed_shapes and model and activations.mode != "none":
         raise ConfigError(

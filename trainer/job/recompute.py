@@ -10,12 +10,11 @@ from trainer.job.compilation import CompileOptions
 
 def check_activation_checkpoint(
     config: JobConfig, n_layers: int, compilation: CompileOptions, pipeline: PipelinePlan | None
-) -> None:
-    """Check activation checkpointing against the model, the compiler and the pipeline.
+) -> tuple[str, ...]:
+    """Check activation checkpointing against the model; return a note if the pipeline makes it expensive.
 
     Raises:
-        ConfigError: layers that the model lacks, recomputation in a backward that is split, or what the compiler cannot
-            recompute.
+        ConfigError: layers that the model lacks, or recomputation by operator in a backward that is split.
     """
     settings = config.activation_checkpoint
     option = settings.selective_ac_option
@@ -26,16 +25,15 @@ def check_activation_checkpoint(
             f"activation_checkpoint.selective_ac_option = {option!r} must be 'op', or for every n-th layer a number "
             f"from 1 to {n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
         )
-    if compilation.splits_backward and settings.mode != "none" and not compilation.chooses_recomputation:
+    if not compilation.splits_backward or settings.mode == "none" or compilation.chooses_recomputation:
+        return ()
+    if not settings.whole_layers:
         raise ConfigError(
-            f"activation_checkpoint.mode = {settings.mode!r} would compute a layer again for each group of its "
-            f"weights, about ten times, as {pipeline.schedule} splits the backward; use 'none', compile.enable, or "
-            f"{pipeline.whole_backward}"
+            f"activation_checkpoint.mode = {settings.mode!r} by operator allows one backward, and {pipeline.schedule} "
+            f"splits it; use 'none', 'full', compile.enable, or {pipeline.whole_backward}"
         )
-    if compilation.cannot_checkpoint_layers and settings.mode == "selective" and option != "op":
-        degree = config.parallelism.tensor_parallel_degree
-        raise ConfigError(
-            f"activation_checkpoint.selective_ac_option = {option!r} recomputes some layers whole, which the compiler "
-            f"cannot do with parallelism.tensor_parallel_degree = {degree}; use 'op', the mode 'full' or "
-            "'memory_budget', or leave compile.enable out"
-        )
+    return (
+        f"activation_checkpoint.mode = {settings.mode!r} recomputes a layer for each group of its weights, about ten "
+        f"times, as {pipeline.schedule} splits the backward; faster are 'none', compile.enable, or "
+        f"{pipeline.whole_backward}",
+    )

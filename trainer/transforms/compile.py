@@ -1,9 +1,11 @@
 """torch.compile of the loss and of decoder blocks, one graph each; blocks of one shape share compiled code."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ _TAG = " rank "  # the part of the caches' key before it belongs to the user
 
 
 def apply_compile(
-    blocks: Sequence[nn.Module],
+    layers: Mapping[str, nn.Module],
     options: CompileOptions,
     *,
     embedding: nn.Module | None = None,
@@ -28,9 +30,12 @@ def apply_compile(
 ) -> None:
     """Compile the forward of each block as one graph, in place; modules and names stay the same.
 
-    eager: modules of blocks that have a method, given by name, which is not compiled: a block is then two graphs.
-    embedding: the module before the first block, if it is tensor-parallel. Call it after tensor parallelism and
-    activation checkpointing, which become part of the graph, and before `fully_shard`, whose gathering stays outside.
+    layers: the blocks by number, so that a pipeline's stages recompute the same ones as the whole model. eager: modules
+    of blocks that have a method, given by name, which is not compiled: a block is then two graphs. embedding: the
+    module before the first block, if it is tensor-parallel.
+
+    Call it after tensor parallelism and activation checkpointing, which become part of the graph, and before
+    `fully_shard`, whose gathering stays outside.
     """
     if not options.model:
         return
@@ -38,10 +43,39 @@ def apply_compile(
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for module, method in (eager or {}).items():
         setattr(module, method, torch.compiler.disable(getattr(module, method)))
-    for block in blocks:
-        replace_forward(block, "compile", _compiled(block.forward, options, one_graph=not eager))
+    for number, block in layers.items():
+        forward = block.forward
+        if recomputed := options.recomputes_every and (int(number) + 1) % options.recomputes_every == 0:
+            forward = types.MethodType(_forward_without_budget, block)
+        forward = _compiled(forward, options, one_graph=not eager)
+        replace_forward(block, "compile", _keeping_inputs(forward) if recomputed else forward)
     if embedding is not None:
         embedding.register_forward_hook(_wait_inside_autograd)
+
+
+def _forward_without_budget(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block. A function of its own has graphs of its own, which other blocks do not share."""
+    return type(self).forward(self, *args, **kwargs)
+
+
+def _keeping_inputs(forward: F) -> F:
+    """Return a compiled forward whose graphs keep nothing for the backward but their inputs."""
+
+    @wraps(forward)
+    def budgeted(*args: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(_budget(0.0)):
+            return forward(*args, **kwargs)
+
+    return budgeted
+
+
+def _budget(share: float) -> dict[str, object]:
+    """Return the settings with which graphs keep this share of their activations."""
+    settings: dict[str, object] = {"activation_memory_budget": share}
+    # Process groups are arguments of graphs with tensor parallelism; they hold no tensors.
+    if hasattr(torch._functorch.config, unsized := "unsafe_treat_script_objects_as_zero_size"):
+        settings[unsized] = True
+    return settings
 
 
 def compiled_loss(loss: F, options: CompileOptions) -> F:
@@ -83,10 +117,7 @@ def compiler_settings(options: CompileOptions) -> Iterator[None]:
     if options.splits_backward:
         settings["donated_buffer"] = False  # else the first run overwrites inputs of the second
     if options.memory_budget is not None:
-        settings["activation_memory_budget"] = options.memory_budget
-        # Process groups are arguments of graphs with tensor parallelism; they hold no tensors.
-        if hasattr(torch._functorch.config, unsized := "unsafe_treat_script_objects_as_zero_size"):
-            settings[unsized] = True
+        settings |= _budget(options.memory_budget)
     with torch._functorch.config.patch(settings) if options.any and settings else nullcontext():
         yield
 

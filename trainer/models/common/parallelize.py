@@ -59,10 +59,11 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             parallelize_module(block, dims["cp"], styles)
     if job.loss_chunk_tokens and model.output is not None:
         apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, in_forward=job.pipeline is None)
-    if not job.compilation.recomputes_layers:
+    if not job.compilation.recomputes_every:
         apply_activation_checkpoint(model.layers, config.activation_checkpoint)
     eager = {block.feed_forward: "run_experts" for block in experts}
-    apply_compile(blocks, job.compilation, embedding=model.tok_embeddings if dims.size("tp") > 1 else None, eager=eager)
+    embedding = model.tok_embeddings if dims.size("tp") > 1 else None
+    apply_compile(model.layers, job.compilation, embedding=embedding, eager=eager)
     # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
