@@ -32,7 +32,11 @@ def initialize(model: nn.Module | Decoder, *, seed: int, device: torch.device, o
     for name, parameter in model.named_parameters():
         generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        (init_adapter if is_adapter(name) else model.init_parameter)(name, whole, generator)
+        if is_adapter(name):
+            init_adapter(name, whole, generator)
+        else:
+            owner, own_name = _owner(model, name)
+            owner.init_parameter(own_name, whole, generator)
         if isinstance(parameter, DTensor):
             # Every rank drew the same numbers, so no rank sends them.
             local = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -40,3 +44,13 @@ def initialize(model: nn.Module | Decoder, *, seed: int, device: torch.device, o
         else:
             parameter.copy_(whole)
     model.init_buffers(device)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the innermost module that draws this parameter, and the parameter's name in it."""
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if hasattr(module, "init_parameter"):
+            return module, ".".join(parts[depth:])
+    raise TypeError(f"{type(model).__name__} has no method init_parameter, which draws {name}")

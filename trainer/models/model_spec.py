@@ -23,7 +23,7 @@ class Model(Protocol):
         """Hidden states -> what the task's losses take. Not a part of the forward, so that a loss can be chunked."""
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Draw the whole parameter of that name in place, before it is sharded."""
+        """Fill the whole parameter of that name in place, before it is sharded; a submodule may do it for its own."""
 
     def init_buffers(self, device: torch.device) -> None:
         """Set every buffer to its first value; persistent buffers are part of a checkpoint."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
+from trainer.models.common.initial import draw, start
 from trainer.models.common.rotary import apply_rope
 from trainer.models.common.short_convolution import ShortConvolution
 
@@ -76,13 +77,16 @@ class AttentionSinks(nn.Module):
         """Return (H,): with tensor parallelism, the logits of this rank's heads."""
         return self.weight
 
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        parameter.zero_()
+
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
     short_conv_kernel: tokens of a `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm_eps: of an
     RMSNorm over each head's query and key (arXiv 2302.05442), whose weights the heads share, None for no norm; rotate:
-    `apply_rope`, or a function with the same arguments.
+    `apply_rope`, or a function with the same arguments; branches: of the model, see `initial.draw`.
     """
 
     def __init__(
@@ -99,9 +103,10 @@ class Attention(nn.Module):
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
         rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = apply_rope,
+        branches: int = 1,
     ) -> None:
         super().__init__()
-        self.head_dim, self.rotate = head_dim, rotate
+        self.head_dim, self.rotate, self.branches = head_dim, rotate, branches
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
@@ -136,3 +141,9 @@ class Attention(nn.Module):
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention(q, k, v, sinks=sinks, plan=attention_plan)
         return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, dim)
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        if parameter.ndim == 1:
+            start(name, parameter)
+        else:
+            draw(parameter, generator, branches=self.branches if name == "wo.weight" else 1)

@@ -3,14 +3,13 @@
 Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06825.
 """
 
-import math
-
 import torch
 from torch import nn
 
 from trainer.models.common.attention import Attention
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.feed_forward import FeedForward
+from trainer.models.common.initial import start
 from trainer.models.common.moe import MoE, routers_of
 from trainer.models.common.norms import build_norm
 from trainer.models.common.rotary import precompute_freqs_cis
@@ -19,10 +18,10 @@ from trainer.models.common.rotary import precompute_freqs_cis
 def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
     """Return the feed-forward network of a layer, or its experts."""
     if args.experts is None:
-        return FeedForward(args.dim, args.ffn_hidden_dim)
+        return FeedForward(args.dim, args.ffn_hidden_dim, branches=2 * args.n_layers)
     coefficient = args.router_aux_loss_coef / args.n_layers
     rates = {"aux_loss_coef": coefficient, "bias_update_rate": args.router_bias_update_rate}
-    return MoE(args.dim, args.experts, **rates)
+    return MoE(args.dim, args.experts, branches=2 * args.n_layers, **rates)
 
 
 class TransformerBlock(nn.Module):
@@ -42,6 +41,7 @@ class TransformerBlock(nn.Module):
             bias=args.attention_bias,
             output_bias=args.output_bias,
             qk_norm_eps=args.norm_eps if args.qk_norm else None,
+            branches=2 * args.n_layers,
         )
         self.ffn_norm = build_norm(args.norm_type, args.dim, args.norm_eps)
         self.feed_forward = build_feed_forward(args, layer)
@@ -106,24 +106,13 @@ class Transformer(nn.Module):
             router.init_buffers(device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Set norms to one, biases and sinks to zero; draw embeddings of unit scale, small logits, matrices that keep
-        the scale of activations, smaller with depth at the end of residual branches, and convolutions of nn.Conv1d's
-        variance."""
-        if parameter.ndim == 1 or name.endswith(("experts.b13", "experts.b2")):
-            parameter.fill_(0.0 if name.endswith((".bias", "sinks.weight", ".b13", ".b2")) else 1.0)
-        elif parameter.ndim == 3 and ".experts." in name:
-            parameter.normal_(0.0, self._init_std(name, fan_in=parameter.shape[2]), generator=generator)
-        else:
-            parameter.normal_(0.0, self._init_std(name, fan_in=parameter[0].numel()), generator=generator)
+        """Set norms to one; draw embeddings of unit scale, and an output whose logits are small.
 
-    def _init_std(self, name: str, fan_in: int) -> float:
+        A tied matrix also makes the logits.
+        """
         if name == "tok_embeddings.weight":
-            # A tied matrix also makes the logits, which must start small.
-            return 0.02 if self.args.tie_embeddings else 1.0
-        if name == "output.weight":
-            return 1.0 / fan_in
-        if ".short_conv." in name:
-            return 1.0 / math.sqrt(3 * fan_in)
-        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "experts.w2")):
-            return 1.0 / math.sqrt(fan_in * 2 * self.args.n_layers)
-        return 1.0 / math.sqrt(fan_in)
+            parameter.normal_(0.0, 0.02 if self.args.tie_embeddings else 1.0, generator=generator)
+        elif name == "output.weight":
+            parameter.normal_(0.0, 1.0 / parameter.shape[1], generator=generator)
+        else:
+            start(name, parameter)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.models.common.expert_args import ExpertArgs
+from trainer.models.common.initial import draw
 
 # torch 2.13 made it public
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -33,10 +34,14 @@ class ExpertWeights(NamedTuple):
 
 
 class Experts(nn.Module):
-    """All experts of a layer. Its forward is what expert parallelism replaces from outside."""
+    """All experts of a layer. Its forward is what expert parallelism replaces from outside.
 
-    def __init__(self, dim: int, args: ExpertArgs) -> None:
+    branches: of the model, see `initial.draw`.
+    """
+
+    def __init__(self, dim: int, args: ExpertArgs, *, branches: int = 1) -> None:
         super().__init__()
+        self.branches = branches
         number, hidden = args.number, args.hidden_dim
         self.clamped = args.clamped
         self.w13 = nn.Parameter(torch.empty(number, 2 * hidden, dim))
@@ -47,6 +52,12 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: (N, dim); chosen: (N, k) int64, experts of a token; weights: (N, k) -> their weighted sums: (N, dim)."""
         return self.sums(dict(self.named_parameters(recurse=False)), x, chosen, weights)
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        if name in ("b13", "b2"):
+            parameter.zero_()
+        else:
+            draw(parameter, generator, fan_in=parameter.shape[2], branches=self.branches if name == "w2" else 1)
 
     def sums(
         self,

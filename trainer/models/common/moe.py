@@ -28,11 +28,18 @@ from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.common.auxiliary_loss import AuxiliaryLoss
 from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.common.experts import Experts
+from trainer.models.common.initial import draw, start
 from trainer.observer import Observer
 
 
 class Gate(nn.Linear):
     """Linear module that computes in float32 at least."""
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        if parameter.ndim == 1:
+            start(name, parameter)
+        else:
+            draw(parameter, generator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -91,11 +98,17 @@ class MoE(nn.Module):
     """A router and its experts."""
 
     def __init__(
-        self, dim: int, args: ExpertArgs, *, aux_loss_coef: float = 0.0, bias_update_rate: float = 0.0
+        self,
+        dim: int,
+        args: ExpertArgs,
+        *,
+        aux_loss_coef: float = 0.0,
+        bias_update_rate: float = 0.0,
+        branches: int = 1,
     ) -> None:
         super().__init__()
         self.router = Router(dim, args, aux_loss_coef=aux_loss_coef, bias_update_rate=bias_update_rate)
-        self.experts = Experts(dim, args)
+        self.experts = Experts(dim, args, branches=branches)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """x: (B, S, dim) -> (B, S, dim). positions: (B, S), below 0 for padding."""

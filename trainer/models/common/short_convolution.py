@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.context_parallel.execution.taps import convolved
+from trainer.models.common.initial import draw
 
 
 class InnerConvolution(nn.Module):
@@ -36,6 +37,10 @@ class Taps(nn.Module):
     def forward(self) -> torch.Tensor:
         """Return (C, 1, kernel): with tensor parallelism, the weights of this rank's channels."""
         return self.weight
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        """Draw with the variance of nn.Conv1d."""
+        draw(parameter, generator, branches=3)
 
 
 class ShortConvolution(nn.Module):
