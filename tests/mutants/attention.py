@@ -432,15 +432,15 @@ EMPTY_GROUPS = (
     Mutant(
         "a head group judges its own layouts",
         f"{_CP}/execution/ulysses.py",
-        "if self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
-        "if len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
+        "if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
+        "if keep and len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
         _THREADS,
     ),
     Mutant(
         "gradients of a head's copies are rounded before they are added up",
         "trainer/distributed/context_parallel/execution/ulysses.py",
-        "gradient_dtype = lse.dtype if copies > 1 else q.dtype",
-        "gradient_dtype = q.dtype",
+        "gradient_dtype = torch.promote_types(dout.dtype, torch.float32) if copies > 1 else dout.dtype",
+        "gradient_dtype = dout.dtype",
         "tests/unit/test_thread_attention.py::test_gradients_of_a_heads_copies_are_added_up_in_float32",
     ),
     Mutant(

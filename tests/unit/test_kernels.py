@@ -262,7 +262,7 @@ def test_auto_takes_one_launch_for_many_calls_where_a_kernel_has_it(
     assert choose_kernel(device, dtype, 64, calls=calls).name == name
 
 
-_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "cudnn_varlen", "varlen", "flex", "math"]
+_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "cudnn_varlen", "varlen", "math"]
 
 
 @pytest.mark.parametrize(
@@ -368,11 +368,12 @@ def test_names_are_unique_and_found():
     [
         (("cpu", torch.float32, 64, "cuda_flash"), False, ["tensors on cpu", "float32", "'cpu_flash', 'math'"]),
         (("cuda", torch.bfloat16, 64, "cpu_flash"), False, ["tensors on cuda", "'cuda_flash'"]),
-        (("cuda", torch.float32, 64, "cuda_flash"), False, ["cannot do float32;", "'efficient', 'flex', 'math'"]),
+        (("cuda", torch.float32, 64, "cuda_flash"), False, ["cannot do float32;", "'efficient', 'math'"]),
         (("cuda", torch.bfloat16, 320, "cuda_flash"), False, ["heads of size 320", "'efficient', 'math'"]),
         (("cuda", torch.bfloat16, 20, "cudnn"), False, ["heads of size 20", "'cuda_flash'"]),
         (("cuda", torch.bfloat16, 64, "cudnn"), True, ["a sliding window", "'cuda_flash'"]),
         (("cuda", torch.float64, 64, "efficient"), False, ["cannot do float64;", "can: 'math'"]),
+        (("cuda", torch.float32, 64, "flex"), False, ["'flex' is none of 'auto', 'cpu_flash'"]),
         (("cpu", torch.float32, 64, "flash5"), False, ["'flash5' is none of 'auto', 'cpu_flash', 'cuda_flash'"]),
     ],
 )

@@ -56,7 +56,6 @@ CAPABILITIES: dict[str, Capabilities] = {
     "cudnn_varlen": Capabilities(
         "cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, many=True, deterministic=False
     ),
-    "flex": Capabilities("cuda", _HALVES | {"float32"}, max_head_dim=256, bottom_right=True, bands=True),
     "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
 }
 """All kernels by name; each kernel's class refers to its entry."""
@@ -134,8 +133,8 @@ def auto_kernel(
 
     calls: the most tiles of a stage; capability: of the GPU, such as (9, 0), None for a CPU; fixed: whether the mask is
     causal or full, with the same lengths in every step (cuDNN builds a plan for each new shape); newer_flash: whether
-    FlashAttention-3 or -4 computes `cuda_flash` and `varlen`. It never takes `flex`, which compiles for each new shape,
-    nor `cudnn_varlen`, whose gradients no GPU has shown yet.
+    FlashAttention-3 or -4 computes `cuda_flash` and `varlen`. It never takes `cudnn_varlen`, whose gradients no GPU has
+    shown yet.
     """
     if "varlen" in able and calls > _MANY_CALLS:
         return "varlen"

@@ -10,7 +10,6 @@ from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, CudnnVarlen, Efficient, Varlen
 from trainer.distributed.context_parallel.execution.kernels.flash import gpu_capability, newer_flash
-from trainer.distributed.context_parallel.execution.kernels.flex import Flex
 from trainer.distributed.context_parallel.planning.capabilities import (
     RAGGED_CUDNN_MAJORS,
     able_kernels,
@@ -19,7 +18,7 @@ from trainer.distributed.context_parallel.planning.capabilities import (
 )
 
 logger = logging.getLogger("trainer")
-CUDA_KERNELS: tuple[Kernel, ...] = (CudaFlash(), Efficient(), Cudnn(), Varlen(), CudnnVarlen(), Flex())
+CUDA_KERNELS: tuple[Kernel, ...] = (CudaFlash(), Efficient(), Cudnn(), Varlen(), CudnnVarlen())
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())}
 
 
