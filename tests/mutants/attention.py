@@ -109,7 +109,7 @@ PLANS = (
     ),
     Mutant(
         "a forward that was replaced before is dropped",
-        "trainer/transforms/forward.py",
+        "trainer/distributed/sharding/forward.py",
         "if late:",
         "if late and not late:",
         "tests/unit/test_forward.py",

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 _DOMAIN = "trainer/distributed/domain_parallel"
+_SHARDING = "trainer/distributed/sharding"
 _CONVOLUTION = "tests/distributed/test_domain_convolution.py"
 _NEIGHBORHOOD = "tests/distributed/test_domain_neighborhood.py"
 _REDUCTIONS = "tests/distributed/test_domain_reductions.py"
@@ -33,7 +34,7 @@ DOMAIN = (
     ),
     Mutant(
         "windows begin at multiples of the stride, whatever the padding",
-        f"{_DOMAIN}/windows.py",
+        f"{_SHARDING}/windows.py",
         _INPUTS,
         "first, last = start * step - window.before // step * step, (stop - 1) * step + window.reach + 1 - "
         "window.before // step * step",
@@ -41,7 +42,7 @@ DOMAIN = (
     ),
     Mutant(
         "an output belongs to another rank than the row at which its window begins",
-        f"{_DOMAIN}/windows.py",
+        f"{_SHARDING}/windows.py",
         "return plan_outputs(layout, total, lambda row: -(-row // step), inputs)",
         "return plan_outputs(layout, total, lambda row: row // step, inputs)",
         "tests/distributed/test_domain.py",
@@ -55,7 +56,7 @@ DOMAIN = (
     ),
     Mutant(
         "a window reads from one row later on",
-        f"{_DOMAIN}/windows.py",
+        f"{_SHARDING}/windows.py",
         _INPUTS,
         "first, last = start * step - window.before + 1, (stop - 1) * step + window.reach + 2 - window.before",
         _CONVOLUTION,

@@ -124,7 +124,7 @@ PRIVATE = {
         lambda: isinstance(torch.autograd.forward_ad._current_level, int),
     ),
     # meshes and groups
-    "_flatten": Private("trainer/distributed/parallel_dims.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
+    "_flatten": Private("trainer/distributed/sharding/meshes.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
     "fake_pg": Private(
         "trainer/distributed/parallel_dims.py",
         "groups of one rank, without a communicator",

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainer.config.schema import ActivationCheckpoint
-from trainer.transforms.forward import replace_forward
+from trainer.distributed.sharding.forward import replace_forward
 
 CONTEXT_PARALLEL_ATTENTION = "trainer::context_parallel_attention"
 EXCHANGES = frozenset({CONTEXT_PARALLEL_ATTENTION, "trainer::context_parallel_convolution"})

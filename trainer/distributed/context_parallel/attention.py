@@ -21,7 +21,7 @@ from trainer.distributed.context_parallel.execution.ulysses import HeadExchange,
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.marks import Mark
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.transforms.forward import replace_forward
+from trainer.distributed.sharding.forward import replace_forward
 
 
 @torch.library.custom_op("trainer::context_parallel_attention", mutates_args=())
@@ -54,7 +54,7 @@ def context_parallel_attention(
     Raises:
         ContextParallelError: no context is open or it did not cut the inputs, the method cannot divide the heads, the
             scale is not above 0, forward-mode differentiation is used, or keep_exchanged and no heads are exchanged.
-        ConfigError: the kernel cannot do it.
+        OptionError: the kernel cannot do it.
     """
     _check_call(scale)
     q, k, v = map(rows_contiguous, (q, k, v))

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.domain_parallel.domain import Domain, sized
-from trainer.distributed.domain_parallel.rows import connected, fetch, local_rows, padded
-from trainer.distributed.domain_parallel.windows import (
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.rows import connected, fetch, local_rows, padded
+from trainer.distributed.sharding.windows import (
     Tile,
     Window,
     WindowPlan,
@@ -20,7 +21,6 @@ from trainer.distributed.domain_parallel.windows import (
     transposed_plan,
     window_plan,
 )
-from trainer.distributed.sharding.layout import AxisLayout
 
 AxisPadding = int | str | tuple[int, int]
 """Of one axis: rows on both sides, (before, after), or `valid`, `same`, `causal`."""

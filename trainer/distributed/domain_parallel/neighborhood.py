@@ -26,9 +26,9 @@ from trainer.distributed.domain_parallel.neighborhoods import (
     tile_rows,
     wanted_rows,
 )
-from trainer.distributed.domain_parallel.rows import connected, fetch
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Ranges
+from trainer.distributed.sharding.rows import connected, fetch
 from trainer.distributed.sharding.to_device import to_device
 
 Hood = tuple[int, int, int, bool]

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from trainer.distributed.domain_parallel.channel_norm import Sharing, channel_norm
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import count, domain_mean, moments
-from trainer.distributed.domain_parallel.rows import connected
 from trainer.distributed.sharding.placement import shard
+from trainer.distributed.sharding.rows import connected
 
 
 def group_norm(

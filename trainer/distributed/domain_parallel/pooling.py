@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from trainer.distributed.domain_parallel.convolution import over_tiles, per_axis, spatial_dims
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import domain_max, domain_mean, wide
-from trainer.distributed.domain_parallel.rows import fetch, padded
-from trainer.distributed.domain_parallel.windows import Tile, Window, outputs_of, window_plan
+from trainer.distributed.sharding.rows import fetch, padded
 from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.windows import Tile, Window, outputs_of, window_plan
 
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE = {2: F.avg_pool2d, 3: F.avg_pool3d}

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from trainer.distributed.domain_parallel.convolution import over_tiles, per_axis, spatial_dims
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import gather_statistics, wide
-from trainer.distributed.domain_parallel.rows import Wanted, connected, fetch, local_rows
-from trainer.distributed.domain_parallel.windows import Tile, WindowPlan, plan_outputs
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Range
+from trainer.distributed.sharding.rows import Wanted, connected, fetch, local_rows
 from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.windows import Tile, WindowPlan, plan_outputs
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 

@@ -15,8 +15,8 @@ from trainer.distributed.domain_parallel import convolution, norms, pooling, red
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, wrapped
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, elementwise, merged, own_part
-from trainer.distributed.domain_parallel.rows import connected
 from trainer.distributed.domain_parallel.transfer import gather
+from trainer.distributed.sharding.rows import connected
 
 
 def _unless(condition: bool, function: Callable, x: DomainTensor, why: str) -> None:

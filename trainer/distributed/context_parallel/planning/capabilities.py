@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES, FlashPackage
+from trainer.distributed.sharding.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -100,19 +100,16 @@ def able_kernels(
     """Return the kernels that can do this. name: the configured kernel, or `auto`.
 
     Raises:
-        ConfigError: an unknown kernel, or one that cannot do it; the message names kernels that can.
+        OptionError: an unknown kernel, or one that cannot do it; the message names kernels that can.
     """
     needs = {"bands": bands, "deterministic": deterministic}
     lacks = {each: c.lacks(device_type, dtype, head_dim, **needs) for each, c in CAPABILITIES.items()}
     able = [each for each in lacks if not lacks[each]]
     if name not in ("auto", *lacks):
-        raise ConfigError(
-            f"parallelism.context_parallel_kernel = {name!r} is none of 'auto', {', '.join(map(repr, lacks))}"
-        )
+        raise OptionError(f"kernel = {name!r} is none of 'auto', {', '.join(map(repr, lacks))}")
     if name != "auto" and lacks[name]:
-        raise ConfigError(
-            f"parallelism.context_parallel_kernel = {name!r} cannot do {' or '.join(lacks[name])}; "
-            f"kernels that can: {', '.join(map(repr, able))}"
+        raise OptionError(
+            f"kernel = {name!r} cannot do {' or '.join(lacks[name])}; kernels that can: {', '.join(map(repr, able))}"
         )
     return able
 

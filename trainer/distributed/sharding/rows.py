@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.distributed.domain_parallel.domain import Axis
+from trainer.distributed.sharding.axis import Axis
 from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, union
