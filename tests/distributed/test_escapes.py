@@ -1,6 +1,6 @@
 """Attention and mixing of tokens that the context does not see, in any model, are refused on every rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -96,14 +96,20 @@ class Stack(nn.Module):
 
 
 def run(
-    mesh: DeviceMesh, model: nn.Module, checked: nn.Module | None = None, *, give_positions: bool = False, **allow: Any
+    mesh: DeviceMesh,
+    model: nn.Module,
+    checked: nn.Module | None = None,
+    *,
+    give_positions: bool = False,
+    allow_modules: Sequence[type | str] = (),
+    **settings: Any,
 ) -> torch.Tensor | str:
     """The model's output of this rank's rows, or its refusal."""
     x, positions = data(), torch.arange(13).expand(2, -1).clone()
     extra = {"positions": positions} if give_positions else {}
     try:
-        intercept = intercept_sdpa(checked, **allow)
-        with context_parallel(mesh, buffers=[x, positions], buffer_seq_dims=[1, 1], intercept=intercept):
+        settings["intercept"] = intercept_sdpa(checked, allow_modules=allow_modules)
+        with context_parallel(mesh, buffers=[x, positions], buffer_seq_dims=[1, 1], **settings):
             return model(x, **extra)
     except ContextParallelError as error:
         return str(error)
