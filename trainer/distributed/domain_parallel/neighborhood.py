@@ -2,8 +2,7 @@
 
 Queries stay where they are. Keys and values travel together, one exchange for each sharded axis, and only the rows that
 the receiving rank's queries see. Then each rank attends in tiles: a tile of queries, and the box of keys that it sees.
-Tiles that see their keys in the same way are one call of scaled_dot_product_attention. `neighborhoods` has the windows,
-and `natten_kernel` computes instead where NATTEN is installed.
+Tiles that see their keys in the same way are one call of scaled_dot_product_attention. `neighborhoods` has the windows.
 """
 
 import math
@@ -15,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainer.distributed.domain_parallel.convolution import per_axis
 from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.natten_kernel import attend_box, fits_box, natten_kernel
 from trainer.distributed.domain_parallel.neighborhoods import (
     AxisTiles,
     Neighborhood,
@@ -26,6 +23,7 @@ from trainer.distributed.domain_parallel.neighborhoods import (
     tile_rows,
     wanted_rows,
 )
+from trainer.distributed.domain_parallel.sliding import per_axis
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Ranges
 from trainer.distributed.sharding.rows import connected, fetch
@@ -80,11 +78,7 @@ def neighborhood_attention(
     if 0 in result:
         return connected(q.new_zeros(result), q, k, v), domain
     queries = [domain.ranges(dim, shape[dim]) for dim in dims]
-    kernel = natten_kernel(q, v)
-    rows = queries, [*keys.values()]
-    if kernel is not None and fits_box(boxes := [Neighborhood(*hood) for hood in hoods.values()], *rows):
-        return attend_box(kernel, (q, k, v), boxes, *rows, scale), domain
-    axes = [*zip(*rows, shape[1:-2], hoods.values(), strict=True)]
+    axes = [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)]
     return _attend_axes(q, k, v, axes, scale), domain
 
 

@@ -19,7 +19,7 @@ from trainer.distributed.sharding.rows import connected
 def group_norm(
     x: torch.Tensor,
     domain: Domain,
-    groups: int,
+    num_groups: int,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
@@ -27,18 +27,18 @@ def group_norm(
     """Normalise groups of channels of each sample. x: (N, C, *spatial); weight, bias: (C,).
 
     Raises:
-        ValueError: sharded channels, or channels that are no multiple of `groups`.
+        ValueError: sharded channels, or channels that are no multiple of `num_groups`.
     """
     domain.shape(x)
     _check_channels(x, domain)
-    if x.shape[1] % groups:
-        raise ValueError(f"{x.shape[1]} channels cannot be cut into {groups} groups; use a divisor")
+    if x.shape[1] % num_groups:
+        raise ValueError(f"{x.shape[1]} channels cannot be cut into {num_groups} groups; use a divisor")
     dims = tuple(range(2, x.ndim))
     split = domain.split(dims)
     if not split:
         # F.group_norm refuses one value a channel, and a shard of a batch may have one where the batch has more.
-        return torch.group_norm(x, groups, weight, bias, eps) if x.numel() else connected(x, weight, bias), domain
-    sharing = Sharing((x.shape[0], groups, x.shape[1] // groups), (2,), dims, tuple(split.items()))
+        return torch.group_norm(x, num_groups, weight, bias, eps) if x.numel() else connected(x, weight, bias), domain
+    sharing = Sharing((x.shape[0], num_groups, x.shape[1] // num_groups), (2,), dims, tuple(split.items()))
     return channel_norm(x, sharing, weight, bias, eps)[0], domain
 
 
