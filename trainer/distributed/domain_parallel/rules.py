@@ -26,7 +26,7 @@ def _numbers(name: str) -> list[str]:
     return [f"{name}{n}d" for n in (1, 2, 3)]
 
 
-# Functions that are an operator of this package on the first tensor; its other arguments as torch orders them. Arguments
+# Functions that are an operator of this package on the first tensor; its other arguments, in torch's order. Arguments
 # that choose a kernel of cuDNN are left out.
 _OPERATORS: tuple[tuple[Sequence[str], Callable, str], ...] = (
     (_numbers("conv"), convolution.conv, "weight bias stride padding dilation groups"),
