@@ -83,6 +83,20 @@ DOMAIN = (
         _NEIGHBORHOOD,
     ),
     Mutant(
+        "each tile of windows reads the rows of the first one",
+        f"{_DOMAIN}/sliding.py",
+        "        place += rows",
+        "        place += 0 * rows",
+        _CONVOLUTION,
+    ),
+    Mutant(
+        "queries lie in the order of their tiles",
+        f"{_DOMAIN}/neighborhood.py",
+        "to_device(place.argsort(), out.device)",
+        "to_device(torch.arange(len(place)), out.device)",
+        _NEIGHBORHOOD,
+    ),
+    Mutant(
         "a rank without queries leaves the graph",
         f"{_DOMAIN}/neighborhood.py",
         "return connected(q.new_zeros(result), q, k, v), domain",
