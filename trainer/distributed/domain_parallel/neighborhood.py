@@ -8,7 +8,7 @@ Tiles that see their keys in the same way are one call of scaled_dot_product_att
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +87,7 @@ def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, 
     rows, cuts_again = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
     cuts = [(*axis, tile) for axis, tile in zip(axes, rows, strict=True)]
     tiles = [_tiles(cut, cuts_again and not number) for number, cut in enumerate(cuts)]
+    parts = [_parts(of_axis, q.device) for of_axis in tiles]
 
     def attend(*args: Any) -> torch.Tensor:
         return _attend_tiles(*args, scale)
@@ -94,7 +95,7 @@ def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, 
     def attend_again(*args: Any) -> torch.Tensor:
         return checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False)
 
-    out = _attend(q, k, v, tiles, (), attend_again if cuts_again else attend)
+    out = _attend(q, k, v, parts, (), attend_again if cuts_again else attend)
     for dim, of_axis in enumerate(tiles, 1):
         place = torch.tensor([row for each in of_axis for tile in each.queries for row in tile])
         out = out.index_select(dim, to_device(place.argsort(), out.device))
@@ -167,30 +168,48 @@ def _check_fit(hood: Hood, length: int, dim: int) -> None:
 # ---- tiles
 
 
+class _Part(NamedTuple):
+    """Tiles of an axis, with their queries (tiles, rows) and keys (tiles, keys) as indices on the device."""
+
+    tiles: Tiles
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+def _parts(of_axis: Sequence[Tiles], device: torch.device) -> list[_Part]:
+    """Return the tiles of an axis with their indices, which are copied to the device at once."""
+    indices = []
+    for tables in ([each.queries for each in of_axis], [each.keys for each in of_axis]):
+        together = to_device(torch.tensor([*chain.from_iterable(chain.from_iterable(tables))]), device)
+        sizes = [(len(table), len(table[0])) for table in tables]
+        parts = together.split([math.prod(size) for size in sizes])
+        indices.append([part.view(size) for part, size in zip(parts, sizes, strict=True)])
+    return [_Part(*part) for part in zip(of_axis, *indices, strict=True)]
+
+
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[Tiles, ...], attend: Callable
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[_Part, ...], attend: Callable
 ) -> torch.Tensor:
     """Attend for each combination of tiles of the axes, and put the results together."""
     if not axes:
         return attend(q, k, v, chosen)
-    results = [_attend(q, k, v, axes[1:], (*chosen, tiles), attend) for tiles in axes[0]]
+    results = [_attend(q, k, v, axes[1:], (*chosen, part), attend) for part in axes[0]]
     return results[0] if len(results) == 1 else torch.cat(results, len(chosen) + 1)
 
 
 def _attend_tiles(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: tuple[Tiles, ...], scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: tuple[_Part, ...], scale: float | None
 ) -> torch.Tensor:
     """Attend in tiles of each axis. Query heads that read the same keys are queries of one head."""
+    tiles, queries, keys = zip(*parts, strict=True)
     heads, groups = k.shape[-2], q.shape[-2] // k.shape[-2]
-    q = _cut(q.unflatten(-2, (heads, groups)), [each.queries for each in tiles])  # (B, tiles, K, groups, rows, D)
-    k, v = (
-        _cut(x.unsqueeze(-2), [each.keys for each in tiles]).flatten(3, 4) for x in (k, v)
-    )  # (B, tiles, K, keys, D)
+    q = _cut(q.unflatten(-2, (heads, groups)), queries)  # (B, tiles, K, groups, rows, D)
+    k, v = (_cut(x.unsqueeze(-2), keys).flatten(3, 4) for x in (k, v))  # (B, tiles, K, keys, D)
     mask = _mask(tiles, groups, q.device)
-    parts = zip(*(x.flatten(0, 1).split(_TILES_OF_A_CALL) for x in (q.flatten(3, 4), k, v)), strict=True)
-    results = [F.scaled_dot_product_attention(*part, attn_mask=mask, scale=scale) for part in parts]
+    calls = zip(*(x.flatten(0, 1).split(_TILES_OF_A_CALL) for x in (q.flatten(3, 4), k, v)), strict=True)
+    results = [F.scaled_dot_product_attention(*call, attn_mask=mask, scale=scale) for call in calls]
     out = results[0] if len(results) == 1 else torch.cat(results)
-    counts, rows = zip(*((len(each.queries), len(each.queries[0])) for each in tiles), strict=True)
+    counts, rows = zip(*(each.shape for each in queries), strict=True)
     # (B, tiles of each axis, K, groups, rows of each axis, D) -> (B, rows of all tiles of each axis, H, D)
     out, axes = out.reshape(q.shape[0], *counts, heads, groups, *rows, -1), len(tiles)
     pairs = chain(*((1 + axis, 3 + axes + axis) for axis in range(axes)))
@@ -198,11 +217,10 @@ def _attend_tiles(
     return out.reshape(out.shape[0], *(c * r for c, r in zip(counts, rows, strict=True)), heads * groups, v.shape[-1])
 
 
-def _cut(x: torch.Tensor, places: Sequence[tuple[tuple[int, ...], ...]]) -> torch.Tensor:
+def _cut(x: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tiles of x: (B, *spatial, K, groups, D) -> (B, tiles of all axes, K, groups, rows of all axes, D)."""
     axes = len(places)
-    for axis, of_axis in enumerate(places):
-        chosen = to_device(torch.tensor(of_axis), x.device)
+    for axis, chosen in enumerate(places):
         x = x.index_select(2 * axis + 1, chosen.flatten()).unflatten(2 * axis + 1, chosen.shape)
     x = x.permute(0, *range(1, 2 * axes, 2), 2 * axes + 1, 2 * axes + 2, *range(2, 2 * axes + 1, 2), -1)
     return x.flatten(axes + 3, -2).flatten(1, axes)
