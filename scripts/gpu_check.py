@@ -59,7 +59,6 @@ BLOCKS = (
     Block("speed", f"{_HERE}.speed:speed", 40),
     Block("tiles", f"{_HERE}.speed:tiles", 30),
     Block("several", f"{_HERE}.ranks:several", 70),
-    Block("flex", f"{_HERE}.kernels:flex", 30),  # last: it compiles
 )
 
 

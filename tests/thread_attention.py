@@ -4,11 +4,9 @@ A row of settings names method, degree, mask, kernel and load balancer. On a GPU
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, wraps
-from threading import RLock
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from unittest import mock
 
 import torch
@@ -18,7 +16,6 @@ from tests.distributed.attention_cases import BATCH, Case, oracle, relative
 from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.distributed.context_parallel import live
 from trainer.distributed.context_parallel.attention import context_parallel_attention
-from trainer.distributed.context_parallel.execution.kernels.flex import Flex
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
@@ -26,7 +23,7 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.sharding.layout import AxisLayout
 
 SCALE = 0.3
-LIMIT = 500.0  # seconds for a case: flex compiles
+LIMIT = 500.0  # seconds for a case
 EXACT = 1e-10
 FLOOR = 1e-6  # what merging in float32 may add to the error of a kernel
 
@@ -37,11 +34,11 @@ _MASKS = ("causal", "window", "documents", "window in documents")
 _KERNELS = {
     "cpu": [
         *("cpu_flash float64", "cpu_flash bfloat16", "math float64"),
-        *(f"{name} float64" for name in ("cuda_flash", "efficient", "cudnn", "varlen", "cudnn_varlen", "flex")),
+        *(f"{name} float64" for name in ("cuda_flash", "efficient", "cudnn", "varlen", "cudnn_varlen")),
     ],
     "cuda": [
         *("math float64", "cuda_flash bfloat16", "varlen bfloat16", "efficient bfloat16", "efficient float32"),
-        *("cudnn bfloat16", "flex bfloat16"),
+        "cudnn bfloat16",
     ],
 }
 
@@ -95,7 +92,7 @@ def attended(rank: int, mesh: ThreadMesh, case: Case, layout: AxisLayout) -> lis
     *leaves, cotangent = (x.to(mesh.device_type) for x in shards)
     leaves = [x.requires_grad_() for x in leaves]
     with opened(LivePlan(flat, layout, case.batch_mask, case.options, groups=groups), BATCH) as handle:
-        out, _ = context_parallel_attention(*leaves, handle, SCALE, case.is_causal, case.window)
+        out, *_ = context_parallel_attention(*leaves, handle, SCALE, case.is_causal, case.window)
         return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, leaves, cotangent))]
 
 
@@ -128,29 +125,15 @@ def own_errors(case: Case, device: str) -> list[float]:
 
 @contextmanager
 def kernel_of(row: Row, device: str) -> Iterator[None]:
-    """Use stand-ins for kernels of GPUs on a CPU. On a GPU, let one rank at a time compile flex, for any shapes."""
-    name, lock = row["kernel"].split()[0], RLock()
+    """Use stand-ins for kernels of GPUs on a CPU."""
+    name = row["kernel"].split()[0]
     with ExitStack() as stack:
         if device == "cpu" and CAPABILITIES[name].device == "cuda":
             from tests.unit.kernel_stand_ins import KERNELS  # needs pytest
 
             stand_in = next(kernel for kernel in KERNELS if kernel.name == name)
             stack.enter_context(mock.patch.object(live, "choose_kernel", return_value=stand_in))
-        elif name == "flex":
-            limits = {"recompile_limit": 1024, "accumulated_recompile_limit": 1024}
-            stack.enter_context(torch._dynamo.config.patch(limits))
-            for method in ("forward", "backward"):
-                stack.enter_context(mock.patch.object(Flex, method, locked(getattr(Flex, method), lock)))
         yield
-
-
-def locked(method: Callable, lock: AbstractContextManager) -> Callable:
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return method(*args, **kwargs)
-
-    return call
 
 
 def found_and_bounds(row: Row, device: str) -> tuple[list[float], list[float]]:

@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
-from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
 from trainer.distributed.context_parallel.execution.merging import Merge, fused_merge, merge_eagerly
 from trainer.distributed.context_parallel.planning.mask import Relation
+from trainer.distributed.sharding.errors import OptionError
 
 RELATIONS = {"full": Relation.FULL, "causal": Relation.CAUSAL}
 KERNELS = [kernel.name for kernel in (CpuFlash(), *CUDA_KERNELS, Math())]
@@ -126,7 +126,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for name in args.kernels:
         try:
             kernel = choose_kernel(args.device, getattr(torch, args.dtype), args.head_dim, name)
-        except ConfigError as error:
+        except OptionError as error:
             yield {"kernel": name, "note": str(error)}
             continue
         for relation in args.relations:

@@ -39,6 +39,7 @@ from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash
 from trainer.distributed.context_parallel.planning.heads import check_heads
+from trainer.distributed.sharding.errors import OptionError
 from trainer.distributed.sharding.layout import LAYOUTS
 
 METHODS = ("ring", "all_gather", "all_to_all")
@@ -228,7 +229,7 @@ def check_ranks(args: argparse.Namespace) -> None:
 def _can(name: str, device: str, dtype: torch.dtype, head_dim: int) -> bool:
     try:
         choose_kernel(device, dtype, head_dim, name)
-    except ConfigError:
+    except OptionError:
         return False
     return True
 

@@ -40,6 +40,7 @@ from trainer.config.schema import JobConfig
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.job import resolve
+from trainer.job.attention import options_as_keys
 from trainer.runtime.out_of_memory import is_out_of_memory
 from trainer.transforms.compile import check_compiler
 from trainer.transforms.float8 import check_float8_machine
@@ -259,7 +260,8 @@ def check(config: JobConfig, work: Work) -> None:
     check_compiler(job.compilation, work.device)
     check_float8_machine(config.float8, work.device, norms_have_parameters=job.model.norms_have_parameters)
     if job.attention is not None:
-        choose_kernel(work.device.type, work.compute_dtype, job.model.head_dim, job.attention.kernel, bands=True)
+        with options_as_keys():
+            choose_kernel(work.device.type, work.compute_dtype, job.model.head_dim, job.attention.kernel, bands=True)
 
 
 def described(work: Work, argv: Sequence[str], script: str = "scripts/benchmarks/train.py") -> Row:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from scripts.gpu_blocks.block import Check, Skipped
+from scripts.gpu_blocks.block import Check
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel, hidden_pairs
 from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
 from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
@@ -89,7 +89,7 @@ def _back_end(device: str, dtype: str, heads: int, kv_heads: int, n: int, m: int
 
 
 def kernels(check: Check) -> None:
-    """Every kernel but flex: tiles, windows, a single query, strided keys; the same bits twice; cuDNN's heads."""
+    """Every kernel: tiles, windows, a single query, strided keys; the same bits twice; cuDNN's heads."""
     ragged = ["cudnn_varlen"] if has_ragged_cudnn() else []  # the last one: a fault of it ends the process
     names = ["cuda_flash", "efficient", "varlen", "cudnn", "math", *ragged]
     names = ["cpu_flash", "math"] if check.is_dry else names
@@ -104,13 +104,6 @@ def kernels(check: Check) -> None:
         check.expect(repeated is True, f"{name}: the deterministic backward gives the same bits twice: {repeated}")
     if not check.is_dry:
         check.note(cudnn_grouped_heads={way: _answer(lambda w=way: _cudnn_grouped(w)) for way in _WAYS})
-
-
-def flex(check: Check) -> None:
-    """FlexAttention, which compiles for each new shape."""
-    if check.is_dry:
-        raise Skipped("flex compiles for GPUs")
-    _all_tiles(check, ["flex"], _HEADS[:1], [_TILES[2], _TILES[0], _TILES[4]], ("bfloat16",))
 
 
 def _all_tiles(

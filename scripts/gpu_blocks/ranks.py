@@ -8,7 +8,6 @@ import torch
 from scripts.gpu_blocks.block import Check, Skipped
 from scripts.gpu_blocks.training import train
 
-_COMPILATION = 20.0  # seconds
 _FEWEST_SECONDS = 25.0  # in which a run of the program is worth a start
 _DRY_KERNELS = ("math float64", "cpu_flash float64")
 
@@ -27,10 +26,10 @@ def ranks(check: Check) -> None:
     pairs = covering_array(settings, allowed)
     whole = [dict(zip(settings, values, strict=True)) for values in product(*settings.values())]
     rows = [*pairs, *([] if check.is_dry else (row for row in whole if allowed(row) and row not in pairs))]
-    rows.sort(key=lambda row: ("flex" in row["kernel"], row not in pairs))  # flex compiles, so that it comes last
+    rows.sort(key=lambda row: row not in pairs)
     done, worst = 0, 0.0
     for row in rows:
-        if check.left() < (_COMPILATION if "flex" in row["kernel"] else 1):
+        if check.left() < 1:
             break
         name = ", ".join(f"{key} {value}" for key, value in row.items())
         check.note(running=name, done=done, worst_share=worst)

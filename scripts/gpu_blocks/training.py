@@ -111,7 +111,7 @@ def documents_on_ranks(
         with opened(LivePlan(mesh, layout, case.batch_mask, case.options), BATCH) as handle:
             barrier.wait()
             for _ in found:
-                out, _ = context_parallel_attention(*leaves, handle, case.head_dim**-0.5, case.is_causal, case.window)
+                out, *_ = context_parallel_attention(*leaves, handle, case.head_dim**-0.5, case.is_causal, case.window)
                 torch.autograd.grad(out, leaves, cotangent)
                 barrier.wait()
 

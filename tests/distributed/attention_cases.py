@@ -14,7 +14,6 @@ from tests.masks import dense
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import (
     context_parallel_attention,
-    context_parallel_attention_keeping,
 )
 from trainer.distributed.context_parallel.live import LivePlan, opened
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, attention_cost
@@ -149,8 +148,8 @@ def attention_case(cases: list[Case]) -> list[dict]:
             settings = 0.3, case.is_causal, case.window
             with opened(live, BATCH) as handle:
                 keep = case.options.keep_exchanged
-                attention = context_parallel_attention_keeping if keep else context_parallel_attention
-                out, lse, *_ = attention(*leaves[:3], handle, *settings, *leaves[3:])
+                (sinks,) = leaves[3:] or (None,)
+                out, lse, *_ = context_parallel_attention(*leaves[:3], handle, *settings, sinks, keep)
                 grads = torch.autograd.grad(out, leaves, cotangent)
             assert lse.shape == out.shape[:3]
             got = (out, *grads[:3])

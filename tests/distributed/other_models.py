@@ -22,6 +22,7 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.mask import documents
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations.interception import intercept_sdpa
 from trainer.integrations.transformers import register_transformers_attention
 from trainer.runtime.process_group import Process, process_group
 
@@ -160,7 +161,7 @@ def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
         mask=documents(case.document_lengths) if case.document_lengths and case.mistake != "no document mask" else None,
         method=case.method,
         load_balancer=case.load_balancer,
-        intercept_sdpa=case.mistake != "no interception",
+        intercept=None if case.mistake == "no interception" else intercept_sdpa(),
     ) as cp:
         logits = sharded_logits(case, model, batch, count)
         loss = loss_of(logits, batch, count)

@@ -26,7 +26,6 @@ from tests.slow import slow
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import (
     context_parallel_attention,
-    context_parallel_attention_keeping,
 )
 from trainer.distributed.context_parallel.execution import build
 from trainer.distributed.context_parallel.live import LivePlan, opened
@@ -115,7 +114,7 @@ def kept_of_another_length_case() -> str:
         q, k = (torch.zeros(1, 2, layout.local_length(process.rank), 8) for layout in layouts)
         live = LivePlan(mesh_of_all(process), layouts[0], None, options, layouts[1])
         with opened(live, 1) as handle, pytest.raises(ContextParallelError) as error:
-            context_parallel_attention_keeping(q, k, k, handle, 0.3)
+            context_parallel_attention(q, k, k, handle, 0.3, keep_exchanged=True)
     return str(error.value)
 
 
@@ -197,7 +196,7 @@ def strides_case(method: str) -> list[float]:
         with opened(LivePlan(mesh, layout, options=options), BATCH) as handle:
             for change in odd:
                 leaves = [change(x).requires_grad_() for x in shards]
-                out, lse = context_parallel_attention(*leaves, handle, 0.3)
+                out, lse, *_ = context_parallel_attention(*leaves, handle, 0.3)
                 assert not lse.requires_grad  # nobody would add its gradient
                 results.append([out, *torch.autograd.grad(out, leaves, change(cotangent))])
     return [relative(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True)]

@@ -12,7 +12,6 @@ from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.distributed.domain_parallel import neighborhood
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
-from trainer.distributed.domain_parallel.natten_kernel import fits_box
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.neighborhoods import Neighborhood, segments
 from trainer.distributed.sharding import exchange
@@ -164,24 +163,6 @@ def place(rng: random.Random, mesh, case: Case) -> Domain:
     )
 
 
-def stand_in(q, k, v, *, kernel_size, dilation, stride, is_causal, scale):
-    """As NATTEN's na1d, na2d and na3d: queries and keys of the same box."""
-    assert q.shape[:-2] == k.shape[:-2]
-    stand_in_calls.append(q.shape)
-    return dense(q, k, v, [*zip(kernel_size, dilation, stride, is_causal, strict=True)], scale)
-
-
-stand_in_calls: list[torch.Size] = []
-
-
-def box_cases(seeds: range) -> tuple[list[tuple[float, str]], int]:
-    """Compare with NATTEN's kernels replaced by dense attention of a box; also how often that computed."""
-    stand_in_calls.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighborhood, "natten_kernel", lambda *_: stand_in)
-        return cases(seeds), len(stand_in_calls)
-
-
 def cases(seeds: range, most: int = 1 << 20, change: int = 0) -> list[tuple[float, str]]:
     """Compare each case; most: elements of a mask; change: of the oracle's kernels, so that nothing should agree."""
     found = []
@@ -273,21 +254,6 @@ def test_boxes_that_overlap_much_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(neighborhood, "_MASK_ELEMENTS", most)
         kept = bytes_kept(case, inputs) / inputs[0].nbytes
         assert kept < limit
-
-
-def test_what_a_box_must_be() -> None:
-    strided, causal = Neighborhood(3, stride=2), Neighborhood(3, causal=True)
-    assert fits_box([strided], [((0, 9),)], [((0, 9),)])
-    assert not fits_box([strided], [((3, 6),)], [((1, 7),)])  # the groups would begin at row 1
-    assert not fits_box([causal], [((0, 2),)], [((0, 2),)])  # shorter than the kernel
-    assert not fits_box([Neighborhood(3)], [((0, 2), (6, 8))], [((0, 3), (5, 8))])
-
-
-def test_a_kernel_for_boxes_computes_the_same(pool: WorkerPool) -> None:
-    results = pool.run(3, box_cases, range(50, 80))
-    wrong = [line for lines, _ in results for line in lines]
-    assert not wrong, "\n".join(map(str, wrong))
-    assert all(calls > 5 for _, calls in results)
 
 
 def test_another_kernel_size_is_seen(pool: WorkerPool) -> None:

@@ -19,11 +19,12 @@ from tests.distributed.other_models import RANKS, Attention, data, ranks, relati
 from tests.distributed.pool import WorkerPool
 from trainer.distributed.context_parallel.context import ContextParallel, context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations.interception import intercept_sdpa
 
 
 @contextmanager
 def intercepted(mesh: DeviceMesh, x: torch.Tensor, **settings: Any) -> Iterator[ContextParallel]:
-    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], intercept_sdpa=True, **settings) as cp:
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], intercept=intercept_sdpa(), **settings) as cp:
         yield cp
 
 

@@ -33,6 +33,7 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations import interception
+from trainer.integrations.interception import intercept_sdpa
 
 
 @pytest.mark.parametrize("model", ["Llama", "GPT2", *slow("Qwen3")])
@@ -169,7 +170,7 @@ def fsdp_case(reentrant: bool | None) -> tuple[float, int]:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         with context_parallel(
-            mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch), intercept_sdpa=True
+            mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch), intercept=intercept_sdpa()
         ) as cp:
             loss_of(sharded_logits(case, model, batch, count), batch, count).backward()
         pairs = zip(model.parameters(), wanted.parameters(), strict=True)

@@ -38,6 +38,7 @@ from trainer.distributed.context_parallel.attention import ContextParallelAttent
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations import watch
+from trainer.integrations.interception import intercept_sdpa
 
 IN_FLOAT32 = 1e-6  # where a model adds up in float32 whatever its weights are
 LENGTHS = (8, 3, 10)
@@ -127,7 +128,7 @@ def classifier_case() -> str:
         batch = batch_of(case)
         with (
             pytest.raises(ContextParallelError) as error,
-            context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * 4, intercept_sdpa=True),
+            context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * 4, intercept=intercept_sdpa()),
         ):
             logits_of(model, batch, position_ids=batch["positions"], attention_mask=batch["ones"])
         return str(error.value)
@@ -143,7 +144,7 @@ def later_positions_case(how: str, given: bool, calls: tuple[str, ...]) -> list[
     with ranks() as mesh:
         model, batch, refused = build(Case("Llama")), batch_of(Case("Llama")), []
         settings = {"buffers": list(batch.values()), "buffer_seq_dims": [1] * 4, "load_balancer": "contiguous"}
-        with context_parallel(mesh, intercept_sdpa=model if given else True, **settings):
+        with context_parallel(mesh, intercept=intercept_sdpa(model if given else None), **settings):
             local = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
             for positions in (batch["positions"] if call == "global" else local for call in calls):
                 try:
@@ -184,7 +185,7 @@ def autocast_case(dtype: torch.dtype) -> list[float]:
                 logits = logits_of(each, batch, position_ids=batch["positions"], attention_mask=batch["ones"])
             assert logits.dtype == (torch.float64 if each is exact else dtype)
             loss_of(logits.to(torch.promote_types(logits.dtype, torch.float32)), batch, count).backward()
-        with context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * 4, intercept_sdpa=True):
+        with context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * 4, intercept=intercept_sdpa()):
             with torch.autocast("cpu", dtype):
                 logits = logits_of(model, batch, position_ids=batch["positions"], attention_mask=batch["ones"])
             assert logits.dtype == dtype

@@ -28,7 +28,12 @@ class Fault:
         """Return the patches that plant it."""
         operator = OPDEFS[_NAME]
         body = operator._init_fn
-        return [mock.patch.object(operator, "_init_fn", lambda *args: self.change(*body(*args)))]
+
+        def changed(*args: Any) -> tuple[torch.Tensor, ...]:
+            out, lse, *kept = body(*args)
+            return *self.change(out, lse), *kept
+
+        return [mock.patch.object(operator, "_init_fn", changed)]
 
 
 class _Unaligned(Fault):

@@ -30,10 +30,7 @@ from trainer.distributed.context_parallel.planning.mask import documents_of
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 
 _BATCH, _HEADS, _KV_HEADS, _HEAD_DIM, _WINDOW = 1, 32, 8, 128, 4096
-_OPERATORS = {
-    False: ("context_parallel_attention", "context_parallel_attention_backward"),
-    True: ("context_parallel_attention_keeping", "context_parallel_attention_keeping_backward"),
-}
+_OPERATORS = "context_parallel_attention", "context_parallel_attention_backward"
 
 
 def of_call(row: table.Call) -> dict[str, Any]:
@@ -52,17 +49,16 @@ def of_call(row: table.Call) -> dict[str, Any]:
         mask = _documents(length) if row.mask == "documents" else None
         layout = options.layout(length, row.ranks, mask)
         rows, window = layout.local_length(row.rank), _WINDOW if row.mask == "window" else 0
-        operator = getattr(attention, _OPERATORS[row.keep][0])
         with opened(LivePlan(mesh, layout, mask, options, groups=groups), _BATCH) as handle, mode:
             q, k, v = (_rows(rows, heads, row.dtype) for heads in (_HEADS, _KV_HEADS, _KV_HEADS))
             sinks = torch.empty(_HEADS, device="cuda", requires_grad=True) if row.mask == "sinks" else None
-            out, *_ = operator(q, k, v, handle, 0.1, True, window, sinks)
+            out, *_ = attention.context_parallel_attention(q, k, v, handle, 0.1, True, window, sinks, row.keep)
             out.backward(torch.empty_like(out))
             for x in (q, k, v):
                 assert x.grad.stride() == x.stride()
     return {
         direction: counted(recorder.inside(name))
-        for direction, name in zip(("forward", "backward"), _OPERATORS[row.keep], strict=True)
+        for direction, name in zip(("forward", "backward"), _OPERATORS, strict=True)
     }
 
 
@@ -81,7 +77,7 @@ def of_job(row: table.Job) -> dict[str, Any]:
     events = trace(row.resolved(), row.rank, row.gpu, steps=last)
     step = [e for e in events.all if e.step == last]
     found: dict[str, Any] = {"step": counted(step)}
-    for direction, name in zip(("forward", "backward"), _OPERATORS[False], strict=True):
+    for direction, name in zip(("forward", "backward"), _OPERATORS, strict=True):
         if layer := events.layer(last, name):
             found[direction] = counted(layer)
     found["waits"] = sorted({f"{e.name} ({e.where})" for e in events.all if e.step and e.where})

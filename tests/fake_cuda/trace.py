@@ -234,8 +234,6 @@ _NO_MESSAGE = frozenset({"wait_tensor", "recv_", "barrier"})
 _DIRECTIONS = {
     "context_parallel_attention": "forward",
     "context_parallel_attention_backward": "backward",
-    "context_parallel_attention_keeping": "forward",
-    "context_parallel_attention_keeping_backward": "backward",
 }
 
 
@@ -245,11 +243,11 @@ def _is_handle(x: object) -> bool:
 
 def _shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
     """Return the shapes of q and k of an attention operator."""
-    if name == "context_parallel_attention_keeping_backward":
-        dout, _, _, kv_heads, *_ = args
-        b, _, s, d = dout.shape
-        return dout.shape, torch.Size((b, kv_heads, s, d))
-    return tuple(x.shape for x in (args[1:3] if name.endswith("backward") else args[:2]))
+    if not name.endswith("backward"):
+        return tuple(x.shape for x in args[:2])
+    dout, saved, kv_heads, *_ = args
+    b, _, s, d = dout.shape
+    return dout.shape, saved[1].shape if len(saved) > 2 else torch.Size((b, kv_heads, s, d))
 
 
 def _direction(name: str, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> str:

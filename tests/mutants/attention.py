@@ -109,7 +109,7 @@ PLANS = (
     ),
     Mutant(
         "a forward that was replaced before is dropped",
-        "trainer/transforms/forward.py",
+        "trainer/distributed/sharding/forward.py",
         "if late:",
         "if late and not late:",
         "tests/unit/test_forward.py",
@@ -279,6 +279,34 @@ EXECUTION = (
         _ATTENTION,
     ),
     Mutant(
+        "every rank of a head group applies the sinks of the first heads",
+        f"{_CP}/execution/ulysses.py",
+        "None if sinks is None else sinks[share.queries(self.group.rank())]",
+        "None if sinks is None else sinks[share.queries(0)]",
+        _ATTENTION,
+    ),
+    Mutant(
+        "what was exchanged is not kept",
+        f"{_CP}/attention.py",
+        "return run.forward(q, k, v, scale, sinks, keep=True)",
+        "return *run.forward(q, k, v, scale, sinks), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))",
+        _ATTENTION,
+    ),
+    Mutant(
+        "an option that cannot be used is reported without its key",
+        "trainer/job/attention.py",
+        'raise ConfigError(f"parallelism.context_parallel_{error}")',
+        "raise ConfigError(str(error))",
+        "tests/unit/test_job.py",
+    ),
+    Mutant(
+        "the library imports the program",
+        f"{_CP}/planning/capabilities.py",
+        "from trainer.distributed.sharding.errors import OptionError",
+        "from trainer.config.errors import ConfigError as OptionError",
+        "tests/unit/test_imports.py",
+    ),
+    Mutant(
         "sinks learn the wrong way",
         f"{_CP}/execution/sinks.py",
         "return -(share * (dout",
@@ -432,15 +460,15 @@ EMPTY_GROUPS = (
     Mutant(
         "a head group judges its own layouts",
         f"{_CP}/execution/ulysses.py",
-        "if self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
-        "if len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
+        "if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:",
+        "if keep and len({x.ranges for x in self.plan.head_group_layouts}) > 1:",
         _THREADS,
     ),
     Mutant(
         "gradients of a head's copies are rounded before they are added up",
         "trainer/distributed/context_parallel/execution/ulysses.py",
-        "gradient_dtype = lse.dtype if copies > 1 else q.dtype",
-        "gradient_dtype = q.dtype",
+        "gradient_dtype = torch.promote_types(dout.dtype, torch.float32) if copies > 1 else dout.dtype",
+        "gradient_dtype = dout.dtype",
         "tests/unit/test_thread_attention.py::test_gradients_of_a_heads_copies_are_added_up_in_float32",
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 _DOMAIN = "trainer/distributed/domain_parallel"
+_SHARDING = "trainer/distributed/sharding"
 _CONVOLUTION = "tests/distributed/test_domain_convolution.py"
 _NEIGHBORHOOD = "tests/distributed/test_domain_neighborhood.py"
 _REDUCTIONS = "tests/distributed/test_domain_reductions.py"
@@ -33,7 +34,7 @@ DOMAIN = (
     ),
     Mutant(
         "windows begin at multiples of the stride, whatever the padding",
-        f"{_DOMAIN}/windows.py",
+        f"{_SHARDING}/windows.py",
         _INPUTS,
         "first, last = start * step - window.before // step * step, (stop - 1) * step + window.reach + 1 - "
         "window.before // step * step",
@@ -41,7 +42,7 @@ DOMAIN = (
     ),
     Mutant(
         "an output belongs to another rank than the row at which its window begins",
-        f"{_DOMAIN}/windows.py",
+        f"{_SHARDING}/windows.py",
         "return plan_outputs(layout, total, lambda row: -(-row // step), inputs)",
         "return plan_outputs(layout, total, lambda row: row // step, inputs)",
         "tests/distributed/test_domain.py",
@@ -55,7 +56,7 @@ DOMAIN = (
     ),
     Mutant(
         "a window reads from one row later on",
-        f"{_DOMAIN}/windows.py",
+        f"{_SHARDING}/windows.py",
         _INPUTS,
         "first, last = start * step - window.before + 1, (stop - 1) * step + window.reach + 2 - window.before",
         _CONVOLUTION,
@@ -79,6 +80,20 @@ DOMAIN = (
         f"{_DOMAIN}/neighborhoods.py",
         "return union(segment.keys for segment in segments(ranges, length, hood))",
         "return union((max(a - hood.kernel // 2, 0), min(b + hood.kernel // 2, length)) for a, b in ranges)",
+        _NEIGHBORHOOD,
+    ),
+    Mutant(
+        "each tile of windows reads the rows of the first one",
+        f"{_DOMAIN}/sliding.py",
+        "        place += rows",
+        "        place += 0 * rows",
+        _CONVOLUTION,
+    ),
+    Mutant(
+        "queries lie in the order of their tiles",
+        f"{_DOMAIN}/neighborhood.py",
+        "to_device(place.argsort(), out.device)",
+        "to_device(torch.arange(len(place)), out.device)",
         _NEIGHBORHOOD,
     ),
     Mutant(

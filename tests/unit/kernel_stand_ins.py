@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional as F
 
-from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL, visible
+from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, CudnnVarlen, Efficient, Varlen
-from trainer.distributed.context_parallel.execution.kernels.flex import Flex
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch, together
 
@@ -287,15 +286,7 @@ for operator, stand_in in STAND_INS.items():
 OPS = torch.ops.attention_stand_in
 
 
-def plain_attention(q, k, v, relation, scale):
-    """What FlexAttention is asked for, differentiable."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * scale
-    scores = scores.masked_fill(~visible(relation, q.shape[2], k.shape[2]).to(q.device), -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-KERNELS = [CudaFlash(OPS), Efficient(OPS), Cudnn(OPS), Varlen(OPS), CudnnVarlen(OPS), Flex(plain_attention)]
+KERNELS = [CudaFlash(OPS), Efficient(OPS), Cudnn(OPS), Varlen(OPS), CudnnVarlen(OPS)]
 
 # ---- many tiles in one launch
 

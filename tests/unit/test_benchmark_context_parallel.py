@@ -217,7 +217,7 @@ def test_tile_rows_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--seq-len 3", "too short"),
         ("--repeats 0", "--repeats 0"),
         ("--kernels cpu_flash", "--tiles"),
-        ("--tiles --kernels flex", "flex"),
+        ("--tiles --kernels varlen", "varlen"),
         ("--json /nowhere/rows.json", "/nowhere"),
         ("--methods pytorch", "GPUs only; add --device cuda --ranks"),
     ],

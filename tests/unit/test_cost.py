@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.masks import dense
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS, build_layout
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
-from trainer.distributed.context_parallel.planning.heads import HeadShare, aligned, check_heads
+from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
 from trainer.distributed.context_parallel.planning.mask import (
     Mask,
     by_sequence,
@@ -22,6 +22,7 @@ from trainer.distributed.context_parallel.planning.mask import (
 )
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
+from trainer.distributed.sharding.alignment import aligned
 from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
 from trainer.distributed.sharding.ranges import union
 

@@ -209,7 +209,7 @@ def test_a_dry_run_of_all_blocks_on_a_bare_machine(tmp_path: Path) -> None:
     on_a_bare_machine("scripts/gpu_check.py", "--device", "cpu", "--out", str(out), "--limit-scale", "4")
     found = {block["name"]: block for block in json.loads(out.read_text())["blocks"]}
     assert [*found] == [block.name for block in BLOCKS]
-    assert {name for name, block in found.items() if block["verdict"] == "skipped"} == {"several", "flex"}
+    assert {name for name, block in found.items() if block["verdict"] == "skipped"} == {"several"}
     assert found["program"]["facts"]["largest_relative_difference"].keys() == {"bfloat16", "resumed"}
     (trace,) = found["mfu"]["files"]
     with gzip.open(tmp_path / trace) as file:

@@ -25,6 +25,7 @@ ROOMS = (
         "trainer.models.hf_config",
         *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial", "trainer.checkpoint.remote"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
+        *("trainer.distributed.sharding.errors", "trainer.distributed.sharding.alignment"),
         *("trainer.distributed.pipeline_stages", f"{_CP}.planning"),
     ),
     ("trainer.job",),
@@ -37,6 +38,15 @@ ROOMS = (
     ("trainer.commands", "trainer.__main__"),
     ("train",),
 )
+
+
+# What a user of the library needs. A folder imports itself and folders below it; nothing of the program but `lazy`.
+LIBRARY = (
+    ("trainer.distributed.sharding",),
+    ("trainer.distributed.context_parallel", "trainer.distributed.domain_parallel"),
+    ("trainer.integrations",),
+)
+_LAZY = ("trainer", "trainer.lazy")
 
 
 def imports() -> dict[str, set[str]]:
@@ -83,10 +93,34 @@ def test_no_arrow_climbs() -> None:
     assert climbing == []
 
 
+def outside_of_library(arrows: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Imports of the library that are neither of its own folder nor of one below."""
+    found, below = [], ()
+    for folders in LIBRARY:
+        for folder in folders:
+            of_folder = [(a, b) for a, others in arrows.items() if within(a, folder) for b in others if b not in _LAZY]
+            found += [(a, b) for a, b in of_folder if not any(within(b, other) for other in (*below, folder))]
+        below += folders
+    return found
+
+
+def test_folders_of_the_library_import_what_is_below_them() -> None:
+    assert outside_of_library(imports()) == []
+
+
 def test_no_circle() -> None:
     assert circles(imports()) == []
 
 
 def test_the_test_sees_an_arrow_that_climbs_and_a_circle() -> None:
     assert floor("trainer.config.schema") < floor("trainer.job.record") < floor("trainer.trainer") < floor("train")
+    sharding, domain, context = (
+        f"trainer.distributed.{x}" for x in ("sharding.a", "domain_parallel.b", "context_parallel.c")
+    )
+    arrows = {
+        sharding: {domain, "trainer.lazy"},
+        domain: {sharding, context},
+        context: {"trainer.config.errors", sharding},
+    }
+    assert outside_of_library(arrows) == [(sharding, domain), (context, "trainer.config.errors"), (domain, context)]
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [("a", "b"), ("a", "c"), ("b", "c")]

@@ -1,15 +1,12 @@
 """Law: each kernel of GPUs, over stand-ins of its operators, is attention written out, by tile and by launch."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import pytest
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of, of_calls, plain_attention
+from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of, of_calls
 from tests.unit.test_kernels import (
     BI_CAUSAL,
     CAUSAL,
@@ -23,12 +20,10 @@ from tests.unit.test_kernels import (
     inputs,
     parts_of_a_whole,
     run,
-    visible,
 )
-from trainer.distributed.context_parallel.execution.kernels import cuda, flex
+from trainer.distributed.context_parallel.execution.kernels import cuda
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, CudnnVarlen, Varlen
-from trainer.distributed.context_parallel.execution.kernels.flex import Flex
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch, split
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
@@ -238,79 +233,3 @@ def test_ragged_cudnn_has_few_shapes():
     sizes = {n: cuda.rounded_up(n) for n in range(1, 5000)}
     assert all(n <= size <= n * 1.25 for n, size in sizes.items())
     assert len({size for n, size in sizes.items() if 1024 < n <= 4096}) == 8
-
-
-# ---- flex
-
-
-@pytest.mark.parametrize(
-    ("relation", "n", "m"),
-    [
-        (CAUSAL, 70, 70),
-        (CAUSAL, 33, 90),
-        (BI_CAUSAL, 70, 75),
-        (BI_CAUSAL, 40, 100),
-        (INV_CAUSAL, 64, 64),
-        (INV_CAUSAL, 50, 97),
-        (BI_CAUSAL, 1, 9),
-    ],
-)
-def test_block_mask_is_the_relation(relation: Relation, n: int, m: int):
-    """The blocks are those that PyTorch finds by looking at every pair, and FlexAttention with them is attention."""
-    mask = flex.block_mask(relation, n, m, torch.device("cpu"), block=16)
-    wanted = create_block_mask(mask.mask_mod, None, None, n, m, device="cpu", BLOCK_SIZE=16)
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        numbers, indices = (getattr(mask, f"{kind}_{x}") for x in ("num_blocks", "indices"))
-        wanted_numbers, wanted_indices = (getattr(wanted, f"{kind}_{x}") for x in ("num_blocks", "indices"))
-        assert torch.equal(numbers, wanted_numbers)
-        for row, count in enumerate(numbers.flatten().tolist()):
-            assert sorted(indices[0, 0, row, :count]) == sorted(wanted_indices[0, 0, row, :count])
-    pairs = mask.mask_mod(0, 0, torch.arange(n)[:, None], torch.arange(m))
-    assert torch.equal(pairs.expand(n, m), visible(relation, n, m))
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("tile", TILES, ids=TILE_IDS)
-def test_flex_forward(monkeypatch: pytest.MonkeyPatch, tile: tuple[Relation, int, int]):
-    """FlexAttention itself, not compiled."""
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
-    relation, n, m = tile
-    q, k, v, cotangent = inputs(4, 2, n, m, 20, torch.float32)
-    out, lse = Flex().forward(q, k, v, relation=relation, scale=0.3)
-    wanted, wanted_lse, _ = definition(q, k, v, cotangent, relation, 0.3)
-    assert out.shape == q.shape
-    assert error(out, wanted) < 1e-6
-    assert error(lse, wanted_lse) < 1e-6
-
-
-@pytest.mark.parametrize("limit", [None, 8], ids=["ours", "PyTorch's"])
-def test_flex_compiles_more_shapes_than_pytorchs_limit(monkeypatch: pytest.MonkeyPatch, limit: int | None):
-    """A plan has tiles of many shapes; with PyTorch's own limit the ninth one fails."""
-    torch._dynamo.reset()
-    attention = torch.compile(flex_attention, fullgraph=True, backend="eager", dynamic=False)
-    monkeypatch.setattr(flex, "_compiled", lambda: attention)
-    if limit is not None:
-        monkeypatch.setattr(flex, "_SHAPES", limit)
-    sizes = range(20, 30)
-    with pytest.raises(FailOnRecompileLimitHit) if limit else nullcontext():
-        for n in sizes:
-            q, k, v, _ = inputs(2, 2, n, n, 16, torch.float32)
-            Flex().forward(q, k, v, relation=CAUSAL, scale=0.3)
-    torch._dynamo.reset()
-
-
-@torch.library.custom_op("attention_stand_in::flex_backward", mutates_args=())
-def flex_backward_inside(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> list[torch.Tensor]:
-    return [*Flex(plain_attention).backward(dout, q, k, v, out, lse, relation=CAUSAL, scale=0.3)]
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_flex_backward_runs_inside_an_operator(grad: bool):
-    """There the dispatcher skips autograd, and `enable_grad` alone does not bring it back."""
-    q, k, v, cotangent = inputs(4, 2, 5, 9)
-    out, lse, grads = definition(q, k, v, cotangent, CAUSAL, 0.3)
-    with torch.set_grad_enabled(grad):
-        for got, wanted in zip(flex_backward_inside(cotangent, q, k, v, out, lse), grads, strict=True):
-            assert error(got, wanted) < 1e-12

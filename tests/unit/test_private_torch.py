@@ -65,7 +65,7 @@ _QKV = ("query", "key", "value")
 _GRAD = ("grad_out", *_QKV, "out", "logsumexp")
 _VARLEN = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
 _EFFICIENT = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_CPU, _CUDA, _FLEX = (f"{CP}/execution/kernels/{name}.py" for name in ("cpu", "cuda", "flex"))
+_CPU, _CUDA = (f"{CP}/execution/kernels/{name}.py" for name in ("cpu", "cuda"))
 _GROUPS, _INTERCEPTION = "trainer/runtime/process_group.py", "trainer/integrations/interception.py"
 _INSPECTION, _COMPILE = "trainer/integrations/inspection.py", "trainer/transforms/compile.py"
 _CPU_FLASH, _CUDNN = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"
@@ -118,22 +118,13 @@ PRIVATE = {
         "the kernel cudnn_varlen",
         operator("_cudnn_attention_backward", *_GRAD, "philox_seed", "philox_offset", "attn_bias", *_VARLEN),
     ),
-    "_dispatch_tls_local_exclude_set": Private(
-        _FLEX, "flex's backward inside an operator", lambda: torch._C._dispatch_tls_local_exclude_set()
-    ),
-    "_dispatch_tls_local_include_set": Private(
-        _FLEX, "flex's backward inside an operator", lambda: torch._C._dispatch_tls_local_include_set()
-    ),
-    "_ForceDispatchKeyGuard": Private(
-        _FLEX, "flex's backward inside an operator", lambda: torch._C._ForceDispatchKeyGuard
-    ),
     "_current_level": Private(
         f"{CP}/attention.py",
         "the refusal of forward-mode differentiation",
         lambda: isinstance(torch.autograd.forward_ad._current_level, int),
     ),
     # meshes and groups
-    "_flatten": Private("trainer/distributed/parallel_dims.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
+    "_flatten": Private("trainer/distributed/sharding/meshes.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
     "fake_pg": Private(
         "trainer/distributed/parallel_dims.py",
         "groups of one rank, without a communicator",

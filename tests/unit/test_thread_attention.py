@@ -27,7 +27,6 @@ from tests.thread_ranks import ThreadMesh, run_ranks
 from tests.unit.plan_problems import Problem, problems
 from trainer.distributed.context_parallel.attention import (
     context_parallel_attention,
-    context_parallel_attention_keeping,
 )
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.execution import ring, ulysses
@@ -74,9 +73,8 @@ def attended_of(
     *leaves, cotangent = (x[:, :, places[i]] for i, x in enumerate(inputs))
     leaves = [x.requires_grad_() for x in leaves]
     live = LivePlan(flat, problem.layout, problem.mask, options, problem.kv_layout, groups)
-    attention = context_parallel_attention_keeping if options.keep_exchanged else context_parallel_attention
     with opened(live, len(cotangent)) as handle:
-        out, *_ = attention(*leaves, handle, SCALE, False)
+        out, *_ = context_parallel_attention(*leaves, handle, SCALE, False, keep_exchanged=options.keep_exchanged)
         return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, cotangent))]
 
 
@@ -177,7 +175,7 @@ def in_a_context(rank: int, mesh: ThreadMesh, case: Case, different: bool) -> fl
     q += different * rank
     settings = {"buffers": [q, k, v], "buffer_seq_dims": [2] * 3, "check_consistency": True, "options": case.options}
     with context_parallel(mesh, sequences=BATCH, **settings) as context:
-        out, _ = context_parallel_attention(q, k, v, context.attention_plan, SCALE)
+        out, *_ = context_parallel_attention(q, k, v, context.attention_plan, SCALE)
     return relative(out.cpu(), wanted(case)[0][:, :, torch.from_numpy(context.layout.indices(rank))])
 
 

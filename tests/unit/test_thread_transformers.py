@@ -29,6 +29,7 @@ from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.commands import check_model as check_model_command
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations.interception import intercept_sdpa
 from trainer.integrations.transformers import _is_window, _transformers_mask, register_transformers_attention
 from trainer.integrations.verification import Verification, check_model
 
@@ -120,7 +121,7 @@ def step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 def on_a_rank(rank: int, mesh: ThreadMesh, models: list[nn.Module]) -> tuple[torch.Tensor, np.ndarray]:
     batch = batch_of()
-    with context_parallel(mesh, buffers=batch, buffer_seq_dims=[1] * 4, intercept_sdpa=models[rank]) as cp:
+    with context_parallel(mesh, buffers=batch, buffer_seq_dims=[1] * 4, intercept=intercept_sdpa(models[rank])) as cp:
         return step(models[rank], batch), cp.layout.indices(rank)
 
 

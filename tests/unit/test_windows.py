@@ -6,8 +6,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from trainer.distributed.domain_parallel.rows import local_parts, plan_rows
-from trainer.distributed.domain_parallel.windows import (
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.ranges import intersection, size, union
+from trainer.distributed.sharding.rows import local_parts, plan_rows
+from trainer.distributed.sharding.windows import (
     Window,
     WindowPlan,
     outputs_of,
@@ -15,8 +17,6 @@ from trainer.distributed.domain_parallel.windows import (
     transposed_plan,
     window_plan,
 )
-from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import intersection, size, union
 
 EXAMPLES = (100, pytest.param(2000, marks=pytest.mark.slow))
 

@@ -22,6 +22,7 @@ from trainer.commands.start import Start
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
+from trainer.job.attention import options_as_keys
 from trainer.job.resolution import on_device
 from trainer.job.summary import summary
 from trainer.runtime import end_with, folder_held, folders_of, launcher_of
@@ -111,6 +112,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
             process_group(process, config.comm, records, reports.store, cpu_tensors=config.training.enable_cpu_offload),
             _shared_errors_printed_once(process.rank),
             out_of_memory_explained(job),
+            options_as_keys(),
         ):
             work(job, process.device)
     except SharedConfigError:

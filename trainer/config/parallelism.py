@@ -105,7 +105,7 @@ class Parallelism:
     context_parallel_keep_exchanged: bool = key(False, when=(_WITH_CP, _EXCHANGING))
     """Keep the exchanged q, k, v and output for the backward (all_to_all, hybrid): less traffic, more memory."""
     context_parallel_kernel: Literal[
-        "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "cudnn_varlen", "flex"
+        "auto", "cpu_flash", "math", "cuda_flash", "cudnn", "efficient", "varlen", "cudnn_varlen"
     ] = key("auto", when=_PLANNED)
     """Kernel of planned attention (CP, documents, windows); auto: by tiles a stage, mask and GPU."""
     domain_parallel_degrees: tuple[int, ...] = key((), unit="ranks", when=_AXES)

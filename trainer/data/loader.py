@@ -19,7 +19,8 @@ from trainer.data.streams import StreamLoader
 from trainer.data.text_data import DocumentStream, TextData, TextStream
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.workers import Workers, WorkerSettings, WorkerTask
-from trainer.runtime.agreement import check_same, content_hash
+from trainer.distributed.sharding.hashing import content_hash
+from trainer.runtime.agreement import check_same
 
 
 class BatchLoader(StreamLoader[TextStream | MixtureStream]):

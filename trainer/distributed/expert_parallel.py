@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from trainer.distributed.context_parallel.planning.heads import aligned
 from trainer.distributed.data_parallel import REDUCE_SCATTER, InnerUnits
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.alignment import aligned
 from trainer.distributed.sharding.exchange import all_gather, all_to_all
-from trainer.transforms.forward import replace_forward
+from trainer.distributed.sharding.forward import replace_forward
 
 Tensors = Sequence[torch.Tensor]
 Sums = Callable[..., torch.Tensor]

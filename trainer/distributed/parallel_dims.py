@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the back end)
 
 from trainer.distributed.sharding.exchange import all_gather
+from trainer.distributed.sharding.meshes import flattened
 from trainer.job.degrees import Degrees
 from trainer.runtime.console import logger
 
@@ -61,11 +62,6 @@ FACTORISATIONS = (factorisation(_CP),)
 # The ranks of dp_shard x cp x tp once more, for the weights of experts: each has tokens of its own.
 _EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
 EXPERT_FACTORISATION = Factorisation(_EXPERT_DIMS, {"dp_cp_tp": _EXPERT_DIMS[1:]})
-
-
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the 1-D mesh of all ranks of a mesh."""
-    return mesh._flatten(name)
 
 
 Rows = tuple[tuple[int, ...], ...]

@@ -42,8 +42,8 @@ def attend(q: torch.Tensor, call: Call) -> torch.Tensor:
     if has_torch_function_unary(q):
         return handle_torch_function(attend, (q,), call)
     raise ContextParallelError(
-        "context-parallel attention was called outside its context; enter `context_parallel(..., intercept_sdpa=True)` "
-        "around the forward and the backward"
+        "context-parallel attention was called outside its context; enter "
+        "`context_parallel(..., intercept=intercept_sdpa())` around the forward and the backward"
     )
 
 

@@ -33,7 +33,7 @@ class _Stack:
             return None
         return (
             f"layers {without} of {self.name} ran no context-parallel attention, and other layers there did; if they "
-            "mix no tokens in another way, name their class in `context_parallel(allow_modules=[...])`"
+            "mix no tokens in another way, name their class in `intercept_sdpa(allow_modules=[...])`"
         )
 
 
@@ -85,7 +85,7 @@ class Coverage:
             return (
                 f"{self._without[0]} ran and no context-parallel attention in it: it attends in another way than by "
                 "F.scaled_dot_product_attention, or in another thread; make it call that, or name it in "
-                "`context_parallel(allow_modules=[...])`"
+                "`intercept_sdpa(allow_modules=[...])`"
             )
         return refusals[0] if refusals else None
 

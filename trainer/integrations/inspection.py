@@ -122,7 +122,7 @@ def refusal_of_model(root: nn.Module, seq_len: int, allowed: Allowed) -> str | N
     return None
 
 
-_ALLOW = "if it is right for a part of a sequence, name it in `context_parallel(allow_modules=[...])`"
+_ALLOW = "if it is right for a part of a sequence, name it in `intercept_sdpa(allow_modules=[...])`"
 
 
 def refusal_of_module(name: str, module: nn.Module, seq_len: int) -> str | None:

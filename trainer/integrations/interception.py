@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from trainer.distributed.context_parallel.attention import context_parallel_attention
+from trainer.distributed.context_parallel.context import Intercept
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.exchange import all_gather
@@ -46,11 +47,20 @@ _SHIFTS = frozenset({F.pad, F.conv1d, *(getattr(of, name) for of in (torch, torc
 _KERNELS = re.compile("scaled_dot_product|flash_att|efficient_attention|cudnn_attention|varlen_att|flex_attention")
 
 
+def intercept_sdpa(model: nn.Module | None = None, *, allow_modules: Collection[type | str] = ()) -> Intercept:
+    """Return `intercept` of `context_parallel`, which runs calls of F.scaled_dot_product_attention over all ranks.
+
+    model: is checked when the context is entered; without it each model is checked at its first call inside.
+    allow_modules: classes, names or kinds of modules not to refuse (docs/transformers.md).
+    """
+    return partial(_intercepting, model=model, allow_modules=allow_modules)
+
+
 @contextmanager
-def intercepting(
+def _intercepting(
     handle: torch.Tensor, live: LivePlan, model: nn.Module | None, allow_modules: Collection[type | str]
 ) -> Iterator[None]:
-    """Intercept attention under an open plan. Arguments as of `context_parallel`.
+    """Intercept attention under an open plan.
 
     Raises:
         ContextParallelError: as an `Interception` and a `ModelWatch`; at the end, if no attention ran or an entry of
@@ -68,7 +78,7 @@ def intercepting(
         )
     if allowed.unused:
         raise ContextParallelError(
-            f"allow_modules of context_parallel names {allowed.unused}, and the model has no such module or kind of "
+            f"allow_modules of intercept_sdpa names {allowed.unused}, and the model has no such module or kind of "
             "layers; give classes, their names, dotted names of modules, or kinds of layers, and only those it has"
         )
 

@@ -21,7 +21,7 @@ _OTHER_MASK = "mask of another form"  # our own entry among the arguments of a c
 def register_transformers_attention(name: str = "context_parallel") -> None:
     """Register context-parallel attention for transformers' models: `model.set_attn_implementation(name)`.
 
-    It runs inside `context_parallel(..., intercept_sdpa=True)`, and is an error elsewhere. Unlike an intercepted
+    It runs inside `context_parallel(..., intercept=intercept_sdpa())`, and is an error elsewhere. Unlike an intercepted
     F.scaled_dot_product_attention, it honours sliding windows and attention sinks. Needs transformers 5.
     """
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -14,6 +14,7 @@ from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.integrations.inspection import is_model, window_of
+from trainer.integrations.interception import intercept_sdpa
 
 _WORST = 8  # parameters that differ and are named
 Call = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -79,10 +80,11 @@ def check_model(
     whole, count = call(alone, text, positions), labels.numel()
     wanted = _loss(whole, labels, count)
     wanted.backward()
-    settings = {"method": method, "load_balancer": load_balancer, "allow_modules": allow_modules}
+    settings = {"method": method, "load_balancer": load_balancer}
+    intercept = intercept_sdpa(spread, allow_modules=allow_modules)
     buffers = [text, labels, positions]
     try:
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 3, intercept_sdpa=spread, **settings) as cp:
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 3, intercept=intercept, **settings) as cp:
             logits = call(spread, text, positions)
             loss = _loss(logits, labels, count)
             loss.backward()

@@ -108,7 +108,7 @@ class ModelWatch:
             self._shift = self._shift or (
                 f"the model calls {name} along the {length} tokens of this rank, which mixes tokens outside of "
                 "attention; use a model in which attention alone mixes tokens, or, if it is right for a part of a "
-                "sequence, name the module that calls it in `context_parallel(allow_modules=[...])`"
+                "sequence, name the module that calls it in `intercept_sdpa(allow_modules=[...])`"
             )
 
     def on_attention(self, call: Call) -> str | None:
@@ -177,7 +177,7 @@ class ModelWatch:
         if by_length and module is root:
             raise ContextParallelError(
                 f"{type(module).__name__} has a rotary table that depends on the largest position, and was called by "
-                "itself; give the model that it belongs to as `context_parallel(intercept_sdpa=model)`"
+                "itself; give the model that it belongs to as `intercept_sdpa(model)`"
             )
         if by_length or _POSITIONS.search(type(module).__name__):
             self._handles.append(module.register_forward_pre_hook(self._see_positions, with_kwargs=True))

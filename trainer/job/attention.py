@@ -1,6 +1,7 @@
 """Resolve and check the options of planned attention. Torch-free."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -20,6 +21,7 @@ from trainer.distributed.context_parallel.planning.heads import HeadShare, check
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.sharding.errors import OptionError
 from trainer.models.args import ModelArgs, has_windows
 
 
@@ -36,7 +38,8 @@ def resolve_attention(
     """
     parallelism = config.parallelism
     needs = {"bands": has_windows(model), "deterministic": config.training.deterministic}
-    able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
+    with options_as_keys():
+        able_kernels(parallelism.context_parallel_kernel, None, None, model.head_dim, **needs)
     if not (config.plans_attention or needs["bands"] or getattr(model, "attention_sinks", False)):
         return None, ""
     degree, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -61,10 +64,8 @@ def resolve_attention(
         local = _local_shape(config, model, device_type)
         masks = _layer_masks(model, config.training.seq_len)
         options, reason = choose(options, masks, degree, local, hybrids=not documents)
-    try:
+    with options_as_keys():
         check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
-    except ValueError as error:
-        raise ConfigError(f"parallelism.{error}") from None
     passes, keep = _checked_passes(parallelism, options, model), parallelism.context_parallel_keep_exchanged
     if passes and keep:
         raise ConfigError(
@@ -72,6 +73,19 @@ def resolve_attention(
             f"{passes} takes less memory; use one of them"
         )
     return replace(options, heads_per_pass=passes, keep_exchanged=keep), reason
+
+
+@contextmanager
+def options_as_keys() -> Iterator[None]:
+    """Name the key of the configuration in an error of context parallelism's options.
+
+    Raises:
+        ConfigError: in place of an OptionError that is raised inside.
+    """
+    try:
+        yield
+    except OptionError as error:
+        raise ConfigError(f"parallelism.context_parallel_{error}") from None
 
 
 def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: ContextParallelOptions) -> str:
@@ -82,7 +96,8 @@ def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: Co
     """
     training, windows = config.training, has_windows(model)
     kind = device_type, training.compute_dtype(device_type), model.head_dim
-    able = able_kernels(options.kernel, *kind, bands=windows, deterministic=training.deterministic)
+    with options_as_keys():
+        able = able_kernels(options.kernel, *kind, bands=windows, deterministic=training.deterministic)
     if options.kernel == "cudnn_varlen" and not has_ragged_cudnn():
         raise ConfigError(
             f"parallelism.context_parallel_kernel = 'cudnn_varlen' needs torch {'.'.join(map(str, RAGGED_CUDNN))}: in "

@@ -4,7 +4,7 @@ import math
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.distributed.context_parallel.planning.heads import aligned
+from trainer.distributed.sharding.alignment import aligned
 from trainer.job.degrees import Degrees
 from trainer.models.args import ModelArgs, experts_of
 from trainer.models.common.expert_args import ExpertArgs

@@ -1,6 +1,5 @@
 """An error that one rank finds is raised on all ranks: a rank that stops alone leaves its peers waiting."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -14,17 +13,6 @@ from trainer.distributed.sharding.exchange import all_gather, all_reduce
 
 T = TypeVar("T")
 _MESSAGE_BYTES = 2048
-
-
-def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return a 63-bit hash of names, shapes and bytes, the same in every process."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in sorted(tensors):
-        # A copy, because `numpy()` would fix the size of the tensor's memory. Bytes, because numpy lacks some types.
-        tensor = tensors[name].detach().to("cpu", copy=True).contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy())
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> None:

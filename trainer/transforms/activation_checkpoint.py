@@ -17,13 +17,10 @@ from torch.utils.checkpoint import (
 )
 
 from trainer.config.schema import ActivationCheckpoint
-from trainer.transforms.forward import replace_forward
+from trainer.distributed.sharding.forward import replace_forward
 
 CONTEXT_PARALLEL_ATTENTION = "trainer::context_parallel_attention"
-CONTEXT_PARALLEL_ATTENTION_KEEPING = f"{CONTEXT_PARALLEL_ATTENTION}_keeping"
-EXCHANGES = frozenset(
-    {CONTEXT_PARALLEL_ATTENTION, CONTEXT_PARALLEL_ATTENTION_KEEPING, "trainer::context_parallel_convolution"}
-)
+EXCHANGES = frozenset({CONTEXT_PARALLEL_ATTENTION, "trainer::context_parallel_convolution"})
 
 # By name, because some operators exist on some builds only, and context parallelism registers its own at its first use.
 # An operator's whole output is kept, for attention also the log-sum-exp, so that no key or value travels again.
@@ -38,7 +35,6 @@ KEPT_OPERATORS = frozenset(
         "flex_attention",
         "torch_attn::_varlen_attn",
         CONTEXT_PARALLEL_ATTENTION,
-        CONTEXT_PARALLEL_ATTENTION_KEEPING,
         # the sum of tensor parallelism's partial results
         "_c10d_functional::reduce_scatter_tensor",
     }

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.errors import ConfigError
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.forward import replace_forward
 from trainer.job.compilation import CompileOptions
-from trainer.transforms.forward import replace_forward
 
 logger = logging.getLogger("trainer")
 F = TypeVar("F", bound=Callable)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from trainer.config.schema import LoRA
-from trainer.transforms.forward import replace_forward
+from trainer.distributed.sharding.forward import replace_forward
 
 A, B = "lora_a", "lora_b"
 

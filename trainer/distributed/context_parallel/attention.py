@@ -2,10 +2,11 @@
 
 The operator finds its plan by a handle, an argument of the model's forward (`live.py`). It is a `torch.library`
 operator, so that `torch.compile(fullgraph=True)` works, and selective activation checkpointing can keep its output and
-log-sum-exp instead of communicating again.
+log-sum-exp instead of communicating again. With `keep_exchanged` it keeps what an exchange of heads has brought.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -15,14 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from trainer.distributed.context_parallel.autocast import add_autocast_rule
-from trainer.distributed.context_parallel.execution.build import Execution
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
-from trainer.distributed.context_parallel.execution.sinks import sink_gradient, with_sinks
-from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
+from trainer.distributed.context_parallel.execution.ulysses import HeadExchange, Kept
 from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.marks import Mark
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.transforms.forward import replace_forward
+from trainer.distributed.sharding.forward import replace_forward
 
 
 @torch.library.custom_op("trainer::context_parallel_attention", mutates_args=())
@@ -35,7 +34,8 @@ def context_parallel_attention(
     is_causal: bool = True,
     window: int = 0,
     sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keep_exchanged: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
 
     q: (B, H, S, D); k, v: (B, K, T, D), K divides H, S and T this rank's rows; plan: the handle, (B,) int64.
@@ -44,49 +44,66 @@ def context_parallel_attention(
     last query stands at the last key.
     sinks: (H,) logits, each of one more key with value zero for all queries of its head (GPT-OSS; Xiao et al., arXiv
     2309.17453). They are applied once, after all results are merged.
-    -> output as q, log-sum-exp (B, H, S) with the sink's share, in float32 at least. A query that sees no key has the
-    output 0, and as log-sum-exp the sink, or -inf without one. Gradients flow through the output alone.
+    keep_exchanged: save what an exchange of heads has brought for the backward, instead of q, k, v and the results, so
+    that only the gradient of the output is sent to the ranks of the heads.
+    -> output as q, log-sum-exp (B, H, S) with the sink's share, in float32 at least, and two tensors of bytes: q, k, v
+    and the results for all rows of this rank's heads. How many bytes depends on the batch's layout; none unless
+    keep_exchanged. A query that sees no key has the output 0, and as log-sum-exp the sink, or -inf without one.
+    Gradients flow through the output alone.
 
     Raises:
         ContextParallelError: no context is open or it did not cut the inputs, the method cannot divide the heads, the
-            scale is not above 0, or forward-mode differentiation is used.
-        ConfigError: the kernel cannot do it.
+            scale is not above 0, forward-mode differentiation is used, or keep_exchanged and no heads are exchanged.
+        OptionError: the kernel cannot do it.
     """
+    _check_call(scale)
     q, k, v = map(rows_contiguous, (q, k, v))
-    out, lse = execution_for_forward(q, k, v, plan, scale, is_causal, window).forward(q, k, v, scale)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    live, sequences = resolve(plan)
+    run = live.execution(q, k, v, sequences, is_causal, window)
+    live.calls += 1
+    if not keep_exchanged:
+        return *run.forward(q, k, v, scale, sinks), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))
+    if not isinstance(run, HeadExchange):
+        raise ContextParallelError(
+            "attention was told to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
+            "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
+        )
+    return run.forward(q, k, v, scale, sinks, keep=True)
 
 
 @torch.library.custom_op("trainer::context_parallel_attention_backward", mutates_args=())
 def _context_parallel_attention_backward(
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    kv_heads: int,
     plan: torch.Tensor,
     scale: float,
     is_causal: bool,
     window: int,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk, dv, and the sinks' gradient of this rank's queries ((0,) without sinks)."""
+    """Return dq, dk, dv, and this rank's part of the sinks' gradient ((0,) without sinks).
+
+    saved: q, k, v, output and log-sum-exp; or the two tensors of bytes of what was exchanged. kv_heads: K.
+    """
     live, sequences = resolve(plan)
-    dout, q, k, v = map(rows_contiguous, (dout, q, k, v))
-    run = live.execution(q, k, v, sequences, is_causal, window)
-    # Output and log-sum-exp include the sink, and so do the probabilities that tiles compute from them.
-    gradients = run.backward(BackwardInputs(dout, q, k, v, out, lse), scale)
-    return *gradients, q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+    dout, *saved = map(rows_contiguous, (dout, *saved))
+    if len(saved) == 2:
+        given = Kept(dout, *saved, kv_heads)
+        b, _, s, d = dout.shape
+        k = dout.new_empty(()).expand(b, kv_heads, s, d)  # for its shape and dtype
+    else:
+        given = BackwardInputs(dout, *saved)
+        k = given.k
+    gradients = live.execution(dout, k, k, sequences, is_causal, window).backward(given, scale, sinks)
+    return gradients if sinks is not None else (*gradients, dout.new_empty(0))
 
 
-def execution_for_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: torch.Tensor, scale: float, is_causal: bool, window: int
-) -> Execution:
-    """Check the call, count it, and return what runs it.
+def _check_call(scale: float) -> None:
+    """Refuse what the operator cannot compute.
 
     Raises:
-        ContextParallelError, ConfigError: as `context_parallel_attention`.
+        ContextParallelError: a scale that is not above 0, or forward-mode differentiation.
     """
     if not 0 < scale < math.inf:
         raise ContextParallelError(
@@ -98,10 +115,6 @@ def execution_for_forward(
             "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
             "`torch.autograd.grad`), or compute the tangent on one process"
         )
-    live, sequences = resolve(plan)
-    run = live.execution(q, k, v, sequences, is_causal, window)
-    live.calls += 1
-    return run
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -110,130 +123,47 @@ def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 @context_parallel_attention.register_fake
-def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None):
-    b, h, s, d = q.shape
-    out = q.new_empty(b, s, h, d).transpose(1, 2)
-    return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32))
+def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None, keep_exchanged=False):
+    b, h, s, _ = q.shape
+    sizes = (torch.library.get_ctx().new_dynamic_size() if keep_exchanged else 0 for _ in range(2))
+    kept = (q.new_empty(size, dtype=torch.uint8) for size in sizes)
+    return _like(q, h), q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32)), *kept
 
 
 @_context_parallel_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, plan, scale, is_causal, window, sinks):
-    return *(torch.empty_like(x) for x in (q, k, v)), q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+def _(dout, saved, kv_heads, plan, scale, is_causal, window, sinks):
+    if len(saved) == 2:
+        gradients = (_like(dout, heads) for heads in (dout.shape[1], kv_heads, kv_heads))
+    else:
+        gradients = map(torch.empty_like, saved[:3])
+    return *gradients, dout.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _like(x: torch.Tensor, heads: int) -> torch.Tensor:
+    b, _, s, d = x.shape
+    return x.new_empty(b, s, heads, d).transpose(1, 2)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks = inputs
-    ctx.save_for_backward(q, k, v, *output, plan, sinks)
-    ctx.mark_non_differentiable(output[1])
+    q, k, v, plan, ctx.scale, ctx.is_causal, ctx.window, sinks, keep_exchanged = inputs
+    ctx.kv_heads = k.shape[1]
+    out, lse, *kept = output
+    ctx.save_for_backward(*(kept if keep_exchanged else (q, k, v, out, lse)), plan, sinks)
+    ctx.mark_non_differentiable(lse, *kept)
+    ctx.set_materialize_grads(False)  # else the backward fills zeros of their sizes
 
 
-def _differentiate(ctx, dout: torch.Tensor, _dlse: torch.Tensor):
-    *tensors, plan, sinks = ctx.saved_tensors
+def _differentiate(ctx, dout: torch.Tensor, *_: None):
+    *saved, plan, sinks = ctx.saved_tensors
     dq, dk, dv, dsinks = _context_parallel_attention_backward(
-        dout, *tensors, plan, ctx.scale, ctx.is_causal, ctx.window, sinks
+        dout, saved, ctx.kv_heads, plan, ctx.scale, ctx.is_causal, ctx.window, sinks
     )
-    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks
+    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks, None
 
 
 context_parallel_attention.register_autograd(_differentiate, setup_context=_save)
 add_autocast_rule("context_parallel_attention", casts=3)
 add_autocast_rule("context_parallel_attention_backward", casts=0)
-
-
-# ---- the operator that keeps what was exchanged
-
-
-@torch.library.custom_op("trainer::context_parallel_attention_keeping", mutates_args=())
-def context_parallel_attention_keeping(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: torch.Tensor,
-    scale: float,
-    is_causal: bool = True,
-    window: int = 0,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute what `context_parallel_attention` does, by an exchange of heads, and keep what was exchanged.
-
-    -> output, log-sum-exp, and two tensors of bytes: q, k, v and the results for all rows of this rank's heads. They
-    are saved for the backward instead of q, k, v, so that only the gradient of the output travels to the ranks of the
-    heads. How many bytes they have depends on the batch's layout.
-
-    Raises:
-        ContextParallelError, ConfigError: as `context_parallel_attention`; or the method exchanges no heads.
-    """
-    q, k, v = map(rows_contiguous, (q, k, v))
-    run = execution_for_forward(q, k, v, plan, scale, is_causal, window)
-    return _exchanging(run).forward_keeping(q, k, v, scale, sinks)
-
-
-@torch.library.custom_op("trainer::context_parallel_attention_keeping_backward", mutates_args=())
-def _context_parallel_attention_keeping_backward(
-    dout: torch.Tensor,
-    inputs: torch.Tensor,
-    results: torch.Tensor,
-    kv_heads: int,
-    plan: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-    window: int,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk, dv, and the sinks' gradient of this rank's heads ((0,) without sinks)."""
-    live, sequences = resolve(plan)
-    b, _, s, d = dout.shape
-    dout = rows_contiguous(dout)
-    key = dout.new_empty(()).expand(b, kv_heads, s, d)  # for its shape and dtype
-    run = _exchanging(live.execution(dout, key, key, sequences, is_causal, window))
-    *gradients, dsinks = run.backward_keeping(dout, inputs, results, scale, kv_heads, sinks)
-    return *gradients, dout.new_empty(0) if dsinks is None else dsinks
-
-
-def _exchanging(run: Execution) -> HeadExchange:
-    if not isinstance(run, HeadExchange):
-        raise ContextParallelError(
-            "attention was told to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
-            "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
-        )
-    return run
-
-
-@context_parallel_attention_keeping.register_fake
-def _(q, k, v, plan, scale, is_causal=True, window=0, sinks=None):
-    b, h, s, d = q.shape
-    out = q.new_empty(b, s, h, d).transpose(1, 2)
-    sizes = torch.library.get_ctx().new_dynamic_size(), torch.library.get_ctx().new_dynamic_size()
-    kept = (q.new_empty(size, dtype=torch.uint8) for size in sizes)
-    return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32)), *kept
-
-
-@_context_parallel_attention_keeping_backward.register_fake
-def _(dout, inputs, results, kv_heads, plan, scale, is_causal, window, sinks):
-    b, h, s, d = dout.shape
-    gradients = (dout.new_empty(b, s, heads, d).transpose(1, 2) for heads in (h, kv_heads, kv_heads))
-    return *gradients, dout.new_empty(0) if sinks is None else torch.empty_like(sinks)
-
-
-def _save_kept(ctx, inputs, output) -> None:
-    _, k, _, plan, ctx.scale, ctx.is_causal, ctx.window, sinks = inputs
-    ctx.kv_heads = k.shape[1]
-    _, *others = output
-    ctx.save_for_backward(*others[1:], plan, sinks)
-    ctx.mark_non_differentiable(*others)
-
-
-def _differentiate_kept(ctx, dout: torch.Tensor, *_: torch.Tensor):
-    *kept, plan, sinks = ctx.saved_tensors
-    dq, dk, dv, dsinks = _context_parallel_attention_keeping_backward(
-        dout, *kept, ctx.kv_heads, plan, ctx.scale, ctx.is_causal, ctx.window, sinks
-    )
-    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks
-
-
-context_parallel_attention_keeping.register_autograd(_differentiate_kept, setup_context=_save_kept)
-add_autocast_rule("context_parallel_attention_keeping", casts=3)
-add_autocast_rule("context_parallel_attention_keeping_backward", casts=0)
 
 
 # ---- the style
@@ -298,8 +228,7 @@ def _forward(
             "and pass that context's `attention_plan` to its forward"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    attention = context_parallel_attention_keeping if keep_exchanged else context_parallel_attention
-    return attention(q, k, v, plan, scale, is_causal, window, sinks)[0]
+    return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks, keep_exchanged)[0]
 
 
 def _refuse_dropout(module: nn.Module) -> None:

@@ -1,11 +1,10 @@
 """The context around forward and backward in which one sequence lies over many ranks."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.inputs import check_mask
@@ -13,9 +12,12 @@ from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, f
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.exchange import all_gather
+from trainer.distributed.sharding.hashing import content_hash
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import rows_on
-from trainer.runtime.agreement import content_hash
+
+Intercept = Callable[[torch.Tensor, LivePlan], AbstractContextManager[None]]
+"""What runs calls of attention by a plan: (its handle, the plan) -> a context."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ def context_parallel(
     options: ContextParallelOptions | None = None,
     sequences: int | None = None,
     check_consistency: bool = False,
-    intercept_sdpa: bool | nn.Module = False,
-    allow_modules: Collection[type | str] = (),
+    intercept: Intercept | None = None,
 ) -> Iterator[ContextParallel]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
 
@@ -53,8 +54,8 @@ def context_parallel(
     sequences: of the batch, for a pipeline schedule that cuts the handle; by default as many as the mask has.
     options: how attention is spread; `method` and `load_balancer` (a name, or a layout) replace its fields.
     check_consistency: compare plan and buffers of all ranks first, by a hash.
-    intercept_sdpa: run calls of F.scaled_dot_product_attention over all ranks too; with the model in place of True, it
-    is checked at once. allow_modules: classes, names or kinds of modules not to refuse (docs/transformers.md).
+    intercept: `trainer.integrations.intercept_sdpa(model)`, which runs calls of F.scaled_dot_product_attention over all
+    ranks too; or any function that returns a context to enter with the plan.
 
     Attention whose module has the style `ContextParallelAttention` runs over all ranks; other attention stays local.
 
@@ -75,7 +76,7 @@ def context_parallel(
     with (
         opened(live, sequences) as handle,
         _cut(cuts, layout, mesh.get_local_rank(), no_restore_buffers or ()),
-        _intercepting(handle, live, intercept_sdpa, allow_modules),
+        nullcontext() if intercept is None else intercept(handle, live),
     ):
         yield ContextParallel(handle, layout, live)
 
@@ -108,20 +109,6 @@ def _options(
 ) -> ContextParallelOptions:
     given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
     return replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
-
-
-def _intercepting(
-    handle: torch.Tensor, live: LivePlan, model: bool | nn.Module, allow_modules: Collection[type | str]
-) -> AbstractContextManager[None]:
-    if model is False:
-        if allow_modules:
-            raise ContextParallelError(
-                "allow_modules of context_parallel has no effect without interception; give intercept_sdpa=True too"
-            )
-        return nullcontext()
-    from trainer.integrations.interception import intercepting  # it imports the compiler
-
-    return intercepting(handle, live, None if model is True else model, allow_modules)
 
 
 def _cuts(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[list[tuple[torch.Tensor, int]], int]:

@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from trainer.distributed.context_parallel.execution.taps import Tiles, convolved, gradients
 from trainer.distributed.context_parallel.live import LivePlan, resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.distributed.domain_parallel.domain import Axis
-from trainer.distributed.domain_parallel.rows import fetch
-from trainer.distributed.domain_parallel.windows import Window, window_plan
-from trainer.transforms.forward import replace_forward
+from trainer.distributed.sharding.axis import Axis
+from trainer.distributed.sharding.forward import replace_forward
+from trainer.distributed.sharding.rows import fetch
+from trainer.distributed.sharding.windows import Window, window_plan
 
 
 @torch.library.custom_op("trainer::context_parallel_convolution", mutates_args=())

@@ -20,8 +20,8 @@ from trainer.distributed.context_parallel.marks import parallelised_modules
 from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.parallel_dims import flattened
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.meshes import flattened
 
 _live: dict[int, "LivePlan"] = {}
 _numbers = itertools.count(1)
@@ -53,7 +53,7 @@ class LivePlan:
 
         Raises:
             ContextParallelError: the context did not cut the inputs, or the method cannot divide the heads.
-            ConfigError: the kernel cannot do it.
+            OptionError: the kernel cannot do it.
         """
         # With one mask for all sequences, the plan does not depend on which sequences these are.
         sequences = tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()

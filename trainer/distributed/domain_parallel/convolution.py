@@ -1,26 +1,25 @@
-"""Convolutions and transposed convolutions over sharded axes: only the halo travels, one exchange for each axis.
+"""Convolutions and transposed convolutions over sharded axes: only the halo is sent, one exchange for each axis.
 
 The functions follow torch.nn.functional, for one to three spatial dimensions as the weight has. Each rank's gradients
 of weight and bias are its outputs' part; summed over the ranks of the domain they are the whole gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from trainer.distributed.domain_parallel.domain import Domain, sized
-from trainer.distributed.domain_parallel.rows import connected, fetch, local_rows, padded
-from trainer.distributed.domain_parallel.windows import (
+from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.domain_parallel.sliding import Tiles, Way, per_axis, slide, spatial_dims
+from trainer.distributed.sharding.windows import (
     Tile,
     Window,
-    WindowPlan,
     outputs_of,
     transposed_outputs,
     transposed_plan,
     window_plan,
 )
-from trainer.distributed.sharding.layout import AxisLayout
 
 AxisPadding = int | str | tuple[int, int]
 """Of one axis: rows on both sides, (before, after), or `valid`, `same`, `causal`."""
@@ -58,26 +57,18 @@ def conv(
     windows = {d: Window(k, step, *_padding(pad, gap * (k - 1), step), gap) for d, k, step, pad, gap in options}
     if padding_mode not in ("zeros", "circular"):
         raise ValueError(f"padding_mode = {padding_mode!r} is neither 'zeros' nor 'circular'")
-    periodic = padding_mode == "circular"
-    split, native, tiles = domain.split(dims), dict.fromkeys(dims, 0), {}
+    periodic, split = padding_mode == "circular", domain.split(dims)
+    ways: dict[int, Way] = {d: partial(window_plan, window=w) for d, w in windows.items()}
+    around = dict.fromkeys(dims, 0)
     for dim, window in windows.items():
-        if dim in split:
-            plan = window_plan(split[dim].layout, window)
-            x = fetch(x, split[dim], plan.wanted, dim, periodic=periodic)
-            tiles[dim] = plan.tiles[split[dim].rank]
-        elif window.before == window.after and not periodic:
-            native[dim] = window.before
-        else:
-            x = padded(x, dim, window.before, window.after, periodic=periodic)
-    result = _result(domain, windows, window_plan)
-    function, around = _CONVOLUTIONS[len(dims)], tuple(native.values())
+        if dim not in split and window.before == window.after and not periodic:
+            ways[dim], around[dim] = outputs_of(shape[dim], window), window.before
 
-    def one_tile(part: torch.Tensor, _: Sequence[Tile]) -> torch.Tensor:
-        return function(part, weight, bias, steps, around, gaps, groups)
+    def compute(part: torch.Tensor, _: Tiles) -> torch.Tensor:
+        return _CONVOLUTIONS[len(dims)](part, weight, bias, steps, tuple(around.values()), gaps, groups)
 
-    sizes = {d: outputs_of(shape[d], w) for d, w in windows.items()} | {dims[0] - 1: weight.shape[0]}
-    local = result.local_shape([sizes.get(d, n) for d, n in enumerate(shape)])
-    return over_tiles(x, tiles, one_tile, local, (weight, bias)), result
+    options = {"channels": weight.shape[0], "parameters": (weight, bias), "periodic": periodic}
+    return slide(x, domain, ways, compute, **options)
 
 
 def conv_transpose(
@@ -105,36 +96,20 @@ def conv_transpose(
     steps, gaps, pads, extras = (per_axis(option, dims) for option in (stride, dilation, padding, output_padding))
     options = zip(dims, weight.shape[2:], steps, pads, gaps, extras, strict=True)
     windows = {d: Window(k, step, *_padding(pad, 0, 1), gap, extra) for d, k, step, pad, gap, extra in options}
-    split, tiles = domain.split(dims), {}
+    ways: dict[int, Way] = {d: partial(transposed_plan, window=w) for d, w in windows.items()}
     for dim, window in windows.items():
-        if dim in split:
-            plan = transposed_plan(split[dim].layout, window)
-            x = fetch(x, split[dim], plan.wanted, dim)
-            tiles[dim] = plan.tiles[split[dim].rank]
-        elif window.before != window.after:
-            tiles[dim] = transposed_plan(sized([shape[dim]]), window).tiles[0]
-            x = local_rows(x, ((0, shape[dim]),), (tiles[dim][0].inputs,), dim)
-    result = _result(domain, windows, transposed_plan)
+        if not domain.split([dim]) and window.before == window.after:
+            ways[dim] = transposed_outputs(shape[dim], window)
 
-    def one_tile(part: torch.Tensor, parts: Sequence[Tile]) -> torch.Tensor:
-        around = {dim: (w.before, w.extra) for dim, w in windows.items()}
-        cuts = {}
-        for dim, tile in zip(tiles, parts, strict=True):
-            start, rows, missing = _cut(tile, windows[dim])
-            around[dim], cuts[dim] = (0, missing), (start, rows)
-        y = _TRANSPOSED[len(dims)](part, weight, bias, steps, *zip(*around.values(), strict=True), groups, gaps)
-        for dim, (start, rows) in cuts.items():
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        cuts = {dim: _cut(tile, windows[dim]) for dim, tile in tiles.items()}
+        around = ((0, cuts[dim][2]) if dim in cuts else (w.before, w.extra) for dim, w in windows.items())
+        y = _TRANSPOSED[len(dims)](part, weight, bias, steps, *zip(*around, strict=True), groups, gaps)
+        for dim, (start, rows, _) in cuts.items():
             y = y.narrow(dim, start, rows)
         return y
 
-    sizes = {d: transposed_outputs(shape[d], w) for d, w in windows.items()} | {dims[0] - 1: weight.shape[1] * groups}
-    local = result.local_shape([sizes.get(d, n) for d, n in enumerate(shape)])
-    return over_tiles(x, tiles, one_tile, local, (weight, bias)), result
-
-
-def _result(domain: Domain, windows: dict[int, Window], plan: Callable[[AxisLayout, Window], WindowPlan]) -> Domain:
-    layouts = {d: plan(domain.axes[d].layout, w).layout for d, w in windows.items() if d in domain.axes}
-    return domain.layouts(layouts)
+    return slide(x, domain, ways, compute, channels=weight.shape[1] * groups, parameters=(weight, bias))
 
 
 def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
@@ -143,35 +118,6 @@ def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
     offset = first * window.stride - window.before
     computed = (last - first - 1) * window.stride + window.reach + 1
     return start - offset, stop - start, max(stop - offset - computed, 0)
-
-
-def spatial_dims(x: torch.Tensor, domain: Domain, number: int) -> range:
-    """Return the last `number` dimensions of x.
-
-    Raises:
-        ValueError: x has too few dimensions, or its channels, the dimension before, are sharded.
-    """
-    first = x.ndim - number
-    if first < 1 or (first - 1 in domain.axes and domain.axes[first - 1].degree > 1):
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} must have its channels, whole on every rank, before {number} spatial "
-            "dimensions; shard batch or spatial dimensions"
-        )
-    return range(first, x.ndim)
-
-
-def per_axis(value: object, dims: Sequence[int]) -> tuple:
-    """Return one value for each spatial dimension, given for all of them or one by one.
-
-    Raises:
-        ValueError: another number of values.
-    """
-    if isinstance(value, int | str):
-        return (value,) * len(dims)
-    values = tuple(value)
-    if len(values) != len(dims):
-        raise ValueError(f"{values} has {len(values)} entries for {len(dims)} spatial dimensions; give one for each")
-    return values
 
 
 def _padding(value: AxisPadding, reach: int, stride: int) -> tuple[int, int]:
@@ -183,32 +129,3 @@ def _padding(value: AxisPadding, reach: int, stride: int) -> tuple[int, int]:
     if isinstance(value, str):
         return words[value]
     return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
-def over_tiles(
-    x: torch.Tensor,
-    tiles: dict[int, tuple[Tile, ...]],
-    function: Callable[[torch.Tensor, Sequence[Tile]], torch.Tensor],
-    shape: Sequence[int],
-    parameters: Sequence[torch.Tensor | None] = (),
-) -> torch.Tensor:
-    """Apply a function to each tile of the fetched rows, and put the results together.
-
-    tiles: of each cut dimension; shape: of this rank's result, which may have no elements and still joins the backward.
-    """
-    if 0 in shape:
-        return connected(x.new_zeros(shape), x, *parameters)
-    return _apply(x, [*tiles.items()], function, ())
-
-
-def _apply(x: torch.Tensor, tiles: list, function: Callable, chosen: tuple[Tile, ...]) -> torch.Tensor:
-    if not tiles:
-        return function(x, chosen)
-    (dim, parts), *others = tiles
-    results, place = [], 0
-    for tile in parts:
-        rows = tile.inputs[1] - tile.inputs[0]
-        part = x if len(parts) == 1 else x.narrow(dim, place, rows)
-        results.append(_apply(part, others, function, (*chosen, tile)))
-        place += rows
-    return results[0] if len(results) == 1 else torch.cat(results, dim)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.distributed.sharding.axis import Axis
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.layout import contiguous as balanced
@@ -30,36 +31,6 @@ def gathered(rows: int, group: dist.ProcessGroup, device: torch.device | str = "
     if group.size() == 1:
         return sized([rows])
     return sized(all_gather(torch.tensor([rows], device=device), group).view(-1).tolist())
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A sharded axis: the ranks of `group` own its rows as `layout` says."""
-
-    layout: AxisLayout
-    group: dist.ProcessGroup
-
-    def __post_init__(self) -> None:
-        if self.layout.degree != self.group.size():
-            raise ValueError(
-                f"a layout for {self.layout.degree} ranks does not fit a group of {self.group.size()}; give one size "
-                "for each rank of the group, 0 if it has no rows"
-            )
-
-    @property
-    def degree(self) -> int:
-        """The number of ranks."""
-        return self.layout.degree
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self.group.rank()
-
-    @property
-    def rows(self) -> int:
-        """The number of rows of this rank."""
-        return self.layout.local_length(self.rank)
 
 
 @dataclass(frozen=True)

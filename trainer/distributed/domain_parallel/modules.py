@@ -30,34 +30,26 @@ from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.domain_parallel.whole import flat
 
 
-class DomainConv1d(nn.Conv1d):
-    """nn.Conv1d for sharded and whole tensors: a circular padding is a halo."""
+class _DomainConv:
+    """What a convolution's class becomes: on a sharded tensor a circular padding is a halo."""
 
     def forward(self, x: torch.Tensor | DomainTensor) -> Any:
-        return _convolve(self, x) if _is_handled(self, x) else super().forward(x)
+        if not is_sharded(x) or self.padding_mode not in ("zeros", "circular"):
+            return super().forward(x)
+        options = {name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
+        return DomainTensor(*conv(x.local, x.domain, self.weight, self.bias, **options))
 
 
-class DomainConv2d(nn.Conv2d):
-    """nn.Conv2d for sharded and whole tensors: a circular padding is a halo."""
-
-    def forward(self, x: torch.Tensor | DomainTensor) -> Any:
-        return _convolve(self, x) if _is_handled(self, x) else super().forward(x)
+class DomainConv1d(_DomainConv, nn.Conv1d):
+    """nn.Conv1d for sharded and whole tensors."""
 
 
-class DomainConv3d(nn.Conv3d):
-    """nn.Conv3d for sharded and whole tensors: a circular padding is a halo."""
-
-    def forward(self, x: torch.Tensor | DomainTensor) -> Any:
-        return _convolve(self, x) if _is_handled(self, x) else super().forward(x)
+class DomainConv2d(_DomainConv, nn.Conv2d):
+    """nn.Conv2d for sharded and whole tensors."""
 
 
-def _is_handled(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: object) -> bool:
-    return is_sharded(x) and module.padding_mode in ("zeros", "circular")
-
-
-def _convolve(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: DomainTensor) -> DomainTensor:
-    options = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
-    return DomainTensor(*conv(x.local, x.domain, module.weight, module.bias, **options))
+class DomainConv3d(_DomainConv, nn.Conv3d):
+    """nn.Conv3d for sharded and whole tensors."""
 
 
 class NeighborhoodAttention(nn.Module):

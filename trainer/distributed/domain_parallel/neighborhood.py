@@ -2,33 +2,30 @@
 
 Queries stay where they are. Keys and values travel together, one exchange for each sharded axis, and only the rows that
 the receiving rank's queries see. Then each rank attends in tiles: a tile of queries, and the box of keys that it sees.
-Tiles that see their keys in the same way are one call of scaled_dot_product_attention. `neighborhoods` has the windows,
-and `natten_kernel` computes instead where NATTEN is installed.
+Tiles that see their keys in the same way are one call of scaled_dot_product_attention. `neighborhoods` has the windows.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainer.distributed.domain_parallel.convolution import per_axis
 from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.natten_kernel import attend_box, fits_box, natten_kernel
 from trainer.distributed.domain_parallel.neighborhoods import (
-    AxisTiles,
     Neighborhood,
-    Run,
+    Tiles,
     tile_axis,
     tile_rows,
     wanted_rows,
 )
-from trainer.distributed.domain_parallel.rows import connected, fetch
+from trainer.distributed.domain_parallel.sliding import per_axis
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Ranges
+from trainer.distributed.sharding.rows import connected, fetch
 from trainer.distributed.sharding.to_device import to_device
 
 Hood = tuple[int, int, int, bool]
@@ -80,11 +77,7 @@ def neighborhood_attention(
     if 0 in result:
         return connected(q.new_zeros(result), q, k, v), domain
     queries = [domain.ranges(dim, shape[dim]) for dim in dims]
-    kernel = natten_kernel(q, v)
-    rows = queries, [*keys.values()]
-    if kernel is not None and fits_box(boxes := [Neighborhood(*hood) for hood in hoods.values()], *rows):
-        return attend_box(kernel, (q, k, v), boxes, *rows, scale), domain
-    axes = [*zip(*rows, shape[1:-2], hoods.values(), strict=True)]
+    axes = [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)]
     return _attend_axes(q, k, v, axes, scale), domain
 
 
@@ -93,10 +86,8 @@ def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, 
     hoods, most = tuple([hood for *_, hood in axes]), _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
     rows, cuts_again = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
     cuts = [(*axis, tile) for axis, tile in zip(axes, rows, strict=True)]
-    for dim, cut in enumerate(cuts, 1):
-        queries, keys, _ = _orders(cut)
-        q, k, v = (_reordered(x, dim, order) for x, order in ((q, queries), (k, keys), (v, keys)))
-    runs = [(dim, _runs(cut, cuts_again and dim == 1)) for dim, cut in enumerate(cuts, 1)]
+    tiles = [_tiles(cut, cuts_again and not number) for number, cut in enumerate(cuts)]
+    parts = [_parts(of_axis, q.device) for of_axis in tiles]
 
     def attend(*args: Any) -> torch.Tensor:
         return _attend_tiles(*args, scale)
@@ -104,9 +95,10 @@ def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, 
     def attend_again(*args: Any) -> torch.Tensor:
         return checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False)
 
-    out = _attend(q, k, v, runs, (), attend_again if cuts_again else attend)
-    for dim, cut in enumerate(cuts, 1):
-        out = _reordered(out, dim, _orders(cut)[2])
+    out = _attend(q, k, v, parts, (), attend_again if cuts_again else attend)
+    for dim, of_axis in enumerate(tiles, 1):
+        place = torch.tensor([row for each in of_axis for tile in each.queries for row in tile])
+        out = out.index_select(dim, to_device(place.argsort(), out.device))
     return out
 
 
@@ -131,27 +123,12 @@ Cut = tuple[Ranges, Ranges, int, Hood, int]
 """Of an axis: the rows of q, the rows of k and v, its length, its neighbourhood, and the rows of a tile."""
 
 
-Order = tuple[int, ...] | None
-"""For each row its place before; None if nothing moves."""
-
-
 @planned
-def _orders(cut: Cut) -> tuple[Order, Order, Order]:
-    """Return the order of queries, and of keys, tile by tile, and the way back of queries."""
-    tiles = _tiles(*cut)
-    places = (tiles.queries, tiles.keys, None if tiles.queries is None else tiles.queries.argsort())
-    return tuple(None if order is None else tuple(order.tolist()) for order in places)
-
-
-@planned
-def _runs(cut: Cut, single: bool) -> tuple[Run, ...]:
-    """Return the runs of tiles of an axis; single: tile by tile."""
-    runs = _tiles(*cut).runs
-    return tuple(tile for run in runs for tile in run.single()) if single else runs
-
-
-def _tiles(queries: Ranges, keys: Ranges, length: int, hood: Hood, rows: int) -> AxisTiles:
-    return tile_axis(queries, keys, length, Neighborhood(*hood), rows)
+def _tiles(cut: Cut, single: bool) -> tuple[Tiles, ...]:
+    """Return the tiles of an axis, those together that see keys in the same way; single: each alone."""
+    queries, keys, length, hood, rows = cut
+    found = tile_axis(queries, keys, length, Neighborhood(*hood), rows)
+    return tuple(tile for each in found for tile in each.single()) if single else found
 
 
 # ---- checks
@@ -191,61 +168,72 @@ def _check_fit(hood: Hood, length: int, dim: int) -> None:
 # ---- tiles
 
 
-def _reordered(x: torch.Tensor, dim: int, order: Order) -> torch.Tensor:
-    return x if order is None else x.index_select(dim, to_device(torch.tensor(order), x.device))
+class _Part(NamedTuple):
+    """Tiles of an axis, with their queries (tiles, rows) and keys (tiles, keys) as indices on the device."""
+
+    tiles: Tiles
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+def _parts(of_axis: Sequence[Tiles], device: torch.device) -> list[_Part]:
+    """Return the tiles of an axis with their indices, which are copied to the device at once."""
+    indices = []
+    for tables in ([each.queries for each in of_axis], [each.keys for each in of_axis]):
+        together = to_device(torch.tensor([*chain.from_iterable(chain.from_iterable(tables))]), device)
+        sizes = [(len(table), len(table[0])) for table in tables]
+        parts = together.split([math.prod(size) for size in sizes])
+        indices.append([part.view(size) for part, size in zip(parts, sizes, strict=True)])
+    return [_Part(*part) for part in zip(of_axis, *indices, strict=True)]
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: list, chosen: tuple[Run, ...], attend: Callable
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[_Part, ...], attend: Callable
 ) -> torch.Tensor:
-    """Attend for each combination of runs of the axes, and put the results together."""
-    if not runs:
+    """Attend for each combination of tiles of the axes, and put the results together."""
+    if not axes:
         return attend(q, k, v, chosen)
-    (dim, axis), *others = runs
-    results = []
-    for part, run in zip(q.split([run.tiles * run.rows for run in axis], dim), axis, strict=True):
-        keys, values = (x.narrow(dim, run.first_key, run.all_keys) for x in (k, v))
-        results.append(_attend(part, keys, values, others, (*chosen, run), attend))
-    return results[0] if len(results) == 1 else torch.cat(results, dim)
+    results = [_attend(q, k, v, axes[1:], (*chosen, part), attend) for part in axes[0]]
+    return results[0] if len(results) == 1 else torch.cat(results, len(chosen) + 1)
 
 
 def _attend_tiles(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: tuple[Run, ...], scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: tuple[_Part, ...], scale: float | None
 ) -> torch.Tensor:
-    """Attend in the tiles of one run of each axis. Query heads that read the same keys are queries of one head."""
-    axes, heads, groups = len(runs), k.shape[-2], q.shape[-2] // k.shape[-2]
-    counts, rows, sizes = ([*part] for part in zip(*((r.tiles, r.rows, r.keys) for r in runs), strict=True))
-    # (B, tiles and rows of each axis, K, groups, D) -> (B, tiles of all axes, K, groups, rows of all axes, D)
-    q = q.reshape(q.shape[0], *chain(*zip(counts, rows, strict=True)), heads, groups, q.shape[-1])
-    order = [0, *range(1, 2 * axes, 2), 2 * axes + 1, 2 * axes + 2, *range(2, 2 * axes + 1, 2), 2 * axes + 3]
-    q = q.permute(order)
-    tiled = q.shape
-    q = q.reshape(-1, heads, groups * math.prod(rows), q.shape[-1])
-    k, v = (_boxes(x, runs).reshape(-1, heads, math.prod(sizes), x.shape[-1]) for x in (k, v))
-    mask = _mask(runs, groups, q.device)
-    parts = zip(*(x.split(_TILES_OF_A_CALL) for x in (q, k, v)), strict=True)
-    results = [F.scaled_dot_product_attention(*part, attn_mask=mask, scale=scale) for part in parts]
+    """Attend in tiles of each axis. Query heads that read the same keys are queries of one head."""
+    tiles, queries, keys = zip(*parts, strict=True)
+    heads, groups = k.shape[-2], q.shape[-2] // k.shape[-2]
+    q = _cut(q.unflatten(-2, (heads, groups)), queries)  # (B, tiles, K, groups, rows, D)
+    k, v = (_cut(x.unsqueeze(-2), keys).flatten(3, 4) for x in (k, v))  # (B, tiles, K, keys, D)
+    mask = _mask(tiles, groups, q.device)
+    calls = zip(*(x.flatten(0, 1).split(_TILES_OF_A_CALL) for x in (q.flatten(3, 4), k, v)), strict=True)
+    results = [F.scaled_dot_product_attention(*call, attn_mask=mask, scale=scale) for call in calls]
     out = results[0] if len(results) == 1 else torch.cat(results)
-    out = out.reshape(*tiled[:-1], v.shape[-1]).permute([order.index(dim) for dim in range(len(order))])
+    counts, rows = zip(*(each.shape for each in queries), strict=True)
+    # (B, tiles of each axis, K, groups, rows of each axis, D) -> (B, rows of all tiles of each axis, H, D)
+    out, axes = out.reshape(q.shape[0], *counts, heads, groups, *rows, -1), len(tiles)
+    pairs = chain(*((1 + axis, 3 + axes + axis) for axis in range(axes)))
+    out = out.permute(0, *pairs, 1 + axes, 2 + axes, -1)
     return out.reshape(out.shape[0], *(c * r for c, r in zip(counts, rows, strict=True)), heads * groups, v.shape[-1])
 
 
-def _boxes(x: torch.Tensor, runs: tuple[Run, ...]) -> torch.Tensor:
-    """Return each tile's keys: (B, tiles of all axes, K, keys of all axes, D), a view of x: (B, *spatial, K, D)."""
-    axes = len(runs)
-    for dim, run in enumerate(runs, 1):
-        x = x.unfold(dim, run.keys, run.rows)
-    return x.movedim(axes + 2, -1)
+def _cut(x: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tiles of x: (B, *spatial, K, groups, D) -> (B, tiles of all axes, K, groups, rows of all axes, D)."""
+    axes = len(places)
+    for axis, chosen in enumerate(places):
+        x = x.index_select(2 * axis + 1, chosen.flatten()).unflatten(2 * axis + 1, chosen.shape)
+    x = x.permute(0, *range(1, 2 * axes, 2), 2 * axes + 1, 2 * axes + 2, *range(2, 2 * axes + 1, 2), -1)
+    return x.flatten(axes + 3, -2).flatten(1, axes)
 
 
-def _mask(runs: tuple[Run, ...], groups: int, device: torch.device) -> torch.Tensor | None:
+def _mask(tiles: tuple[Tiles, ...], groups: int, device: torch.device) -> torch.Tensor | None:
     """Return which query of a tile sees which key, (groups * queries, keys), or None if each sees all."""
-    if all(run.is_full for run in runs):
+    if all(each.is_full for each in tiles):
         return None
     mask = torch.ones(1, 1, dtype=torch.bool, device=device)
-    for run in runs:
-        first, stop = to_device(torch.tensor(run.windows), device).T[:, :, None]
-        place = torch.arange(run.keys, device=device)
+    for each in tiles:
+        first, stop = to_device(torch.tensor(each.windows), device).T[:, :, None]
+        place = torch.arange(len(each.keys[0]), device=device)
         seen = (place >= first) & (place < stop)  # (rows, keys)
         mask = (mask[:, None, :, None] & seen[:, None]).flatten(2).flatten(0, 1)
     return mask.repeat(groups, 1)

@@ -15,9 +15,7 @@ Reference: generalized neighbourhood attention, https://arxiv.org/abs/2504.16922
 csrc/include/natten/cuda/reference/mask.hpp (`get_win_start`, `get_win_end`, `qkv_fix_dilation`).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,87 +81,53 @@ def _seen(ranges: Ranges, length: int, hood: Neighborhood) -> Ranges:
     return tuple(zip(ends[::2], ends[1::2], strict=True))
 
 
-class Run(NamedTuple):
-    """Consecutive tiles of `rows` queries that see keys in the same way; the keys of a tile begin `rows` further on.
+class Tiles(NamedTuple):
+    """Tiles of an axis whose queries see keys in the same way, and the places of these in the rows of the rank.
 
+    queries: (tiles, rows), among the rows that the rank has. keys: (tiles, keys), among the rows that it has fetched.
     windows: of each query of a tile the keys [first, stop) that it sees, counted from the tile's first one.
     """
 
-    tiles: int
-    rows: int
-    first_key: int
+    queries: tuple[tuple[int, ...], ...]
+    keys: tuple[tuple[int, ...], ...]
     windows: tuple[Range, ...]
-
-    @property
-    def keys(self) -> int:
-        """The number of keys of a tile."""
-        return self.windows[-1][1]
-
-    @property
-    def all_keys(self) -> int:
-        """The number of keys of all tiles."""
-        return (self.tiles - 1) * self.rows + self.keys
 
     @property
     def is_full(self) -> bool:
         """Whether every query sees all keys of its tile."""
-        return all(window == (0, self.keys) for window in self.windows)
+        return all(window == (0, len(self.keys[0])) for window in self.windows)
 
-    def single(self) -> Iterator["Run"]:
-        """Yield each tile as a run."""
-        for tile in range(self.tiles):
-            yield self._replace(tiles=1, first_key=self.first_key + tile * self.rows)
-
-
-@dataclass(frozen=True)
-class AxisTiles:
-    """Runs of one axis. Their queries and keys lie one after another once reordered; an order of None changes nothing.
-
-    queries, keys: for each row of the reordered axis its place among the rows that the rank has, or has fetched.
-    """
-
-    queries: np.ndarray | None
-    keys: np.ndarray | None
-    runs: tuple[Run, ...]
+    def single(self) -> Iterator["Tiles"]:
+        """Yield each tile alone."""
+        for queries, keys in zip(self.queries, self.keys, strict=True):
+            yield Tiles((queries,), (keys,), self.windows)
 
 
-@lru_cache(maxsize=1024)
-def tile_axis(queries: Ranges, keys: Ranges, length: int, hood: Neighborhood, rows: int) -> AxisTiles:
+def tile_axis(queries: Ranges, keys: Ranges, length: int, hood: Neighborhood, rows: int) -> tuple[Tiles, ...]:
     """Cut queries into tiles of `rows`, a multiple of the stride.
 
     queries, keys: the rows of the axis that the rank has, and has fetched.
     """
-    runs: list[Run] = []
-    asked, read, before = [], [], 0
+    found: dict[tuple[Range, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
     for segment in segments(queries, length, hood):
-        asked.append(segment.rows(segment.queries, hood.dilation))
-        read.append(segment.rows(segment.keys, hood.dilation))
-        runs += _runs(segment, hood, rows, before)
-        before += segment.keys[1] - segment.keys[0]
-    return AxisTiles(_order(asked, queries), _order(read, keys), tuple(runs))
+        start, stop = segment.queries
+        for first in range(start, stop, rows):
+            last = min(first + rows, stop)
+            windows = [hood.window(place, segment.length) for place in range(first, last)]
+            key, end = windows[0][0], windows[-1][1]
+            tile = (segment.rows(places, hood.dilation) for places in ((first, last), (key, end)))
+            found.setdefault(tuple((a - key, b - key) for a, b in windows), []).append(tuple(tile))
+    result = []
+    for seen, tiles in found.items():
+        asked, read = zip(*tiles, strict=True)
+        result.append(Tiles(_places(asked, queries), _places(read, keys), seen))
+    return tuple(result)
 
 
-def _runs(segment: Segment, hood: Neighborhood, rows: int, before: int) -> list[Run]:
-    """Return the runs of a segment, whose keys begin at the place `before` of the reordered keys."""
-    runs: list[Run] = []
-    start, stop = segment.queries
-    for first in range(start, stop, rows):
-        windows = [hood.window(place, segment.length) for place in range(first, min(first + rows, stop))]
-        key = windows[0][0]
-        seen = tuple((low - key, high - key) for low, high in windows)
-        place = before + key - segment.keys[0]
-        if runs and runs[-1].windows == seen and place == runs[-1].first_key + runs[-1].tiles * rows:
-            runs[-1] = runs[-1]._replace(tiles=runs[-1].tiles + 1)
-        else:
-            runs.append(Run(1, len(seen), place, seen))
-    return runs
-
-
-def _order(rows: Sequence[np.ndarray], held: Ranges) -> np.ndarray | None:
+def _places(rows: Iterable[np.ndarray], held: Ranges) -> tuple[tuple[int, ...], ...]:
     """Return the places of rows among those held."""
     present = np.concatenate([np.arange(*part, dtype=np.int64) for part in held])
-    order = np.searchsorted(present, np.concatenate(rows))
-    return None if np.array_equal(order, np.arange(len(present))) else order
+    return tuple(tuple(np.searchsorted(present, each).tolist()) for each in rows)
 
 
 def tile_rows(hoods: Sequence[Neighborhood], lengths: Sequence[int], most: int) -> tuple[int, ...]:

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from trainer.distributed.domain_parallel.channel_norm import Sharing, channel_norm
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import count, domain_mean, moments
-from trainer.distributed.domain_parallel.rows import connected
 from trainer.distributed.sharding.placement import shard
+from trainer.distributed.sharding.rows import connected
 
 
 def group_norm(
     x: torch.Tensor,
     domain: Domain,
-    groups: int,
+    num_groups: int,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
@@ -27,19 +26,20 @@ def group_norm(
     """Normalise groups of channels of each sample. x: (N, C, *spatial); weight, bias: (C,).
 
     Raises:
-        ValueError: sharded channels, or channels that are no multiple of `groups`.
+        ValueError: sharded channels, or channels that are no multiple of `num_groups`.
     """
     domain.shape(x)
     _check_channels(x, domain)
-    if x.shape[1] % groups:
-        raise ValueError(f"{x.shape[1]} channels cannot be cut into {groups} groups; use a divisor")
-    dims = tuple(range(2, x.ndim))
-    split = domain.split(dims)
-    if not split:
+    if x.shape[1] % num_groups:
+        raise ValueError(f"{x.shape[1]} channels cannot be cut into {num_groups} groups; use a divisor")
+    if not domain.split(range(2, x.ndim)):
         # F.group_norm refuses one value a channel, and a shard of a batch may have one where the batch has more.
-        return torch.group_norm(x, groups, weight, bias, eps) if x.numel() else connected(x, weight, bias), domain
-    sharing = Sharing((x.shape[0], groups, x.shape[1] // groups), (2,), dims, tuple(split.items()))
-    return channel_norm(x, sharing, weight, bias, eps)[0], domain
+        return torch.group_norm(x, num_groups, weight, bias, eps) if x.numel() else connected(x, weight, bias), domain
+    grouped, dims = x.unflatten(1, (num_groups, -1)), range(2, x.ndim + 1)
+    mean, squares, number = moments(_wide(grouped), domain.moved(1, first=2), dims)
+    channels = [1, num_groups, -1, *[1] * (x.ndim - 2)]
+    parameters = (p if p is None else p.view(channels) for p in (weight, bias))
+    return _apply(grouped, *_affine(mean, squares / number, eps), *parameters).flatten(1, 2), domain
 
 
 def instance_norm(
@@ -83,8 +83,9 @@ def batch_norm(
     number = count(x, domain, dims)
     if number <= 1:
         raise ValueError(f"batch_norm in training needs more than one value a channel; x has {number}")
-    sharing = Sharing((x.shape[0], x.shape[1]), (0,), dims, tuple(domain.split(dims).items()))
-    y, mean, squares = channel_norm(x, sharing, weight, bias, eps)
+    mean, squares, _ = moments(_wide(x), domain, dims)
+    parameters = (p if p is None else p.view(1, -1, *[1] * (x.ndim - 2)) for p in (weight, bias))
+    y = _apply(x, *_affine(mean, squares / number, eps), *parameters)
     with torch.no_grad():
         for running, new in ((running_mean, mean), (running_var, squares / (number - 1))):
             if running is not None:

@@ -4,16 +4,16 @@ The rank that owns input row o * stride computes output o; only the rows that it
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from trainer.distributed.domain_parallel.convolution import over_tiles, per_axis, spatial_dims
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import domain_max, domain_mean, wide
-from trainer.distributed.domain_parallel.rows import fetch, padded
-from trainer.distributed.domain_parallel.windows import Tile, Window, outputs_of, window_plan
+from trainer.distributed.domain_parallel.sliding import Tiles, Way, per_axis, slide, spatial_dims
 from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.windows import Tile, Window, outputs_of, window_plan
 
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE = {2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -35,23 +35,22 @@ def max_pool(
         ValueError: sharded channels, a padding of more than half the window, or a window that does not fit.
     """
     dims, windows = _windows(x, domain, kernel_size, stride, padding, dilation, ceil_mode)
-    shape, split, tiles = domain.shape(x), domain.split(dims), {}
-    for dim, axis in split.items():
-        plan = window_plan(axis.layout, windows[dim], within=True)
-        x = fetch(x, axis, plan.wanted, dim)
-        tiles[dim] = plan.tiles[axis.rank]
+    shape, split = domain.shape(x), domain.split(dims)
+    ways: dict[int, Way] = {
+        d: partial(window_plan, window=w, within=True) if d in split else outputs_of(shape[d], w)
+        for d, w in windows.items()
+    }
     native = tuple(0 if dim in split else w.before for dim, w in windows.items())
     kernels, steps, gaps = zip(*((w.kernel, w.stride, w.dilation) for w in windows.values()), strict=True)
 
-    def one_tile(part: torch.Tensor, parts: Sequence[Tile]) -> torch.Tensor:
-        for dim, tile in zip(tiles, parts, strict=True):
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        for dim, tile in tiles.items():
             before, after = _outside(tile, windows[dim])
             if before or after:  # PyTorch's padding is no element, which minus infinity is too
                 part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf)
         return _MAX[len(dims)](part, kernels, steps, native, gaps, ceil_mode)
 
-    result, local = _result(domain, shape, windows)
-    return over_tiles(x, tiles, one_tile, local), result
+    return slide(x, domain, ways, compute)
 
 
 def avg_pool(
@@ -71,26 +70,15 @@ def avg_pool(
         ValueError: sharded channels, a padding of more than half the window, or a window that does not fit.
     """
     dims, windows = _windows(x, domain, kernel_size, stride, padding, 1, ceil_mode)
-    shape, split, tiles = domain.shape(x), domain.split(dims), {}
-    ranges = {}
-    for dim, window in windows.items():
-        outputs = outputs_of(shape[dim], window)
-        if dim in split:
-            plan = window_plan(split[dim].layout, window)
-            x = fetch(x, split[dim], plan.wanted, dim)
-            tiles[dim] = plan.tiles[split[dim].rank]
-        else:
-            end = (outputs - 1) * window.stride + window.kernel - window.before  # with ceil_mode behind the padding
-            x = padded(x, dim, window.before, max(end - shape[dim], 0), periodic=False)
-            tiles[dim] = (Tile((0, outputs), (-window.before, x.shape[dim] - window.before)),)
-        ranges[dim] = shape[dim] + window.before * count_include_pad, window.before * count_include_pad
+    shape = domain.shape(x)
 
-    def one_tile(part: torch.Tensor, parts: Sequence[Tile]) -> torch.Tensor:
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         total = _sums(part.to(wide(part.dtype)), len(dims), [*windows.values()])  # a sum may overflow in float16
         if divisor_override is not None:
             return (total / divisor_override).to(part.dtype)
-        for dim, tile in zip(dims, parts, strict=True):
-            counts = _counts(tile.outputs, windows[dim], *ranges[dim])
+        for dim, tile in tiles.items():
+            margin = windows[dim].before * count_include_pad
+            counts = _counts(tile.outputs, windows[dim], shape[dim] + margin, margin)
             if min(counts) == max(counts):
                 total = total / counts[0]
             else:
@@ -98,8 +86,7 @@ def avg_pool(
                 total = total / counts.view(-1, *[1] * (total.ndim - 1 - dim))
         return total.to(part.dtype)
 
-    result, local = _result(domain, shape, windows)
-    return over_tiles(x, tiles, one_tile, local), result
+    return slide(x, domain, {d: partial(window_plan, window=w) for d, w in windows.items()}, compute)
 
 
 def adaptive_avg_pool(
@@ -139,14 +126,6 @@ def _windows(
         if 2 * pad > windows[dim].reach + 1:
             raise ValueError(f"a padding of {pad} is more than half of a window of {windows[dim].reach + 1} rows")
     return dims, windows
-
-
-def _result(domain: Domain, shape: Sequence[int], windows: dict[int, Window]) -> tuple[Domain, tuple[int, ...]]:
-    """Return the domain of the outputs, and the shape of this rank's."""
-    layouts = {d: window_plan(domain.axes[d].layout, w).layout for d, w in windows.items() if d in domain.axes}
-    result = domain.layouts(layouts)
-    whole = [outputs_of(n, windows[dim]) if dim in windows else n for dim, n in enumerate(shape)]
-    return result, result.local_shape(whole)
 
 
 def _outside(tile: Tile, window: Window) -> tuple[int, int]:

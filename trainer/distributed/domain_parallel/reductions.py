@@ -12,7 +12,7 @@ names as in trainer/distributed/sharding/placement.py:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -138,30 +138,12 @@ def moments(
     if number := math.prod([*sizes.values()]):
         mean, squares = _Moments.apply(x, dims, number, dtype or x.dtype)
     else:
-        empty = x.sum(dims, keepdim=True, dtype=dtype)  # zeros that depend on x
-        mean, squares = empty, empty
-    axes = [*domain.split(dims).items()]
-    return over_ranks(mean, squares, sizes, axes, lambda x, axis: gather_statistics(x, axis, grad))
-
-
-def over_ranks(
-    mean: torch.Tensor,
-    squares: torch.Tensor,
-    sizes: dict[int, int],
-    axes: Sequence[tuple[int, Axis]],
-    gather: Callable[[torch.Tensor, Axis], torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return mean, squares and number of elements over the ranks of sharded axes, from those of this rank.
-
-    sizes: of this rank, of all dimensions that are reduced; axes: of sharded ones. gather: as `gather_statistics`.
-    """
-    sizes = dict(sizes)
-    number = math.prod([*sizes.values()])
-    for dim, axis in axes:
+        mean = squares = x.sum(dims, keepdim=True, dtype=dtype)  # zeros that depend on x
+    for dim, axis in domain.split(dims).items():
         layout = axis.layout
         sizes[dim] = layout.length
         number = math.prod([*sizes.values()])
-        means, parts = gather(torch.stack([mean, squares]), axis).unbind(1)
+        means, parts = gather_statistics(torch.stack([mean, squares]), axis, grad).unbind(1)
         rows = torch.tensor([layout.local_length(rank) for rank in range(layout.degree)], dtype=means.dtype)
         weights = to_device(rows / max(layout.length, 1), means.device).view(-1, *[1] * mean.ndim)
         mean = (means * weights).sum(0)

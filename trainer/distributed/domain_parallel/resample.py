@@ -1,20 +1,20 @@
 """Interpolation, padding, flips, rolls and cumulative sums along sharded axes. Each returns (result, domain)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
 
-from trainer.distributed.domain_parallel.convolution import over_tiles, per_axis, spatial_dims
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import gather_statistics, wide
-from trainer.distributed.domain_parallel.rows import Wanted, connected, fetch, local_rows
-from trainer.distributed.domain_parallel.windows import Tile, WindowPlan, plan_outputs
+from trainer.distributed.domain_parallel.sliding import Tiles, per_axis, slide, spatial_dims, whole
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Range
+from trainer.distributed.sharding.rows import Wanted, connected, fetch
 from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.windows import Tile, WindowPlan, plan_outputs
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
@@ -49,22 +49,16 @@ def interpolate(
     factors = [None] * len(dims) if scale_factor is None else [float(f) for f in scale_factor]
     sizes = [int(shape[d] * f) for d, f in zip(dims, factors, strict=True)] if size is None else per_axis(size, dims)
     if not split:
-        changed = {d: _one(n) for d, n in zip(dims, sizes, strict=True) if d in domain.axes and n != shape[d]}
+        changed = {d: whole(n) for d, n in zip(dims, sizes, strict=True) if d in domain.axes and n != shape[d]}
         return _whole(x, size, scale_factor, mode, align_corners), domain.layouts(changed)
-    layouts = {}
-    for dim, outputs, factor in zip(dims, sizes, factors, strict=True):
-        axis = domain.axes.get(dim)
-        sources = _sources(shape[dim], outputs, factor, mode, align_corners)
-        plan = _plan(axis.layout if axis else _one(shape[dim]), outputs, sources)
-        if axis is None:
-            x = local_rows(x, ((0, shape[dim]),), plan.wanted[0], dim)
-        else:
-            x, layouts[dim] = fetch(x, axis, plan.wanted, dim), plan.layout
-        tiles = plan.tiles[axis.rank if axis else 0]
-        local = list(x.shape)
-        local[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles)
-        x = over_tiles(x, {dim: tiles}, lambda part, parts, d=dim, s=sources: _mixed(part, d, parts[0], s), local)
-    return x, domain.layouts(layouts)
+    sources = {d: _sources(shape[d], n, f, mode, align_corners) for d, n, f in zip(dims, sizes, factors, strict=True)}
+
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        for dim, tile in tiles.items():
+            part = _mixed(part, dim, tile, sources[dim])
+        return part
+
+    return slide(x, domain, {d: partial(_plan, sources=each) for d, each in sources.items()}, compute)
 
 
 def _whole(x: torch.Tensor, size: object, scale_factor: object, mode: str, align_corners: bool) -> torch.Tensor:
@@ -72,10 +66,6 @@ def _whole(x: torch.Tensor, size: object, scale_factor: object, mode: str, align
     if mode == "nearest":
         return F.interpolate(x, size, scale_factor)
     return F.interpolate(x, size, scale_factor, _LINEAR[x.ndim - 2], align_corners)
-
-
-def _one(length: int) -> AxisLayout:
-    return AxisLayout("whole", length, (((0, length),) if length else (),))
 
 
 Sources = tuple[tuple[int, int, float], ...]
@@ -100,7 +90,9 @@ def _sources(length: int, outputs: int, factor: float | None, mode: str, align_c
 
 
 @lru_cache(maxsize=1024)
-def _plan(layout: AxisLayout, outputs: int, sources: Sources) -> WindowPlan:
+def _plan(layout: AxisLayout, sources: Sources) -> WindowPlan:
+    outputs = len(sources)
+
     def inputs(start: int, stop: int) -> Range:
         return sources[start][0], sources[stop - 1][1] + 1
 
@@ -148,12 +140,9 @@ def pad(
                 f"padding of {before} and {after} rows, mode {mode!r}, does not fit an axis of {length} rows; one row "
                 f"must stay, 'reflect' adds fewer rows than there are, and modes are {', '.join(map(repr, _PAD_MODES))}"
             )
-        layout, wanted = _padded(axis.layout if axis else _one(length), before, total, mode)
+        layout, wanted = _padded(axis.layout if axis else whole(length), before, total, mode)
         mine = wanted[axis.rank if axis else 0]
-        if axis is None:
-            x = local_rows(x, ((0, length),), mine, dim)
-        else:
-            x, layouts[dim] = fetch(x, axis, wanted, dim), layout
+        x, layouts[dim] = fetch(x, axis, wanted, dim), layout
         if value and mode == "constant":
             for start, stop in _beyond(mine, length):
                 x = x.slice_scatter(torch.full_like(x.narrow(dim, start, stop - start), value), dim, start, stop)

@@ -1,10 +1,13 @@
 """Rules of the functions that this package computes over sharded axes: the arguments of torch -> its operators.
 
-Options that an operator does not have are refused, with the option's name.
+`_OPERATORS` is the table of those that take torch's arguments as they are. Options that an operator does not have are
+refused, with the option's name.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +18,45 @@ from trainer.distributed.domain_parallel import convolution, norms, pooling, red
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, wrapped
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, elementwise, merged, own_part
-from trainer.distributed.domain_parallel.rows import connected
 from trainer.distributed.domain_parallel.transfer import gather
+from trainer.distributed.sharding.rows import connected
+
+
+def _numbers(name: str) -> list[str]:
+    return [f"{name}{n}d" for n in (1, 2, 3)]
+
+
+# Functions that are an operator of this package on the first tensor; its other arguments, in torch's order. Arguments
+# that choose a kernel of cuDNN are left out.
+_OPERATORS: tuple[tuple[Sequence[str], Callable, str], ...] = (
+    (_numbers("conv"), convolution.conv, "weight bias stride padding dilation groups"),
+    (
+        _numbers("conv_transpose"),
+        convolution.conv_transpose,
+        "weight bias stride padding output_padding groups dilation",
+    ),
+    (_numbers("max_pool"), pooling.max_pool, "kernel_size stride padding dilation ceil_mode"),
+    (_numbers("avg_pool"), pooling.avg_pool, "kernel_size stride padding ceil_mode count_include_pad divisor_override"),
+    (["group_norm"], norms.group_norm, "num_groups weight bias eps"),
+    (["batch_norm"], norms.batch_norm, "running_mean running_var weight bias training momentum eps"),
+    (["layer_norm"], norms.layer_norm, "normalized_shape weight bias eps"),
+    (["rms_norm"], norms.rms_norm, "normalized_shape weight eps"),
+)
+
+
+def _on_shards(operator: Callable, names: Sequence[str]) -> Callable[..., DomainTensor]:
+    def compute(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+        given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+        if "kernel_size" in given:
+            given["kernel_size"] = _each(given["kernel_size"], int(function.__name__[-2]))
+            given["stride"] = given.get("stride") or None
+        return _result(operator(x.local, x.domain, **given))
+
+    return compute
+
+
+for _functions, _operator, _names in _OPERATORS:
+    rule(*_functions, first_only=True)(_on_shards(_operator, _names.split()))
 
 
 def _unless(condition: bool, function: Callable, x: DomainTensor, why: str) -> None:
@@ -28,56 +68,14 @@ def _result(pair: tuple[torch.Tensor, Domain]) -> DomainTensor:
     return DomainTensor(*pair)
 
 
-@rule("conv1d", "conv2d", "conv3d", first_only=True)
-def conv(function, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> DomainTensor:
-    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return _result(convolution.conv(x.local, x.domain, weight, bias, **options))
-
-
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", first_only=True)
-def conv_transpose(
-    function, x, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
-) -> DomainTensor:
-    options = {"stride": stride, "padding": padding, "output_padding": output_padding}
-    return _result(
-        convolution.conv_transpose(x.local, x.domain, weight, bias, **options, groups=groups, dilation=dilation)
-    )
-
-
-@rule("max_pool1d", "max_pool2d", "max_pool3d", first_only=True)
-def max_pool(
-    function, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
-) -> DomainTensor:
-    kernel = _each(kernel_size, int(function.__name__[-2]))
-    options = {"padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
-    return _result(pooling.max_pool(x.local, x.domain, kernel, stride or None, **options))
-
-
-@rule("avg_pool1d", "avg_pool2d", "avg_pool3d", first_only=True)
-def avg_pool(
-    function, x, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
-) -> DomainTensor:
-    kernel = _each(kernel_size, int(function.__name__[-2]))
-    options = {"ceil_mode": ceil_mode, "count_include_pad": count_include_pad, "divisor_override": divisor_override}
-    return _result(pooling.avg_pool(x.local, x.domain, kernel, stride or None, padding=padding, **options))
-
-
-@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
-def adaptive_avg_pool(function, x, output_size) -> DomainTensor:
+@rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
+def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
     spatial = int(function.__name__[-2])
     if _spatial_is_whole(x, spatial):
         return _locally(function, x, output_size)
     _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
-    return _result(pooling.adaptive_avg_pool(x.local, x.domain, spatial=spatial))
-
-
-@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
-def adaptive_max_pool(function, x, output_size, return_indices=False) -> DomainTensor:
-    spatial = int(function.__name__[-2])
-    if _spatial_is_whole(x, spatial):
-        return _locally(function, x, output_size)
-    _unless({*_each(output_size, 1)} == {1}, function, x, "an output size other than 1")
-    return _result(pooling.adaptive_max_pool(x.local, x.domain, spatial=spatial))
+    operator = pooling.adaptive_avg_pool if "avg" in function.__name__ else pooling.adaptive_max_pool
+    return _result(operator(x.local, x.domain, spatial=spatial))
 
 
 def _spatial_is_whole(x: DomainTensor, number: int) -> bool:
@@ -96,11 +94,6 @@ def _each(value: int | Sequence[int], number: int) -> tuple[int, ...]:
     return (value,) * number if isinstance(value, int) else tuple(value)
 
 
-@rule("group_norm", first_only=True)
-def group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True) -> DomainTensor:
-    return _result(norms.group_norm(x.local, x.domain, num_groups, weight, bias, eps))
-
-
 @rule("instance_norm", first_only=True)
 def instance_norm(
     function,
@@ -115,24 +108,6 @@ def instance_norm(
 ) -> DomainTensor:
     _unless(use_input_stats and running_mean is None, function, x, "running statistics of instances")
     return _result(norms.instance_norm(x.local, x.domain, weight, bias, eps))
-
-
-@rule("batch_norm", first_only=True)
-def batch_norm(
-    function, x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
-) -> DomainTensor:
-    options = {"training": training, "momentum": momentum, "eps": eps}
-    return _result(norms.batch_norm(x.local, x.domain, running_mean, running_var, weight, bias, **options))
-
-
-@rule("layer_norm", first_only=True)
-def layer_norm(function, x, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True) -> DomainTensor:
-    return _result(norms.layer_norm(x.local, x.domain, normalized_shape, weight, bias, eps))
-
-
-@rule("rms_norm", first_only=True)
-def rms_norm(function, x, normalized_shape, weight=None, eps=None) -> DomainTensor:
-    return _result(norms.rms_norm(x.local, x.domain, normalized_shape, weight, eps))
 
 
 @rule("interpolate")
@@ -311,42 +286,24 @@ def attention(
 
 
 @rule("multi_head_attention_forward")
-def multi_head_attention(
-    function,
-    query,
-    key,
-    value,
-    embed_dim_to_check,
-    num_heads,
-    in_proj_weight,
-    in_proj_bias,
-    bias_k,
-    bias_v,
-    add_zero_attn,
-    dropout_p,
-    out_proj_weight,
-    out_proj_bias,
-    training=True,
-    key_padding_mask=None,
-    need_weights=True,
-    attn_mask=None,
-    use_separate_proj_weight=False,
-    q_proj_weight=None,
-    k_proj_weight=None,
-    v_proj_weight=None,
-    **options,
-) -> tuple[DomainTensor, None]:
+def multi_head_attention(function, *args, **kwargs) -> tuple[DomainTensor, None]:
     """query, key, value: (S, N, E), or (S, E); as nn.MultiheadAttention calls it with need_weights=False."""
-    x = next(filter(is_sharded, (query, key, value)), query)
-    extras = (bias_k, bias_v, key_padding_mask, attn_mask, options.get("static_k"), options.get("static_v"))
-    plain = all(extra is None for extra in extras) and not add_zero_attn and not options.get("is_causal")
-    _unless(plain and not (training and dropout_p), function, x, "a mask, dropout in training, or a bias of keys")
-    _unless(not need_weights, function, x, "the attention weights; pass need_weights=False")
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)
-    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    bound = signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    inputs = given.query, given.key, given.value
+    x = next(filter(is_sharded, inputs), given.query)
+    extras = given.bias_k, given.bias_v, given.key_padding_mask, given.attn_mask, given.static_k, given.static_v
+    plain = all(extra is None for extra in extras) and not given.add_zero_attn and not given.is_causal
+    dropped = given.training and given.dropout_p
+    _unless(plain and not dropped, function, x, "a mask, dropout in training, or a bias of keys")
+    _unless(not given.need_weights, function, x, "the attention weights; pass need_weights=False")
+    weights = given.q_proj_weight, given.k_proj_weight, given.v_proj_weight
+    weights = weights if given.use_separate_proj_weight else given.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
     projected = []
-    for t, w, b in zip((query, key, value), weights, biases, strict=True):
-        heads = F.linear(t, w, b).unflatten(-1, (num_heads, -1))  # (S, N, H, D), or (S, H, D)
+    for t, w, b in zip(inputs, weights, biases, strict=True):
+        heads = F.linear(t, w, b).unflatten(-1, (given.num_heads, -1))  # (S, N, H, D), or (S, H, D)
         projected.append(heads.movedim(0, -2))
     out = F.scaled_dot_product_attention(*projected).movedim(-2, 0).flatten(-2)
-    return F.linear(out, out_proj_weight, out_proj_bias), None
+    return F.linear(out, given.out_proj_weight, given.out_proj_bias), None

@@ -11,10 +11,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from trainer.distributed.domain_parallel.domain import Axis, Domain
-from trainer.distributed.domain_parallel.rows import fetch
 from trainer.distributed.sharding.exchange import all_to_all
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import unshard
+from trainer.distributed.sharding.rows import fetch
 
 
 def reshard(x: torch.Tensor, domain: Domain, layouts: Mapping[int, AxisLayout]) -> tuple[torch.Tensor, Domain]:

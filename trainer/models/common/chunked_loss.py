@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from trainer.data.packing import IGNORE_INDEX
 from trainer.distributed.sharding.exchange import all_gather
+from trainer.distributed.sharding.forward import replace_forward
 from trainer.job.compilation import CompileOptions
 from trainer.transforms.compile import compiled_loss, rows_vary
-from trainer.transforms.forward import replace_forward
 
 
 def chunk_statistics(

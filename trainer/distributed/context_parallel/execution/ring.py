@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from trainer.distributed.context_parallel.execution.gather import gather_rows, reduce_rows
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
+from trainer.distributed.context_parallel.execution.sinks import sink_gradient, with_sinks
 from trainer.distributed.context_parallel.execution.stages import (
     Merged,
     add_gradients,
@@ -78,9 +79,12 @@ class StagedExecution:
         return self.lowered.plan
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
+        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S).
+
+        sinks: (H,), whose share is in both results.
+        """
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
         total = Merged(q)
@@ -92,15 +96,24 @@ class StagedExecution:
             pending.wait()
             held = incoming
         out, lse = (unfold_batch(x, whole_q) for x in total.result)
-        return out.to(q.dtype), lse
+        out = out.to(q.dtype)
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     def backward(
-        self, given: BackwardInputs, scale: float, kv_dtype: torch.dtype | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k, v: K and V travel again, and dK and dV travel to their owners.
+        self,
+        given: BackwardInputs,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+        *,
+        kv_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of q, k, v, and of the sinks if there are any.
 
-        kv_dtype: of dk and dv, if the caller adds to them; by default the dtypes of k and v.
+        K and V are sent again, and dK and dV are sent to their owners. Output and log-sum-exp have the share of the
+        sinks, and so do the probabilities that tiles compute from them. kv_dtype: of dk and dv, if the caller adds to
+        them; by default the dtypes of k and v.
         """
+        of_sinks = () if sinks is None else (sink_gradient(given.dout, given.out, given.lse, sinks),)
         inputs = given.q, given.k, given.v
         types = given.q.dtype, kv_dtype or given.k.dtype, kv_dtype or given.v.dtype
         given = BackwardInputs(*(fold_batch(x, self.plan) for x in given))
@@ -110,7 +123,7 @@ class StagedExecution:
         if found is None:
             found = self._summed_gradients(given, scale)
         together = zip(found, inputs, types, strict=True)
-        return tuple(as_before(x, like, dtype) for x, like, dtype in together)
+        return *(as_before(x, like, dtype) for x, like, dtype in together), *of_sinks
 
     def _summed_gradients(self, given: BackwardInputs, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.distributed.context_parallel.planning.heads import aligned
+from trainer.distributed.sharding.alignment import aligned
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Offsets
 

@@ -28,19 +28,39 @@ rows of queries and keys; R all rows of the head group; N ranks of the head grou
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
-from trainer.distributed.context_parallel.execution.sinks import sink_gradient, with_sinks
 from trainer.distributed.context_parallel.execution.stages import as_before, fold_batch, unfold_batch, with_next
 from trainer.distributed.context_parallel.execution.travel import Bundle, Tensors
 from trainer.distributed.context_parallel.planning.heads import HeadShare
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.sharding.exchange import Pending, all_to_all
+
+
+class Kept(NamedTuple):
+    """Inputs of a backward whose forward kept what was exchanged: dout (B, H, S, D), and bytes as forward returned.
+
+    kv_heads: K, the key/value heads of all ranks.
+    """
+
+    dout: torch.Tensor
+    inputs: torch.Tensor
+    results: torch.Tensor
+    kv_heads: int
+
+    def likes(self) -> Iterator[torch.Tensor]:
+        """Yield tensors of the shapes of q, k, v, in the memory order (B, S, H, D)."""
+        _, heads, rows, _ = self.dout.shape
+        return (_rows_first(self.dout, rows, n, self.dout.dtype) for n in (heads, self.kv_heads, self.kv_heads))
+
+
+_Passes = Iterator[tuple[HeadShare, BackwardInputs]]
 
 
 @dataclass(frozen=True)
@@ -50,8 +70,8 @@ class HeadExchange:
     inner: the execution for all rows of this rank's heads; heads_per_pass: key/value heads of a rank that travel at a
     time, 0 for all.
 
-    `forward` and `backward` keep nothing between them, so that all inputs travel again. `forward_keeping` also returns
-    what was exchanged, as bytes, and `backward_keeping` takes it: one product's worth of rows travels instead of six.
+    The backward gets `BackwardInputs`, so that all inputs are exchanged again, or what a forward with `keep` returned,
+    as `Kept`: then one product's worth of rows is exchanged instead of six.
     """
 
     plan: RankPlan
@@ -60,55 +80,24 @@ class HeadExchange:
     heads_per_pass: int = 0
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S)."""
-        whole_q = q
-        q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
-        out, lse = _results(q)
-        passes = self._passes(q, k.shape[1])
-        keys = [_replicated(x, passes[0].copies) for x in (k, v)]
-        returning: list[_Returning] = []
-        for share, arrived in self._arriving([q], keys, passes, kind="qkv"):
-            results = self.inner.forward(*arrived.tensors(), scale)  # (B, h, R, D), (B, h, R)
-            returning.append(self._return([*results], [], [out, lse], share, kind="out"))
-        for each in returning:
-            each.put()
-        return unfold_batch(out, whole_q), unfold_batch(lse, whole_q)
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+        *,
+        keep: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """Attend with q: (B, H, S, D); k, v: (B, K, T, D), this rank's rows -> output as q, log-sum-exp (B, H, S).
 
-    def backward(self, given: BackwardInputs, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k, v; all inputs are exchanged again."""
-        inputs = given.q, given.k, given.v
-        dout, q, k, v, out, lse = (fold_batch(x, self.plan) for x in given)
-        passes = self._passes(q, k.shape[1])
-        copies = passes[0].copies
-        keys = [_replicated(x, copies) for x in (k, v)]
-        # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
-        gradient_dtype = lse.dtype if copies > 1 else q.dtype
-        dq = torch.empty_like(q)
-        dkeys = [torch.empty_like(x, dtype=gradient_dtype) for x in keys]
-        returning: list[_Returning] = []
-        for share, arrived in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
-            all_q, all_dout, all_out, all_lse, *all_kv = arrived.tensors()
-            inside = BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)  # (B, h, R, ...), keys (B, k, R, D)
-            all_dq, *all_dkv = self.inner.backward(inside, scale, gradient_dtype)
-            returning.append(self._return([all_dq], all_dkv, [dq, *dkeys], share, kind="dqkv"))
-        for each in returning:
-            each.put()
-        gradients = dq, *(_summed(x, copies) for x in dkeys)
-        return tuple(as_before(x, like) for x, like in zip(gradients, inputs, strict=True))
-
-    def forward_keeping(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return output and log-sum-exp as `forward`, with the share of the sinks (H,), and two tensors of bytes.
-
-        These are all rows of this rank's heads: of q, k, v, and of output and log-sum-exp.
+        sinks: (H,), whose share is in both results. keep: also return two tensors of bytes, all rows of this rank's
+        heads: of q, k, v, and of output and log-sum-exp; for one pass.
 
         Raises:
-            ContextParallelError: the keys have another layout than the queries.
+            ContextParallelError: keep, and the keys have another layout than the queries.
         """
-        if self.plan.q_layout.ranges != self.plan.kv_layout.ranges:  # of all ranks, so that no head group raises alone
+        if keep and self.plan.q_layout.ranges != self.plan.kv_layout.ranges:  # of all ranks: no head group raises alone
             raise ContextParallelError(
                 "keep_exchanged keeps rows of queries and keys together, and this attention has as many of each only "
                 "in self-attention; use keep_exchanged = False"
@@ -116,60 +105,81 @@ class HeadExchange:
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
         out, lse = _results(q)
-        (share,) = self._passes(q, k.shape[1])
-        keys = [_replicated(x, share.copies) for x in (k, v)]
-        ((_, arrived),) = self._arriving([q], keys, [share], kind="qkv")
-        (inputs,) = rows = arrived.rows()
-        results = self.inner.forward(*arrived.bundle.tensors(rows), scale)
-        if sinks is not None:
-            results = with_sinks(*results, sinks[share.queries(self.group.rank())])
-        bundle = Bundle.of([*results], [], self.plan.head_group_layouts)
-        (kept,) = rows = bundle.rows([*results])
-        self._send_rows(bundle, rows, ([out, lse], []), share, kind="out").put()
-        return unfold_batch(out, whole_q), unfold_batch(lse, whole_q), inputs.view(-1), kept.view(-1)
+        passes = self._passes(q, k.shape[1])
+        keys = [_replicated(x, passes[0].copies) for x in (k, v)]
+        returning: list[_Returning] = []
+        kept: Tensors = []
+        for share, arrived in self._arriving([q], keys, passes, kind="qkv"):
+            inputs = arrived.rows()
+            of_heads = arrived.bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
+            kept += inputs if keep else []
+            del inputs
+            results = self.inner.forward(*of_heads, scale, self._own(sinks, share))  # (B, h, R, D), (B, h, R)
+            del of_heads
+            bundle = Bundle.of([*results], [], self.plan.head_group_layouts)
+            rows = bundle.rows([*results])
+            kept += rows if keep else []
+            returning.append(self._send_rows(bundle, rows, ([out, lse], []), share, kind="out"))
+            del rows
+        for each in returning:
+            each.put()
+        return unfold_batch(out, whole_q), unfold_batch(lse, whole_q), *(x.view(-1) for x in kept)
 
-    def backward_keeping(
-        self,
-        dout: torch.Tensor,
-        inputs: torch.Tensor,
-        results: torch.Tensor,
-        scale: float,
-        kv_heads: int,
-        sinks: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the gradients of q, k, v, and of the sinks (of this rank's heads, zero elsewhere).
+    def backward(
+        self, given: BackwardInputs | Kept, scale: float, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of q, k, v, and of the sinks if there are any (of this rank's heads, zero elsewhere)."""
+        dout = fold_batch(given.dout, self.plan)
+        _, heads, rows, _ = dout.shape
+        if isinstance(given, Kept):
+            kv_heads, kv_rows, likes, inputs_of = given.kv_heads, rows, given.likes(), self._kept
+        else:
+            (_, kv_heads, kv_rows, _), likes = fold_batch(given.k, self.plan).shape, given[1:4]
+            inputs_of = self._exchanged
+        passes = self._passes(dout, kv_heads)
+        copies = passes[0].copies
+        # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
+        gradient_dtype = torch.promote_types(dout.dtype, torch.float32) if copies > 1 else dout.dtype
+        dq = _rows_first(dout, rows, heads, dout.dtype)
+        dkeys = [_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype) for _ in "kv"]
+        dsinks = [] if sinks is None else [torch.zeros_like(sinks)]
+        returning: list[_Returning] = []
+        for share, inside in inputs_of(given, dout, passes):
+            mine = self._own(sinks, share)
+            all_dq, *all_dkv = self.inner.backward(inside, scale, mine, kv_dtype=gradient_dtype)
+            if mine is not None:
+                dsinks[0][share.queries(self.group.rank())] = all_dkv.pop()
+            returning.append(self._return([all_dq], all_dkv, [dq, *dkeys], share, kind="dqkv"))
+        for each in returning:
+            each.put()
+        gradients = dq, *(_summed(x, copies) for x in dkeys)
+        return *(as_before(x, like) for x, like in zip(gradients, likes, strict=True)), *dsinks
 
-        dout: (B, H, S, D), in the dtype of q; inputs, results: bytes that `forward_keeping` has returned; kv_heads: K.
-        """
-        b, heads, s, d = dout.shape
-        whole_dout, dout = dout, fold_batch(dout, self.plan)
-        (share,) = self._passes(dout, kv_heads)
-        width, layouts = dout.shape[0], self.plan.head_group_layouts
+    def _exchanged(self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
+        """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
+        q, k, v, out, lse = (fold_batch(x, self.plan) for x in given[1:])
+        keys = [_replicated(x, passes[0].copies) for x in (k, v)]
+        for share, arrived in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
+            all_q, all_dout, all_out, all_lse, *all_kv = arrived.tensors()
+            yield share, BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)  # (B, h, R, ...), keys (B, k, R, D)
+
+    def _kept(self, given: Kept, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
+        """Yield what the backward of the one pass takes: the exchanged gradient of the output, and what was kept."""
+        (share,) = passes
+        width, heads, _, d = dout.shape
         like_q, like_k = (dout.new_empty(width, n, 0, d) for n in (heads // self.plan.head_degree, share.stop))
         like_lse = like_q.new_empty(like_q.shape[:3], dtype=torch.promote_types(dout.dtype, torch.float32))
+        layouts = self.plan.head_group_layouts
         of_inputs, of_results = Bundle.of([like_q], [like_k] * 2, layouts), Bundle.of([like_q, like_lse], [], layouts)
-        ((_, arrived),) = self._arriving([dout], [], [share], kind="dout")
+        ((_, arrived),) = self._arriving([dout], [], passes, kind="dout")
         (all_dout,) = arrived.tensors()
-        all_q, *all_kv = of_inputs.tensors([inputs.view(-1, of_inputs.blocks[0].width)])
-        all_out, all_lse = of_results.tensors([results.view(-1, of_results.blocks[0].width)])
-        gradient_dtype = all_lse.dtype if share.copies > 1 else dout.dtype
-        all_dq, *all_dkv = self.inner.backward(
-            BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse), scale, gradient_dtype
-        )
-        rows = dout.shape[2]
-        dq = dout.new_empty(width, rows, heads, d).transpose(1, 2)
-        dkeys = [
-            dout.new_empty(width, rows, kv_heads * share.copies, d, dtype=gradient_dtype).transpose(1, 2) for _ in "kv"
-        ]
-        self._return([all_dq], all_dkv, [dq, *dkeys], share, kind="dqkv").put()
-        gradients = dq, *(_summed(x, share.copies) for x in dkeys)
-        likes = (whole_dout.new_empty(b, s, n, d).transpose(1, 2) for n in (heads, kv_heads, kv_heads))
-        dsinks = None
-        if sinks is not None:
-            mine = share.queries(self.group.rank())
-            dsinks = torch.zeros_like(sinks)
-            dsinks[mine] = sink_gradient(all_dout, all_out, all_lse, sinks[mine])
-        return *(as_before(x, like) for x, like in zip(gradients, likes, strict=True)), dsinks
+        all_q, *all_kv = of_inputs.tensors([given.inputs.view(-1, of_inputs.blocks[0].width)])
+        all_out, all_lse = of_results.tensors([given.results.view(-1, of_results.blocks[0].width)])
+        yield share, BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)
+
+    def _own(self, sinks: torch.Tensor | None, share: HeadShare) -> torch.Tensor | None:
+        """Return the sinks of this rank's query heads."""
+        return None if sinks is None else sinks[share.queries(self.group.rank())]
 
     def _passes(self, q: torch.Tensor, kv_heads: int) -> list[HeadShare]:
         return HeadShare.passes(q.shape[1], kv_heads, self.plan.head_degree, self.heads_per_pass)
@@ -212,6 +222,12 @@ class HeadExchange:
         received, pending = all_to_all(bundle.by_rank(rows), sizes, mine, self.group, kind=kind)
         queries, keys = _by_rank(*into, share, degree)
         return _Returning(bundle, received.view(degree, bundle.size(here)), pending, [*queries, *keys], here)
+
+
+def _rows_first(like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised (B, heads, rows, D) with the memory order (B, rows, heads, D)."""
+    b, _, _, d = like.shape
+    return like.new_empty(b, rows, heads, d, dtype=dtype).transpose(1, 2)
 
 
 def _results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES, FlashPackage
+from trainer.distributed.sharding.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ CAPABILITIES: dict[str, Capabilities] = {
     "cudnn_varlen": Capabilities(
         "cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, many=True, deterministic=False
     ),
-    "flex": Capabilities("cuda", _HALVES | {"float32"}, max_head_dim=256, bottom_right=True, bands=True),
     "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
 }
 """All kernels by name; each kernel's class refers to its entry."""
@@ -101,19 +100,16 @@ def able_kernels(
     """Return the kernels that can do this. name: the configured kernel, or `auto`.
 
     Raises:
-        ConfigError: an unknown kernel, or one that cannot do it; the message names kernels that can.
+        OptionError: an unknown kernel, or one that cannot do it; the message names kernels that can.
     """
     needs = {"bands": bands, "deterministic": deterministic}
     lacks = {each: c.lacks(device_type, dtype, head_dim, **needs) for each, c in CAPABILITIES.items()}
     able = [each for each in lacks if not lacks[each]]
     if name not in ("auto", *lacks):
-        raise ConfigError(
-            f"parallelism.context_parallel_kernel = {name!r} is none of 'auto', {', '.join(map(repr, lacks))}"
-        )
+        raise OptionError(f"kernel = {name!r} is none of 'auto', {', '.join(map(repr, lacks))}")
     if name != "auto" and lacks[name]:
-        raise ConfigError(
-            f"parallelism.context_parallel_kernel = {name!r} cannot do {' or '.join(lacks[name])}; "
-            f"kernels that can: {', '.join(map(repr, able))}"
+        raise OptionError(
+            f"kernel = {name!r} cannot do {' or '.join(lacks[name])}; kernels that can: {', '.join(map(repr, able))}"
         )
     return able
 
@@ -134,8 +130,8 @@ def auto_kernel(
 
     calls: the most tiles of a stage; capability: of the GPU, such as (9, 0), None for a CPU; fixed: whether the mask is
     causal or full, with the same lengths in every step (cuDNN builds a plan for each new shape); newer_flash: whether
-    FlashAttention-3 or -4 computes `cuda_flash` and `varlen`. It never takes `flex`, which compiles for each new shape,
-    nor `cudnn_varlen`, whose gradients no GPU has shown yet.
+    FlashAttention-3 or -4 computes `cuda_flash` and `varlen`. It never takes `cudnn_varlen`, whose gradients no GPU has
+    shown yet.
     """
     if "varlen" in able and calls > _MANY_CALLS:
         return "varlen"

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from trainer.distributed.sharding.errors import OptionError
 from trainer.distributed.sharding.ranges import Range
 
 
@@ -24,7 +25,7 @@ class HeadShare:
         """Return the passes, each with `heads_per_pass` key/value heads of a rank; 0: all in one.
 
         Raises:
-            ValueError: the degree does not divide the query heads; the message lists degrees that do.
+            OptionError: the degree does not divide the query heads; the message lists degrees that do.
         """
         check_heads(heads, degree)
         replicated = math.lcm(kv_heads, degree)
@@ -63,16 +64,11 @@ def check_heads(heads: int, degree: int, method: str = "all_to_all") -> None:
     """Check that `degree` divides the query heads.
 
     Raises:
-        ValueError: it does not; the message lists degrees that do.
+        OptionError: it does not; the message lists degrees that do.
     """
     if heads % degree:
         works = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
-        raise ValueError(
-            f"context_parallel_method = {method!r} over {degree} ranks cannot divide {heads} query heads among them; "
+        raise OptionError(
+            f"method = {method!r} over {degree} ranks cannot divide {heads} query heads among them; "
             f"degrees that work: {works}"
         )
-
-
-def aligned(size: int) -> int:
-    """Return the bytes that a tensor takes in a row of an all-to-all of tensors of several types."""
-    return -(-size // 16) * 16

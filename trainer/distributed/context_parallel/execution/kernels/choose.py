@@ -5,21 +5,20 @@ from functools import cache
 
 import torch
 
-from trainer.config.errors import ConfigError
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, CudnnVarlen, Efficient, Varlen
 from trainer.distributed.context_parallel.execution.kernels.flash import gpu_capability, newer_flash
-from trainer.distributed.context_parallel.execution.kernels.flex import Flex
 from trainer.distributed.context_parallel.planning.capabilities import (
     RAGGED_CUDNN_MAJORS,
     able_kernels,
     auto_kernel,
     kernel_words,
 )
+from trainer.distributed.sharding.errors import OptionError
 
 logger = logging.getLogger("trainer")
-CUDA_KERNELS: tuple[Kernel, ...] = (CudaFlash(), Efficient(), Cudnn(), Varlen(), CudnnVarlen(), Flex())
+CUDA_KERNELS: tuple[Kernel, ...] = (CudaFlash(), Efficient(), Cudnn(), Varlen(), CudnnVarlen())
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())}
 
 
@@ -39,7 +38,7 @@ def choose_kernel(
     full, with the same lengths in every step. The first choice of a kernel on a GPU is logged.
 
     Raises:
-        ConfigError: the named kernel cannot do it; the message names kernels that can.
+        OptionError: the named kernel cannot do it; the message names kernels that can.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     kind = device_type, str(dtype).removeprefix("torch."), head_dim
@@ -50,8 +49,8 @@ def choose_kernel(
     chosen = chosen if name == "auto" else name
     if capability is not None:
         if chosen == "cudnn_varlen" and capability[0] not in RAGGED_CUDNN_MAJORS:
-            raise ConfigError(
-                f"parallelism.context_parallel_kernel = {chosen!r} needs a GPU of compute capability 9.x or 10.x, and "
+            raise OptionError(
+                f"kernel = {chosen!r} needs a GPU of compute capability 9.x or 10.x, and "
                 f"this one has {capability[0]}.{capability[1]}; use 'varlen'"
             )
         _log_once(kernel_words(chosen, capability, package, deterministic=deterministic))

@@ -1,6 +1,6 @@
 """Kernels of GPUs for one tile of attention or, in one launch, many tiles. Interface and shapes: see `base.py`.
 
-All of them return the log-sum-exp in float32 and natural units. All but flex take the output and log-sum-exp of the
+All of them return the log-sum-exp in float32 and natural units. All of them take the output and log-sum-exp of the
 whole attention directly in their backward. Tests replace the operators, which are an argument of each kernel.
 """
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.distributed.domain_parallel.domain import Axis
+from trainer.distributed.sharding.axis import Axis
 from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, union
@@ -52,17 +52,20 @@ def wrapped(part: Range, length: int) -> list[Range]:
     return pieces
 
 
-def fetch(x: torch.Tensor, axis: Axis, wanted: Wanted, dim: int, *, periodic: bool = False) -> torch.Tensor:
+def fetch(x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, periodic: bool = False) -> torch.Tensor:
     """Return the rows of dimension `dim` that this rank wants, differentiable; zeros beyond the ends, unless periodic.
 
-    wanted: of every rank, the same on all of them. Nothing is copied if every rank wants its own rows, and nothing is
-    sent if no rank wants rows of another one; else it is one exchange.
+    axis: None if every rank has the dimension whole. wanted: of every rank of the axis, the same on all of them; of
+    this rank alone without an axis. Nothing is copied if every rank wants its own rows, and nothing is sent if no rank
+    wants rows of another one; else it is one exchange.
     """
-    plan = plan_rows(axis.layout.ranges, axis.layout.length, wanted, periodic)
+    owned: tuple[Ranges, ...] = (((0, x.shape[dim]),),) if axis is None else axis.layout.ranges
+    length, rank = (x.shape[dim], 0) if axis is None else (axis.layout.length, axis.rank)
+    plan = plan_rows(owned, length, wanted, periodic)
     if plan.source == "own":
         return x
     if plan.source == "local":
-        return local_rows(x, axis.layout.ranges[axis.rank], plan.wanted[axis.rank], dim)
+        return local_rows(x, owned[rank], plan.wanted[rank], dim)
     return exchange(x, axis.layout, plan.wanted, dim=dim, group=axis.group)
 
 
@@ -94,16 +97,6 @@ def local_parts(owned: tuple[Range, ...], wanted: tuple[Range, ...]) -> tuple[tu
         if stop > here:
             parts.append(((0, 0), stop - here))
     return tuple(parts)
-
-
-def padded(x: torch.Tensor, dim: int, before: int, after: int, *, periodic: bool) -> torch.Tensor:
-    """Return x with rows of zeros, or of its other end, before and after; x has dimension `dim` whole."""
-    if not (before or after):
-        return x
-    length = x.shape[dim]
-    parts = [(-before, length + after)]
-    wanted = [p for part in parts for p in wrapped(part, length)] if periodic else parts
-    return local_rows(x, ((0, length),), wanted, dim)
 
 
 def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
