@@ -11,17 +11,21 @@ ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tes
 	tests/distributed/test_exchange.py tests/distributed/test_context_parallel.py tests/distributed/test_parity.py \
 	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 
-.PHONY: train test test-all test-gpu test-versions mutants docs lint format clean
+.PHONY: train test check test-all test-gpu test-versions mutants docs lint format clean
 
 train: $(STAMP)
 	./run_llama_train.sh --checkpoint.enable
 	$(PY) -m trainer generate outputs/debug_model --prompt '    def __init__(self, ' --temperature 0.5
 
 test: $(STAMP)
-	$(PY) -m pytest $(TWO_FILES) -m "not slow"
+	$(PY) -m pytest $(TWO_FILES) -m "not slow and not check"
 
 test-all: $(STAMP)
-	$(PY) -m pytest $(TWO_FILES)
+	$(PY) -m pytest $(TWO_FILES) -m "not check"
+
+# The repository rather than the program: documents and their commands, the site, the wheel, benchmarks, the table of mutants.
+check: $(STAMP)
+	$(PY) -m pytest $(TWO_FILES) tests/repository
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest --device cuda -m "not slow" $(ON_GPUS)

@@ -1,10 +1,26 @@
 """What all tests share: the choice of device, and one pool of worker processes for everything distributed."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.distributed.pool import WorkerPool
+
+settings.register_profile("quick", max_examples=60, deadline=None)
+settings.register_profile("whole", max_examples=300, deadline=None)
+REPOSITORY = Path(__file__).parent / "tests" / "repository"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if "not slow" in config.option.markexpr else "whole")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if REPOSITORY in item.path.parents:
+            item.add_marker("check")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,20 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-support", action="store_true", help="make docs/support_matrix.md of what is tested now")
 
 
-_POOL = pytest.StashKey[WorkerPool]()
-
-
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
-    """Worker processes, started when a test first asks for them."""
+    """Worker processes, started when a test first asks for them; idle ones take two hundredths of a core."""
     with WorkerPool(request.config.getoption("--device")) as workers:
-        request.config.stash[_POOL] = workers
         yield workers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def idle_ranks_end(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each file: the threads of the last case's groups would take the cores from tests that use no ranks."""
-    yield
-    if _POOL in request.config.stash:
-        request.config.stash[_POOL].stop()

@@ -438,14 +438,14 @@ SHOWN_PLANS = (
         "trainer/commands/plan_case.py",
         "return sorted({*self.middles, *range(self.degree)[:2], *range(self.degree)[-2:]})",
         "return self.middles",
-        "tests/unit/test_show_plan.py",
+        "tests/repository/test_show_plan.py",
     ),
     Mutant(
         "auto looks at the mask of no batch",
         "trainer/commands/plan.py",
         "batch=packed, hybrids=packed is None)",
         "hybrids=packed is None)",
-        "tests/unit/test_show_plan.py",
+        "tests/repository/test_show_plan.py",
     ),
 )
 

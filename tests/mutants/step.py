@@ -392,7 +392,7 @@ METRICS = (
         "trainer/commands/compare.py",
         "agree = max(worst) <= arguments.tolerance",
         "agree = True",
-        "tests/unit/test_loss_compare.py",
+        "tests/repository/test_loss_compare.py",
     ),
 )
 

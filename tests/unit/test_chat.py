@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -129,7 +129,6 @@ def test_parts_of_text_are_joined(folders):
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
-@settings(deadline=None, max_examples=60)
 @given(TEXT, TEXT.filter(str.strip))
 def test_plain_text_is_begin_prompt_answer_end(prompt, answer):
     tokenizer = open_tokenizer()

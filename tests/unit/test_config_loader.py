@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
@@ -154,7 +154,6 @@ words = st.text(st.characters(codec="utf-8"), max_size=20)
 positive = st.floats(1e-300, 1e300)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lr=positive,
     beta=st.floats(0, 1),

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.masks import dense
@@ -115,7 +115,6 @@ def walked(plan: RankPlan, shape: AttentionShape, direction: str, width: int, pa
     return +sent
 
 
-@settings(max_examples=200)
 @given(problems(), st.sampled_from(["ring", "all_gather"]), st.sampled_from(DIRECTIONS), st.integers(0, 3))
 def test_staged_bytes_are_those_of_the_messages(problem: Problem, method: str, direction: str, heads_per_pass: int):
     layout, kv_layout, mask, shape = problem
@@ -133,7 +132,6 @@ def test_staged_bytes_are_those_of_the_messages(problem: Problem, method: str, d
         assert set(cost.calls) <= {"kv", "dkv"}
 
 
-@settings(max_examples=100)
 @given(problems(), st.sampled_from(DIRECTIONS), st.integers(0, 2))
 def test_what_is_sent_is_received(problem: Problem, direction: str, heads_per_pass: int):
     layout, kv_layout, mask, shape = problem
@@ -239,7 +237,6 @@ def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tupl
     return sum(mine[rows[name]] * math.ceil(heads[rows[name]] * width * element[name] / 16) * 16 for name in names)
 
 
-@settings(max_examples=300)
 @given(
     problems(),
     st.sampled_from([method for method in METHODS if method not in ("ring", "all_gather")]),

@@ -18,7 +18,6 @@ from trainer.distributed.sharding.layout import AxisLayout, head_tail
 from trainer.distributed.sharding.ranges import union
 
 
-@settings(deadline=None, max_examples=300)
 @given(problems(), st.sampled_from([*METHODS]), st.sampled_from(DIRECTIONS), st.integers(1, 6))
 def test_every_visible_pair_is_computed_once_and_no_other(
     problem: Problem, method: str, direction: str, head_degree: int

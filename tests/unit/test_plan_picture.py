@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from tests.masks import dense
-from tests.unit.test_show_plan import SMALL, case_of, with_degree
+from tests.repository.test_show_plan import SMALL, case_of, with_degree
 from trainer.commands.plan import main
 from trainer.commands.plan_case import MOST_RANKS
 from trainer.commands.plan_picture import draw, picture, polygon, rank_color

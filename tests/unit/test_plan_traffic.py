@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan_problems import DIRECTIONS, Problem, numbers, pairs_of, problems, rows_sent, staged
@@ -47,7 +47,6 @@ def steps(problem: Problem, method: str, direction: str) -> list[list[Stage]]:
     return [list(step) for step in zip(*by_rank, strict=True)]
 
 
-@settings(deadline=None, max_examples=300)
 @given(problems(), staged, st.sampled_from(DIRECTIONS))
 def test_what_is_held_has_arrived_and_nothing_invisible_was_sent(problem: Problem, method: str, direction: str):
     own = [set(keys.tolist()) for keys in problem.keys]
@@ -74,7 +73,6 @@ def test_what_is_held_has_arrived_and_nothing_invisible_was_sent(problem: Proble
         have = [set(numbers(stage.held).tolist()) for stage in stages]
 
 
-@settings(deadline=None, max_examples=300)
 @given(problems(), staged)
 def test_every_gradient_comes_home_once(problem: Problem, method: str):
     """Each rank adds to a key's gradient once for each query that sees it; the owner ends up with the whole."""
@@ -116,7 +114,6 @@ def test_every_gradient_comes_home_once(problem: Problem, method: str):
     assert (home == problem.views).all()
 
 
-@settings(deadline=None, max_examples=300)
 @given(problems())
 def test_whole_shards_are_gathered_unless_the_mask_leaves_less_than_half(problem: Problem):
     wanted = sum(
@@ -213,7 +210,6 @@ def run_to_the_end(programs: list[list[tuple[str, Batch]]]) -> bool:
     return not any(todo) and not any(queues.values())
 
 
-@settings(deadline=None, max_examples=300)
 @given(problems(), staged, st.sampled_from(DIRECTIONS), st.integers(1, 2))
 def test_nobody_waits_for_ever(problem: Problem, method: str, direction: str, passes: int):
     passes = passes if method == "all_gather" else 1

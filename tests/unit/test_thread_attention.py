@@ -94,7 +94,7 @@ def spreads(draw: st.DrawFn) -> tuple[Problem, ContextParallelOptions]:
 _HALVES = [sized(lengths) for lengths in ((3, 2, 0, 0), (0, 0, 4, 3))]
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(derandomize=True)
 @given(spreads())
 @example((Problem(*_HALVES, full(5, 7)), ContextParallelOptions("hybrid", hybrid_degrees=(2, 2))))
 @example((Problem(*_HALVES[::-1], full(7, 5)), ContextParallelOptions("hybrid", hybrid_degrees=(2, 2))))

@@ -18,7 +18,7 @@ import pytest
 from scripts.doc_outputs import PAGES as PAGES_WITH_OUTPUT
 from scripts.doc_outputs import commands as with_output
 from scripts.doc_outputs import page as with_new_output
-from tests.integration.documented_commands import PAGES, ROOT, RULES, Rule, all_commands, commands
+from tests.repository.documented_commands import PAGES, ROOT, RULES, Rule, all_commands, commands
 
 COMMANDS = all_commands()
 PROGRAMS = {

@@ -28,7 +28,7 @@ from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.job import resolve
 
-_FAULTS = "tests.unit.gpu_check_faults"
+_FAULTS = "tests.repository.gpu_check_faults"
 _HEAD = {
     "command",
     "commit",

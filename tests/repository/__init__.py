@@ -1,0 +1,1 @@
+"""Tests of the repository rather than the program, for `make check`."""
