@@ -18,8 +18,10 @@ docs/your_own_model.md has a family from its first line to its tests.
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.registry import TABLES, TASK_OF_DATASET
+from trainer.config.errors import ConfigError
+from trainer.config.registry import CHOICES, OPTIMIZERS, TABLES, TASK_OF_DATASET
 from trainer.data.datasets import DATASETS, Source
+from trainer.distributed.context_parallel.planning.methods import METHODS, Method
 from trainer.job.record import TaskSpec
 from trainer.job.tasks import TASKS
 from trainer.models.args import ModelArgs
@@ -60,6 +62,24 @@ def register_table(name: str, table: type[Any]) -> None:
     they have an effect.
     """
     TABLES.add(name, table)
+
+
+def register_optimizer(name: str, place: str) -> None:
+    """Add an optimizer, for `optimizer.name`.
+
+    place: "package.module:function" of a function of (model parts of this rank, `JobConfig`) that returns a
+    `torch.optim.Optimizer`; `trainer.components.optimizer.parameter_groups` says which parameters decay. The schedule
+    sets `lr` of its groups. Settings of its own stand in a table of its own, see `register_table`.
+    """
+    OPTIMIZERS.add(name, place)
+    CHOICES.setdefault("optimizer.name", []).append(name)
+
+
+def register_method(name: str, method: Method) -> None:
+    """Add a method of context parallelism, for `parallelism.context_parallel_method`; `auto` weighs it, too."""
+    if METHODS.setdefault(name, method) is not method:
+        raise ConfigError(f"a method named {name!r} exists already; register yours under another name")
+    CHOICES.setdefault("parallelism.context_parallel_method", []).append(name)
 
 
 def register_observer(place: str) -> None:

@@ -91,7 +91,7 @@ class Trainer:
         self.parameters = [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
         self.observers = self.build_observers()
         self.pipeline = job.pipeline and self.build_pipeline(job.pipeline)
-        self.optimizer = build_optimizer(self.model_parts, config.optimizer)
+        self.optimizer = build_optimizer(self.model_parts, config)
         self.updates_masked = can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
         self.late = LateRead()

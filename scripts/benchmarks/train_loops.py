@@ -98,7 +98,7 @@ class Bare:
             self.model = model_spec(config.model.name).build(work.shape()).to(storage)
         initialize(self.model, seed=config.training.seed, device=work.device)
         self.working = self.model if work.compute_dtype == storage else _cast(self.model, work.compute_dtype)
-        self.optimizer = build_optimizer([self.model], config.optimizer)  # plain torch.optim
+        self.optimizer = build_optimizer([self.model], config)  # plain torch.optim
         self.max_norm = config.training.max_norm
         self.batches = itertools.cycle(list(_batches(work)))
 

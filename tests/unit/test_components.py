@@ -53,7 +53,7 @@ def test_optimizer_settings_arrive(name: str, implementation: str):
     settings = Optimizer(
         name=name, lr=0.5, beta1=0.1, beta2=0.2, eps=1e-3, weight_decay=0.3, implementation=implementation
     )
-    optimizer = build_optimizer([model], settings)
+    optimizer = build_optimizer([model], JobConfig(optimizer=settings))
     assert type(optimizer).__name__ == name
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 1e-3)
@@ -66,7 +66,7 @@ def test_optimizer_settings_arrive(name: str, implementation: str):
 def test_the_optimizer_is_fused_on_gpus_by_default():
     assert [Optimizer().implementation_on(device) for device in ("cuda", "cpu")] == ["fused", "foreach"]
     assert Optimizer(implementation="for-loop").implementation_on("cuda") == "for-loop"
-    (group, *_) = build_optimizer([build(dtype=torch.float32)], Optimizer()).param_groups
+    (group, *_) = build_optimizer([build(dtype=torch.float32)], JobConfig()).param_groups
     assert (bool(group["foreach"]), bool(group["fused"])) == (True, False)
 
 
@@ -74,7 +74,7 @@ def test_the_optimizer_is_fused_on_gpus_by_default():
 def test_norms_and_embeddings_do_not_decay(tied: bool):
     model = build(replace(ARGS, tie_embeddings=tied))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    decaying, others = build_optimizer([model], Optimizer()).param_groups
+    decaying, others = build_optimizer([model], JobConfig()).param_groups
     assert decaying["weight_decay"] == 0.1
     assert others["weight_decay"] == 0.0
     assert {names[p] for p in others["params"]} == {n for n in names.values() if "norm" in n or "embeddings" in n}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.components.optimizer import build_optimizer
-from trainer.config.schema import LoRA, Optimizer
+from trainer.config.schema import JobConfig, LoRA, Optimizer
 from trainer.models.common import experts as experts_module
 from trainer.models.common import moe
 from trainer.models.common.expert_args import ExpertArgs
@@ -181,7 +181,7 @@ def test_biases_bring_experts_to_equal_loads() -> None:
 def test_matrices_of_experts_decay_and_their_biases_do_not() -> None:
     module = MoE(DIM, ExpertArgs(4, 2, 8, biases=True))
     names = {parameter: name for name, parameter in module.named_parameters()}
-    groups = build_optimizer([module], Optimizer(weight_decay=0.1)).param_groups
+    groups = build_optimizer([module], JobConfig(optimizer=Optimizer(weight_decay=0.1))).param_groups
     decaying = {names[p] for group in groups if group["weight_decay"] for p in group["params"]}
     assert decaying == {"router.gate.weight", "experts.w13", "experts.w2"}
     assert set(names.values()) - decaying == {"router.gate.bias", "experts.b13", "experts.b2"}

@@ -335,6 +335,9 @@ def test_every_rule_is_tried():
     tried |= {"lr_scheduler.total_steps", "lr_scheduler.decay_ratio"}  # in MORE
     tried |= {*WITHOUT_TOKENS}
     tried |= {f"parallelism.domain_parallel_{key}" for key in ("degrees", "rows")}  # in examples/fields
+    tried |= {
+        f"optimizer.{key}" for key in ("beta1", "beta2", "eps", "implementation")
+    }  # integration/test_extensions.py
     tried |= {"mixture.paths", "mixture.weights"}  # in test_mixture.py
     assert tried == CONDITIONAL
 

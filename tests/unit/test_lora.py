@@ -8,7 +8,7 @@ import torch
 from trainer.components.optimizer import build_optimizer
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import LoRA, Optimizer
+from trainer.config.schema import JobConfig, LoRA
 from trainer.job import resolve
 from trainer.job.lora import adapter_sizes, check_lora, flops_beside
 from trainer.job.memory import rank_memory
@@ -112,7 +112,7 @@ def test_a_start_changes_nothing_and_the_optimizer_has_adapters_alone() -> None:
         initialize(model, seed=1, device=torch.device("cpu"))
     tokens = torch.arange(12)[None]
     torch.testing.assert_close(adapted(tokens), plain(tokens), rtol=0, atol=0)
-    held = build_optimizer([adapted], Optimizer()).param_groups
+    held = build_optimizer([adapted], JobConfig()).param_groups
     assert {p for group in held for p in group["params"]} == {p for p in adapted.parameters() if p.requires_grad}
     module = adapted.layers["0"].attention.wq
     with torch.no_grad():

@@ -1,20 +1,23 @@
 """The optimizer, and which parameters decay."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainer.config.schema import Optimizer
+from trainer.config.registry import OPTIMIZERS
+from trainer.config.schema import JobConfig
 from trainer.models.common.experts import Experts
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that were never updated the initial state of Adam."""
-    for group in optimizer.param_groups:
+    """Give parameters that were never updated the initial state of Adam; other optimizers keep theirs as it is."""
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Adam) else ():
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
                 device = parameter.device if group["fused"] else "cpu"
@@ -25,13 +28,29 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
                 }
 
 
-def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
-    """Return AdamW or Adam over all that is trained.
+def build_optimizer(model_parts: Sequence[nn.Module], config: JobConfig) -> torch.optim.Optimizer:
+    """Return the configured optimizer over all that is trained: AdamW, Adam, or one that a package has added."""
+    settings = config.optimizer
+    if settings.name in OPTIMIZERS:
+        module, _, name = OPTIMIZERS[settings.name].partition(":")
+        return getattr(import_module(module), name)(model_parts, config)
+    whole = nn.ModuleList(model_parts)
+    implementation = settings.implementation_on(next(whole.parameters()).device.type)
+    return getattr(torch.optim, settings.name)(
+        parameter_groups(whole, settings.weight_decay),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        foreach=implementation == "foreach",
+        fused=implementation == "fused",
+    )
+
+
+def parameter_groups(whole: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer, those that decay first.
 
     Norms, biases and embeddings (also tied) do not decay. A group has parameters of one mesh, as its kernels need.
     """
-    whole = nn.ModuleList(model_parts)
-    implementation = config.implementation_on(next(whole.parameters()).device.type)
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
     biases = {bias for m in whole.modules() if isinstance(m, Experts) for bias in (m.b13, m.b2) if bias is not None}
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
@@ -39,14 +58,7 @@ def build_optimizer(model_parts: Iterable[nn.Module], config: Optimizer) -> torc
         decays = p.ndim > 1 and p not in embeddings and p not in biases
         groups[decays, p.device_mesh if isinstance(p, DTensor) else None].append(p)
     ordered = sorted(groups.items(), key=lambda group: not group[0][0])
-    return getattr(torch.optim, config.name)(
-        [{"params": group, "weight_decay": config.weight_decay * decays} for (decays, _), group in ordered],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        foreach=implementation == "foreach",
-        fused=implementation == "fused",
-    )
+    return [{"params": group, "weight_decay": weight_decay * decays} for (decays, _), group in ordered]
 
 
 def can_mask_update(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -56,7 +68,7 @@ def can_mask_update(optimizer: torch.optim.Optimizer, device: torch.device) -> b
     a factor that is rounded to it.
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return all(group["fused"] for group in optimizer.param_groups) and all(
+    return all(group.get("fused") for group in optimizer.param_groups) and all(
         p.device.type == device.type and p.dtype in (torch.float32, torch.float64) for p in parameters
     )
 

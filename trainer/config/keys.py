@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
+
+from trainer.config.registry import CHOICES
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,23 @@ TOKENS = Condition(
 class Key:
     """Everything about a key except its text, which is the docstring below its field.
 
-    example: a valid value, if the default is None; when: conditions that must all hold.
+    declared: the type of its field; example: a valid value, if the default is None; when: conditions that must all
+    hold; name: "table.key", by which packages add values.
     """
 
-    kind: Any
+    declared: Any
     default: object
     bounds: Bounds | None = None
     unit: str = ""
     example: object = None
     when: tuple[Condition, ...] = ()
+    name: str = ""
+
+    @property
+    def kind(self) -> Any:
+        """The type of its values, with those that packages have added."""
+        added = CHOICES.get(self.name)
+        return Literal[(*get_args(self.declared), *added)] if added else self.declared
 
     @property
     def works(self) -> object:
@@ -124,7 +134,9 @@ def key(
 def keys_of(schema: type) -> dict[str, Key]:
     """Return every key of a schema as "table.key"."""
     return {
-        f"{table}.{field.name}": Key(get_type_hints(kind)[field.name], field.default, **field.metadata)
+        f"{table}.{field.name}": Key(
+            get_type_hints(kind)[field.name], field.default, **field.metadata, name=f"{table}.{field.name}"
+        )
         for table, kind in get_type_hints(schema).items()
         for field in dataclasses.fields(kind)
     }

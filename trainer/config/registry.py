@@ -37,8 +37,12 @@ class Registry(dict[str, T]):
         return self[name]
 
 
+OPTIMIZERS: Registry[str] = Registry("optimizer")
+"""Optimizers that packages add, by the place of the function that builds them; see `register_optimizer`."""
 TABLES: Registry[type] = Registry("table")
 """Tables of the configuration that packages add, as dataclasses like those of `schema.py`."""
+CHOICES: dict[str, list[str]] = {}
+"""Key -> the values that packages have added to those of its type, such as other optimizers of "optimizer.name"."""
 TASK_OF_DATASET: Registry[str] = Registry("data set")
 """training.dataset -> the task that it is for, of data sets that hold no tokens."""
 

@@ -85,6 +85,11 @@ _REDUCED = Condition(
     lambda _, degrees: degrees.dp * degrees.cp > 1,
     "where gradients are not reduced (data-parallel degree x context_parallel_degree = 1)",
 )
+_ADAM = Condition(
+    lambda config, _: config.optimizer.name in ("AdamW", "Adam"),
+    "with optimizer.name = {0.optimizer.name!r}, which has settings of its own",
+    general="unless optimizer.name is AdamW or Adam",
+)
 _VALIDATING = needs("validation.enable")
 WITHOUT_GATHERED_LOGITS = Condition(
     lambda config, degrees: degrees.tp == 1 or not config.parallelism.disable_loss_parallel,
@@ -210,18 +215,18 @@ class Optimizer:
     """The update rule."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays the weights, Adam adds the decay to the gradient."""
+    """AdamW decays the weights, Adam adds the decay to the gradient; or one of job.imports."""
     lr: float = key(8e-4, POSITIVE)
     """Peak learning rate; lr_scheduler scales it."""
-    beta1: float = key(0.9, DECAY)
+    beta1: float = key(0.9, DECAY, when=_ADAM)
     """Decay of the running mean of the gradient."""
-    beta2: float = key(0.95, DECAY)
+    beta2: float = key(0.95, DECAY, when=_ADAM)
     """Decay of the running mean of the squared gradient."""
-    eps: float = key(1e-8, POSITIVE)
+    eps: float = key(1e-8, POSITIVE, when=_ADAM)
     """Term that is added to the root of the second moment."""
     weight_decay: float = key(0.1, NOT_NEGATIVE)
     """Weight decay of the matrices (not of norms and embeddings)."""
-    implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
+    implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)
     """One kernel per parameter, per list of them, or for the whole update; auto: fused on CUDA, foreach on CPU."""
 
     def implementation_on(self, device_type: str) -> str:
