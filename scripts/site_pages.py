@@ -7,7 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "examples/fields/README.md": "fields.md"}
 _ITEM = re.compile(r"(\*|-|\d+\.) ")
 _LINK = re.compile(r"\[([^]]*)\]\((?!https?:|#)([^)\s]+)\)")
 
@@ -44,7 +44,7 @@ def site_links(text: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         words, target = match.groups()
-        path, hash_, part = target.removeprefix("../").removeprefix("docs/").partition("#")
+        path, hash_, part = re.sub(r"^(\.\./)+", "", target).removeprefix("docs/").partition("#")
         path = PAGES.get(path, path)
         if path and not (path in PAGES.values() or (ROOT / "docs" / path).exists()):
             return f"`{path}`" if (ROOT / path).exists() else match[0]

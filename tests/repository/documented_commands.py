@@ -11,7 +11,9 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "train_configs").glob("*.toml")),
+    *sorted((ROOT / "examples").rglob("*.toml")),
     ROOT / "multinode_trainer.slurm",
 ]
 _PROGRAMS = [
@@ -85,7 +87,7 @@ BIG = "it needs GPUs: all is checked that can be checked without"
 OWN = "the reader brings the files"
 SLOW = "it takes minutes"
 _SMALL = "--trajectories 4 --frames 6 --height 32 --width 32"
-SMALL_FIELDS = f"trap 'rm -rf fields.zarr' EXIT; lct make-fields --output fields.zarr {_SMALL}"
+SMALL_FIELDS = f"trap 'rm -rf fields.zarr' EXIT; python -m examples.fields.make_fields --output fields.zarr {_SMALL}"
 BENCHMARK = r"python scripts/benchmarks/"
 SHOW = r"(?:\$ )?lct plan "
 DATA = """mkdir -p data books && for i in $(seq 64); do
@@ -110,14 +112,15 @@ ADAPT = (
 RULES = [
     # ---- fields
     Rule(
-        r"lct train (domain_\w+) .*",
+        r"lct train (examples/fields/\w+\.toml) .*",
         rf"{SMALL_FIELDS}; \g<0> --training.steps=2 --training.data_streams=4",
         why=LONG,
         says="training done: 2 steps",
     ),
     Rule(
-        r"lct forecast outputs/(domain_\w+) .*",
-        rf"{SMALL_FIELDS}; lct train \1 --training.steps=2 --training.data_streams=4; \g<0> --steps 2",
+        r"python -m examples\.fields\.forecast outputs/domain_(\w+) .*",
+        rf"{SMALL_FIELDS}; lct train examples/fields/\1.toml --training.steps=2 --training.data_streams=4; "
+        r"\g<0> --steps 2",
         why=LONG,
         says=r"error of the model(?s:.*)forecast\.png",
     ),
@@ -128,7 +131,7 @@ RULES = [
         why=f"{LONG}; packages are installed",
         says=r"(?s)training done: 2 steps .*next +\S*lct generate .*def __init__",
     ),
-    Rule(r"make (test|test-all|test-versions|mutants)", r"make -n \1", why="this test is part of it", slow=False),
+    Rule(r"make (test|check|test-all|test-versions|mutants)", r"make -n \1", why="this test is part of it", slow=False),
     Rule(r"make test-gpu", r"ls $(make -n \g<0> | grep -o 'tests/[^ ]*')", why=BIG, slow=False),
     Rule(r"make (lint|docs)"),
     Rule(
@@ -143,7 +146,14 @@ RULES = [
         slow=False,
     ),
     Rule(r"source \.venv/bin/activate", r"\g<0> && command -v lct | grep '\.venv/bin/lct'", "the place is checked"),
-    Rule(r"lct --help|lct train --help training", says=r"lct|training\.seq_len", slow=False),
+    Rule(
+        r"lct train books\.toml --ngpu 2",
+        rf"sed -n '/^```toml/,/^```/p' README.md | grep -v '```' > books.toml; \g<0> --job.dump_folder=outputs/toml {SHORT}",
+        why=LONG,
+        first=DATA,
+        says="training done: 2 steps",
+    ),
+    Rule(r"lct train --job\.imports my_llama .*", ":", why="test_your_own_model.py runs it", slow=False),
     Rule(r"\$ .* \| grep .*|\$ python -c .*", ":", why="test_outputs_are_those_of_the_commands runs it", slow=False),
     Rule(
         r"lct check my_torchtitan\.toml .*",
@@ -411,7 +421,7 @@ RULES = [
         slow=False,
     ),
     Rule(
-        r"(lct make-fields --output \S+).*",
+        r"(python -m examples\.fields\.make_fields --output \S+).*",
         r"trap 'rm -rf *.zarr' EXIT; \1 --trajectories 2 --frames 2 --height 16 --width 16",
         why="the default size takes 15 s, and larger grids an hour",
         says="2 trajectories of 2 frames of 16 x 16",

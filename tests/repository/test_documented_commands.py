@@ -23,6 +23,7 @@ from tests.repository.documented_commands import PAGES, ROOT, RULES, Rule, all_c
 COMMANDS = all_commands()
 PROGRAMS = {
     "docs/data.md": 1,
+    "examples/fields/README.md": 1,
     "docs/context_parallelism.md": 2,
     "docs/domain_parallelism.md": 2,
     "docs/transformers.md": 2,
