@@ -452,7 +452,7 @@ SHOWN_PLANS = (
 EMPTY_GROUPS = (
     Mutant(
         "a head group without rows raises alone",
-        f"{_CP}/execution/travel.py",
+        f"{_CP}/execution/packed_rows.py",
         "_joined([pieces[0][:0], *in_order])",
         "_joined(in_order)",
         _THREADS,

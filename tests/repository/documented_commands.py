@@ -148,7 +148,8 @@ RULES = [
     Rule(r"source \.venv/bin/activate", r"\g<0> && command -v lct | grep '\.venv/bin/lct'", "the place is checked"),
     Rule(
         r"lct train books\.toml --ngpu 2",
-        rf"sed -n '/^```toml/,/^```/p' README.md | grep -v '```' > books.toml; \g<0> --job.dump_folder=outputs/toml {SHORT}",
+        r"sed -n '/^```toml/,/^```/p' README.md | grep -v '```' > books.toml; "
+        rf"\g<0> --job.dump_folder=outputs/toml {SHORT}",
         why=LONG,
         first=DATA,
         says="training done: 2 steps",

@@ -60,7 +60,7 @@ def test_every_decision_has_its_reason() -> None:
         "1F1B: 2 stages of",
         "causal mask within packed documents, a window of 128 tokens in one of 2 layers; ",
         " over 2 ranks (auto: ",
-        "balanced: documents dealt by work and traffic, for each batch; kernel varlen (auto: by device, type and",
+        "balanced: documents assigned by work and traffic, for each batch; kernel varlen (auto: by device, type and",
         "computing in bfloat16 (auto: bfloat16 on GPUs), gradients summed in float32; float8 products, tensorwise",
         "all activations but the input of each layer (full)",
         "each layer and the loss, by inductor; the first step takes minutes",
@@ -281,7 +281,7 @@ def test_less_is_kept_with_checkpointing_and_more_ranks() -> None:
     assert halves.activations == pytest.approx(kept["none"] / 2, rel=0.01)
     balanced = job_of("--training.attention_mask=document", "--training.balance=step", ranks=2)
     assert rank_memory(balanced).activations == pytest.approx(1.25 * kept["none"], rel=0.01)
-    assert "2 data-parallel ranks, documents dealt for equal work; " in re.sub(r"\s+", " ", summary(balanced))
+    assert "2 data-parallel ranks, documents assigned for equal work; " in re.sub(r"\s+", " ", summary(balanced))
     stages = rank_memory(job_of(f"{P}pipeline_parallel_degree=2", ranks=2))
     assert stages.activations < kept["none"]
 

@@ -85,7 +85,7 @@ def generate(
                 written[i].append(token)
         if not open_texts:
             break
-        for i, text in enumerate(texts):  # an ended text goes on with any token, which nobody reads
+        for i, text in enumerate(texts):  # an ended text continues with any token, which nobody reads
             text.append(written[i][-1] if i in open_texts else text[-1])
     return written
 
@@ -109,7 +109,7 @@ def _cached(
             while True:
                 yield whole_logits(model, hidden[:, -1:], dims["tp"])[:, -1]
                 if cache.length == most:
-                    break  # read the younger half of the texts anew
+                    break  # read the younger half of the texts again
                 hidden = cache.run(model, torch.tensor([text[-1:] for text in texts], device=device))
 
 
@@ -201,7 +201,7 @@ class KeyValueCache:
         """Keep new keys and values, (B, K, S, D), and return all of them."""
         b, kv_heads, new, d = k.shape
         if module not in self._kept:
-            most = self._capacity + self._tp.size() - 1  # with what fills up the last chunk
+            most = self._capacity + self._tp.size() - 1  # including the padding of the last chunk
             self._kept[module] = k.new_empty(b, kv_heads, most, d), v.new_empty(b, kv_heads, most, d)
         end = self.length + new
         for kept, x in zip(self._kept[module], (k, v), strict=True):

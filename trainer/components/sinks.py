@@ -49,7 +49,7 @@ class JsonLines:
 
     @contextmanager
     def _room_awaited(self) -> Iterator[None]:
-        """Warn if the disk is full: a run goes on, and lines wait in memory for the next flush."""
+        """Warn if the disk is full: a run continues, and lines wait in memory for the next flush."""
         try:
             yield
         except OSError as error:

@@ -15,7 +15,7 @@ so many steps."""
 
 
 class TrainingError(RuntimeError):
-    """The run cannot go on. The message says why, so that no trace is needed."""
+    """The run cannot continue. The message says why, so that no trace is needed."""
 
 
 class StepGuard(Observer):

@@ -11,7 +11,7 @@ from trainer.distributed.sharding.to_device import to_device
 
 
 class StepTotals:
-    """Sums over all ranks. They travel to the host from the start, while the device goes on; `read` waits for them.
+    """Sums over all ranks. They are sent to the host from the start, while the device continues; `read` waits for them.
 
     loss, squares: this rank's parts of the loss and of the squared gradient norm, () on the device of the job; ranks of
     one tensor-parallel group have the same part of the loss. votes: see `Stop.votes` and `Checkpointer.vote`.

@@ -14,7 +14,7 @@ _INITIAL = needs("checkpoint.initial_load_path", remedy="name the step-N folder 
 _FROM_A_STEP = Condition(
     lambda config, _: config.checkpoint.load_step != -1 or not config.checkpoint.initial_load_model_only,
     "without checkpoint.load_step",
-    "name the saved step after which they start anew, such as checkpoint.load_step = 500",
+    "name the saved step after which they start again, such as checkpoint.load_step = 500",
 )
 
 
@@ -46,9 +46,9 @@ class Checkpoint:
     load_only: bool = key(False, when=_LOADING)
     """Resume from a checkpoint, and never save or remove one."""
     exclude_from_loading: tuple[Literal["optimizer", "dataloader"], ...] = key((), when=(_LOADING, _FROM_A_STEP))
-    """What starts anew beside the weights of load_step: the optimizer's state, or the data from their beginning."""
+    """What starts again beside the weights of load_step: the optimizer's state, or the data from their beginning."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", when=SAVING)
-    """async: write a copy in the background while training goes on; with_pinned_mem: keep the memory of the copy."""
+    """async: write a copy in the background while training continues; with_pinned_mem: keep the memory of the copy."""
     initial_load_path: str | None = None
     """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
     initial_load_model_only: bool = key(True, when=_INITIAL)

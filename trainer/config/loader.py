@@ -1,7 +1,7 @@
 """Read a command line and TOML files into a `JobConfig`: command line over file over base over defaults.
 
 Every source becomes a flat dict "table.key" -> typed value. Older spellings are rewritten per source. Then the sources
-are merged. All wrong settings of all sources are told at once.
+are merged. All wrong settings of all sources are reported at once.
 """
 
 import shutil

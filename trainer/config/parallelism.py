@@ -27,7 +27,7 @@ _HYBRID = needs_value("parallelism.context_parallel_method", "hybrid")
 _NOT_RING = unless(
     "parallelism.context_parallel_method",
     "ring",
-    ", where all heads travel together",
+    ", where all heads are sent together",
     remedy="leave it out, or use 'all_gather' or 'all_to_all'",
 )
 _PLANNED = Condition(
@@ -95,11 +95,11 @@ class Parallelism:
     context_parallel_hybrid_degrees: tuple[int, ...] = key((), unit="ranks", when=(_WITH_CP, _HYBRID))
     """For hybrid, [all_to_all, ring]: ranks of a group that divides the heads, and number of groups in the ring."""
     context_parallel_load_balancer: Literal["auto", "head_tail", "contiguous", "balanced"] = key("auto", when=_WITH_CP)
-    """Tokens of a rank: two pieces, equal causal work; one piece; documents by work for each batch; auto: by method."""
+    """head_tail: a chunk from each end; contiguous: one chunk; balanced: by cost of each batch; auto: by method."""
     context_parallel_heads_per_pass: int = key(
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "heads", when=(_WITH_CP, _NOT_RING)
     )
-    """Key/value heads that travel at a time (all_gather, all_to_all): less memory, more exchanges."""
+    """Key/value heads that are sent at a time (all_gather, all_to_all): less memory, more exchanges."""
     context_parallel_gradient_dtype: Literal["float32", "bfloat16"] = key("float32", when=(_WITH_CP, _SENDING_KV))
     """Data type in which gradients of keys and values are sent; bfloat16: half the bytes, rounded once a rank."""
     context_parallel_keep_exchanged: bool = key(False, when=(_WITH_CP, _EXCHANGING))
@@ -137,13 +137,13 @@ class Parallelism:
     pipeline_parallel_layers_per_stage: int | None = key(None, AT_LEAST_ONE, "layers", example=2, when=_WITH_PP)
     """Layers of a stage; None: one stage a rank, or two if the schedule can have several."""
     pipeline_parallel_module_fqns: tuple[str, ...] = key((), when=_WITH_PP)
-    """Modules of each stage, as "tok_embeddings,layers.0", "layers.1,norm,output"; none: dealt evenly."""
+    """Modules of each stage, as "tok_embeddings,layers.0", "layers.1,norm,output"; none: divided evenly."""
     pipeline_parallel_split_points: tuple[str, ...] = key((), when=_WITH_PP)
-    """Modules at which a new stage begins, such as "layers.2", "layers.4"; none: dealt evenly."""
+    """Modules at which a new stage begins, such as "layers.2", "layers.4"; none: divided evenly."""
     pipeline_parallel_first_stage_less_layers: int = key(1, NOT_NEGATIVE, "layers", when=(_WITH_PP, _DEALT))
-    """Number of layers that the embedding counts for when layers are dealt evenly."""
+    """Number of layers that the embedding counts for when layers are divided evenly."""
     pipeline_parallel_last_stage_less_layers: int = key(1, NOT_NEGATIVE, "layers", when=(_WITH_PP, _DEALT))
-    """Number of layers that the last norm and the output count for when layers are dealt evenly."""
+    """Number of layers that the last norm and the output count for when layers are divided evenly."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key("default", when=SHARDED)
     """Free parameters after the forward and gather them for the backward; default: all but the last, none with PP."""
     fsdp_forward_prefetch: int = key(0, NOT_NEGATIVE, "layers", when=SHARDED)

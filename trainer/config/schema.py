@@ -153,7 +153,7 @@ class Metrics:
     save_tb_folder: str = key("tb", when=needs("metrics.enable_tensorboard"))
     """Folder of the event files, inside job.dump_folder."""
     enable_wandb: bool = False
-    """Also write to Weights & Biases (an optional extra), whose variables, such as WANDB_PROJECT, say where."""
+    """Also write to Weights & Biases (an extra); project and run name come from its variables, e.g. WANDB_PROJECT."""
     enable_color_printing: bool = True
     """Colours in the log, on a terminal only."""
 
@@ -286,7 +286,7 @@ class Training:
     attention_mask: Literal["causal", "document"] = key("causal", when=TOKENS)
     """A token sees those before it in its sequence, or in its document, with positions from 0; chat: document."""
     balance: Literal["off", "step"] = key("off", when=(TOKENS, _DOCUMENTS, NO_PIPELINE, DATA_PARALLEL))
-    """step: deal each step's documents over data-parallel ranks and micro-batches for equal work; equal gradients."""
+    """step: assign each step's documents to data-parallel ranks and micro-batches for equal work; equal gradients."""
     packing: Literal["concatenate", "best_fit", "pad"] | None = key(None, when=TOKENS)
     """Documents are cut where a sequence ends, or whole, or one a sequence; None: concatenate, for chat best_fit."""
     max_norm: float = key(1.0, POSITIVE_OR_OFF)

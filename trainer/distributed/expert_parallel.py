@@ -1,14 +1,14 @@
-"""Expert parallelism: the ranks of `ep` divide the experts of a layer, and tokens travel to their experts.
+"""Expert parallelism: the ranks of `ep` divide the experts of a layer, and tokens are sent to their experts.
 
     4 experts on 2 ranks, 2 for each token          rank 0 has experts 0 1       rank 1 has experts 2 3
     tokens of rank 0 choose (0 1) (0 3) (2 3)       keeps the first two          gets the last two
     tokens of rank 1 choose (2 0)                   gets it                      keeps it
 
-A token travels once to a rank, however many of its experts are there, with its weights and the numbers of its experts.
+A token is sent once to a rank, however many of its experts are there, with its weights and the numbers of its experts.
 One weighted sum comes back. The backward sends gradients on the same ways, and adds those of a token at its owner.
 
-Only routing knows how many rows travel. Each forward gathers a small table of counts over the ranks, and the host reads
-it: one reading a layer and forward (again where the layer is recomputed). The backward uses the same counts.
+Only routing knows how many rows are sent. Each forward gathers a small table of counts over the ranks, and the host
+reads it: once a layer and forward (again where the layer is recomputed). The backward uses the same counts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +91,7 @@ def dispatched_sums(
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """Which tokens of this rank travel where, and what arrives. A rank counts as its own peer.
+    """Which tokens of this rank are sent where, and what arrives. A rank counts as its own peer.
 
     tokens: of this rank; places: (T,), tokens in the order of the ranks to which they go; peers: (T,), these ranks.
     """

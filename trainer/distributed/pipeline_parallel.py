@@ -85,7 +85,7 @@ class Pipeline:
     def __call__(self, tokens: torch.Tensor, **arguments: torch.Tensor | None) -> torch.Tensor | None:
         """Run the forward of a batch through all stages, one after another; return the last stage's hidden states.
 
-        None on the ranks without the last stage. Gradients are off. Hidden states travel in the order of the stages,
+        None on the ranks without the last stage. Gradients are off. Hidden states are sent in the order of the stages,
         whatever the schedule. A collective over the pipeline.
         """
         rank, stages = self._mesh.get_local_rank(), len(self.plan.stages)

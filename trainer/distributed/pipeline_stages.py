@@ -158,7 +158,7 @@ def _check_micro_batches(
 
 
 def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> tuple[tuple[str, ...], ...]:
-    """Return the modules of each stage: as listed, split at the named modules, or dealt over `default` stages."""
+    """Return the modules of each stage: as listed, split at the named modules, or divided over `default` stages."""
     ways = ("module_fqns", "split_points", "layers_per_stage")
     given = [way for way in ways if getattr(parallelism, f"pipeline_parallel_{way}")]
     if len(given) > 1:

@@ -31,7 +31,7 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.integrations.calls import NOT_COMPILED, Call, attend, is_intercepted, outside_of_graphs, refusal_of_call
 from trainer.integrations.inspection import Allowed
-from trainer.integrations.transformers import told_by_transformers
+from trainer.integrations.transformers import mask_from_kwargs
 from trainer.integrations.watch import ModelWatch
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
@@ -121,7 +121,7 @@ class Interception(TorchFunctionMode):
             # The compiler then breaks its graph here, or raises where it may not (fullgraph).
             raise ContextParallelError(NOT_COMPILED)
         if func in _ATTENTION_CALLS:
-            return self._attend(_sdpa_call(told_by_transformers(sys._getframe(1)), *args, **kwargs))
+            return self._attend(_sdpa_call(mask_from_kwargs(sys._getframe(1)), *args, **kwargs))
         if func is attend:
             return self._attend(*args)
         if func is is_intercepted:

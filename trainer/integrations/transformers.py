@@ -108,7 +108,7 @@ def _is_note(mask: torch.Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.int32 and mask.device.type == "cpu" and not any(mask.stride())
 
 
-def told_by_transformers(caller: FrameType | None) -> dict[str, Any]:
+def mask_from_kwargs(caller: FrameType | None) -> dict[str, Any]:
     """Return the arguments of the transformers function that calls F.scaled_dot_product_attention, or an empty dict.
 
     transformers decides by the length of this rank's part whether a window hides anything. If it decides that the

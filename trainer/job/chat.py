@@ -33,7 +33,7 @@ def check_chat(config: JobConfig) -> None:
     paths = [path for name, path in sources if name == "chat"]
     template = find_template(config.model.tokenizer_file, config.model.chat_template) if paths else None
     for path in paths:
-        with suppress(MissingFile):  # told by the checks of data
+        with suppress(MissingFile):  # reported by the checks of data
             found = json.loads(first_document("chat", path))
             if template is None:
                 plain_text(found)

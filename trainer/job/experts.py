@@ -61,7 +61,7 @@ def dispatch_bytes(
 
 
 def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
-    """Return how many other ranks a token travels to on average, if it chooses among all experts alike."""
+    """Return how many other ranks a token is sent to on average, if it chooses among all experts alike."""
     elsewhere = experts.number - experts.number // ep
     none_there = math.comb(elsewhere, experts.per_token) / math.comb(experts.number, experts.per_token)
     return (ep - 1) * (1 - none_there)

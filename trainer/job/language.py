@@ -126,7 +126,7 @@ def _experts(job: ResolvedJob) -> str:
     return "; ".join(
         [
             f"{experts.number // degrees.ep} of {experts.number} on each of ep {degrees.ep} ranks, {shards}",
-            f"a token travels to {away:.2f} other ranks if it chooses among all alike: about {size_words(sent)} a "
+            f"a token is sent to {away:.2f} other ranks if it chooses among all alike: about {size_words(sent)} a "
             "layer, forward and backward, from each rank",
             *parts,
         ]
@@ -162,7 +162,7 @@ def _attention(job: ResolvedJob) -> str:
             {
                 "head_tail": "head_tail: a piece from the head and one from the tail a rank, for equal causal work",
                 "contiguous": "contiguous: one piece a rank, for windows",
-                "balanced": "balanced: documents dealt by work and traffic, for each batch",
+                "balanced": "balanced: documents assigned by work and traffic, for each batch",
             }[options.balancer]
         )
     how = "auto: by device, type and tiles" if options.kernel == "auto" else "as set"

@@ -61,7 +61,7 @@ class ResolvedJob:
 
     @property
     def balances(self) -> bool:
-        """Whether the documents of a step are assigned anew to the data-parallel ranks, for equal work."""
+        """Whether the documents of a step are assigned again to the data-parallel ranks, for equal work."""
         return self.config.training.balance == "step" and self.degrees.dp > 1
 
     @property

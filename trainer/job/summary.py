@@ -102,7 +102,7 @@ def _step(job: ResolvedJob) -> str:
     millions = (
         f"{whole:,}" if whole < 1e6 else f"{whole / 1e6:,.1f} million" if whole < 1e9 else f"{whole / 1e9:,.1f} billion"
     )
-    dealt = ", documents dealt for equal work" * job.balances
+    dealt = ", documents assigned for equal work" * job.balances
     return (
         f"{tokens:,} {position}: {sequences} {sample}s of {job.positions:,} = {job.micro_batches} micro-batch"
         f"{'es' * (job.micro_batches > 1)} x {training.local_batch_size} "

@@ -9,7 +9,7 @@ from trainer.job.degrees import Degrees
 from trainer.models.args import ModelArgs, experts_of
 
 BALANCE_GROWTH = 1.25
-"""Tokens of a micro-batch that `training.balance` may deal, in those of one as it is read."""
+"""Tokens of a micro-batch that `training.balance` may assign, in those of one as it is read."""
 
 
 def check_schedule(config: JobConfig) -> None:

@@ -23,7 +23,7 @@ CONTEXT_PARALLEL_ATTENTION = "trainer::context_parallel_attention"
 EXCHANGES = frozenset({CONTEXT_PARALLEL_ATTENTION, "trainer::context_parallel_convolution"})
 
 # By name, because some operators exist on some builds only, and context parallelism registers its own at its first use.
-# An operator's whole output is kept, for attention also the log-sum-exp, so that no key or value travels again.
+# An operator's whole output is kept, for attention also the log-sum-exp, so that no key or value is sent again.
 KEPT_OPERATORS = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention_for_cpu",

@@ -90,7 +90,7 @@ def check_float8_machine(settings: Float8, device: torch.device, *, norms_have_p
             f"float8.enable = true needs a GPU of compute capability {needed} or more, and this is a {found}; set "
             f"float8.emulate = true for its rounding alone, which is slow, or leave float8.enable out"
         )
-    # Float8 weights alone in their FSDP unit travel as float8, which gloo does not support; with others, as bytes.
+    # Float8 weights alone in their FSDP unit are sent as float8, which gloo does not support; with others, as bytes.
     alone = not norms_have_parameters or not any(part in "output" for part in settings.filter_fqns)
     if settings.enable_fsdp_float8_all_gather and device.type == "cpu" and alone:
         raise ConfigError(

@@ -65,7 +65,7 @@ def context_parallel_attention(
         return *run.forward(q, k, v, scale, sinks), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))
     if not isinstance(run, HeadExchange):
         raise ContextParallelError(
-            "attention was told to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
+            "attention is asked to keep what was exchanged, and its context exchanges no heads; use keep_exchanged in "
             "both or in neither, with method = 'all_to_all' or 'hybrid' on more than one rank"
         )
     return run.forward(q, k, v, scale, sinks, keep=True)

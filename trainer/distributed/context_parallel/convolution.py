@@ -52,7 +52,7 @@ def _context_parallel_convolution_backward(
     """Return dx, and this rank's part of the gradient of the weight."""
     kernel, reach = weight.shape[2], None
     if positions is not None:
-        # Positions of later rows travel with their gradients, as one more channel; small numbers are exact.
+        # Positions of later rows are sent with their gradients, as one more channel; small numbers are exact.
         dout = torch.cat((dout, positions.clamp(max=kernel - 1).unsqueeze(-1).to(dout.dtype)), -1)
     rows, tiles = _fetched(dout, _live(plan, x), Window(kernel, after=kernel - 1))
     if positions is not None:

@@ -34,7 +34,7 @@ class LivePlan:
     """The plan of an open context: its layout and mask, and how often the operator ran in it.
 
     mesh: 1-D. kv_layout: the layout of the keys, if they are not as many as the queries. groups: the group over which
-    K/V travel in stages, and the group that exchanges heads; by default the mesh's.
+    K/V are sent in stages, and the group that exchanges heads; by default the mesh's.
     """
 
     mesh: DeviceMesh

@@ -1,6 +1,6 @@
 """Neighbourhood attention over sharded axes, as NATTEN defines it, in one to three spatial dimensions.
 
-Queries stay where they are. Keys and values travel together, one exchange for each sharded axis, and only the rows that
+Queries stay where they are. Keys and values are sent together, one exchange for each sharded axis, only the rows that
 the receiving rank's queries see. Then each rank attends in tiles: a tile of queries, and the box of keys that it sees.
 Tiles that see their keys in the same way are one call of scaled_dot_product_attention. `neighborhoods` has the windows.
 """

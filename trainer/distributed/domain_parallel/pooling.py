@@ -1,6 +1,6 @@
 """Max and average pooling over sharded axes, as torch.nn.functional does them, for one to three spatial dimensions.
 
-The rank that owns input row o * stride computes output o; only the rows that its windows need beyond its own travel.
+The rank that owns input row o * stride computes output o; only the rows that its windows need beyond its own are sent.
 """
 
 from collections.abc import Sequence

@@ -221,7 +221,7 @@ def roll(x: torch.Tensor, domain: Domain, shifts: Mapping[int, int]) -> tuple[to
 
 
 def cumsum(x: torch.Tensor, domain: Domain, dim: int) -> tuple[torch.Tensor, Domain]:
-    """Return the cumulative sum along a dimension; only the totals of the ranks' ranges travel."""
+    """Return the cumulative sum along a dimension; only the totals of the ranks' ranges are sent."""
     domain.shape(x)
     if not domain.split([dim]):
         return x.cumsum(dim), domain

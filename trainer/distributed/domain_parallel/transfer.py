@@ -18,7 +18,7 @@ from trainer.distributed.sharding.rows import fetch
 
 
 def reshard(x: torch.Tensor, domain: Domain, layouts: Mapping[int, AxisLayout]) -> tuple[torch.Tensor, Domain]:
-    """Return x with other layouts of some of its sharded dimensions, over the same ranks; only moved rows travel.
+    """Return x with other layouts of some of its sharded dimensions, over the same ranks; only moved rows are sent.
 
     Raises:
         ValueError: a dimension that is not sharded, or a layout of another length or degree.
@@ -40,7 +40,7 @@ def move(
 ) -> tuple[torch.Tensor, Domain]:
     """Return x sharded in another dimension over the same ranks, such as rows to columns; one all-to-all.
 
-    layout: of the target dimension, which is whole before; the source dimension is whole after. Each element travels
+    layout: of the target dimension, which is whole before; the source dimension is whole after. Each element is sent
     from the rank that has it to the one rank that gets it, and its gradient back.
 
     Raises:

@@ -314,7 +314,7 @@ def _move(
     is_first = add and received[own] == ((0, target.shape[0]),)  # own rows fill the target, with nothing to add to
     if add and not is_first:
         target.zero_()
-    for (start, stop), place in zip(sent[own], received[own], strict=True):  # while the others travel
+    for (start, stop), place in zip(sent[own], received[own], strict=True):  # while the others are sent
         put_rows(target, [place], rows[start:stop], add=add and not is_first)
     pending.wait()
     for rank, (piece, places) in enumerate(zip(arrived.split(counts), received, strict=True)):

@@ -2,7 +2,7 @@
 
     adapters                 a linear module also multiplies by low-rank adapters
     context parallelism      attention of a module becomes attention over ranks
-    expert parallelism       tokens travel to the ranks of their experts
+    expert parallelism       tokens are sent to the ranks of their experts
     loss in chunks           the projection to logits also returns losses
     activation checkpointing the block's forward is recomputed in the backward
     compile                  the block's forward of that moment becomes one graph

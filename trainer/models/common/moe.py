@@ -68,7 +68,7 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor, real: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x: (N, dim) -> (experts of each token: (N, k) int64, their weights: (N, k), in float32 at least).
 
-        real: (N,) bool, False for padding, which is no load; None: there is no padding.
+        real: (N,) bool, False for padding, which is no load; None without padding.
         """
         logits = self.gate(x)
         scores = logits.detach() + self.selection_bias if self.bias_update_rate else logits.detach()

@@ -15,7 +15,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # Many turns within the original context: the frequency stays. Few turns: it is stretched. Between: a linear ramp.
+    # High frequencies are kept, low ones divided by the factor, with a linear ramp between.
     if scaling.kind == "llama3":
         turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
         ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

@@ -31,7 +31,7 @@ def build_execution(
 ) -> Execution:
     """Bind a plan to a kernel and to communicators; this is cheap, because lowered calls are cached.
 
-    groups: the group over which K/V travel in stages, and the group that exchanges heads; the same on a 1-D mesh.
+    groups: the group over which K/V are sent in stages, and the group that exchanges heads; the same on a 1-D mesh.
     """
     staged = plan if plan.inner is None else plan.inner
     stage_group, head_group = (_own_group(group, "kv", device_type) for group in groups)

@@ -1,7 +1,7 @@
 """Execution of a plan of stages, forward and backward: the ring, and all-gather, which has two stages.
 
-K and V travel as rows of one buffer, (rows, 2, B, K, D), unrepeated, in which any range of tokens is contiguous. The
-next stage's rows travel while this stage's tiles are computed, so that two such buffers are alive. Results are merged
+K and V are sent as rows of one buffer, (rows, 2, B, K, D), unrepeated, in which any range of tokens is contiguous. The
+next stage's rows are sent while this stage's tiles are computed, so that two such buffers are alive. Results are merged
 in float32 at least.
 """
 
@@ -20,7 +20,6 @@ from trainer.distributed.context_parallel.execution.stages import (
     Merged,
     add_gradients,
     add_parts,
-    as_before,
     attend,
     fold_batch,
     gradients,
@@ -28,6 +27,7 @@ from trainer.distributed.context_parallel.execution.stages import (
     pack,
     part,
     query_heads,
+    restore_shape,
     unfold_batch,
     unpack,
     with_next,
@@ -63,7 +63,7 @@ class _Held:
 class StagedExecution:
     """A plan of stages, the kernel that computes its tiles, and the communicators of K/V and of dK/dV.
 
-    heads_per_pass: key/value heads that travel at a time; 0: all. gradient_dtype: of dK and dV on their way; None: that
+    heads_per_pass: key/value heads sent at a time; 0: all. gradient_dtype: of dK and dV when they are sent; None: that
     of the log-sum-exp. Each rank adds to them in it, so that bfloat16 rounds once a rank.
     """
 
@@ -123,7 +123,7 @@ class StagedExecution:
         if found is None:
             found = self._summed_gradients(given, scale)
         together = zip(found, inputs, types, strict=True)
-        return *(as_before(x, like, dtype) for x, like, dtype in together), *of_sinks
+        return *(restore_shape(x, like, dtype) for x, like, dtype in together), *of_sinks
 
     def _summed_gradients(self, given: BackwardInputs, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""

@@ -156,7 +156,7 @@ def unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(b, s, h, *rest).transpose(1, 2)
 
 
-def as_before(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def restore_shape(x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Undo `fold_batch`, and return the shape and strides of `like`, (B, H, S, D), and by default its dtype.
 
     `x` is returned itself if it has them already and shares its memory with no other tensor, else copied.

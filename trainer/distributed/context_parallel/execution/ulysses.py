@@ -19,8 +19,8 @@ copies are added up.
 "All rows" are the whole sequence for `all_to_all`, and the rows of a head group for `hybrid`. Between the two exchanges
 runs the plan of a ring, of one rank or of several.
 
-All tensors travel side by side in rows of bytes (`travel.py`), each rank's part as one piece. So the number of copies
-depends on the number of tensors and not on the number of ranks.
+All tensors are sent side by side in rows of bytes (`packed_rows.py`), each rank's part as one piece. So the number of
+copies depends on the number of tensors and not on the number of ranks.
 
 Shapes below: B batch; H query heads and K key/value heads in all, h and k of one rank in one pass; S and T this rank's
 rows of queries and keys; R all rows of the head group; N ranks of the head group.
@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.packed_rows import PackedRows, Tensors
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
-from trainer.distributed.context_parallel.execution.stages import as_before, fold_batch, unfold_batch, with_next
-from trainer.distributed.context_parallel.execution.travel import Bundle, Tensors
+from trainer.distributed.context_parallel.execution.stages import fold_batch, restore_shape, unfold_batch, with_next
 from trainer.distributed.context_parallel.planning.heads import HeadShare
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.context_parallel.planning.plan import RankPlan
@@ -67,7 +67,7 @@ _Passes = Iterator[tuple[HeadShare, BackwardInputs]]
 class HeadExchange:
     """The execution of a plan in which the ranks of `group` divide the heads.
 
-    inner: the execution for all rows of this rank's heads; heads_per_pass: key/value heads of a rank that travel at a
+    inner: the execution for all rows of this rank's heads; heads_per_pass: key/value heads of a rank that are sent at a
     time, 0 for all.
 
     The backward gets `BackwardInputs`, so that all inputs are exchanged again, or what a forward with `keep` returned,
@@ -116,7 +116,7 @@ class HeadExchange:
             del inputs
             results = self.inner.forward(*of_heads, scale, self._own(sinks, share))  # (B, h, R, D), (B, h, R)
             del of_heads
-            bundle = Bundle.of([*results], [], self.plan.head_group_layouts)
+            bundle = PackedRows.of([*results], [], self.plan.head_group_layouts)
             rows = bundle.rows([*results])
             kept += rows if keep else []
             returning.append(self._send_rows(bundle, rows, ([out, lse], []), share, kind="out"))
@@ -153,7 +153,7 @@ class HeadExchange:
         for each in returning:
             each.put()
         gradients = dq, *(_summed(x, copies) for x in dkeys)
-        return *(as_before(x, like) for x, like in zip(gradients, likes, strict=True)), *dsinks
+        return *(restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)), *dsinks
 
     def _exchanged(self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
         """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
@@ -170,7 +170,10 @@ class HeadExchange:
         like_q, like_k = (dout.new_empty(width, n, 0, d) for n in (heads // self.plan.head_degree, share.stop))
         like_lse = like_q.new_empty(like_q.shape[:3], dtype=torch.promote_types(dout.dtype, torch.float32))
         layouts = self.plan.head_group_layouts
-        of_inputs, of_results = Bundle.of([like_q], [like_k] * 2, layouts), Bundle.of([like_q, like_lse], [], layouts)
+        of_inputs, of_results = (
+            PackedRows.of([like_q], [like_k] * 2, layouts),
+            PackedRows.of([like_q, like_lse], [], layouts),
+        )
         ((_, arrived),) = self._arriving([dout], [], passes, kind="dout")
         (all_dout,) = arrived.tensors()
         all_q, *all_kv = of_inputs.tensors([given.inputs.view(-1, of_inputs.blocks[0].width)])
@@ -187,7 +190,7 @@ class HeadExchange:
     def _arriving(
         self, queries: Tensors, keys: Tensors, passes: list[HeadShare], *, kind: str
     ) -> "Iterator[tuple[HeadShare, _Arriving]]":
-        """Yield all rows of this rank's heads, pass by pass; the next pass travels meanwhile."""
+        """Yield all rows of this rank's heads, pass by pass; the next pass is sent meanwhile."""
         incoming = self._send_heads(queries, keys, passes[0], kind=kind)
         for share, following in with_next(passes):
             arrived = incoming
@@ -200,7 +203,7 @@ class HeadExchange:
         degree, here = self.plan.head_degree, self.group.rank()
         queries, keys = _by_rank(queries, keys, share, degree)
         of_rank = ([x[0].movedim(0, 2) for x in each] for each in (queries, keys))  # (B, h, S, ...)
-        bundle = Bundle.of(*of_rank, self.plan.head_group_layouts)
+        bundle = PackedRows.of(*of_rank, self.plan.head_group_layouts)
         wire = queries[0].new_empty(degree, bundle.size(here), dtype=torch.uint8)
         for view, x in zip(bundle.views(wire, here), (*queries, *keys), strict=True):
             view.copy_(x)
@@ -210,11 +213,11 @@ class HeadExchange:
 
     def _return(self, queries: Tensors, keys: Tensors, into: Tensors, share: HeadShare, *, kind: str) -> "_Returning":
         """Start the exchange from all rows of my heads, (B, h, R, ...), to my rows of all heads in tensors `into`."""
-        bundle, n = Bundle.of(queries, keys, self.plan.head_group_layouts), len(queries)
+        bundle, n = PackedRows.of(queries, keys, self.plan.head_group_layouts), len(queries)
         return self._send_rows(bundle, bundle.rows([*queries, *keys]), (into[:n], into[n:]), share, kind=kind)
 
     def _send_rows(
-        self, bundle: Bundle, rows: Tensors, into: tuple[Tensors, Tensors], share: HeadShare, *, kind: str
+        self, bundle: PackedRows, rows: Tensors, into: tuple[Tensors, Tensors], share: HeadShare, *, kind: str
     ) -> "_Returning":
         degree, here = self.plan.head_degree, self.group.rank()
         sizes = [bundle.size(rank) for rank in range(degree)]
@@ -259,7 +262,7 @@ def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> 
 class _Arriving:
     """All rows of this rank's heads, under way."""
 
-    bundle: Bundle
+    bundle: PackedRows
     received: torch.Tensor | None
     pending: Pending
 
@@ -278,7 +281,7 @@ class _Arriving:
 class _Returning:
     """My rows of each rank's heads, under way, and the tensors (N, S, B, h, ...) into which they belong."""
 
-    bundle: Bundle
+    bundle: PackedRows
     received: torch.Tensor
     pending: Pending
     into: Tensors

@@ -45,14 +45,14 @@ def choose(
 
     masks: the different masks of the model's layers. shape: with local heads. batch: the documents of one batch.
     hybrids: whether the mesh may be 2-D. Methods that send up to a tenth more than the least count as equal. Among them
-    the ring is first if shards are long, because its messages travel while tiles are computed; if shards are short,
+    the ring is first if shards are long, because its messages are sent while tiles are computed; if shards are short,
     all-gather replaces it, with fewer messages. Without a ring, the method with the fewest calls of `options.kernel` is
     first.
     """
     candidates = sorted(_candidates(options, masks, degree, shape, batch, hybrids), key=lambda c: c.bytes_sent)
     near = [c for c in candidates if c.bytes_sent <= 1.1 * candidates[0].bytes_sent]
     rows = masks[0].q_len // degree
-    hidden = next((c for c in near if c.options.spread.hidden), None)
+    hidden = next((c for c in near if c.options.spread.overlaps), None)
     if hidden is None:
         best = min(near, key=lambda c: (c.kernels, c.bytes_sent))
         reason = "within a tenth of the least that a busiest rank sends, with the fewest kernels"

@@ -11,7 +11,7 @@ and a document without a cut stays whole. A single document is cut as `head_tail
 
 Arcs are tried that begin or end at a border of a document or of a block, and those with exactly the share, with the
 documents in three orders. The best arc is the one whose busier side finishes first: its work, in whole tiles as kernels
-compute them, plus SHORT_SHARD pairs for each key that travels because of the cuts.
+compute them, plus SHORT_SHARD pairs for each key that is sent because of the cuts.
 """
 
 from collections.abc import Iterator
@@ -36,14 +36,14 @@ _REFINEMENTS = 2
 
 
 def build_layout(name: str, seq_len: int, degree: int, *, multiple_of: int = 1, mask: Mask | None = None) -> AxisLayout:
-    """Return the layout of that name; `balanced` deals by `mask`, or None for a causal mask."""
+    """Return the layout of that name; `balanced` assigns by `mask`, or None for a causal mask."""
     if name == "balanced":
         return balanced(causal(seq_len) if mask is None else mask, degree, multiple_of=multiple_of)
     return LAYOUTS[name](seq_len, degree, multiple_of=multiple_of)
 
 
 def balanced(mask: Mask, degree: int, *, multiple_of: int = 1) -> AxisLayout:
-    """Return a layout in which all ranks have as many tokens and about as much work, and few keys travel.
+    """Return a layout in which all ranks have as many tokens and about as much work, and few keys are sent.
 
     mask: of the batch; all its sequences have the same layout. multiple_of: a divisor of each rank's tokens. A part of
     a document has at least 256 tokens (a block), or starts within the first 256, unless nothing else balances. Blocks
@@ -105,7 +105,7 @@ class Work:
 
 
 class _Arcs(NamedTuple):
-    """Arcs of a circle, (n,) each: where they start, their work, keys that travel, whether they leave a short part."""
+    """Arcs of a circle, (n,) each: where they start, their work, keys to send, whether they leave a short part."""
 
     starts: np.ndarray
     work: np.ndarray

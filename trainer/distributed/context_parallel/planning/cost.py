@@ -27,7 +27,7 @@ from trainer.distributed.sharding.alignment import aligned
 SHORT_SHARD = 1024
 """With fewer tokens a rank, tiles are too short to hide messages (about 800 for Llama 3 8B on NVLink).
 
-So many rows of K/V travel while the tile of as many queries is computed: a row takes as long as so many pairs.
+So many rows of K/V are sent while the tile of as many queries is computed: a row takes as long as so many pairs.
 """
 _LAUNCH_BOUND = 2500 / 8
 """Tokens a rank, for each stage of a ring, below which a GPU waits for the host's launches: an estimate for Llama 3 8B
@@ -136,7 +136,7 @@ def _exchanged(
     heads_per_pass: int,
     kinds: dict[str, tuple[str, ...]],
 ) -> Cost:
-    """Return the cost with two exchanges of heads. kinds: of both, and the tensors that travel."""
+    """Return the cost with two exchanges of heads. kinds: of both, and the tensors that are sent."""
     cost = Cost()
     lengths = [[layout.local_length(r) for r in range(plan.head_degree)] for layout in plan.head_group_layouts]
     here = plan.rank % plan.head_degree

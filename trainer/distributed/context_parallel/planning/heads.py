@@ -1,4 +1,4 @@
-"""The heads that each rank has, and the passes in which they travel."""
+"""The heads that each rank has, and the passes in which they are sent."""
 
 import math
 from dataclasses import dataclass

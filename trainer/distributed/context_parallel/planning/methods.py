@@ -26,17 +26,17 @@ _KEPT = 16
 class Method:
     """One way to spread attention over ranks.
 
-    schedule: how K/V travel between ranks, or between head groups. divides_heads: whether ranks divide the heads.
+    schedule: how K/V are sent between ranks, or between head groups. divides_heads: whether ranks divide the heads.
     two_level: whether only the ranks of a head group do, so that the mesh is 2-D, (ring, heads). passes: whether
-    key/value heads can travel a few at a time. hidden: whether messages travel while tiles are computed; for shards too
-    short for that, `auto` takes the method `when_short`.
+    key/value heads can be sent a few at a time. overlaps: whether messages are sent while tiles are computed; for
+    shards too short for that, `auto` takes the method `when_short`.
     """
 
     schedule: Callable[[Needs, int], Schedule]
     divides_heads: bool = False
     two_level: bool = False
     passes: bool = True
-    hidden: bool = False
+    overlaps: bool = False
     when_short: str = ""
 
     @property
@@ -60,7 +60,7 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "ring": Method(ring, passes=False, hidden=True, when_short="all_gather"),
+    "ring": Method(ring, passes=False, overlaps=True, when_short="all_gather"),
     "all_gather": Method(all_gather),
     "all_to_all": Method(ring, divides_heads=True),
     "hybrid": Method(ring, divides_heads=True, two_level=True),

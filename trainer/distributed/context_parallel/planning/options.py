@@ -67,7 +67,7 @@ class ContextParallelOptions:
         if self.heads_per_pass < 0 or (self.heads_per_pass and not self.spread.passes):
             raise ContextParallelError(
                 f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = {self.method!r}, where "
-                "all heads travel together; use 'all_gather' or 'all_to_all' with it"
+                "all heads are sent together; use 'all_gather' or 'all_to_all' with it"
             )
 
         if self.keep_exchanged and (not self.spread.divides_heads or self.heads_per_pass):
@@ -91,7 +91,7 @@ class ContextParallelOptions:
         return self.spread.head_degree(degree, self.hybrid_degrees)
 
     def layout(self, seq_len: int, degree: int, mask: Mask | None = None) -> AxisLayout:
-        """Return the layout of a batch; `balanced` deals by a causal mask, intersected with `mask`."""
+        """Return the layout of a batch; `balanced` assigns by a causal mask, intersected with `mask`."""
         return _layout(self, seq_len, degree, mask if self.balancer == "balanced" else None)
 
 

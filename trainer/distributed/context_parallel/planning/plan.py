@@ -1,6 +1,6 @@
 """The plan of one rank: stages of messages and tiles, as records of integers.
 
-A plan lists for each stage, forward and backward, which K/V rows travel between which ranks, and which tiles of
+A plan lists for each stage, forward and backward, which K/V rows are sent between which ranks, and which tiles of
 attention the rank computes. A row reaches only ranks with a query that sees it. `methods.py` makes plans.
 """
 
@@ -31,7 +31,7 @@ class Stage:
 
     held: the K/V rows of its buffer, ascending. messages: what this rank sends and receives before it, in the order of
     posting. home: the gradients that it sends and receives afterwards (backward only). collective: K/V and gradients
-    travel by all-gather and reduce-scatter of whole shards, on all ranks, and not by messages.
+    are sent by all-gather and reduce-scatter of whole shards, on all ranks, and not by messages.
     """
 
     held: Ranges
@@ -56,7 +56,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The plan of one rank. Stage 0 of both directions is local. Messages travel while the stage before is computed.
+    """The plan of one rank. Stage 0 of both directions is local. Messages are sent while the stage before is computed.
 
     Plans are cached, and compared by identity.
     """

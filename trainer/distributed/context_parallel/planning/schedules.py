@@ -1,4 +1,4 @@
-"""Schedules: the rows of K/V that travel at each stage, and the tiles that are computed. Stage 0 is local.
+"""Schedules: the rows of K/V that are sent at each stage, and the tiles that are computed. Stage 0 is local.
 
 ring          Forward: K/V move from rank r to r - 1; at stage s rank r has the rows that rank (r + s) mod N owns. A row
               comes from the previous rank on its way if that rank needs it too, else from its owner. For causal

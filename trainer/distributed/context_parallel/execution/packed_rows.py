@@ -1,4 +1,4 @@
-"""How several tensors travel together between ranks that divide heads: side by side in rows of bytes.
+"""How several tensors are sent together between ranks that divide heads: side by side in rows of bytes.
 
     a row       | q  h D | k  k D | v  k D |        every tensor begins at a multiple of 16 bytes
     a piece     the rows of one rank, in its order; where keys have a layout of their own, rows of queries, then of keys
@@ -62,13 +62,13 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """Tensors that travel together, with rows of queries and, if their layout is another one, rows of keys."""
+class PackedRows:
+    """Tensors that are sent together, with rows of queries and, if their layout is another one, rows of keys."""
 
     blocks: tuple[_Rows, ...]
 
     @classmethod
-    def of(cls, queries: Tensors, keys: Tensors, layouts: tuple[AxisLayout, AxisLayout]) -> "Bundle":
+    def of(cls, queries: Tensors, keys: Tensors, layouts: tuple[AxisLayout, AxisLayout]) -> "PackedRows":
         """Return the bundle of such tensors, (B, h, any rows, ...). layouts: of queries and of keys over the ranks."""
         if not keys or layouts[0].ranges == layouts[1].ranges:
             return cls((_Rows(layouts[0], [*queries, *keys]),))
