@@ -7,9 +7,9 @@ import sys
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.bad_records import BadRecord
-from trainer.data.best_fit import DocumentEncoder, WholeStream
 from trainer.data.mixture import Mixture
+from trainer.data.packing.whole import DocumentEncoder, WholeStream
+from trainer.data.sources.bad_records import BadRecord
 from trainer.data.text_data import DocumentStream, TextData
 
 

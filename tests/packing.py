@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 
 from trainer.data.loader import BatchLoader
-from trainer.data.packing import PackedSequence, SequenceBuilder
+from trainer.data.packing.sequence import PackedSequence, SequenceBuilder
 
 
 def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[PackedSequence]:

@@ -21,12 +21,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
-from scripts.provenance import made_with
-from trainer.commands import tokenize_text
 from trainer.data.datasets import open_source
 from trainer.data.file_index import cache_folder
+
+from scripts.provenance import made_with
+from trainer.commands import tokenize_text
 from trainer.data.loader import BatchLoader
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 SEQ_LEN, ROWS = 2048, 4
 

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from trainer.data.datasets import open_source
 
 from trainer.components.optimizer import build_optimizer
 from trainer.config.schema import JobConfig, Model
-from trainer.data.datasets import open_source
 from trainer.data.loader import BatchLoader
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.models.args import ModelArgs
 from trainer.models.initialization import initialize

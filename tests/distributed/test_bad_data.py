@@ -14,7 +14,7 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.checkpoint.folder import read_state, saved_steps
 from trainer.config.errors import ConfigError
-from trainer.data.streams import dealt, shuffled
+from trainer.data.order.streams import dealt, shuffled
 
 JSONL = ["--training.dataset=jsonl", "--training.data_streams=None", "--training.steps=12"]
 STREAMS = 10  # of 80 documents

@@ -20,7 +20,7 @@ from tests.distributed.test_parity import LAYOUTS, degrees, reference
 from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.degrees import resolve_degrees
 from trainer.runtime.process_group import Process, process_group

@@ -16,7 +16,7 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.components.loss import token_losses
 from trainer.config.loader import parse_command_line
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks.validation import ValidationResult

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from trainer.data.datasets import open_source
 
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
@@ -23,11 +24,10 @@ from trainer.commands.evaluate_options import checked
 from trainer.commands.evaluate_report import rows_of
 from trainer.commands.finished_run import loaded_model
 from trainer.config.schema import JobConfig, Training
-from trainer.data.datasets import open_source
-from trainer.data.long_documents import long_documents
-from trainer.data.needle import NeedlePrompt, needle_prompts
-from trainer.data.packing import IGNORE_INDEX
-from trainer.data.tokenizer import default_tokenizer_path, open_tokenizer
+from trainer.data.evaluation.long_documents import long_documents
+from trainer.data.evaluation.needle import NeedlePrompt, needle_prompts
+from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import resolve
 from trainer.models.llama3.args import TransformerArgs

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer.data.chat import ConversationEncoder
 
 from trainer.config.errors import ConfigError
-from trainer.data.best_fit import WINDOW, WholeStream
-from trainer.data.chat import ConversationEncoder
 from trainer.data.loader import BatchLoader
-from trainer.data.packing import IGNORE_INDEX, NO_POSITION, Sample
+from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION, Sample
+from trainer.data.packing.whole import WINDOW, WholeStream
 from trainer.data.text_data import DocumentStream
 
 KEYS = ("tokens", "labels", "positions", "document_ids")

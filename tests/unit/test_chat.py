@@ -8,16 +8,16 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer.data.chat import ConversationEncoder, as_text, conversation
 from transformers import AutoTokenizer
 
 from tests.chat_files import CALLS, CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations, write_lines
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import Model
-from trainer.data.chat import ConversationEncoder, as_text, conversation
-from trainer.data.chat_template import ChatTemplate, find_template
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.data.text_data import open_text
-from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer
+from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
+from trainer.data.tokenizers.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer
 
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|eos|>"}
 TURNS = [

@@ -7,13 +7,13 @@ from typing import get_args, get_type_hints
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
+from trainer.data.datasets import Reading, Source, open_source
 
 from tests.unit.test_data_loader import loader, read
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Parallelism
 from trainer.data import datasets
-from trainer.data.datasets import Reading, Source, open_source
 from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.distributed.pipeline_stages import SCHEDULES
 from trainer.job import resolve

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from trainer.data.datasets import Reading, check_source, check_streams, fingerprint, open_source
 
 from trainer.config.errors import ConfigError
 from trainer.data import file_index, json_lines
-from trainer.data.datasets import Reading, check_source, check_streams, fingerprint, open_source
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer.data.datasets import open_source
 
 from tests.packing import pack
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import open_source
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.packing import IGNORE_INDEX
-from trainer.data.streams import shuffled
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.order.streams import shuffled
+from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.distributed.context_parallel.planning.balance import balanced
 from trainer.distributed.context_parallel.planning.mask import causal, documents_of
 from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
@@ -285,7 +285,7 @@ def test_hashes_are_63_bits_and_tell_batches_apart():
 def test_real_batches_and_hashes_are_the_same_in_every_process():
     code = (
         "from itertools import islice; from trainer.data.datasets import open_source;"
-        "from trainer.data.loader import *; from trainer.data.tokenizer import open_tokenizer;"
+        "from trainer.data.loader import *; from trainer.data.tokenizers.tokenizer import open_tokenizer;"
         "one = BatchLoader(open_source('python_stdlib'), open_tokenizer(), seq_len=256, local_batch_size=2,"
         " data_streams=8, seed=3, dp_rank=1, dp_degree=2); print([batch_hash(b) for b in islice(iter(one), 5)])"
     )

@@ -13,13 +13,13 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from trainer.data.workers import WorkerSettings
 
 from tests.numbered import failing, imported, opened, telling
 from trainer.config.errors import ConfigError
 from trainer.data.ahead import BatchesAhead
-from trainer.data.bad_records import BadRecord
 from trainer.data.loader import BatchLoader
-from trainer.data.workers import WorkerSettings
+from trainer.data.sources.bad_records import BadRecord
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 LENGTHS = [5, 90, 13, 150, 40, 8, 19, 61, 2, 1, 17, 33] * 4

@@ -13,10 +13,10 @@ from trainer.commands import evaluate
 from trainer.commands.evaluate_options import edges_of
 from trainer.commands.evaluate_report import Cell, Findings, tables, write
 from trainer.config.errors import ConfigError
-from trainer.data.long_documents import long_documents
-from trainer.data.needle import NeedlePrompt, needle_prompts
-from trainer.data.packing import IGNORE_INDEX
-from trainer.data.tokenizer import Tokenizer, open_tokenizer
+from trainer.data.evaluation.long_documents import long_documents
+from trainer.data.evaluation.needle import NeedlePrompt, needle_prompts
+from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.tasks.evaluation import Bucket
 
 DEPTHS = (0.0, 50.0, 100.0)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from trainer.data.datasets import open_source
 
 from tests.hub_server import Hub, environment, silent
 from trainer.commands import tokenize_text
-from trainer.data.datasets import open_source
 
 pytest.importorskip("datasets")
 NAME = "allenai/c4"

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from trainer.data import file_index
 from trainer.data.datasets import open_source
 from trainer.data.file_index import allow_open_files
 from trainer.data.token_writer import parts_of
+
+from trainer.data import file_index
 
 
 def lines(folder: Path, files: int) -> Path:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer.data.workers import WorkerSettings
 
 from tests.numbered import mixed
 from tests.packing import assert_exact_in_legs
@@ -19,8 +20,7 @@ from trainer.config.schema import Model, Training
 from trainer.data.loader import BatchLoader
 from trainer.data.mixture import Mixture, ends_of, positions_of, source_of
 from trainer.data.text_data import open_text
-from trainer.data.tokenizer import default_tokenizer_path
-from trainer.data.workers import WorkerSettings
+from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.job import resolve
 from trainer.job.summary import summary
 

@@ -16,9 +16,9 @@ from tests.packing import assert_exact_in_legs
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model, Training
-from trainer.data.best_fit import DocumentEncoder, WholeStream
 from trainer.data.loader import BatchLoader
-from trainer.data.packing import IGNORE_INDEX, NO_POSITION
+from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
+from trainer.data.packing.whole import DocumentEncoder, WholeStream
 from trainer.data.text_data import DocumentStream, open_text
 from trainer.job import resolve
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from trainer.data.datasets import Reading, check_source, fingerprint, open_source
+from trainer.data.token_writer import parts_of, write_shard
 
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Training
-from trainer.data.datasets import Reading, check_source, fingerprint, open_source
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.token_writer import parts_of, write_shard
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 SHIPPED = Reading()
 TEXTS = ["eins zwei", "", "drei\nä \U0001f600", "x" * 3000, "vier", "fünf sechs sieben", "y " * 500]

@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer.data.datasets import open_source
 
 from trainer.commands.train_tokenizer import byte_of_char, main, train
 from trainer.config.errors import ConfigError
 from trainer.data import tiktoken_format as module
-from trainer.data.datasets import open_source
-from trainer.data.tiktoken_format import MAX_RUN, NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, SPLIT_PATTERN, split_long_runs
-from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
+from trainer.data.tokenizers.tiktoken_format import (
+    MAX_RUN,
+    NUM_SPECIAL_TOKENS,
+    SPECIAL_TOKENS,
+    SPLIT_PATTERN,
+    split_long_runs,
+)
+from trainer.data.tokenizers.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as FastTokenizer
-
-from trainer.config.errors import ConfigError, MissingFile
 from trainer.data.datasets import open_source
 from trainer.data.sentencepiece_format import SentencePieceTokenizer
-from trainer.data.tiktoken_format import TiktokenTokenizer
-from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
-from trainer.data.tokenizer_json import JsonTokenizer
+
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.data.tokenizers.tiktoken_format import TiktokenTokenizer
+from trainer.data.tokenizers.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
+from trainer.data.tokenizers.tokenizer_json import JsonTokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
 SPECIALS = ("<|begin|>", "<|end|>", "<|turn|>")

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from trainer.data.mixture import positions_of
-from trainer.data.packing import IGNORE_INDEX
-from trainer.data.streams import shared_by
+from trainer.data.order.streams import shared_by
+from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 

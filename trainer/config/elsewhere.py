@@ -42,7 +42,7 @@ _GROUPS = (
     ("num_train_epochs num_epochs epochs n_epochs max_epochs", _EPOCHS),
     ("max_steps train_iters num_steps train_steps max_iters num_iterations", "use training.steps"),
     ("total_tokens train_tokens train_samples", _EPOCHS),
-    ("num_workers dataloader_num_workers", "use training.data_workers"),
+    ("num_workers dataloader_num_workers", "leave it out: training reads token files, without workers"),
     ("data_blend blend dataset_weights data_mixture", "set mixture.names, mixture.paths and mixture.weights"),
     ("sample_packing", "set training.packing, which is on by default; see training.attention_mask"),
     ("reset_attention_mask reset_position_ids eod_mask_loss", "set training.attention_mask = 'document'"),

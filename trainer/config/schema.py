@@ -260,9 +260,9 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: str = "python_stdlib"
-    """python_stdlib (Python's own sources), text (a file each), jsonl (a line each), tokens, chat, or fields (zarr)."""
+    """python_stdlib (Python's own sources), text (a file each), jsonl (a line each), chat, hub, tokens, fields."""
     dataset_path: str | None = None
-    """File, folder or glob; for tokens what `lct tokenize` made, for fields `lct make-fields`; python_stdlib: none."""
+    """File, folder or glob; tokens: what `lct tokenize` made; fields: `lct make-fields`; hub: NAME:CONFIG:SPLIT."""
     dataset_text_field: str = key("text", when=_LINES)
     """Field of a line of jsonl that holds the text."""
     token_dtype: Literal["auto", "uint16", "uint32"] = key("auto", when=_TOKEN_FILES)
@@ -313,8 +313,6 @@ class Training:
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
     data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
     """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
-    data_workers: int = key(0, NOT_NEGATIVE, "processes", when=TOKENS)
-    """Processes of each rank that read, tokenize and pack ahead of its steps; 0: the rank itself does."""
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""

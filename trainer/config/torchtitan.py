@@ -112,7 +112,6 @@ OLDER: dict[str, Spelling] = {
     "lr_scheduler.lr_min": Spelling("lr_scheduler.min_lr_factor"),
     **_moved("scheduler", "warmup_steps decay_ratio decay_type", "lr_scheduler"),
     "scheduler.lr_min": Spelling("lr_scheduler.min_lr_factor"),
-    "training.dataloader.num_workers": Spelling("training.data_workers"),
     "profiling.run_profiler": Spelling("profiling.enable_profiling"),
     "profiling.profile_every_x_iter": Spelling("profiling.profile_freq"),
     "training.checkpoint_interval": Spelling("checkpoint.interval"),
@@ -196,11 +195,12 @@ _IGNORED = {
         float8.force_recompute_fp8_weight_in_bwd checkpoint.initial_load_in_hf
         checkpoint.enable_ft_dataloader_checkpoints
         fault_tolerance.should_quantize memory_estimation.disable_fake_mode validation.dataloader.persistent_workers
-        validation.dataloader.pin_memory""",
+        validation.dataloader.pin_memory training.dataloader.persistent_workers training.dataloader.pin_memory""",
     int: """
         fault_tolerance.process_group_timeout_ms fault_tolerance.replica_id fault_tolerance.group_size
         fault_tolerance.min_replica_size fault_tolerance.sync_steps fault_tolerance.fragment_sync_delay
-        validation.dataloader.num_workers validation.dataloader.prefetch_factor""",
+        validation.dataloader.num_workers validation.dataloader.prefetch_factor
+        training.data_workers training.dataloader.num_workers training.dataloader.prefetch_factor""",
     float: "fault_tolerance.fragment_update_alpha",
     str: """
         job.save_config_file parallelism.expert_parallel_comm_backend mx.recipe_name
@@ -216,7 +216,6 @@ _CHECKPOINT = {
 }
 _OWN_PROGRAM = "import your module in a program of your own; leave it out"
 _OWN_KEYS = "settings are those of docs/configuration.md; leave it out"
-_WORKERS = "data workers stay for the run and make the batches of a step ahead; leave it out"
 _REDUCED = "rank 0 writes what is reduced over all ranks; leave it out"
 _NO_EXPERTS = "experts are neither cut by matrices nor computed in less than bfloat16 here; leave it out"
 _SCALES = "scales are found from the tensor itself, 'dynamic'; leave it out"
@@ -240,8 +239,6 @@ ABSENT: dict[str, Absent] = {
     **_refused("metrics.save_for_all_ranks", False, instead=_REDUCED),
     **_refused("metrics.rank_0_only", True, instead=_REDUCED),
     **_refused("optimizer.early_step_in_backward", False, instead=_CLIPPED),
-    **_refused("training.dataloader.prefetch_factor", 0, instead=_WORKERS),
-    **_refused("training.dataloader.persistent_workers training.dataloader.pin_memory", False, instead=_WORKERS),
     **_refused(_COMPILED_AUTOGRAD, False, instead="use compile.enable alone"),
     **_refused("parallelism.expert_tensor_parallel_degree", 1, instead=_NO_EXPERTS),
     **_refused(_EXPERTS, (), instead=_NO_EXPERTS, needs="float8.enable"),

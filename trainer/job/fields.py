@@ -2,8 +2,8 @@
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import check_streams
 from trainer.data.field_file import FieldSource, check_fields
+from trainer.data.sources.registry import check_streams
 from trainer.distributed.sharding.layout import AxisLayout, contiguous, sized
 from trainer.job.degrees import Degrees
 from trainer.models.args import FieldArgs, ModelArgs

@@ -4,7 +4,9 @@ import re
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import DATASETS, Reading, check_source
+from trainer.data.settings import training_data
+from trainer.data.sources.registry import DATASETS
+from trainer.data.token_files.catalog import check_data
 
 
 def check_mixture(config: JobConfig) -> None:
@@ -42,11 +44,12 @@ def check_mixture(config: JobConfig) -> None:
         )
 
 
-def check_mixture_data(config: JobConfig) -> None:
-    """Check the data set of each source, see `check_source`."""
-    training, how = config.training, Reading.of(config.training, config.model.tokenizer_file)
-    for path in config.mixture.paths:
+def check_training_data(config: JobConfig) -> None:
+    """Check the data set, or each source of the mixture, see `check_data`."""
+    for settings in training_data(config):
         try:
-            check_source(training.dataset, path, training.data_streams, how=how)
+            check_data(settings, config.training.data_streams)
         except ConfigError as error:
+            if not config.mixture.names:
+                raise
             raise type(error)(str(error).replace("training.dataset_path =", "mixture.paths, of which")) from None

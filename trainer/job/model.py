@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizer import vocab_size_of
+from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.job.degrees import Degrees
 from trainer.job.fields import check_task, shape_of_fields
 from trainer.models.args import ModelArgs

@@ -8,7 +8,6 @@ from functools import partial
 from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import Reading, check_source
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.pipeline_stages import PipelinePlan
@@ -24,7 +23,7 @@ from trainer.job.float8 import check_float8
 from trainer.job.keys import check_bounds, check_effects
 from trainer.job.lora import check_lora
 from trainer.job.loss import loss_chunk
-from trainer.job.mixture import check_mixture, check_mixture_data
+from trainer.job.mixture import check_mixture, check_training_data
 from trainer.job.model import check_tensor_parallel_sizes, resolve_model, with_windows_of_flavor
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.recompute import check_activation_checkpoint
@@ -185,11 +184,7 @@ def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing:
     """Check data, packages and initial weights; missing: takes the messages about what is not on this machine."""
     if not config.trains_fields:
         check_mixture(config)
-    training = config.training
-    how = Reading.of(training, config.model.tokenizer_file)
-    given = training.dataset, training.dataset_path, training.data_streams
-    text = partial(check_mixture_data, config) if config.mixture.names else partial(check_source, *given, how=how)
-    data = partial(check_samples, config) if config.trains_fields else text
+    data = partial(check_samples if config.trains_fields else check_training_data, config)
     weights = partial(check_initial_weights, config, model)
     chat, saved = partial(check_chat, config), partial(check_checkpoint, config, model)
     for check in (data, partial(check_validation_data, config), chat, partial(check_trackers, config), weights, saved):
