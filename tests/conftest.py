@@ -1,5 +1,8 @@
 """What all tests share: the choice of device, and one pool of worker processes for everything distributed."""
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +18,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where ranks compute: gloo or NCCL; ranks as threads on one GPU",
     )
     parser.addoption("--record-support", action="store_true", help="make docs/support_matrix.md of what is tested now")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make token files in a cache of this session: ranks and commands inherit the variable."""
+    if not hasattr(config, "workerinput"):  # of pytest-xdist, whose workers share that of their parent
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lct-cache-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True))
 
 
 _POOL = pytest.StashKey[WorkerPool]()

@@ -17,9 +17,10 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model, Training
 from trainer.data.loader import BatchLoader
+from trainer.data.packing.concatenate import DocumentStream
 from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
-from trainer.data.packing.whole import DocumentEncoder, WholeStream
-from trainer.data.text_data import DocumentStream, open_text
+from trainer.data.packing.whole import WholeStream
+from trainer.data.text_data import open_text
 from trainer.job import resolve
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
@@ -29,7 +30,7 @@ LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=40).filter(lambda le
 def stream_of(lengths: list[int], *, seq_len: int = 20, alone: bool = False) -> WholeStream:
     source, everything = Numbers(lengths), np.arange(len(lengths))
     settings = {"stream": 0, "seq_len": seq_len, "seed": 0, "alone": alone}
-    return WholeStream(source, DocumentEncoder(None), everything, **settings)
+    return WholeStream(source, everything, **settings)
 
 
 def pieces(sequence) -> list[tuple[list[int], list[int]]]:
