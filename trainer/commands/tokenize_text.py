@@ -28,7 +28,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.settings import training_data, validation_data
 from trainer.data.sources.hub import HubData
-from trainer.data.sources.registry import DATASETS, DataSettings, check_source
+from trainer.data.sources.registry import DATASETS, DataSettings
 from trainer.data.token_files.catalog import catalog_of
 from trainer.data.token_files.made import Inputs, noted, tokenize
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
@@ -71,8 +71,6 @@ def into_folder(args: argparse.Namespace) -> None:
         data = before if replace(before, revision=data.revision) == data else data.found()
         settings = replace(settings, dataset="hub", path=data.path)
         log(f"{data}: {data.shards} shards of revision {data.revision}")
-    else:
-        check_source(settings)
     try:
         tokenize(Inputs.of(settings), folder, processes=args.processes, log=log, shard_bytes=args.shard_mb << 20)
     except OSError as error:

@@ -180,7 +180,7 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
     parts = source.parts(settings, files, _WHOLE)
     readers = (read for part in parts for read in source.readers(settings, part))
     first = next(readers, None)
-    if first is not None:
+    if first is not None and not settings.skips:
         first()
     if first is None or not any(file.endswith(STREAMED) for file in files):
         check_streams(

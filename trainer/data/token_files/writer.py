@@ -22,6 +22,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.sources.bad_records import Skipped
 from trainer.data.sources.files import write_whole
 from trainer.data.sources.registry import DataSettings, Part, documents_of, source_of
+from trainer.data.token_files.foreign import checked_pair
 from trainer.data.token_files.format import CODES, ByteRanges, index_bytes, open_pair
 from trainer.data.tokenizers.encoders import NOTHING
 from trainer.data.tokenizers.tokenizer import vocab_size_of
@@ -89,7 +90,7 @@ def _is_whole(stem: Path, entry: Mapping[str, Any] | None) -> bool:
     """Return whether the files of a shard fit each other and the manifest; all of them are read."""
     reads, marks = ByteRanges(), stem.with_suffix(".answers")
     try:
-        pair, sums = open_pair(str(stem.with_suffix(".idx"))), np.fromfile(stem.with_suffix(".crc"), dtype="<u4")
+        pair, sums = checked_pair(str(stem.with_suffix(".idx"))), np.fromfile(stem.with_suffix(".crc"), dtype="<u4")
         lengths, places, _ = pair.arrays
         found, has_marks = [], marks.exists()
         for start, length in zip(places.tolist(), lengths.tolist(), strict=True):
