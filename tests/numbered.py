@@ -1,6 +1,7 @@
 """Documents of known tokens, by number, without files."""
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from trainer.data.tokenizers.encoders import Encoded
 class Numbers:
     """A source whose document i has tokens 1000 i + 1, 2, ...; bad: one that cannot be read."""
 
-    made_by: dict[str, int] = {}
+    made_by = MappingProxyType({})
 
     def __init__(self, lengths: list[int], bad: int = -1, above: int = 0) -> None:
         self.lengths, self.bad, self.above = lengths, bad, above

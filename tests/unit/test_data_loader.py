@@ -268,7 +268,8 @@ def test_hashes_are_63_bits_and_tell_batches_apart():
 
 def test_real_batches_and_hashes_are_the_same_in_every_process():
     code = (
-        "from itertools import islice; from trainer.data import DataSettings, open_text; from trainer.data.loader import *;"
+        "from itertools import islice; from trainer.data import DataSettings, open_text;"
+        "from trainer.data.loader import BatchLoader, batch_hash;"
         "one = BatchLoader(open_text(DataSettings('python_stdlib')), seq_len=256, local_batch_size=2,"
         " data_streams=8, seed=3, dp_rank=1, dp_degree=2); print([batch_hash(b) for b in islice(iter(one), 5)])"
     )

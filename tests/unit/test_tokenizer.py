@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer.data.datasets import open_source
 
 from trainer.commands.train_tokenizer import byte_of_char, main, train
 from trainer.config.errors import ConfigError
 from trainer.data import tiktoken_format as module
+from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.tokenizers.tiktoken_format import (
     MAX_RUN,
     NUM_SPECIAL_TOKENS,
@@ -107,8 +107,7 @@ def test_tiktoken_gives_what_the_trainer_of_the_ranks_gives():
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Reference
 
-    source = open_source("python_stdlib")
-    sample = [source[i] for i in range(0, len(source), 12)]
+    sample = list(all_documents(DataSettings("python_stdlib")))[::12]
     reference = Reference(models.BPE())
     reference.pre_tokenizer = pre_tokenizers.Sequence(
         [

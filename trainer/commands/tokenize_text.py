@@ -68,7 +68,8 @@ def into_folder(args: argparse.Namespace) -> None:
     if args.hub:
         data = HubData(args.hub, args.hub_config, args.split, args.hub_revision)
         before = HubData.of(noted(folder).get("path") or data.path)  # an interrupted run began with a revision
-        data = before if replace(before, revision=data.revision) == data else data.found()
+        goes_on = before.revision and replace(before, revision=data.revision) == data
+        data = before if goes_on else data.found()
         settings = replace(settings, dataset="hub", path=data.path)
         log(f"{data}: {data.shards} shards of revision {data.revision}")
     try:

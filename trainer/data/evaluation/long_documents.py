@@ -27,6 +27,6 @@ def long_documents(documents: Iterable[Encoded], seq_len: int, most: int) -> Ite
             return
     if not found:
         raise ConfigError(
-            f"no document has more than --seq-len {seq_len} tokens (the longest has {longest:,}); use shorter sequences, "
-            "or name longer documents with --dataset and --dataset-path"
+            f"no document has more than --seq-len {seq_len} tokens (the longest has {longest:,}); use shorter "
+            "sequences, or name longer documents with --dataset and --dataset-path"
         )

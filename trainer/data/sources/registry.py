@@ -210,14 +210,16 @@ def check_streams(where: str, items: int, data_streams: int | None, *, item: str
 
 def _groups_of_files(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
     """Return parts of whole files, one after another."""
-    groups: list[tuple[list[str], int]] = []
+    groups: list[list[str]] = []
+    sizes: list[int] = []
     for file in files:
         bytes_here = os.path.getsize(file)
-        if not groups or groups[-1][1] + bytes_here > size:
-            groups.append(([], 0))
-        group, before = groups.pop()
-        groups.append(([*group, file], before + bytes_here))
-    return [Part(tuple(group), total) for group, total in groups]
+        if not groups or sizes[-1] + bytes_here > size:
+            groups.append([])
+            sizes.append(0)
+        groups[-1].append(file)
+        sizes[-1] += bytes_here
+    return [Part(tuple(group), total) for group, total in zip(groups, sizes, strict=True)]
 
 
 def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
