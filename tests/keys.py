@@ -248,9 +248,6 @@ EFFECTS: dict[str, str | Seen] = {
     "mixture.names": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
     "mixture.paths": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
     "mixture.weights": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
-    "training.data_workers": (
-        "tests/distributed/test_data_workers.py::test_a_run_with_workers_is_the_run_without_them"
-    ),
     "training.packing": Seen(
         "--training.packing=pad --training.dataset_path={data}/lines",
         _other("losses"),

@@ -17,26 +17,8 @@ ROOMS = (
         *("trainer.models.llama3.args", "trainer.models.qwen3.args", "trainer.models.qwen2.args"),
         *("trainer.models.mistral.args", "trainer.models.qwen3_moe.args", "trainer.models.gpt_oss.args"),
         *("trainer.models.unet.args", "trainer.models.nat.args"),
-        *("trainer.models.registry", "trainer.data.datasets", "trainer.data.field_file"),
-        *(
-            "trainer.data.json_lines",
-            "trainer.data.token_files",
-            "trainer.data.file_index",
-            "trainer.data.sources.bad_records",
-        ),
-        *("trainer.data.hub", "trainer.data.streamed", "trainer.data.token_writer"),
-        *(
-            "trainer.data.chat",
-            "trainer.data.tokenizers.chat_template",
-            "trainer.data.tokenizers.chat_written",
-            "trainer.data.packing",
-        ),
-        *(
-            "trainer.data.tokenizer",
-            "trainer.data.tokenizers.tiktoken_format",
-            "trainer.data.tokenizers.tokenizer_json",
-        ),
-        "trainer.data.sentencepiece_format",
+        *("trainer.models.registry", "trainer.data.field_file", "trainer.data.sources", "trainer.data.tokenizers"),
+        *("trainer.data.token_files", "trainer.data.settings"),
         "trainer.models.hf_config",
         *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial", "trainer.checkpoint.remote"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
@@ -96,6 +78,22 @@ def circles(arrows: dict[str, set[str]]) -> list[tuple[str, str]]:
 def test_no_arrow_climbs() -> None:
     climbing = [(a, b) for a, others in imports().items() for b in others if floor(a) < floor(b)]
     assert climbing == []
+
+
+DATA = ("tokenizers", "sources", "token_files", "order", "packing", "evaluation")
+
+
+def test_the_folders_of_data_follow_each_other() -> None:
+    """From documents to sequences; what joins them lies beside them in trainer/data."""
+    names = [f"trainer.data.{name}" for name in DATA]
+    arrows = {
+        (a.split(".")[2], b.split(".")[2])
+        for a, others in imports().items()
+        for b in others
+        if any(within(a, name) for name in names) and within(b, "trainer.data")
+    }
+    assert arrows
+    assert [(a, b) for a, b in arrows if b not in DATA or DATA.index(a) < DATA.index(b)] == []
 
 
 def test_no_circle() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from trainer.commands.train_tokenizer import byte_of_char, main, train
 from trainer.config.errors import ConfigError
-from trainer.data import tiktoken_format as module
 from trainer.data.sources.registry import DataSettings, all_documents
+from trainer.data.tokenizers import tiktoken_format as module
 from trainer.data.tokenizers.tiktoken_format import (
     MAX_RUN,
     NUM_SPECIAL_TOKENS,

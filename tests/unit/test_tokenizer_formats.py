@@ -21,10 +21,8 @@ SPECIALS = ("<|begin|>", "<|end|>", "<|turn|>")
 
 
 def texts() -> list[str]:
-    return list(all_documents(DataSettings("python_stdlib")))[::60] + [
-        "naïve Ünïcode 中文 \U0001f600 1234567",
-        "  \t\n x",
-    ]
+    real = list(all_documents(DataSettings("python_stdlib")))[::60]
+    return [*real, "naïve Ünïcode 中文 \U0001f600 1234567", "  \t\n x"]
 
 
 def write_json(folder: Path, *, config: dict | None, begins: bool = True) -> Path:
