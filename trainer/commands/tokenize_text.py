@@ -26,7 +26,7 @@ from pathlib import Path
 from trainer.commands.start import parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.settings import training_data, validation_data
+from trainer.data.settings import all_data
 from trainer.data.sources.hub import HubData
 from trainer.data.sources.registry import DATASETS, DataSettings
 from trainer.data.token_files.catalog import catalog_of
@@ -44,9 +44,7 @@ def of_job(argv: list[str]) -> None:
     """
     config = parse_command_line(parse(argv).arguments).config
     set_up_logging(0, color=config.metrics.enable_color_printing)
-    if config.trains_fields:
-        return
-    for settings in (*training_data(config), *([validation_data(config)] if config.validation.enable else [])):
+    for settings in all_data(config):
         catalog_of(settings)
 
 

@@ -163,7 +163,7 @@ class Model:
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=TOKENS)
-    """tokenizer.json, or tokenizer.model of tiktoken or sentencepiece, or its folder; None: the small shipped one."""
+    """tokenizer.json, or tokenizer.model of tiktoken, or its folder; None: the small shipped one."""
     chat_template: str | None = key(None, when=_CHAT)
     """Jinja file of the chat template; None: the one beside the tokenizer; "none": prompt and answer as plain text."""
     rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=TOKENS)

@@ -132,11 +132,17 @@ class ResolvedJob:
 
 
 def resolve(
-    config: JobConfig, world_size: int, device_type: str = "cuda", *, missing: list[str] | None = None
+    config: JobConfig,
+    world_size: int,
+    device_type: str = "cuda",
+    *,
+    missing: list[str] | None = None,
+    data_checked: bool = False,
 ) -> ResolvedJob:
     """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
 
-    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere.
+    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere; data_checked:
+    another process of this machine has checked the data.
 
     Raises:
         ConfigError: the first wrong setting, in one sentence: the value, the rule, what would work.
@@ -175,19 +181,19 @@ def resolve(
     splits_backward = pipeline is not None and pipeline.splits_backward
     compilation = resolve_compilation(config, splits_backward=splits_backward, planned_attention=attention is not None)
     check_activation_checkpoint(config, model.n_layers, compilation, pipeline)
-    _check_files(config, degrees, model, missing)
+    _check_files(config, model, missing, data_checked=data_checked)
     degrees = with_head_degree(degrees, attention)
     return ResolvedJob(config, degrees, device_type, model, attention, reason, layouts, pipeline, compilation, notes)
 
 
-def _check_files(config: JobConfig, degrees: Degrees, model: ModelArgs, missing: list[str] | None) -> None:
+def _check_files(config: JobConfig, model: ModelArgs, missing: list[str] | None, *, data_checked: bool) -> None:
     """Check data, packages and initial weights; missing: takes the messages about what is not on this machine."""
     if not config.trains_fields:
         check_mixture(config)
     data = partial(check_samples if config.trains_fields else check_training_data, config)
     weights = partial(check_initial_weights, config, model)
-    chat, saved = partial(check_chat, config), partial(check_checkpoint, config, model)
-    for check in (data, partial(check_validation_data, config), chat, partial(check_trackers, config), weights, saved):
+    of_data = [] if data_checked else [data, partial(check_validation_data, config), partial(check_chat, config)]
+    for check in (*of_data, partial(check_trackers, config), weights, partial(check_checkpoint, config, model)):
         try:
             check()
         except MissingFile as error:

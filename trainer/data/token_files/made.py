@@ -37,7 +37,7 @@ from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vo
 logger = logging.getLogger("trainer")
 _FORMAT = 2
 _SHARD_BYTES = 1 << 20, 1 << 28  # fewest and most bytes of input for a shard, of which small data have 64
-_ALONE_BYTES = 1 << 21  # input that is tokenized here: other processes would take longer to start
+_ALONE_BYTES = 1 << 24  # input of about a second, in which other processes would only start
 _LOG_SECONDS = 5.0
 _TOKENS_A_BYTE = 0.3  # about what tokenizers make of text
 
@@ -143,7 +143,7 @@ def cached(settings: DataSettings) -> Path:
         folder = cache_folder() / "tokens" / key
         if not (folder / MANIFEST).exists():
             logger.info(f"making token files of {described(inputs.settings, inputs.size)} in {folder}")
-            tokenize(inputs, folder, processes=_processes(), log=logger.info, every=_LOG_SECONDS)
+            tokenize(inputs, folder, processes=_processes(inputs.size), log=logger.info, every=_LOG_SECONDS)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or cache_folder()} cannot be written ({error.strerror}); make room there, or name "
@@ -172,7 +172,10 @@ def _pinned(settings: DataSettings) -> DataSettings:
     return replace(settings, path=note.read_text(encoding="utf-8"))
 
 
-def _processes() -> int:
+def _processes(size: int) -> int:
+    """Return the number of processes that tokenize data of so many bytes; 0: unknown."""
+    if 0 < size <= _ALONE_BYTES:
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -285,7 +288,7 @@ def _write(
     """Write shards, and log how far they are."""
     started = logged = time.monotonic()
     done, total = 0, sum(parts[i].size for i in left)
-    processes = 1 if total and total <= _ALONE_BYTES else min(processes, len(left))
+    processes = min(processes, len(left))
     for number, (part, stem) in enumerate(_written([(settings, parts[i], stems[i]) for i in left], processes), 1):
         done += part.size
         if (now := time.monotonic()) - logged < every:
