@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import main_case, trainer_in
@@ -15,8 +16,11 @@ from tests.slow import slow
 from trainer.checkpoint.folder import read_state, saved_steps
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
+from trainer.config.schema import Comm
 from trainer.data.order.streams import dealt, shuffled
 from trainer.data.token_files.format import open_pair
+from trainer.runtime.agreement import once_a_node
+from trainer.runtime.process_group import Process, process_group
 
 ALL = ["--training.data_streams=None", "--training.steps=12"]
 JSONL = ["--training.dataset=jsonl", *ALL]
@@ -188,3 +192,20 @@ def test_ranks_that_read_different_data_stop_before_the_first_step(pool: WorkerP
         assert [code for code, _ in results] == [2, 2]
         assert told in "".join(err for _, err in results)
     assert not saved_steps(tmp_path / "checkpoint")
+
+
+def found_case(ranks_of_a_node: int) -> tuple[str, int]:
+    """What this rank is given, and how often it had to look."""
+    process = Process.from_environment()
+    os.environ["LOCAL_RANK"] = str(process.rank % ranks_of_a_node)
+    looked: list[str] = []
+    with process_group(process, Comm()):
+        mesh = init_device_mesh(process.device.type, (process.world_size,))
+        given = once_a_node(lambda: looked.append("") or "x" * process.rank + f"catalog of rank {process.rank}", mesh)
+    return given, len(looked)
+
+
+def test_one_process_of_each_node_looks_for_all_its_ranks(pool: WorkerPool) -> None:
+    found = pool.run(4, found_case, 2)
+    first, second = "catalog of rank 0", "xxcatalog of rank 2"
+    assert found == [(first, 1), (first, 0), (second, 1), (second, 0)]

@@ -8,20 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from trainer.config.errors import ConfigError
 from trainer.data.sources.bad_records import BadRecord
 from trainer.data.sources.conversations import conversation
 from trainer.data.sources.files import BLOCK, unreadable
 from trainer.data.tokenizers.tokenizer import replace_surrogates
-
-
-class Record(Protocol):
-    """A document that is not read yet."""
-
-    def text(self, name: str) -> str:
-        """Return the field `name`; BadRecord: it has none."""
 
 
 class Line(NamedTuple):

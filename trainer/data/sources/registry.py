@@ -19,7 +19,6 @@ from trainer.data.sources.compressed import COMPRESSED, STREAMED, records_of
 from trainer.data.sources.files import find_files, stdlib_files
 from trainer.data.sources.hub import HubData
 from trainer.data.sources.records import TextFile, lines_of
-from trainer.data.tokenizers.chat_template import find_template
 from trainer.data.tokenizers.encoders import ConversationEncoder, Encoder, TextEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
@@ -266,10 +265,7 @@ def _rows_of_hub(settings: DataSettings, part: Part) -> Iterator[Callable[[], st
 
 
 def _conversation_encoder(settings: DataSettings) -> ConversationEncoder:
-    tokenizer = open_tokenizer(settings.tokenizer)
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
-    return ConversationEncoder(tokenizer, find_template(settings.tokenizer, settings.chat_template, ends))
+    return ConversationEncoder.of(settings.tokenizer, settings.chat_template)
 
 
 def _none(*_: object) -> Any:

@@ -31,7 +31,7 @@ from trainer.data.sources.records import TextFile
 from trainer.data.sources.registry import DataSettings, Part, files_of, source_of
 from trainer.data.token_files.format import MANIFEST, UNFINISHED
 from trainer.data.token_files.writer import entry_of, keep_if_whole, write_shard
-from trainer.data.tokenizers.chat_template import find_template
+from trainer.data.tokenizers.encoders import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
 
 logger = logging.getLogger("trainer")
@@ -120,10 +120,7 @@ def made_by(settings: DataSettings) -> dict[str, int]:
     if settings.dataset in ("jsonl", "hub"):
         found["text_field"] = _hash(settings.text_field)
     if settings.dataset == "chat":
-        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-        ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
-        template = find_template(settings.tokenizer, settings.chat_template, ends)
-        found["template"] = _hash(template and template.identity)
+        found["template"] = _hash(ConversationEncoder.of(settings.tokenizer, settings.chat_template).identity)
     return found
 
 

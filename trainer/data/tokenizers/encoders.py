@@ -7,15 +7,13 @@ answers                                           ------          with the token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.tokenizers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from trainer.data.tokenizers.chat_template import ChatTemplate
+from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
+from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 
 class Encoded(NamedTuple):
@@ -50,6 +48,23 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
+
+    @classmethod
+    def of(cls, tokenizer_path: str, chat_template: str | None) -> ConversationEncoder:
+        """Return the encoder for the template of a tokenizer, or for the file `chat_template`.
+
+        Raises:
+            ConfigError: see `open_tokenizer` and `find_template`.
+        """
+        tokenizer = open_tokenizer(tokenizer_path)
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        ends = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
+        return cls(tokenizer, find_template(tokenizer_path, chat_template, ends))
+
+    @property
+    def identity(self) -> str | None:
+        """What the texts depend on, beside the conversations."""
+        return self._template and self._template.identity
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
         """Return the tokens of a conversation, and which of them lie in an answer.
