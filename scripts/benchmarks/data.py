@@ -1,4 +1,4 @@
-"""How fast each source of documents is: its first start, later starts, batches, and their share of a small job's steps.
+"""How fast each source of documents is: its first start, later starts, and batches.
 
     python scripts/benchmarks/data.py --json docs/measurements/data_cpu.json
 
@@ -55,10 +55,12 @@ def written(folder: Path, megabytes: float) -> dict[str, str | None]:
     return {"python_stdlib": None, "text": paths["text"], "jsonl": paths["lines.jsonl"], "tokens": paths["tokens"]}
 
 
-def opened(settings: DataSettings) -> float:
-    """Return the seconds in which a source is opened by a process that does nothing else."""
+def opened(name: str, path: str | None) -> float:
+    """Return the seconds of the command that makes the token files of a source, as the start of a job runs it."""
     started = time.perf_counter()
-    open_text(settings)
+    command = [sys.executable, "-m", "trainer", "tokenize", f"--training.dataset={name}"]
+    command += [f"--training.dataset_path={path}"] if path else []
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return round(time.perf_counter() - started, 4)
 
 
@@ -76,24 +78,10 @@ def speeds(data: TextData, batches: int, rounds: int) -> Iterator[float]:
         yield batches * ROWS * SEQ_LEN / (time.perf_counter() - started)
 
 
-def loading_fraction(name: str, path: str | None, steps: int) -> float:
-    """Return the share of the time of a step that the debug model's job waits for data, median over steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = [f"--training.steps={steps}", f"--training.dataset={name}", f"--job.dump_folder={folder}"]
-        options += ["--metrics.log_freq=1", *([f"--training.dataset_path={path}"] if path else [])]
-        subprocess.run(
-            [sys.executable, "-m", "trainer", "train", "debug_model", "--ngpu", "1", *options],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return round(statistics.median(json.loads(line)["data_loading_fraction"] for line in lines[1:]), 5)
-
-
 def measure(name: str, path: str | None, args: argparse.Namespace) -> dict[str, object]:
     """Return the row of a source."""
     settings = DataSettings(name, path)
-    first, again, data = opened(settings), opened(settings), open_text(settings)
+    first, again, data = opened(name, path), opened(name, path), open_text(settings)
     rates = sorted(speeds(data, args.batches, args.rounds))
     row: dict[str, object] = {"dataset": name, "documents": data.items}
     if path:
@@ -101,8 +89,6 @@ def measure(name: str, path: str | None, args: argparse.Namespace) -> dict[str, 
         row["megabytes"] = round(sum(file.stat().st_size for file in files) / 1e6, 1)
     row |= {"first_seconds": first, "open_seconds": again}
     row |= {"tokens_per_second": round(statistics.median(rates)), "range": [round(rates[0]), round(rates[-1])]}
-    if args.steps:
-        row["data_loading_fraction"] = loading_fraction(name, path, args.steps)
     return row
 
 
@@ -140,13 +126,13 @@ def start_of_ranks(folder: Path, files: int) -> dict[str, object]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of docs/data.md."""
     lines = [
-        "| source | documents | first start, and later | tokens per second | share of a step |",
-        "|---|---|---|---|---|",
+        "| source | documents | first start, and later | tokens per second |",
+        "|---|---|---|---|",
     ]
     for row in rows:
         size = f", {row['megabytes']:.0f} MB" if "megabytes" in row else ""
         seconds = f"{row['first_seconds']:.1f} s, {row['open_seconds']:.2f} s"
-        speed = f"{row['tokens_per_second'] / 1e6:.1f} million | {row['data_loading_fraction']:.2%}"
+        speed = f"{row['tokens_per_second'] / 1e6:.1f} million"
         lines.append(f"| `{row['dataset']}` | {row['documents']:,}{size} | {seconds} | {speed} |")
     return "\n".join(lines)
 
@@ -156,7 +142,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--megabytes", type=float, default=245, help="of the JSON lines")
     found.add_argument("--batches", type=int, default=100, help=f"of {ROWS} x {SEQ_LEN} tokens, in a round")
     found.add_argument("--rounds", type=int, default=5)
-    found.add_argument("--steps", type=int, default=3, help="of a job with the debug model for each source; 0: none")
     found.add_argument("--documents", type=int, default=365_000_000, help="that are ordered, as many as C4 has")
     found.add_argument("--files", type=int, default=1000, help="token files that ranks open")
     found.add_argument("--json", default=None, help="file of the numbers")
@@ -166,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
-    content: dict[str, object] = made_with("scripts/benchmarks/data.py", argv, device="cpu")
+    content: dict[str, Any] = made_with("scripts/benchmarks/data.py", argv, device="cpu")
     content |= {
         "cpus": os.cpu_count(),
         "seq_len": SEQ_LEN,
@@ -177,8 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # token files of another run would be found
         paths = written(Path(folder), args.megabytes)
+        content["results"] = [measure(name, path, args) for name, path in paths.items() if name != "tokens"]
         paths["tokens"] = str(cached(DataSettings("text", paths["text"])))
-        content["results"] = [measure(name, path, args) for name, path in paths.items()]
+        content["results"].append(measure("tokens", paths["tokens"], args))
         content["order"] = order(args.documents)
         content["start"] = start_of_ranks(Path(folder, "many"), args.files)
     text = json.dumps(content, indent=2)

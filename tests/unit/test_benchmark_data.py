@@ -13,12 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_source_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "restored by the test")
     file = tmp_path / "data.json"
-    assert (
-        main(
-            ["--megabytes", "1", "--batches", "1", "--rounds", "2", "--steps", "0", "--files", "9", "--json", str(file)]
-        )
-        == 0
-    )
+    assert main(["--megabytes", "1", "--batches", "1", "--rounds", "2", "--files", "9", "--json", str(file)]) == 0
     content = json.loads(file.read_text())
     rows = {row["dataset"]: row for row in content["results"]}
     assert list(rows) == ["python_stdlib", "text", "jsonl", "tokens"]
