@@ -96,7 +96,7 @@ CHAT = (
         "trainer/data/packing/sequence.py",
         "if document.answers is None else",
         "if True else",
-        "tests/unit/test_token_cache.py::test_conversations_become_the_same_sequences_and_labels_bit_for_bit",
+        "tests/unit/test_chat.py::test_labels_are_the_answers_and_their_ends",
     ),
     Mutant(
         "the answers of a document are those of another one",
