@@ -1,5 +1,8 @@
 """What all tests share: the choice of device, and one pool of worker processes for everything distributed."""
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +14,6 @@ from tests.distributed.pool import WorkerPool
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.register_profile("whole", max_examples=300, deadline=None)
 REPOSITORY = Path(__file__).parent / "tests" / "repository"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("quick" if "not slow" in config.option.markexpr else "whole")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,6 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where ranks compute: gloo or NCCL; ranks as threads on one GPU",
     )
     parser.addoption("--record-support", action="store_true", help="make docs/support_matrix.md of what is tested now")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if "not slow" in config.option.markexpr else "whole")
+    # Token files are made in a cache of this session: ranks and commands inherit the variable.
+    if not hasattr(config, "workerinput"):  # of pytest-xdist, whose workers share that of their parent
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lct-cache-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True))
 
 
 @pytest.fixture(scope="session")

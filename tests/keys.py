@@ -228,7 +228,7 @@ EFFECTS: dict[str, str | Seen] = {
     "training.dataset_path": Seen("--training.dataset_path={data}/lines", _other("inputs")),
     "training.dataset_text_field": "tests/unit/test_data_datasets.py::test_the_text_may_have_another_name",
     "training.token_dtype": "tests/unit/test_token_files.py::test_the_type_of_flat_ids_is_checked_and_may_be_named",
-    "training.on_bad_record": "tests/distributed/test_bad_data.py::test_a_bad_record_stops_or_is_left_out",
+    "training.on_bad_record": "tests/distributed/test_bad_data.py::test_a_damaged_document_stops_or_is_left_out",
     "training.local_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs[0]), len(on.inputs[0])) == (2, 4)),
     "training.global_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs), len(on.inputs)) == (1, 3)),
     "parallelism.domain_parallel_degrees": (
@@ -247,9 +247,6 @@ EFFECTS: dict[str, str | Seen] = {
     "mixture.names": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
     "mixture.paths": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
     "mixture.weights": "tests/distributed/test_mixture.py::test_a_layout_records_what_one_process_does",
-    "training.data_workers": (
-        "tests/distributed/test_data_workers.py::test_a_run_with_workers_is_the_run_without_them"
-    ),
     "training.packing": Seen(
         "--training.packing=pad --training.dataset_path={data}/lines",
         _other("losses"),

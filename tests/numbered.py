@@ -1,89 +1,55 @@
-"""Documents of known tokens, which worker processes can open: torch-free, and importable by name."""
+"""Documents of known tokens, by number, without files."""
 
-import logging
-import os
-import sys
+from collections.abc import Sequence
+from types import MappingProxyType
 
 import numpy as np
 
-from trainer.config.errors import ConfigError
-from trainer.data.bad_records import BadRecord
-from trainer.data.best_fit import DocumentEncoder, WholeStream
 from trainer.data.mixture import Mixture
-from trainer.data.text_data import DocumentStream, TextData
+from trainer.data.sources.bad_records import BadRecord
+from trainer.data.text_data import TextData
+from trainer.data.tokenizers.encoders import Encoded
 
 
 class Numbers:
-    """A source whose document i has tokens 1000 i + 1, 2, ...; the tokenizer is not asked. bad: cannot be read."""
+    """A source whose document i has tokens 1000 i + 1, 2, ...; bad: one that cannot be read."""
 
-    def __init__(self, lengths: list[int], bad: int = -1) -> None:
-        self.lengths, self.bad = lengths, bad
+    made_by = MappingProxyType({})
+
+    def __init__(self, lengths: list[int], bad: int = -1, above: int = 0) -> None:
+        self.lengths, self.bad, self.above = lengths, bad, above
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, i: int) -> np.ndarray:
+    def __getitem__(self, i: int) -> Encoded:
         if i == self.bad:
             raise BadRecord(f"document {i} is damaged")
-        return np.arange(1, self.lengths[i] + 1) + 1000 * i
+        return Encoded(np.arange(1, self.lengths[i] + 1) + 1000 * i + self.above)
 
-    def digests(self, documents: int) -> list[int]:
-        """Return what tells changed data apart."""
-        return self.lengths[:documents]
-
-
-class Telling(Numbers):
-    """It logs each document that is read, and the processes that read."""
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        logging.getLogger("trainer").warning(f"document {i} read by {os.getpid()}")
-        return super().__getitem__(i)
+    def fingerprint(self, documents: int) -> int:
+        """What tells changed data apart."""
+        return hash(tuple(self.lengths[:documents])) >> 1
 
 
-def opened(lengths: list[int], packing: str = "concatenate", bad: int = -1) -> TextData:
-    """Return documents of these lengths, as `open_text` would."""
-    if packing == "concatenate":
-        return TextData(Numbers(lengths, bad), None, DocumentStream)
-    return TextData(Numbers(lengths, bad), DocumentEncoder(None), WholeStream)
+class Ids(Numbers):
+    """A source of given token ids."""
 
+    def __init__(self, documents: Sequence[Sequence[int]]) -> None:
+        super().__init__([len(ids) for ids in documents])
+        self.documents = [np.array(ids, dtype=np.int64) for ids in documents]
 
-def telling(lengths: list[int]) -> TextData:
-    """Return documents that say when they are read."""
-    return TextData(Telling(lengths), None, DocumentStream)
+    def __getitem__(self, i: int) -> Encoded:
+        return Encoded(self.documents[i])
 
-
-def imported() -> TextData:
-    """Refuse the data with the names of large packages that this process has imported."""
-    raise ConfigError(f"imported: {sorted({'torch', 'jinja2', 'tests.numbered'} & set(sys.modules))}")
-
-
-class Unsendable(Exception):
-    """An error that cannot be made of its arguments again."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(first)
-
-
-def failing() -> TextData:
-    """Fail in a way that no message can carry."""
-    raise Unsendable("the disk is gone", "more")
+    def fingerprint(self, documents: int) -> int:
+        return hash(tuple(ids.tobytes() for ids in self.documents[:documents])) >> 1
 
 
 def mixed(names: str, weights: tuple[float, ...]) -> Mixture:
     """Return a mixture of up to three sources, of 32, 24 and 16 documents; tokens are above 1, 2, 3 millions."""
     parts = {
-        name: TextData(_Shifted([7 + 13 * i % 50 for i in range(40 - 8 * k)], 10**6 * k), None)
+        name: TextData(Numbers([7 + 13 * i % 50 for i in range(40 - 8 * k)], above=10**6 * k))
         for k, name in enumerate(names, 1)
     }
     return Mixture(parts, weights)
-
-
-class _Shifted(Numbers):
-    """Documents whose tokens begin above a number."""
-
-    def __init__(self, lengths: list[int], above: int) -> None:
-        super().__init__(lengths)
-        self._above = above
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return super().__getitem__(i) + self._above

@@ -1,4 +1,4 @@
-"""Whole documents through the trainer's `SequenceBuilder`: what the tests of packing and of the loader compare with."""
+"""Whole documents, one after another: what the tests of packing and of the loader compare with."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -6,19 +6,24 @@ from itertools import islice
 
 import numpy as np
 
+from tests.numbered import Ids
 from trainer.data.loader import BatchLoader
-from trainer.data.packing import PackedSequence, SequenceBuilder
+from trainer.data.packing.concatenate import DocumentStream
+from trainer.data.packing.sequence import PackedSequence
+
+
+class _InOrder(DocumentStream):
+    """Documents in their own order."""
+
+    def _item_at(self, place: int) -> int:
+        return place
 
 
 def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[PackedSequence]:
     """Yield the full sequences of whole documents (n,), each with its begin and end tokens; drop an incomplete one."""
-    builder = SequenceBuilder(seq_len)
-    for document in documents:
-        start = 0
-        while start < len(document):
-            start += builder.add(document, start)
-            if builder.missing == 0:
-                yield builder.finish()
+    source = Ids([*documents, [0]])
+    stream = _InOrder(source, range(len(source)), stream=0, seq_len=seq_len, seed=0)
+    yield from (stream.next_sequence() for _ in range((sum(source.lengths) - 1) // seq_len))
 
 
 def assert_exact_in_legs(

@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.registry import CHOICES, OPTIMIZERS, TABLES, TASK_OF_DATASET
-from trainer.data.datasets import DATASETS, Source
+from trainer.data.sources.registry import DATASETS, Source
 from trainer.distributed.context_parallel.planning.methods import METHODS, Method
 from trainer.job.record import TaskSpec
 from trainer.job.tasks import TASKS

@@ -11,9 +11,9 @@ import torch
 
 from examples.fields.file import FieldSource, Part, check_fields
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import check_streams
-from trainer.data.file_index import number_of
-from trainer.data.streams import ItemStream, StreamLoader, dealt
+from trainer.data.order.streams import ItemStream, StreamLoader, dealt
+from trainer.data.sources.files import number_of
+from trainer.data.sources.registry import check_streams
 
 __all__ = ["FieldLoader", "FieldSource", "check_fields", "persistence_error"]
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from examples.fields.file import FieldSource, check_fields
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import check_streams
+from trainer.data.sources.registry import check_streams
 from trainer.distributed.sharding.layout import AxisLayout, contiguous, sized
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory

@@ -1,9 +1,11 @@
-"""How fast each source of documents is: opened, read in batches, and as a share of the steps of a small job.
+"""How fast each source of documents is: its first start, later starts, and batches.
 
     python scripts/benchmarks/data.py --json docs/measurements/data_cpu.json
 
 The documents of every source are those of the standard library, jsonl repeats them up to --megabytes. Files lie in a
-temporary folder, so that they are in the memory of the operating system. The index of jsonl is built, then read again.
+temporary folder, so that they are in the memory of the operating system. The first start makes token files by as many
+processes as there are CPUs. Then the order of --documents is measured on one of 1,024 ranks, and what that rank and the
+first one of its node do with --files token files.
 """
 
 import argparse
@@ -14,26 +16,31 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
+
 from scripts.provenance import made_with
-from trainer.commands import tokenize_text
-from trainer.data.datasets import open_source
-from trainer.data.file_index import cache_folder
 from trainer.data.loader import BatchLoader
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.order.streams import dealt
+from trainer.data.sources.registry import DataSettings, all_documents
+from trainer.data.text_data import TextData, open_text
+from trainer.data.token_files.catalog import catalog_of, open_documents
+from trainer.data.token_files.made import cached
 
 SEQ_LEN, ROWS = 2048, 4
 
 
 def written(folder: Path, megabytes: float) -> dict[str, str | None]:
     """Write the documents in each form; return the path of each source."""
-    documents = list(open_source("python_stdlib"))
+    documents = list(all_documents(DataSettings("python_stdlib")))
     (folder / "text").mkdir()
     for i, document in enumerate(documents):
         (folder / "text" / f"{i:05d}.txt").write_text(document, encoding="utf-8")
@@ -48,28 +55,19 @@ def written(folder: Path, megabytes: float) -> dict[str, str | None]:
     return {"python_stdlib": None, "text": paths["text"], "jsonl": paths["lines.jsonl"], "tokens": paths["tokens"]}
 
 
-def tokenized(path: str, output: str) -> dict[str, object]:
-    """Tokenize text files in one process; return its speed."""
-    started = time.perf_counter()
-    options = ["--dataset", "text", "--path", path, "--output", output, "--processes", "1"]
-    if tokenize_text.main(options):
-        raise RuntimeError("lct tokenize failed")
-    seconds = time.perf_counter() - started
-    size = sum(file.stat().st_size for file in Path(path).iterdir())
-    return {"megabytes": round(size / 1e6, 1), "megabytes_per_second": round(size / 1e6 / seconds, 2)}
-
-
 def opened(name: str, path: str | None) -> float:
-    """Return the seconds in which a source is opened."""
+    """Return the seconds of the command that makes the token files of a source, as the start of a job runs it."""
     started = time.perf_counter()
-    open_source(name, path)
+    command = [sys.executable, "-m", "trainer", "tokenize", f"--training.dataset={name}"]
+    command += [f"--training.dataset_path={path}"] if path else []
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return round(time.perf_counter() - started, 4)
 
 
-def speeds(name: str, path: str | None, batches: int, rounds: int) -> Iterator[float]:
+def speeds(data: TextData, batches: int, rounds: int) -> Iterator[float]:
     """Yield the tokens per second of one process for each round, after a first batch of every stream."""
     sizes = {"seq_len": SEQ_LEN, "local_batch_size": ROWS, "data_streams": None}
-    loader = BatchLoader(open_source(name, path), open_tokenizer(), **sizes, seed=0, dp_rank=0, dp_degree=1)
+    loader = BatchLoader(data, **sizes, seed=0, dp_rank=0, dp_degree=1)
     made = iter(loader)
     for _ in range(16):
         next(made)
@@ -80,47 +78,62 @@ def speeds(name: str, path: str | None, batches: int, rounds: int) -> Iterator[f
         yield batches * ROWS * SEQ_LEN / (time.perf_counter() - started)
 
 
-def loading_fraction(name: str, path: str | None, steps: int) -> float:
-    """Return the share of the time of a step that the debug model's job waits for data, median over steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = [f"--training.steps={steps}", f"--training.dataset={name}", f"--job.dump_folder={folder}"]
-        options += ["--metrics.log_freq=1", *([f"--training.dataset_path={path}"] if path else [])]
-        subprocess.run(
-            [sys.executable, "-m", "trainer", "train", "debug_model", "--ngpu", "1", *options],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return round(statistics.median(json.loads(line)["data_loading_fraction"] for line in lines[1:]), 5)
-
-
 def measure(name: str, path: str | None, args: argparse.Namespace) -> dict[str, object]:
     """Return the row of a source."""
-    first, again = opened(name, path), opened(name, path)
-    index_bytes = sum(file.stat().st_size for file in cache_folder().glob("*.index"))
-    rates = sorted(speeds(name, path, args.batches, args.rounds))
-    row: dict[str, object] = {"dataset": name, "documents": len(open_source(name, path))}
+    settings = DataSettings(name, path)
+    first, again, data = opened(name, path), opened(name, path), open_text(settings)
+    rates = sorted(speeds(data, args.batches, args.rounds))
+    row: dict[str, object] = {"dataset": name, "documents": data.items}
     if path:
         files = [Path(path)] if Path(path).is_file() else list(Path(path).iterdir())
         row["megabytes"] = round(sum(file.stat().st_size for file in files) / 1e6, 1)
-    row |= {"open_seconds": first, "open_again_seconds": again}
-    row |= {"index_bytes": index_bytes} if name == "jsonl" else {}
+    row |= {"first_seconds": first, "open_seconds": again}
     row |= {"tokens_per_second": round(statistics.median(rates)), "range": [round(rates[0]), round(rates[-1])]}
-    if args.steps:
-        row["data_loading_fraction"] = loading_fraction(name, path, args.steps)
     return row
+
+
+def order(documents: int, streams: int = 1024) -> dict[str, object]:
+    """Return how long one of 1,024 ranks takes to order its documents and to find 1,000 of them, and its memory."""
+    started = time.perf_counter()
+    ((_, items),) = dealt(documents, streams, 0, 3, 1024)
+    made = time.perf_counter() - started
+    _ = [items[place] for place in range(1000)]
+    microseconds = (time.perf_counter() - started - made) * 1000
+    tracemalloc.start()
+    _ = [items[0] for _, items in dealt(documents, streams, 0, 3, 1024)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    found = {"seconds": round(made, 6), "microseconds_a_document": round(microseconds, 2), "peak_bytes": peak}
+    return {"documents": documents, **found}
+
+
+def start_of_ranks(folder: Path, files: int) -> dict[str, object]:
+    """Return the seconds that the first rank of a node, and then another one, take to open so many token files."""
+    folder.mkdir()
+    ids = np.arange(2, 66, dtype="<u2")
+    for i in range(files):
+        ids.tofile(folder / f"{i:05d}.npy")
+    settings, started = DataSettings("tokens", str(folder)), time.perf_counter()
+    catalog = catalog_of(settings)
+    first, started = time.perf_counter() - started, time.perf_counter()
+    catalog_of(settings)
+    again, started = time.perf_counter() - started, time.perf_counter()
+    open_documents(settings, catalog)
+    other = time.perf_counter() - started
+    seconds = {"first_rank": first, "first_rank_again": again, "other_rank": other}
+    return {"files": files, **{name: round(value, 4) for name, value in seconds.items()}}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of docs/data.md."""
     lines = [
-        "| source | documents | opened, and again | tokens per second | share of a step |",
-        "|---|---|---|---|---|",
+        "| source | documents | first start, and later | tokens per second |",
+        "|---|---|---|---|",
     ]
     for row in rows:
         size = f", {row['megabytes']:.0f} MB" if "megabytes" in row else ""
-        seconds = f"{1000 * row['open_seconds']:.0f} ms, {1000 * row['open_again_seconds']:.0f} ms"
-        speed = f"{row['tokens_per_second'] / 1e6:.1f} million | {row['data_loading_fraction']:.2%}"
+        seconds = f"{row['first_seconds']:.1f} s, {row['open_seconds']:.2f} s"
+        speed = f"{row['tokens_per_second'] / 1e6:.1f} million"
         lines.append(f"| `{row['dataset']}` | {row['documents']:,}{size} | {seconds} | {speed} |")
     return "\n".join(lines)
 
@@ -130,7 +143,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--megabytes", type=float, default=245, help="of the JSON lines")
     found.add_argument("--batches", type=int, default=100, help=f"of {ROWS} x {SEQ_LEN} tokens, in a round")
     found.add_argument("--rounds", type=int, default=5)
-    found.add_argument("--steps", type=int, default=3, help="of a job with the debug model for each source; 0: none")
+    found.add_argument("--documents", type=int, default=365_000_000, help="that are ordered, as many as C4 has")
+    found.add_argument("--files", type=int, default=1000, help="token files that ranks open")
     found.add_argument("--json", default=None, help="file of the numbers")
     return found
 
@@ -138,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
-    content: dict[str, object] = made_with("scripts/benchmarks/data.py", argv, device="cpu")
+    content: dict[str, Any] = made_with("scripts/benchmarks/data.py", argv, device="cpu")
     content |= {
         "cpus": os.cpu_count(),
         "seq_len": SEQ_LEN,
@@ -147,10 +161,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rounds": args.rounds,
     }
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # an index of another run would be found
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # token files of another run would be found
         paths = written(Path(folder), args.megabytes)
-        content["tokenize"] = tokenized(str(paths["text"]), str(paths["tokens"]))
-        content["results"] = [measure(name, path, args) for name, path in paths.items()]
+        content["results"] = [measure(name, path, args) for name, path in paths.items() if name != "tokens"]
+        paths["tokens"] = str(cached(DataSettings("text", paths["text"])))
+        content["results"].append(measure("tokens", paths["tokens"], args))
+        content["order"] = order(args.documents)
+        content["start"] = start_of_ranks(Path(folder, "many"), args.files)
     text = json.dumps(content, indent=2)
     print(text)
     if args.json:

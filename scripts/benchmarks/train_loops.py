@@ -22,9 +22,8 @@ from torch import nn
 
 from trainer.components.optimizer import build_optimizer
 from trainer.config.schema import JobConfig, Model
-from trainer.data.datasets import open_source
 from trainer.data.loader import BatchLoader
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.mixture import open_training_data
 from trainer.job import ResolvedJob, resolve
 from trainer.models.args import ModelArgs
 from trainer.models.initialization import initialize
@@ -135,8 +134,7 @@ def _batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The first (tokens, labels) that the trainer reads."""
     training = work.config.training
     loader = BatchLoader(
-        open_source(training.dataset, training.dataset_path),
-        open_tokenizer(work.config.model.tokenizer_file),
+        open_training_data(work.config),
         seq_len=training.seq_len,
         local_batch_size=training.local_batch_size,
         data_streams=training.data_streams,

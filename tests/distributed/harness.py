@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.data.packing import IGNORE_INDEX, NO_POSITION
+from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import data_parallel
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution

@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 
+from trainer.data.sources.registry import DataSettings
+from trainer.data.token_files.catalog import catalog_of
+
 # Imported once, in the server that forks the ranks. It computes nothing, so that it has no threads to lose.
 _PRELOAD = [
     *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental"),
@@ -46,6 +49,7 @@ class WorkerPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
+        catalog_of(DataSettings("python_stdlib"))  # its token files: these ranks may not start processes
 
     def __enter__(self) -> "WorkerPool":
         return self

@@ -7,39 +7,55 @@ import os
 from pathlib import Path
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import main_case, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.checkpoint.folder import read_state, saved_steps
+from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
-from trainer.data.streams import dealt, shuffled
+from trainer.config.schema import Comm
+from trainer.data.order.streams import dealt, shuffled
+from trainer.data.token_files.format import open_pair
+from trainer.runtime.agreement import once_a_node
+from trainer.runtime.process_group import Process, process_group
 
-JSONL = ["--training.dataset=jsonl", "--training.data_streams=None", "--training.steps=12"]
+ALL = ["--training.data_streams=None", "--training.steps=12"]
+JSONL = ["--training.dataset=jsonl", *ALL]
 STREAMS = 10  # of 80 documents
-BROKEN = b'{"text": "gr\xfc\xdfe"}'
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Lines of 40 tokens or so. One is no UTF-8, the fourth that its stream reads."""
+    """Lines of 40 tokens or so."""
     lines = [b'{"text": "%d is a number, %d its square%s"}' % (i, i * i, b", never less" * 8) for i in range(80)]
-    _, items = next(dealt(80, STREAMS, 0, 0, 1))
-    lines[items[shuffled(8, 0, 1, 0, 0)[3]]] = BROKEN
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     return tmp_path / "a.jsonl"
 
 
-def bad_line(data: Path) -> int:
-    return 1 + data.read_bytes().splitlines().index(BROKEN)
+@pytest.fixture
+def damaged(data: Path, tmp_path: Path) -> Path:
+    """Token files of these lines. One document, the fourth that its stream reads, has another id than was written."""
+    assert tokenize_text.main(["--path", str(data), "--output", str(tmp_path / "tokens"), "--processes", "1"]) == 0
+    pair = open_pair(str(tmp_path / "tokens" / "shard-00000.idx"))
+    with open(pair.ids, "r+b") as file:
+        file.seek(int(pair.arrays[1][bad_document()]) + 6)
+        file.write(b"\1\1")
+    return tmp_path / "tokens"
+
+
+def bad_document() -> int:
+    _, items = next(dealt(80, STREAMS, 0, 0, 1))
+    return int(items[shuffled(8, 0, 1, 0, 0)[3]])
 
 
 def train(folder: str, arguments: list[str]) -> tuple[str, int, dict]:
     """Train to the end; what stopped it, the steps that were done, the position of the data."""
     done, state = [], {}
     try:
-        with trainer_in(folder, [*JSONL, *arguments]) as trainer:
+        with trainer_in(folder, [*ALL, *arguments]) as trainer:
             step = trainer.train_step
             trainer.train_step = lambda number: (step(number), done.append(number))
             try:
@@ -52,15 +68,15 @@ def train(folder: str, arguments: list[str]) -> tuple[str, int, dict]:
 
 
 @pytest.mark.parametrize("ranks", [2, *slow(1, 3)])
-def test_a_bad_record_stops_or_is_left_out(pool: WorkerPool, tmp_path: Path, data: Path, ranks: int) -> None:
+def test_a_damaged_document_stops_or_is_left_out(pool: WorkerPool, tmp_path: Path, damaged: Path, ranks: int) -> None:
     """With 3 ranks the 10 streams are shared."""
     batch = ["--training.global_batch_size=-1", "--training.local_batch_size=3"] if ranks == 3 else []
-    given = [f"--training.dataset_path={data}", *batch]
+    given = ["--training.dataset=tokens", f"--training.dataset_path={damaged}", *batch]
     stopped = pool.run(ranks, train, str(tmp_path / "stop"), given)
     steps = stopped[0][1]
     assert 1 < steps < 12
     (told,) = {told for told, *_ in stopped}
-    assert told == f'{data}, line {bad_line(data)}, must be a JSON object with a string field "text", in UTF-8'
+    assert told.startswith(f"{damaged}/shard-00000.bin, document {bad_document()}, is damaged: its check sum is wrong")
     assert {done for _, done, _ in stopped} == {steps}
     folder = tmp_path / "stop" / "checkpoint"
     assert saved_steps(folder) == [steps]
@@ -76,26 +92,34 @@ def test_a_bad_record_stops_or_is_left_out(pool: WorkerPool, tmp_path: Path, dat
     assert [state for *_, state in whole] == [state for *_, state in on]
 
 
-def test_without_checkpoints_it_stops_as_well(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
-    given = [f"--training.dataset_path={data}", "--checkpoint.no-enable"]
+def test_without_checkpoints_it_stops_as_well(pool: WorkerPool, tmp_path: Path, damaged: Path) -> None:
+    given = ["--training.dataset=tokens", f"--training.dataset_path={damaged}", "--checkpoint.no-enable"]
     (told, done, _), (other, also, _) = pool.run(2, train, str(tmp_path / "stop"), given)
     assert told == other
-    assert f"line {bad_line(data)}, must be" in told
+    assert f"document {bad_document()}, is damaged" in told
     assert 1 < done == also < 12
 
 
-def lose_a_file(folder: str, texts: str) -> tuple[str, int]:
-    """Train; half of the files disappear after the second step."""
-    path = Path(texts)
-    arguments = ["--training.dataset=text", f"--training.dataset_path={texts}", "--training.data_streams=None"]
-    with trainer_in(folder, [*arguments, "--training.steps=99"]) as trainer:
+def test_a_bad_line_stops_all_ranks_before_the_first_step(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
+    data.write_bytes(data.read_bytes().replace(b"7 is", b"7 \xfc\xdf", 1))
+    given = ["--training.dataset=jsonl", f"--training.dataset_path={data}"]
+    ((told, done, _), other) = pool.run(2, train, str(tmp_path / "stop"), given)
+    assert told == f'{data}, line 8, must be a JSON object with a string field "text", in UTF-8'
+    assert (told, 0) == (told, done) == other[:2]
+    on = pool.run(2, train, str(tmp_path / "skip"), [*given, "--training.on_bad_record=skip"])
+    assert [(told, done) for told, done, _ in on] == [("", 12)] * 2
+
+
+def lose_the_ids(folder: str, tokens: str) -> tuple[str, int]:
+    """Train; the file of ids becomes shorter after the second step."""
+    arguments = ["--training.dataset=tokens", f"--training.dataset_path={tokens}", "--training.data_streams=None"]
+    with trainer_in(folder, [*arguments, "--training.steps=99", "--training.on_bad_record=skip"]) as trainer:
         step = trainer.train_step
 
         def noted_step(number: int) -> None:
             step(number)
             if number == 2:
-                for i in range(0, 16, 2):
-                    (path / f"{i}.txt").unlink(missing_ok=True)
+                os.truncate(f"{tokens}/shard-00000.bin", 1000)
 
         trainer.train_step = noted_step
         try:
@@ -105,23 +129,21 @@ def lose_a_file(folder: str, texts: str) -> tuple[str, int]:
     return "", 0
 
 
-def test_files_that_disappear_stop_all_ranks_after_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
-    for i in range(16):
-        (tmp_path / f"{i}.txt").write_text(f"{i} is a number " * 30)
-    ((told, saved), other) = pool.run(2, lose_a_file, str(tmp_path / "run"), str(tmp_path))
+def test_files_that_shrink_stop_all_ranks_after_a_checkpoint(pool: WorkerPool, tmp_path: Path, damaged: Path) -> None:
+    ((told, saved), other) = pool.run(2, lose_the_ids, str(tmp_path / "run"), str(damaged))
     assert other == (told, saved)
-    assert "txt cannot be read (No such file or directory); restore it, or give files that you may read" in told
+    assert "shard-00000.bin is shorter than when the run began to read it" in told
     assert saved_steps(tmp_path / "run" / "checkpoint") == [saved]
 
 
 def test_changed_data_start_anew_on_purpose(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
-    given = [f"--training.dataset_path={data}", "--training.on_bad_record=skip"]
+    given = ["--training.dataset=jsonl", f"--training.dataset_path={data}"]
 
     def run(folder: str, steps: int, *more: str) -> list[tuple[str, int, dict]]:
         return pool.run(2, train, str(tmp_path / folder), [*given, f"--training.steps={steps}", *more])
 
     assert {told for told, *_ in run("run", 4)} == {""}
-    data.write_bytes(data.read_bytes().replace(b"number", b"figure")[: data.stat().st_size // 2])
+    data.write_bytes(b"\n".join(data.read_bytes().replace(b"number", b"figure").splitlines()[:41]))
     ((told, done, _), _) = run("run", 8)
     assert "the data set has 41 documents, and had 80 when the checkpoint was saved" in told
     keys = ["--checkpoint.load_step=4", "--checkpoint.exclude_from_loading", "dataloader"]
@@ -148,7 +170,8 @@ def test_positions_of_many_waiting_conversations_are_saved(pool: WorkerPool, tmp
 
 
 def of_one_rank_case(folder: str, arguments: list[str], different: list[str]) -> tuple[int, str]:
-    """As `main_case`, with other arguments on rank 1."""
+    """As `main_case`, with other arguments on rank 1, which is on another node."""
+    os.environ["LOCAL_RANK"] = "0"
     return main_case(folder, [*arguments, *(different if os.environ["RANK"] == "1" else [])])
 
 
@@ -169,3 +192,20 @@ def test_ranks_that_read_different_data_stop_before_the_first_step(pool: WorkerP
         assert [code for code, _ in results] == [2, 2]
         assert told in "".join(err for _, err in results)
     assert not saved_steps(tmp_path / "checkpoint")
+
+
+def found_case(ranks_of_a_node: int) -> tuple[str, int]:
+    """What this rank is given, and how often it had to look."""
+    process = Process.from_environment()
+    os.environ["LOCAL_RANK"] = str(process.rank % ranks_of_a_node)
+    looked: list[str] = []
+    with process_group(process, Comm()):
+        mesh = init_device_mesh(process.device.type, (process.world_size,))
+        given = once_a_node(lambda: looked.append("") or "x" * process.rank + f"catalog of rank {process.rank}", mesh)
+    return given, len(looked)
+
+
+def test_one_process_of_each_node_looks_for_all_its_ranks(pool: WorkerPool) -> None:
+    found = pool.run(4, found_case, 2)
+    first, second = "catalog of rank 0", "xxcatalog of rank 2"
+    assert found == [(first, 1), (first, 0), (second, 1), (second, 0)]

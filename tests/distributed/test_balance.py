@@ -18,9 +18,11 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import trainer_in
 from tests.distributed.test_parity import LAYOUTS, degrees, reference
 from tests.slow import slow
+from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.token_files.format import open_pair
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.degrees import resolve_degrees
 from trainer.runtime.process_group import Process, process_group
@@ -211,13 +213,15 @@ def test_a_balanced_run_goes_on_where_it_stopped_also_unbalanced(pool: WorkerPoo
 
 
 def test_bad_data_of_one_rank_stop_all(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
-    lines = data.read_text().splitlines()
-    lines[41] = "{"
-    data.write_text("\n".join(lines))
-    arguments = [f"--training.dataset_path={data}", BALANCED, "--training.steps=60"]
+    tokens = tmp_path / "tokens"
+    assert tokenize_text.main(["--path", str(data), "--output", str(tokens), "--processes", "1"]) == 0
+    with open(tokens / "shard-00000.bin", "r+b") as file:
+        file.seek(int(open_pair(str(tokens / "shard-00000.idx")).arrays[1][41]) + 6)
+        file.write(b"\1\1")
+    arguments = ["--training.dataset=tokens", f"--training.dataset_path={tokens}", BALANCED, "--training.steps=60"]
     results = pool.run(2, losses, str(tmp_path / "run"), arguments)
-    message = f'{data}, line 42, must be a JSON object with a string field "text", in UTF-8'
-    assert {told for _, told in results} == {message}
+    (message,) = {told for _, told in results}
+    assert message.startswith(f"{tokens}/shard-00000.bin, document 41, is damaged")
     assert len(results[0][0]) == len(results[1][0]) > 0
 
 

@@ -17,7 +17,7 @@ from tests.slow import slow
 from trainer.components.loss import token_losses
 from trainer.components.metrics import ValidationResult
 from trainer.config.loader import parse_command_line
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing.sequence import IGNORE_INDEX, sample_of
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
@@ -155,8 +155,8 @@ def test_a_run_resumes_with_other_ranks_on_the_same_data(
 def validated_case(arguments: list[str], folder: str) -> tuple[ValidationResult, int]:
     """The result of one pass, and the number of labels of all conversations."""
     with trainer_of(arguments, folder) as trainer:
-        source, encoder, *_ = trainer.validation._data
-        labels = (encoder.sample(source[i]).labels[:SEQ_LEN] for i in range(len(source)))
+        source = trainer.validation._data.source
+        labels = (sample_of(source[i]).labels[:SEQ_LEN] for i in range(len(source)))
         number = sum(int((some != IGNORE_INDEX).sum()) for some in labels)
         return trainer.validation.run(trainer.model_parts, trainer.pipeline), number
 

@@ -23,11 +23,12 @@ from trainer.commands.evaluate_options import checked
 from trainer.commands.evaluate_report import rows_of
 from trainer.commands.finished_run import loaded_model
 from trainer.config.schema import JobConfig, Training
-from trainer.data.datasets import open_source
-from trainer.data.long_documents import long_documents
-from trainer.data.needle import NeedlePrompt, needle_prompts
-from trainer.data.packing import IGNORE_INDEX
-from trainer.data.tokenizer import default_tokenizer_path, open_tokenizer
+from trainer.data.evaluation.long_documents import long_documents
+from trainer.data.evaluation.needle import NeedlePrompt, needle_prompts
+from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.sources.registry import DataSettings
+from trainer.data.token_files.catalog import documents_in_order
+from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import resolve
 from trainer.models.llama3.args import TransformerArgs
@@ -122,9 +123,9 @@ def by_hand_case(argv: list[str], folder: str) -> list[float]:
     wanted, job = checked([*argv, "--ngpu", "1", "--output", folder])
     with process_group(process, job.config.comm), torch.no_grad():
         model, _ = loaded_model(job, process.device)
-        source, tokenizer = open_source(wanted.dataset, wanted.dataset_path), open_tokenizer()
+        documents = documents_in_order(DataSettings(wanted.dataset, wanted.dataset_path))
         losses = []
-        for sequence in long_documents(source, tokenizer, wanted.seq_len, 99):
+        for sequence in long_documents(documents, wanted.seq_len, 99):
             tokens, labels = (torch.from_numpy(x)[None] for x in (sequence.tokens, sequence.labels))
             losses.append(F.cross_entropy(model.output(model(tokens))[0], labels[0], reduction="none"))
         by_position = torch.stack(losses).mean(0)

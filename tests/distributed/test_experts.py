@@ -22,7 +22,7 @@ from tests.distributed.test_host_reads import TOTALS
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
-from trainer.data.packing import IGNORE_INDEX, NO_POSITION
+from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
 from trainer.distributed import expert_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.expert_parallel import ExpertParallel

@@ -10,7 +10,7 @@ from tests.distributed.pool import WorkerPool
 from tests.hf_decoders import hf_model
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
-from trainer.data.tokenizer import default_tokenizer_path
+from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.job import resolve
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.shapes import RopeScaling

@@ -29,7 +29,7 @@ from trainer.components import generation
 from trainer.components.generation import Sampling, generate
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model, Parallelism, Training
-from trainer.data.tokenizer import default_tokenizer_path
+from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job import ResolvedJob, resolve
 from trainer.models.common.shapes import RopeScaling

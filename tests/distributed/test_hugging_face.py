@@ -28,7 +28,7 @@ from trainer.checkpoint import hf_reader, hf_writer
 from trainer.checkpoint.export import export
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.job import resolve
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.shapes import RopeScaling

@@ -22,10 +22,10 @@ from trainer.checkpoint.folder import saved_steps
 from trainer.components.source_losses import SourceLosses
 from trainer.components.step_guard import TrainingError
 from trainer.components.step_totals import StepTotals
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.trainer import Trainer
 
-data = test_bad_data.data
+data, damaged = test_bad_data.data, test_bad_data.damaged
 FUSED = "--optimizer.implementation=fused"
 STEPS, INTERVAL, STOPPED = 20, 8, 12
 MODEL = [
@@ -182,12 +182,12 @@ def test_a_checkpoint_by_the_time_is_that_of_the_step_that_runs_when_it_is_known
     assert 6 in saved_steps(tmp_path / "checkpoint")
 
 
-def test_bad_data_stop_the_run_after_the_same_step(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
-    given = [f"--training.dataset_path={data}"]
+def test_bad_data_stop_the_run_after_the_same_step(pool: WorkerPool, tmp_path: Path, damaged: Path) -> None:
+    given = ["--training.dataset=tokens", f"--training.dataset_path={damaged}"]
     at_once = pool.run(2, test_bad_data.train, str(tmp_path / "once"), given)
     late = pool.run(2, test_bad_data.train, str(tmp_path / "late"), [*given, FUSED])
     assert late == at_once
-    assert f"line {test_bad_data.bad_line(data)}, must be" in late[0][0]
+    assert f"document {test_bad_data.bad_document()}, is damaged" in late[0][0]
     assert saved_steps(tmp_path / "late" / "checkpoint") == [late[0][1]]
 
 

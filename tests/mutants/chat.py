@@ -1,51 +1,50 @@
-"""Mistakes in conversations, packing and data workers."""
+"""Mistakes in conversations, packing and mixtures."""
 
 from tests.mutants.mutant import Mutant
 
 _CHAT, _FIT = "tests/unit/test_chat.py", "tests/unit/test_best_fit.py"
-_WORKERS = "tests/unit/test_data_workers.py"
 _MIXTURE = "tests/unit/test_mixture.py"
 _WHOLE = "tests/unit/test_packing_whole.py"
 
 CHAT = (
     Mutant(
         "a token that is half prompt and half answer has a label",
-        "trainer/data/chat.py",
+        "trainer/data/tokenizers/encoders.py",
         "(start <= starts) & (starts < stop)",
         "(start < stops) & (starts < stop)",
         f"{_CHAT}::test_a_token_across_the_border_has_no_label",
     ),
     Mutant(
         "the white space after an end token is learnt",
-        "trainer/data/chat_template.py",
+        "trainer/data/tokenizers/chat_template.py",
         "len(whole if ends_by_itself else whole.rstrip())",
         "len(whole)",
         f"{_CHAT}::test_both_ways_to_find_answers_agree",
     ),
     Mutant(
         "tools in a string are spelled letter by letter",
-        "trainer/data/chat.py",
+        "trainer/data/sources/conversations.py",
         "json.loads(tools) if isinstance(tools, str) else tools",
         "list(tools)",
         "tests/unit/test_chat.py::test_tools_may_be_a_string_of_json",
     ),
     Mutant(
         "a tool call that a template leaves out is taught as silence",
-        "trainer/data/chat_written.py",
+        "trainer/data/tokenizers/chat_written.py",
         'for call in message.get("tool_calls") or ():\n            function, arguments',
         "for call in ():\n            function, arguments",
         "tests/unit/test_chat.py::test_a_message_that_the_template_leaves_out_is_refused",
     ),
     Mutant(
         "a short answer is found in an earlier message",
-        "trainer/data/chat_written.py",
+        "trainer/data/tokenizers/chat_written.py",
         "text.find(form, start)",
         "text.find(form)",
         "tests/unit/test_chat.py::test_a_message_that_the_template_leaves_out_is_refused",
     ),
     Mutant(
         "a text begins with a token that the tokenizer does not put there",
-        "trainer/data/tokenizer_json.py",
+        "trainer/data/tokenizers/tokenizer_json.py",
         "return begin[0] if begin else None",
         'return begin[0] if begin else self._tokenizer.token_to_id("<|begin|>")',
         "tests/unit/test_tokenizer_formats.py::test_what_begins_and_ends_a_text",
@@ -59,66 +58,52 @@ CHAT = (
     ),
     Mutant(
         "a conversation is packed that is one token too long",
-        "trainer/data/best_fit.py",
+        "trainer/data/packing/whole.py",
         "(missing, 1)",
         "(missing + 1, 1)",
         f"{_FIT}::test_an_epoch_has_every_conversation_once_and_whole",
     ),
     Mutant(
         "an epoch ends while conversations wait",
-        "trainer/data/best_fit.py",
+        "trainer/data/packing/whole.py",
         "if not (self._waiting or self._whole_left) and self._place == len(self._items):",
         "if self._place == len(self._items):",
         f"{_FIT}::test_an_epoch_has_every_conversation_once_and_whole",
     ),
     Mutant(
         "the last label of a piece of a document is lost",
-        "trainer/data/best_fit.py",
+        "trainer/data/packing/whole.py",
         "labels[start : start + seq_len])",
         "np.append(labels[start : start + seq_len - 1], np.int32(IGNORE_INDEX)))",
         f"{_WHOLE}::test_each_token_of_each_document_is_trained_exactly_once_an_epoch",
     ),
     Mutant(
         "a resumed stream begins a document of several pieces anew",
-        "trainer/data/best_fit.py",
+        "trainer/data/packing/whole.py",
         "waiting | self._whole_left << WINDOW",
         "waiting",
         f"{_WHOLE}::test_a_resume_between_the_pieces_of_a_document_needs_their_number",
     ),
     Mutant(
         "a resumed stream loses the pieces of a document whose rest was given before",
-        "trainer/data/best_fit.py",
+        "trainer/data/packing/whole.py",
         "if left and self._place - 1 not in self._waiting:",
         "if False:",
         f"{_WHOLE}::test_no_piece_is_lost_of_a_document_whose_rest_fills_up_a_sequence_before",
     ),
     Mutant(
-        "data workers begin at the beginning",
-        "trainer/data/workers.py",
-        "streams[s].restart(state)",
-        "streams[s].restart({})",
-        f"{_WORKERS}::test_a_resumed_worker_reads_again_what_it_needs_only",
+        "every token of a conversation is learned",
+        "trainer/data/packing/sequence.py",
+        "if document.answers is None else",
+        "if True else",
+        "tests/unit/test_chat.py::test_labels_are_the_answers_and_their_ends",
     ),
     Mutant(
-        "data workers go on where they were after another state is loaded",
-        "trainer/data/loader.py",
-        "self._stop()  # what they made is of another position",
-        "pass",
-        f"{_WORKERS}::test_a_run_resumes_with_other_workers_and_degrees_twice",
-    ),
-    Mutant(
-        "a data worker that has died is found out when its last batch is used up",
-        "trainer/data/workers.py",
-        "if process.poll() is not None:",
-        "if False:",
-        f"{_WORKERS}::test_a_worker_that_dies_is_told_at_once_and_the_position_is_kept",
-    ),
-    Mutant(
-        "positions of a data worker's row go on over documents",
-        "trainer/data/workers.py",
-        "positions=positions_of(self.lengths, padding=self.padding)",
-        "positions=positions_of([len(self.tokens)], padding=self.padding)",
-        f"{_WORKERS}::test_order_and_state_do_not_depend_on_workers",
+        "the answers of a document are those of another one",
+        "trainer/data/token_files/reader.py",
+        "start // pair.itemsize, stop // pair.itemsize)",
+        "start, start + (stop - start) // pair.itemsize)",
+        "tests/unit/test_token_cache.py::test_conversations_become_the_same_sequences_and_labels_bit_for_bit",
     ),
     Mutant(
         "the sources of a mixture begin anew when a run resumes",

@@ -268,13 +268,6 @@ RULES = [
         says="web 70.0%, code 30.0%(?s:.*)training done",
     ),
     Rule(
-        r"(lct train --training\.data_workers) 4 (.*)",
-        rf"\1 1 \2 {SHORT}",
-        why=OWN,
-        first=DATA,
-        says="training done",
-    ),
-    Rule(
         r"lct train --profiling\S+ .*",
         r"\g<0> --training.steps=20 --training.seq_len=16 --training.global_batch_size=-1 "
         "&& test -f outputs/debug_model/profile_trace/iteration_20/rank0_trace.json",

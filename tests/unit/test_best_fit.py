@@ -10,32 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tests.numbered
 from trainer.config.errors import ConfigError
-from trainer.data.best_fit import WINDOW, WholeStream
-from trainer.data.chat import ConversationEncoder
 from trainer.data.loader import BatchLoader
-from trainer.data.packing import IGNORE_INDEX, NO_POSITION, Sample
-from trainer.data.text_data import DocumentStream
+from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
+from trainer.data.packing.whole import WINDOW, TooLong, WholeStream
+from trainer.data.text_data import TextData
+from trainer.data.tokenizers.encoders import Encoded
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 
 
-class Numbers(ConversationEncoder):
-    """An encoder of `number length`: tokens are number * 1000 + 1, 2, ...; the second half has labels."""
+class Numbers(tests.numbered.Numbers):
+    """Conversations, of which the second half is an answer."""
 
-    def __init__(self) -> None:
-        super().__init__(None, None)
-
-    def sample(self, text: str) -> Sample:
-        number, length = map(int, text.split())
-        tokens = np.arange(1, length + 1, dtype=np.int32) + 1000 * number
-        labels = np.full(length, IGNORE_INDEX, dtype=np.int32)
-        labels[length // 2 : -1] = tokens[length // 2 + 1 :]
-        return Sample(tokens, labels)
-
-
-def source_of(lengths: list[int]) -> list[str]:
-    return [f"{number} {length}" for number, length in enumerate(lengths)]
+    def __getitem__(self, i: int) -> Encoded:
+        ids = super().__getitem__(i).ids
+        return Encoded(ids, np.arange(len(ids)) > len(ids) // 2)
 
 
 def log_normal(n: int, seed: int = 0, *, longest: int = 64) -> list[int]:
@@ -44,14 +35,15 @@ def log_normal(n: int, seed: int = 0, *, longest: int = 64) -> list[int]:
 
 
 def loader(lengths, *, n=4, r=0, d=1, seq_len=64, b=1, seed=0):
-    source, stream = source_of(lengths), WholeStream
     settings = {"data_streams": n, "seed": seed, "dp_rank": r, "dp_degree": d}
-    return BatchLoader(source, Numbers(), stream, seq_len=seq_len, local_batch_size=b, **settings)
+    return BatchLoader(
+        TextData(Numbers(lengths), "best_fit", conversations=True), seq_len=seq_len, local_batch_size=b, **settings
+    )
 
 
 def stream_of(lengths, seq_len=64) -> WholeStream:
     everything = np.arange(len(lengths))
-    return WholeStream(source_of(lengths), Numbers(), everything, stream=0, seq_len=seq_len, seed=0)
+    return WholeStream(Numbers(lengths), everything, stream=0, seq_len=seq_len, seed=0, too_long=TooLong())
 
 
 def documents(sequence) -> list[tuple[int, ...]]:
@@ -66,9 +58,9 @@ def documents(sequence) -> list[tuple[int, ...]]:
             assert (labels == IGNORE_INDEX).all()
             continue
         assert sequence.positions[inside].tolist() == list(range(inside.sum()))
-        wanted = Numbers().sample(f"{tokens[0] // 1000} {len(tokens)}")
-        assert tokens.tolist() == wanted.tokens.tolist()
-        assert labels.tolist() == wanted.labels.tolist()
+        length = len(tokens)
+        assert tokens.tolist() == [int(tokens[0]) + i for i in range(length)]
+        assert labels.tolist() == [IGNORE_INDEX] * (length // 2) + tokens[length // 2 + 1 :].tolist() + [IGNORE_INDEX]
         found.append((int(tokens[0]) // 1000, len(tokens)))
     assert ids.tolist() == sorted(ids.tolist())
     return found
@@ -173,17 +165,8 @@ def test_a_resume_in_the_middle_of_a_buffer():
 
 def test_states_of_the_other_packing_are_refused():
     lengths = log_normal(20)
-    other = BatchLoader(
-        ["text"] * 20,
-        None,
-        DocumentStream,
-        seq_len=8,
-        local_batch_size=1,
-        data_streams=4,
-        seed=0,
-        dp_rank=0,
-        dp_degree=1,
-    )
+    shape = {"seq_len": 8, "local_batch_size": 1, "data_streams": 4, "seed": 0, "dp_rank": 0, "dp_degree": 1}
+    other = BatchLoader(TextData(tests.numbered.Numbers([4] * 20)), **shape)
     for one, states in ((loader(lengths), other.state_dict()), (other, loader(lengths).state_dict())):
         with pytest.raises(ConfigError, match="another kind of data"):
             one.load_state_dict(states)
@@ -203,7 +186,7 @@ def test_a_long_conversation_loses_its_end_and_is_counted(caplog):
     assert numbers == {0: 20, 1: 8, 2: 20, 3: 5}  # the labels of 4 begin after 45 tokens
     (first,) = {record.getMessage() for record in caplog.records}
     assert first.startswith("1 conversation was longer than 20 tokens so far (this one has ")
-    assert stream._encoder._too_long == 3
+    assert stream._too_long._number == 3
 
 
 def test_a_stream_without_an_answer_is_refused_instead_of_turning_for_ever():

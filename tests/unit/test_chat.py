@@ -5,19 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.chat_files import CALLS, CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations, write_lines
+from tests.chat_files import CALLS, CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.config.schema import Model
-from trainer.data.chat import ConversationEncoder, as_text, conversation
-from trainer.data.chat_template import ChatTemplate, find_template
-from trainer.data.packing import IGNORE_INDEX
-from trainer.data.text_data import open_text
-from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer
+from trainer.data.packing.sequence import IGNORE_INDEX, Sample, sample_of
+from trainer.data.sources.conversations import conversation
+from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
+from trainer.data.tokenizers.encoders import ConversationEncoder
+from trainer.data.tokenizers.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer
 
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|eos|>"}
 TURNS = [
@@ -30,7 +28,7 @@ TURNS = [
 
 def read(line: object, where: str = "a.jsonl, line 1") -> dict:
     content = line if isinstance(line, bytes) else json.dumps(line).encode()
-    return json.loads(as_text(conversation(content, where)))
+    return conversation(content, where)
 
 
 def refusal(call, *args) -> str:
@@ -48,6 +46,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def encoder(folder: Path) -> ConversationEncoder:
     return ConversationEncoder(open_tokenizer(str(folder)), find_template(str(folder), None))
+
+
+def sampled(ours: ConversationEncoder, found: dict) -> Sample:
+    return sample_of(ours.encode(found))
 
 
 def learnt(sample, tokenizer: Tokenizer) -> str:
@@ -74,14 +76,14 @@ def test_text_and_tokens_are_those_of_transformers(name, folders):
         wanted = theirs.apply_chat_template(line["messages"], tokenize=False, **given)
         assert template.render(found)[0] == wanted
         ids = theirs.apply_chat_template(line["messages"], return_dict=False, **given)
-        assert ours.sample(as_text(found)).tokens.tolist() == ids
+        assert sampled(ours, (found)).tokens.tolist() == ids
 
 
 def test_marked_answers_are_those_of_transformers(folders):
     theirs, ours = AutoTokenizer.from_pretrained(folders["marked"]), encoder(folders["marked"])
     for line in conversations(30):
         out = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
-        sample = ours.sample(as_text(read(line)))
+        sample = sampled(ours, (read(line)))
         pairs = zip(out["input_ids"][1:], out["assistant_masks"][1:], strict=True)
         assert sample.labels[:-1].tolist() == [i if mask else IGNORE_INDEX for i, mask in pairs]
 
@@ -96,7 +98,7 @@ def test_marked_answers_are_those_of_transformers(folders):
     ],
 )
 def test_labels_are_the_answers_and_their_ends(name, wanted, folders):
-    sample = encoder(folders[name]).sample(as_text(read({"messages": TURNS})))
+    sample = sampled(encoder(folders[name]), (read({"messages": TURNS})))
     assert learnt(sample, open_tokenizer(str(folders[name]))) == wanted
     assert sample.labels[-1] == IGNORE_INDEX
     has = sample.labels[:-1] != IGNORE_INDEX
@@ -106,14 +108,14 @@ def test_labels_are_the_answers_and_their_ends(name, wanted, folders):
 def test_both_ways_to_find_answers_agree(folders):
     both = [encoder(folders[name]) for name in ("chatml", "marked")]
     for line in conversations(30, seed=1):
-        a, b = (one.sample(as_text(read(line))) for one in both)
+        a, b = (sampled(one, (read(line))) for one in both)
         assert (a.labels == b.labels).all()
 
 
 def test_a_prompt_and_its_answer_are_a_conversation_for_a_template(folders):
     ours = encoder(folders["llama3"])
-    samples = [ours.sample(as_text(read({"prompt": "two and three?", key: "five"}))) for key in ("answer", "response")]
-    wanted = ours.sample(as_text(read({"messages": TURNS[:2]})))
+    samples = [sampled(ours, (read({"prompt": "two and three?", key: "five"}))) for key in ("answer", "response")]
+    wanted = sampled(ours, (read({"messages": TURNS[:2]})))
     assert all((sample.tokens == wanted.tokens).all() for sample in samples)
 
 
@@ -132,7 +134,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 @given(TEXT, TEXT.filter(str.strip))
 def test_plain_text_is_begin_prompt_answer_end(prompt, answer):
     tokenizer = open_tokenizer()
-    sample = ConversationEncoder(tokenizer, None).sample(as_text(read({"prompt": prompt, "completion": answer})))
+    sample = sampled(ConversationEncoder(tokenizer, None), (read({"prompt": prompt, "completion": answer})))
     assert sample.tokens.tolist() == tokenizer.encode(prompt + answer, bos=True, eos=True)
     first = int(np.argmax(sample.labels != IGNORE_INDEX))
     assert (sample.labels[first:-1] == sample.tokens[first + 1 :]).all()
@@ -149,7 +151,7 @@ def test_a_token_across_the_border_has_no_label(name, folders):
     assert len(tokenizer.encode(" the")) == 1
     ours = ConversationEncoder(tokenizer, None)
     for prompt, answer, wanted in (("and ", "the fox", " fox"), ("and", " the fox", " the fox")):
-        sample = ours.sample(as_text(read({"prompt": prompt, "answer": answer})))
+        sample = sampled(ours, (read({"prompt": prompt, "answer": answer})))
         assert learnt(sample, tokenizer) == wanted + tokenizer.decode([tokenizer.eos_id])
 
 
@@ -175,7 +177,7 @@ def test_llama_3_in_both_formats(tmp_path):
     tokenizer = open_tokenizer()
     ends = {"bos_token": "<|begin_of_text|>"}
     template = find_template(default_tokenizer_path(), str(tmp_path / "t.jinja"), ends)
-    sample = ConversationEncoder(tokenizer, template).sample(as_text(read({"messages": TURNS[:2]})))
+    sample = sampled(ConversationEncoder(tokenizer, template), (read({"messages": TURNS[:2]})))
     assert tokenizer.decode(sample.tokens.tolist()) == "<|begin_of_text|>two and three?<|eot_id|>five<|eot_id|>"
     assert learnt(sample, tokenizer) == "five<|eot_id|>"
 
@@ -194,7 +196,7 @@ CALLING = [
 
 def test_calls_are_learnt_as_transformers_writes_them(folders):
     theirs = AutoTokenizer.from_pretrained(folders["calls"])
-    sample = encoder(folders["calls"]).sample(as_text(read({"messages": CALLING})))
+    sample = sampled(encoder(folders["calls"]), (read({"messages": CALLING})))
     assert sample.tokens.tolist() == theirs.apply_chat_template(CALLING, return_dict=False)
     call = '<call>add{"a": 2, "to": "thrée", "more": [true, null]}</call><|end|>'
     assert learnt(sample, open_tokenizer(str(folders["calls"]))) == f"{call}five<|end|>"
@@ -204,10 +206,10 @@ def test_openais_format_is_the_same_conversation(folders):
     """Arguments are a string of JSON, and the content beside a call is null or missing."""
     arguments = json.dumps(CALL["function"]["arguments"], ensure_ascii=False)
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    wanted = encoder(folders["calls"]).sample(as_text(read({"messages": CALLING})))
+    wanted = sampled(encoder(folders["calls"]), (read({"messages": CALLING})))
     for content in ({"content": None}, {}, {"content": ""}):
         messages = [CALLING[0], {"role": "assistant", "tool_calls": [call], **content}, *CALLING[2:]]
-        sample = encoder(folders["calls"]).sample(as_text(read({"messages": messages})))
+        sample = sampled(encoder(folders["calls"]), (read({"messages": messages})))
         assert (sample.tokens == wanted.tokens).all()
         assert (sample.labels == wanted.labels).all()
 
@@ -345,18 +347,13 @@ def test_a_bad_line_is_told_in_one_sentence(line, part):
     assert part in message
 
 
-def test_a_tokenizer_that_cannot_tell_special_tokens_is_refused_at_once(tmp_path):
-    (tmp_path / "words.txt").write_text("the quick fox adds two and three\n" * 20)
-    prefix = str(tmp_path / "tokenizer")
-    settings = {"input": f"{tmp_path}/words.txt", "model_prefix": prefix, "vocab_size": 40, "hard_vocab_limit": False}
-    sentencepiece.SentencePieceTrainer.train(**settings, minloglevel=9)
-    lines = write_lines(tmp_path / "chat.jsonl", [{"prompt": "a", "answer": "b"}])
-    model = Model(tokenizer_path=f"{prefix}.model")
-    assert "use the model's tokenizer.json" in refusal(open_text, model, "chat", str(lines))
-
-
 def test_messages_without_a_template_say_what_to_do(folders):
     ours = ConversationEncoder(open_tokenizer(), None)
-    message = refusal(ours.sample, as_text(read({"messages": TURNS})))
+    message = refusal(ours.encode, read({"messages": TURNS}))
     assert "need a chat template" in message
     assert "model.chat_template" in message
+
+
+def test_a_lone_surrogate_in_a_conversation_becomes_the_replacement_character() -> None:
+    found = read(b'{"prompt": "a\\ud800b", "answer": "\\uD83D\\uDE00"}')
+    assert (found["prompt"], found["answer"]) == ("a\ufffdb", "\U0001f600")

@@ -8,7 +8,9 @@ import pytest
 from tests.chat_files import CHATML, LLAMA3, chat_folder, conversations, write_lines
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.data.text_data import open_text
+from trainer.data.sources.registry import DataSettings
+from trainer.data.token_files.catalog import open_documents
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 
@@ -61,8 +63,8 @@ def test_a_template_of_your_own(data, tmp_path):
     texts = []
     for own in ((), (f"--model.chat_template={tmp_path}/mine.jinja",), ("--model.chat_template=none",)):
         model = job(*chat(lines), f"--model.tokenizer_path={folder}", *own).config.model
-        source, encoder, *_ = open_text(model, "chat", str(lines))
-        texts.append(encoder._tokenizer.decode(encoder.sample(source[0]).tokens.tolist()))
+        source = open_documents(DataSettings.of("chat", str(lines), model))
+        texts.append(open_tokenizer(str(folder)).decode(source[0].ids.tolist()))
     assert texts[0] == "<|head|>user\ntwo<|end|>\n<|head|>assistant\nfive<|end|>\n"
     assert texts[1].startswith("<|begin|><|head|>system<|/head|>")
     assert texts[2] == "twofive<|eos|>", "this tokenizer puts nothing before a text"
@@ -81,13 +83,12 @@ def test_a_bad_line_is_told_with_its_file(tmp_path):
     assert refusal(*chat(path)).startswith(f"{path}, line 1, has neither")
 
 
-def test_a_bad_line_further_on_is_told_when_the_data_are_read(data, tmp_path):
+def test_a_bad_line_further_on_is_told_before_the_first_step(data, tmp_path):
     folder = chat_folder(tmp_path / "model", CHATML)
     data.write_text(data.read_text() + json.dumps({"messages": [{"role": "bot", "content": "x"}]}) + "\n")
     model = job(*chat(data), f"--model.tokenizer_path={folder}").config.model
-    source = open_text(model, "chat", str(data)).source
     with pytest.raises(ConfigError, match=r"chat.jsonl, line 9, message 1: .* must be one of 'system'"):
-        source[8]
+        open_documents(DataSettings.of("chat", str(data), model))
 
 
 def test_validation_on_conversations_needs_a_mask(data, tmp_path):

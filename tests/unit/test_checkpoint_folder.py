@@ -23,7 +23,7 @@ from trainer.checkpoint.publishing import keep_latest, mark_best, publish, remov
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizer import vocab_size_of
+from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.job import resolve
 from trainer.models.registry import model_args
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scripts.benchmarks.chunked_loss import Passes
 from trainer.components.loss import token_losses
 from trainer.config.loader import parse_command_line
-from trainer.data.packing import IGNORE_INDEX
+from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.job.compilation import resolve_compilation
 from trainer.models.common.chunked_loss import (
     ChunkFunctions,

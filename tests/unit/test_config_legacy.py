@@ -81,7 +81,6 @@ CASES = [
     ),
     ("debug.seed", 42, "training.seed", 42),
     ("debug.deterministic", True, "training.deterministic", True),
-    ("training.dataloader.num_workers", 3, "training.data_workers", 3),
     ("training.batch_size", 3, "training.local_batch_size", 3),
     ("training.warmup_steps", 5, "lr_scheduler.warmup_steps", 5),
     ("training.compile", True, "compile.enable", True),

@@ -141,7 +141,7 @@ def test_what_is_missing_is_told_before_anything_starts(path: Path, tmp_path, mo
             "training.dataset = 'c4_test' means the 2,000 documents in torchtitan's repository; use"
         )
     else:
-        wanted = r"training.dataset = 'c4' lies on the Hugging Face hub.* --hub allenai/c4 --hub-config en "
+        wanted = r"training.dataset = 'c4' lies on the Hugging Face hub; use .* training.dataset_path = 'allenai/c4:en'"
         assert re.match(wanted, message)
 
 

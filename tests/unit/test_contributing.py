@@ -1,19 +1,20 @@
 """Laws of CONTRIBUTING.md: what it names exists, and its lists are enough."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from tests.unit.test_data_loader import loader, read
+from tests.unit.test_data_loader import read
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Parallelism
-from trainer.data import datasets
-from trainer.data.datasets import Reading, Source, open_source
+from trainer.data import BatchLoader, DataSettings, open_text, open_tokenizer
+from trainer.data.sources import DATASETS, Part, Source
 from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.distributed.pipeline_stages import SCHEDULES
 from trainer.job import resolve
@@ -62,15 +63,21 @@ def test_a_name_that_does_not_exist_is_seen(right: str, wrong: str) -> None:
 # ---- a data source
 
 
-def sections(files: list[str], how: Reading) -> list[str]:
-    """The sections of Markdown files, each a document."""
-    return [part for file in files for part in re.split(r"^#", Path(file).read_text(), flags=re.MULTILINE) if part]
+def files(_: DataSettings, paths: list[str], __: int) -> list[Part]:
+    """A part for each file."""
+    return [Part((path,), Path(path).stat().st_size) for path in paths]
+
+
+def sections(_: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
+    """The sections of a Markdown file, each a document."""
+    found = re.split(r"^#", Path(part.files[0]).read_text(), flags=re.MULTILINE)
+    return (partial(str, section) for section in found if section)
 
 
 @pytest.fixture
 def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Settings of a data set whose source is a record from outside."""
-    monkeypatch.setitem(datasets.DATASETS, "markdown", Source(sections, sections, (".md",)))
+    monkeypatch.setitem(DATASETS, "markdown", Source((".md",), files, sections))
     for chapter in range(3):
         (tmp_path / f"{chapter}.md").write_text("".join(f"# {chapter}.{i}\n{'text ' * i}\n" for i in range(5)))
     return ["--training.dataset=markdown", f"--training.dataset_path={tmp_path}"]
@@ -78,11 +85,17 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_source_from_outside_is_checked_and_read_by_any_number_of_ranks(book: list[str]) -> None:
     training = resolve(parse_command_line([*book, "--training.data_streams=4"]).config, 2).config.training
-    source = open_source(training.dataset, training.dataset_path)
-    assert len(source) == 15
-    whole = read([loader(source, n=4)], 12)
-    assert read([loader(source, n=4, r=rank, d=2) for rank in range(2)], 6) == whole
-    assert "text text" in "".join(chr(token) for row in whole for token in row[0])
+    settings = DataSettings(training.dataset, training.dataset_path)
+    data = open_text(settings)
+    assert data.items == 15
+
+    def loader(r: int, d: int) -> BatchLoader:
+        shape = {"seq_len": 8, "local_batch_size": 1, "data_streams": 4, "seed": 0, "dp_rank": r, "dp_degree": d}
+        return BatchLoader(data, **shape)
+
+    whole = read([loader(0, 1)], 12)
+    assert read([loader(rank, 2) for rank in range(2)], 6) == whole
+    assert "text text" in "".join(map(open_tokenizer().decode, (row[0] for row in whole)))
 
 
 def test_a_source_from_outside_is_refused_like_the_others(book: list[str]) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from trainer.config.errors import ConfigError
-from trainer.data import file_index, json_lines
-from trainer.data.datasets import Reading, check_source, check_streams, fingerprint, open_source
+from trainer.data.sources import files, registry
+from trainer.data.sources.registry import DataSettings, all_documents, check_streams
+from trainer.data.token_files.catalog import open_documents
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +36,16 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def texts(name, path=None):
-    source = open_source(name, None if path is None else str(path))
-    return [source[i] for i in range(len(source))]
+def given(name, path=None, **how):
+    return DataSettings(name, None if path is None else str(path), **how)
+
+
+def texts(name, path=None, **how):
+    return list(all_documents(given(name, path, **how)))
+
+
+def check_source(name, path, data_streams=None, **how):
+    registry.check_source(given(name, path, **how), data_streams)
 
 
 def refusal(call, *args) -> str:
@@ -71,7 +79,8 @@ def test_the_standard_library_has_its_modules_and_no_tests_or_packages():
 
 def test_the_standard_library_is_in_the_same_order_in_every_process():
     code = (
-        "import hashlib; from trainer.data.datasets import open_source; s = open_source('python_stdlib');"
+        "import hashlib; from trainer.data.sources.registry import DataSettings, all_documents;"
+        "s = list(all_documents(DataSettings('python_stdlib')));"
         "print(hashlib.sha256('\\0'.join(s).encode()).hexdigest())"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -112,9 +121,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 def test_text_that_is_not_utf8_is_refused_by_name(tmp_path):
     (tmp_path / "a.txt").write_text("fine")
     (tmp_path / "b.txt").write_bytes(b"gr\xfc\xdfe")
-    source = open_source("text", str(tmp_path))
-    assert source[0] == "fine"
-    assert "b.txt is not UTF-8 text (byte 2)" in refusal(source.__getitem__, 1)
+    source = all_documents(given("text", tmp_path))
+    assert next(source) == "fine"
+    assert "b.txt is not UTF-8 text (byte 2)" in refusal(next, source)
     assert "b.txt is not UTF-8 text" in refusal(check_source, "text", str(tmp_path / "b.txt"), 1)
 
 
@@ -155,18 +164,21 @@ def test_changed_data_are_read_anew(tmp_path):
     assert texts("jsonl", file) == ["new"]
 
 
-def test_several_ranks_may_open_the_same_data_at_once(tmp_path):
+def test_several_processes_may_open_the_same_data_at_once(tmp_path):
+    """One of them makes the token files."""
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(20_000)])
     code = (
-        "import sys; from trainer.data.datasets import open_source; s = open_source('jsonl', sys.argv[1]);"
-        "assert [s[i] for i in range(0, 20000, 500)] == [str(i) for i in range(0, 20000, 500)]; print(len(s))"
+        "import sys; from trainer.data import DataSettings, open_text;"
+        "s = open_text(DataSettings('jsonl', sys.argv[1]));"
+        "print(s.items, s.source[19999].ids.tolist())"
     )
     ranks = [
         subprocess.Popen([sys.executable, "-c", code, file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [out for out, _ in outputs] == ["20000\n"] * 4, outputs
+    assert len({out for out, _ in outputs}) == 1
+    assert outputs[0][0].startswith("20000 [")
     assert [err for _, err in outputs] == [""] * 4  # no progress bars, no warnings
 
 
@@ -176,7 +188,7 @@ def test_several_ranks_may_open_the_same_data_at_once(tmp_path):
 def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n\n' + line + "\n")
-    message = refusal(open_source("jsonl", str(file)).__getitem__, 1)
+    message = refusal(texts, "jsonl", file)
     assert message == f'{file}, line 3, must be a JSON object with a string field "text", in UTF-8'
     check_source("jsonl", str(file), 2)  # reads the start only
     file.write_text(line)
@@ -186,72 +198,14 @@ def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line):
 def test_a_line_that_is_not_utf8_is_refused_by_file_and_number(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
-    assert f"{file}, line 2, must be" in refusal(open_source("jsonl", str(file)).__getitem__, 1)
-
-
-def test_jsonl_without_a_line_is_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n \n")
-    assert "a.jsonl holds no line" in refusal(open_source, "jsonl", str(tmp_path / "a.jsonl"))
+    assert f"{file}, line 2, must be" in refusal(texts, "jsonl", file)
 
 
 def test_the_text_may_have_another_name(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [{"content": "a", "text": 1}])
-    source = open_source("jsonl", str(file), Reading(text_field="content"))
-    assert source[0] == "a"
-    check_source("jsonl", str(file), 1, how=Reading(text_field="content"))
-    assert 'with a string field "body"' in refusal(
-        lambda: check_source("jsonl", str(file), 1, how=Reading(text_field="body"))
-    )
-
-
-@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
-def test_an_index_has_every_line_whatever_the_blocks(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(file_index, "BLOCK", block)
-    lines = [
-        b'{"text": "a"}',
-        b"",
-        b"  ",
-        b' {"text": "b"}',
-        b'{"text": "' + b"c" * 100 + b'"}\r',
-        b"\t",
-        b'{"text": "d"}',
-    ]
-    (file := tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    assert texts("jsonl", file) == ["a", "b", "c" * 100, "d"]
-
-
-def test_an_index_is_built_once_and_anew_for_another_content(tmp_path, cache, monkeypatch):
-    file, built = write_jsonl(tmp_path / "a.jsonl", [{"text": "old"}] * 3), []
-    scan = json_lines.line_starts
-    monkeypatch.setattr(json_lines, "line_starts", lambda file: built.append(file) or scan(file))
-    assert texts("jsonl", file) == texts("jsonl", file) == ["old"] * 3
-    assert len(built) == 1
-    time_before = file.stat().st_mtime_ns
-    write_jsonl(file, [{"text": "new"}] * 3)
-    os.utime(file, ns=(time_before, time_before))  # neither size nor time tell it
-    assert texts("jsonl", file) == ["new"] * 3
-    assert len(built) == 2
-    (index,) = (cache / "long-context-trainer").glob("*.index")
-    index.write_bytes(index.read_bytes()[:-8])  # of a process that was killed
-    assert texts("jsonl", file) == ["new"] * 3
-    assert len(built) == 3
-
-
-def test_without_a_cache_the_index_is_kept_in_memory(tmp_path, monkeypatch, caplog):
-    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
-    (tmp_path / "no folder").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
-    assert texts("jsonl", file) == ["a", "b"]
-    assert "is kept in memory" in caplog.text
-
-
-def test_a_long_scan_says_how_far_it_is(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(file_index, "_SAY_SECONDS", 0)
-    monkeypatch.setattr(file_index, "BLOCK", 64)
-    file = write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(100)])
-    with caplog.at_level("INFO"):
-        open_source("jsonl", str(file))
-    assert f"indexing {file}: 0.0 of 0.0 GiB" in caplog.text
+    assert texts("jsonl", file, text_field="content") == ["a"]
+    check_source("jsonl", str(file), 1, text_field="content")
+    assert 'with a string field "body"' in refusal(lambda: check_source("jsonl", str(file), 1, text_field="body"))
 
 
 # --- bad records
@@ -259,27 +213,32 @@ def test_a_long_scan_says_how_far_it_is(tmp_path, monkeypatch, caplog):
 
 def test_bad_records_are_left_out_in_their_places_and_counted(tmp_path, caplog):
     (file := tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n{"text": "b"}\n' + b"{\n" * 12)
-    source = open_source("jsonl", str(file), Reading(skips=True))
-    for _ in range(2):  # every epoch meets them again
-        assert [source[i] for i in range(len(source))] == ["a", "", "b", *[""] * 12]
+    assert texts("jsonl", file, skips=True) == ["a", "", "b", *[""] * 12]
     said = [record.getMessage().partition(";")[0] for record in caplog.records]
     assert said == ["1 bad record left out so far", "10 bad records left out so far"]
     (tmp_path / "a.txt").write_bytes(b"gr\xfc\xdfe")
-    assert open_source("text", str(tmp_path / "a.txt"), Reading(skips=True))[0] == ""
+    assert texts("text", tmp_path / "a.txt", skips=True) == [""]
 
 
-def test_a_file_that_goes_away_or_shrinks_is_no_bad_record(tmp_path):
+def test_token_files_without_bad_records_are_for_runs_that_stop_at_them(tmp_path, caplog):
+    """Of those that leave some out, a run that stops says why; both share what is made."""
+    (file := tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
+    assert "a.jsonl, line 2, must be" in refusal(open_documents, given("jsonl", file))
+    assert [len(open_documents(given("jsonl", file, skips=True))[i].ids) > 0 for i in range(2)] == [True, False]
+    caplog.clear()
+    assert len(open_documents(given("jsonl", file, skips=True))) == 2
+    assert not caplog.records  # nothing is made again
+    assert "a.jsonl, line 2, must be" in refusal(open_documents, given("jsonl", file))
+
+
+def test_a_file_that_goes_away_is_no_bad_record(tmp_path):
     """So many documents are gone with it that the run stops, whatever `on_bad_record` says."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)
-    source = open_source("text", str(tmp_path), Reading(skips=True))
+    source = all_documents(given("text", tmp_path, skips=True))
+    assert next(source) == "a"
     (tmp_path / "b.txt").unlink()
-    assert "b.txt cannot be read (No such file or directory); restore it" in refusal(source.__getitem__, 1)
-    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 9)
-    source = open_source("jsonl", str(file), Reading(skips=True))
-    os.truncate(file, 20)
-    assert source[0] == "a"
-    assert "a.jsonl is shorter than when the run began to read it" in refusal(source.__getitem__, 8)
+    assert "b.txt cannot be read (No such file or directory); restore it" in refusal(next, source)
 
 
 # --- check_source
@@ -292,20 +251,30 @@ def test_what_works_is_accepted(folder):
     check_source("jsonl", str(folder), 2)
 
 
-@pytest.mark.parametrize("call", [open_source, lambda name, path: check_source(name, path, 1)])
+@pytest.mark.parametrize("call", [texts, check_source])
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
         ("python_stdlb", None, "'python_stdlb' is not a known data set; did you mean 'python_stdlib'?"),
-        ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat, tokens"),
-        ("c4", None, "of it with `lct tokenize --hub allenai/c4 --hub-config en --output tokens`, and train with"),
-        ("some/data", None, "'some/data' lies on the Hugging Face hub, which is not read while training; make token"),
+        ("wiki", None, "'wiki' is not a known data set; choose one of python_stdlib, text, jsonl, chat, hub, tokens"),
+        ("c4", None, "use training.dataset = 'hub' and training.dataset_path = 'allenai/c4:en'"),
+        (
+            "some/data",
+            None,
+            "'some/data' lies on the Hugging Face hub; use training.dataset = 'hub' and training.dataset",
+        ),
+        ("hub", None, "training.dataset = 'hub' needs training.dataset_path; give the data set's name"),
+        ("hub", "a:b:c:d", "'a:b:c:d' must be the name of a data set of the Hugging Face hub, with its configuration"),
         ("text", None, "training.dataset = 'text' needs training.dataset_path; give a .txt file"),
-        ("jsonl", "", "training.dataset = 'jsonl' needs training.dataset_path; give a .jsonl file"),
+        ("jsonl", "", "training.dataset = 'jsonl' needs training.dataset_path; give a .jsonl or .jsonl.gz or"),
         ("python_stdlib", "x", "training.dataset_path = 'x' would do nothing"),
         ("text", "nothing/here", "training.dataset_path = 'nothing/here' is neither a file nor a folder"),
         ("jsonl", "nothing/*.jsonl", "training.dataset_path = 'nothing/*.jsonl' is a glob that matches no file"),
-        ("jsonl", "train_configs", "training.dataset_path = 'train_configs' is a folder without *.jsonl files"),
+        (
+            "jsonl",
+            "train_configs",
+            "training.dataset_path = 'train_configs' is a folder without *.jsonl and *.jsonl.gz and",
+        ),
     ],
 )
 def test_a_wrong_name_or_path_is_refused(call, name, path, message, monkeypatch):
@@ -396,13 +365,15 @@ def test_checks_import_neither_torch_nor_arrow_and_answer_at_once(tmp_path):
     code = f"""
 import sys, time
 start = time.process_time()
-import trainer.data.tokenizer, trainer.data.datasets, trainer.data.packing
-trainer.data.datasets.check_source("python_stdlib", None, 64)
-trainer.data.datasets.check_source("jsonl", {str(tmp_path)!r}, 1)
-trainer.data.tokenizer.vocab_size_of()
+import trainer.data.tokenizers.tokenizer
+from trainer.data.sources.registry import DataSettings, check_source
+from trainer.data.text_data import open_text
+check_source(DataSettings("python_stdlib"), 64)
+check_source(DataSettings("jsonl", {str(tmp_path)!r}), 1)
+trainer.data.tokenizers.tokenizer.vocab_size_of()
 seconds = time.process_time() - start
 print([name for name in ("torch", "datasets", "pyarrow", "tiktoken") if name in sys.modules], seconds < 1)
-trainer.data.tokenizer.open_tokenizer(); trainer.data.datasets.open_source("python_stdlib")
+open_text(DataSettings("jsonl", {str(tmp_path)!r}))
 print("torch" in sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -413,8 +384,8 @@ print("torch" in sys.modules)
 
 
 def hash_of(name, path, documents=None):
-    source = open_source(name, str(path))
-    return fingerprint(source, len(source) if documents is None else documents)
+    source = open_documents(given(name, path))
+    return source.fingerprint(len(source) if documents is None else documents)
 
 
 @pytest.mark.parametrize("name", ["text", "jsonl"])
@@ -449,9 +420,8 @@ def test_all_bytes_of_a_file_count_and_are_hashed_once(tmp_path, cache, monkeypa
     (file := tmp_path / f"a.{name.replace('text', 'txt')}").write_text("\n".join(lines))
     before, time_before = hash_of(name, file), file.stat().st_mtime_ns
     read = []
-    hash_file, scan = file_index._hash_of, json_lines.line_starts
-    monkeypatch.setattr(file_index, "_hash_of", lambda file: read.append(file) or hash_file(file))
-    monkeypatch.setattr(json_lines, "line_starts", lambda stream: read.append(stream) or scan(stream))
+    hash_file = files._hash_of
+    monkeypatch.setattr(files, "_hash_of", lambda file: read.append(file) or hash_file(file))
     assert (hash_of(name, file), len(read)) == (before, 0)
     lines[2000], lines[2001] = lines[2001], lines[2000]
     file.write_text("\n".join(lines))
@@ -463,17 +433,9 @@ def test_all_bytes_of_a_file_count_and_are_hashed_once(tmp_path, cache, monkeypa
 def test_a_file_that_is_added_does_not_cost_the_others(tmp_path, monkeypatch):
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text(str(i))
-    whole, read, hash_file = hash_of("text", tmp_path), [], file_index._hash_of
-    monkeypatch.setattr(file_index, "_hash_of", lambda file: read.append(file) or hash_file(file))
+    whole, read, hash_file = hash_of("text", tmp_path), [], files._hash_of
+    monkeypatch.setattr(files, "_hash_of", lambda file: read.append(file) or hash_file(file))
     (tmp_path / "3.txt").write_text("3")
     assert hash_of("text", tmp_path) != whole
     assert hash_of("text", tmp_path, 3) == whole
     assert read == [str(tmp_path / "3.txt")]
-    monkeypatch.setattr(file_index, "cache_folder", lambda: tmp_path / "0.txt" / "no folder")
-    assert hash_of("text", tmp_path, 3) == whole
-
-
-def test_bad_records_do_not_hide_the_content(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"other": 1}])
-    source = open_source("jsonl", str(file), Reading(skips=True))
-    assert fingerprint(source, 2) == hash_of("jsonl", file)

@@ -6,19 +6,18 @@ import sys
 from functools import partial
 from itertools import islice, pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.numbered import Ids
 from tests.packing import pack
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import open_source
+from trainer.data import DataSettings, TextData, open_text
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.packing import IGNORE_INDEX
-from trainer.data.streams import shuffled
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.order.permutation import shuffled
+from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.context_parallel.planning.balance import balanced
 from trainer.distributed.context_parallel.planning.mask import causal, documents_of
 from trainer.distributed.context_parallel.planning.options import BatchPlan, ContextParallelOptions
@@ -27,13 +26,9 @@ KEYS = ("tokens", "labels", "positions", "document_ids")
 SEQ_LEN = 8
 
 
-class Characters:
-    """A tokenizer whose tokens are code points: fast, and readable in a failure."""
-
-    bos_id, eos_id = 1, 2
-
-    def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> np.ndarray:
-        return np.array([self.bos_id] * bos + [ord(char) for char in text] + [self.eos_id] * eos, dtype=np.int64)
+def encoded(text: str) -> list[int]:
+    """Tokens that are code points between 1 and 2: readable in a failure."""
+    return [1, *map(ord, text), 2] if text else []
 
 
 def documents(n: int = 30) -> list[str]:
@@ -41,19 +36,10 @@ def documents(n: int = 30) -> list[str]:
     return [chr(1000 + i) * (i * 7 % 31) for i in range(n)]
 
 
-def loader(source=None, *, b=1, n=4, r=0, d=1, seed=0, seq_len=SEQ_LEN, plan=None):
+def loader(source=None, *, b=1, n=4, r=0, d=1, seed=0, seq_len=SEQ_LEN, plan=None, kind=Ids):
     source = documents() if source is None else source
-    return BatchLoader(
-        source,
-        Characters(),
-        seq_len=seq_len,
-        local_batch_size=b,
-        data_streams=n,
-        seed=seed,
-        dp_rank=r,
-        dp_degree=d,
-        plan=plan,
-    )
+    shape = {"seq_len": seq_len, "local_batch_size": b, "data_streams": n, "seed": seed, "dp_rank": r, "dp_degree": d}
+    return BatchLoader(TextData(kind([encoded(text) for text in source])), **shape, plan=plan)
 
 
 def rows(batches) -> list[tuple]:
@@ -100,7 +86,7 @@ def test_global_sample_i_is_number_i_div_n_of_stream_i_mod_n():
         endless = []
         for epoch in range(6):
             endless += [source[own[i]] for i in shuffled(len(own), 5, 1, s, epoch)]
-        ids = [Characters().encode_to_numpy(text, bos=True, eos=True) for text in endless if text]
+        ids = [encoded(text) for text in endless if text]
         expected.append(list(pack(ids, SEQ_LEN)))
     got = read([loader(n=n, seed=5)], 80)
     for i, (tokens, labels, positions, ids) in enumerate(got):
@@ -209,23 +195,21 @@ def test_a_resumed_run_may_change_seq_len_and_goes_on_at_the_same_token():
     assert seen == [token for tokens, *_ in read([loader(source, n=1)], 13) for token in tokens]
 
 
-def test_only_the_current_document_is_tokenised_again():
-    class Counting(Characters):
+def test_only_the_current_document_is_read_again():
+    class Counting(Ids):
         calls = 0
 
-        def encode_to_numpy(self, text, **kwargs):
-            self.calls += 1
-            return super().encode_to_numpy(text, **kwargs)
+        def __getitem__(self, i):
+            Counting.calls += 1
+            return super().__getitem__(i)
 
     source = ["a" * 1000] * 8
-    make = {"seq_len": 8, "local_batch_size": 1, "data_streams": 1, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-    first = BatchLoader(source, Counting(), **make)
+    first = loader(source, n=1)
     list(islice(iter(first), 700))
-    counting = Counting()
-    second = BatchLoader(source, counting, **make)
+    second = loader(source, n=1, kind=Counting)
     second.load_state_dict(first.state_dict())
     next(iter(second))
-    assert counting.calls == 1
+    assert Counting.calls == 1
 
 
 # --- batches
@@ -284,23 +268,15 @@ def test_hashes_are_63_bits_and_tell_batches_apart():
 
 def test_real_batches_and_hashes_are_the_same_in_every_process():
     code = (
-        "from itertools import islice; from trainer.data.datasets import open_source;"
-        "from trainer.data.loader import *; from trainer.data.tokenizer import open_tokenizer;"
-        "one = BatchLoader(open_source('python_stdlib'), open_tokenizer(), seq_len=256, local_batch_size=2,"
+        "from itertools import islice; from trainer.data import DataSettings, open_text;"
+        "from trainer.data.loader import BatchLoader, batch_hash;"
+        "one = BatchLoader(open_text(DataSettings('python_stdlib')), seq_len=256, local_batch_size=2,"
         " data_streams=8, seed=3, dp_rank=1, dp_degree=2); print([batch_hash(b) for b in islice(iter(one), 5)])"
     )
+    shape = {"seq_len": 256, "local_batch_size": 2, "data_streams": 8, "seed": 3, "dp_rank": 1, "dp_degree": 2}
+    one = BatchLoader(open_text(DataSettings("python_stdlib")), **shape)
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stderr == ""  # no warnings either
-    one = BatchLoader(
-        open_source("python_stdlib"),
-        open_tokenizer(),
-        seq_len=256,
-        local_batch_size=2,
-        data_streams=8,
-        seed=3,
-        dp_rank=1,
-        dp_degree=2,
-    )
     assert other.stdout.strip() == str([batch_hash(batch) for batch in islice(iter(one), 5)])
 
 

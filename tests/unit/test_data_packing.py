@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing import pack
-from trainer.data.packing import IGNORE_INDEX, SequenceBuilder
+from trainer.data.packing.sequence import IGNORE_INDEX
 
 # Every token of every document is another number, so that a wrong place cannot pass unseen.
 LENGTHS = st.lists(st.integers(0, 20), max_size=12)
@@ -90,10 +90,6 @@ def test_arrays_of_rows_share_no_memory():
     assert not any(np.shares_memory(x, y) for i, x in enumerate(arrays) for y in arrays[:i])
 
 
-def test_a_builder_refuses_a_row_that_is_not_full_and_rows_without_length():
-    builder = SequenceBuilder(4)
-    assert builder.add(np.arange(3)) == 3
-    with pytest.raises(AssertionError, match="lacks 1 of 4"):
-        builder.finish()
+def test_rows_without_length_are_refused():
     with pytest.raises(ValueError, match="seq_len = 0"):
-        SequenceBuilder(0)
+        list(pack([np.arange(3)], 0))

@@ -13,10 +13,11 @@ from trainer.commands import evaluate
 from trainer.commands.evaluate_options import edges_of
 from trainer.commands.evaluate_report import Cell, Findings, tables, write
 from trainer.config.errors import ConfigError
-from trainer.data.long_documents import long_documents
-from trainer.data.needle import NeedlePrompt, needle_prompts
-from trainer.data.packing import IGNORE_INDEX
-from trainer.data.tokenizer import Tokenizer, open_tokenizer
+from trainer.data.evaluation.long_documents import long_documents
+from trainer.data.evaluation.needle import NeedlePrompt, needle_prompts
+from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.data.tokenizers.encoders import Encoded
+from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from trainer.tasks.evaluation import Bucket
 
 DEPTHS = (0.0, 50.0, 100.0)
@@ -81,7 +82,8 @@ def test_a_length_without_room_is_one_sentence(tokenizer: Tokenizer) -> None:
 
 def test_documents_begin_sequences_and_short_ones_are_left_out(tokenizer: Tokenizer) -> None:
     documents = ["short", "one two three four " * 9, "", "five six seven " * 20, "eight nine " * 30]
-    found = list(long_documents(documents, tokenizer, 30, 2))
+    encoded = [Encoded(np.array(tokenizer.encode(text, bos=bool(text), eos=bool(text)))) for text in documents]
+    found = list(long_documents(encoded, 30, 2))
     assert [sequence.tokens.tolist() for sequence in found] == [
         tokenizer.encode(documents[i], bos=True)[:30] for i in (1, 3)
     ]
@@ -89,11 +91,9 @@ def test_documents_begin_sequences_and_short_ones_are_left_out(tokenizer: Tokeni
         assert np.array_equal(sequence.labels[:-1], sequence.tokens[1:])
         assert sequence.labels[-1] != IGNORE_INDEX
     exact = len(tokenizer.encode(documents[1], bos=True, eos=True))
-    assert len(list(long_documents(documents[1:2], tokenizer, exact - 1, 9))) == 1
+    assert len(list(long_documents(encoded[1:2], exact - 1, 9))) == 1
     with pytest.raises(ConfigError, match=rf"--seq-len {exact} tokens \(the longest has {exact}\)"):
-        list(long_documents(documents[1:2], tokenizer, exact, 9))
-    with pytest.raises(ConfigError, match="all are much shorter"):
-        list(long_documents(documents[:1], tokenizer, 30, 9))
+        list(long_documents(encoded[1:2], exact, 9))
 
 
 def test_buckets_double() -> None:

@@ -16,7 +16,7 @@ PACKAGE = """
 from dataclasses import dataclass, replace
 from trainer.config.keys import AT_LEAST_ONE, key
 from trainer.extensions import register_dataset, register_model, register_table
-from trainer.data.datasets import DATASETS
+from trainer.data.sources.registry import DATASETS
 from trainer.models.llama3.args import FLAVORS
 
 register_model("mine", {"small": replace(FLAVORS["debugmodel"], n_layers=3)}, spec="trainer.models.llama3.spec")

@@ -14,7 +14,9 @@ import pytest
 
 from tests.hub_server import Hub, environment, silent
 from trainer.commands import tokenize_text
-from trainer.data.datasets import open_source
+from trainer.data.sources.registry import DataSettings
+from trainer.data.token_files.catalog import open_documents
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 pytest.importorskip("datasets")
 NAME = "allenai/c4"
@@ -60,8 +62,8 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def texts_of(tmp_path: Path) -> list[str]:
-    source, decode = open_source("tokens", str(tmp_path / "tokens")), tokenize_text.open_tokenizer().decode
-    return [decode(source[i].tolist()[1:-1]) for i in range(len(source))]
+    source, decode = open_documents(DataSettings("tokens", str(tmp_path / "tokens"))), open_tokenizer().decode
+    return [decode(source[i].ids.tolist()[1:-1]) for i in range(len(source))]
 
 
 def test_a_data_set_becomes_the_tokens_of_its_files(tmp_path: Path, folder: Path, start):
@@ -86,6 +88,20 @@ def test_requests_that_fail_for_a_while_are_repeated(tmp_path: Path, folder: Pat
     assert code == 0, err
     assert failures == {"train.1.json.gz": [], "train.2.json.gz": []}
     assert texts_of(tmp_path) == ALL
+
+
+def test_a_job_reads_the_hub_once(tmp_path: Path, folder: Path):
+    """The first start makes token files of the newest revision; later ones need no network."""
+    settings = [f"--training.dataset_path={NAME}:en", "--training.dataset=hub"]
+    program = [sys.executable, "-m", "trainer", "tokenize", *settings]
+    with Hub(folder, NAME).serving() as hub:
+        first = subprocess.run(program, env=environment(hub.url, tmp_path / "home"), capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    assert f"making token files of hub {NAME}:en:train@{'a' * 40} in " in first.stdout
+    again = subprocess.run(
+        program, env=environment("http://hub.invalid", tmp_path / "home"), capture_output=True, text=True
+    )
+    assert (again.returncode, again.stdout) == (0, ""), again.stderr
 
 
 @pytest.mark.slow
@@ -116,13 +132,16 @@ def test_a_killed_run_goes_on_with_its_revision_and_its_shards(tmp_path: Path, f
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--hub-config", "fr"], "--hub allenai/c4 fr train cannot be opened (BuilderConfig 'fr' not found."),
+        (["--hub-config", "fr"], "allenai/c4 fr train cannot be opened (BuilderConfig 'fr' not found."),
         (
             ["--split", "test"],
-            "--hub allenai/c4 en test cannot be opened (Bad split: test. Available splits: ['train']",
+            "allenai/c4 en test cannot be opened (Bad split: test. Available splits: ['train']",
         ),
-        (["--hub", "allenai/c5"], "--hub 'allenai/c5' is refused by the Hugging Face hub (404 Client Error"),
-        (["--text-field", "body"], 'en train has no column "body" (url, text); name one with --text-field'),
+        (["--hub", "allenai/c5"], "'allenai/c5' is refused by the Hugging Face hub (404 Client Error"),
+        (
+            ["--text-field", "body"],
+            'en train has no column "body" (url, text); name one with training.dataset_text_field',
+        ),
     ],
 )
 def test_a_wrong_name_is_one_sentence(folder: Path, start, more: list[str], says: str):
@@ -138,8 +157,8 @@ def test_without_the_hub_it_says_so_within_seconds(start, kind: str):
     with silent() as url:
         code, out, err = ended(start("http://hub.invalid" if kind == "no network" else url))
     assert code == 2
-    assert "error: --hub 'allenai/c4': the Hugging Face hub cannot be reached (" in err
-    assert "run `lct tokenize` on a machine with network, or give files that are here with --path" in err
+    assert "error: 'allenai/c4': the Hugging Face hub cannot be reached (" in err
+    assert "run `lct tokenize` on a machine with network, or give files that are here" in err
     assert len(err.splitlines()) == 1
     assert not out
 

@@ -32,7 +32,7 @@ from trainer.commands.generate import end_ids
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Model
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.models.llama3 import spec as llama3

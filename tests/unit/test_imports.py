@@ -16,12 +16,8 @@ ROOMS = (
         "trainer.models.common.decoder_hf_names",
         *("trainer.models.llama3.args", "trainer.models.qwen3.args", "trainer.models.qwen2.args"),
         *("trainer.models.mistral.args", "trainer.models.qwen3_moe.args", "trainer.models.gpt_oss.args"),
-        *("trainer.models.registry", "trainer.data.datasets"),
-        *("trainer.data.json_lines", "trainer.data.token_files", "trainer.data.file_index", "trainer.data.bad_records"),
-        *("trainer.data.hub", "trainer.data.streamed", "trainer.data.token_writer"),
-        *("trainer.data.chat", "trainer.data.chat_template", "trainer.data.chat_written", "trainer.data.packing"),
-        *("trainer.data.tokenizer", "trainer.data.tiktoken_format", "trainer.data.tokenizer_json"),
-        "trainer.data.sentencepiece_format",
+        *("trainer.models.registry", "trainer.data.sources", "trainer.data.tokenizers"),
+        *("trainer.data.token_files", "trainer.data.settings"),
         "trainer.models.hf_config",
         *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial", "trainer.checkpoint.remote"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
@@ -106,6 +102,22 @@ def outside_of_library(arrows: dict[str, set[str]]) -> list[tuple[str, str]]:
 
 def test_folders_of_the_library_import_what_is_below_them() -> None:
     assert outside_of_library(imports()) == []
+
+
+DATA = ("tokenizers", "sources", "token_files", "order", "packing", "evaluation")
+
+
+def test_the_folders_of_data_follow_each_other() -> None:
+    """From documents to sequences; what joins them lies beside them in trainer/data."""
+    names = [f"trainer.data.{name}" for name in DATA]
+    arrows = {
+        (a.split(".")[2], b.split(".")[2])
+        for a, others in imports().items()
+        for b in others
+        if any(within(a, name) for name in names) and within(b, "trainer.data")
+    }
+    assert arrows
+    assert [(a, b) for a, b in arrows if b not in DATA or DATA.index(a) < DATA.index(b)] == []
 
 
 def test_no_circle() -> None:

@@ -18,31 +18,20 @@ from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model, Training
 from trainer.data.loader import BatchLoader
 from trainer.data.mixture import Mixture, ends_of, positions_of, source_of
+from trainer.data.sources.registry import DataSettings
 from trainer.data.text_data import open_text
-from trainer.data.tokenizer import default_tokenizer_path
-from trainer.data.workers import WorkerSettings
+from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.job import resolve
 from trainer.job.summary import summary
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 WEIGHTS = (0.6, 0.1, 0.3)
-_loaders: list[BatchLoader] = []
 
 
-@pytest.fixture(autouse=True)
-def ended():
-    """No worker outlives its test."""
-    yield
-    while _loaders:
-        _loaders.pop()._stop()
-
-
-def loader(weights=WEIGHTS, *, names: str = "abc", r: int = 0, d: int = 1, n: int | None = 4, workers: int = 0):
+def loader(weights=WEIGHTS, *, names: str = "abc", r: int = 0, d: int = 1, n: int | None = 4):
     """A mixture of sources whose tokens begin with 1, 2, 3 millions."""
-    reopen = partial(mixed, names, weights)
     shape = {"seq_len": 20, "local_batch_size": 1, "data_streams": n, "seed": 0, "dp_rank": r, "dp_degree": d}
-    _loaders.append(BatchLoader(reopen(), **shape, workers=WorkerSettings(workers, 1, reopen) if workers else None))
-    return _loaders[-1]
+    return BatchLoader(mixed(names, weights), **shape)
 
 
 def rows(batches) -> list[tuple]:
@@ -90,15 +79,6 @@ def test_a_weight_of_zero_is_no_sample() -> None:
 def test_the_order_does_not_depend_on_degrees_and_a_resume_is_exact(legs: list[tuple[int, int]]) -> None:
     states = assert_exact_in_legs(loader, rows, legs)
     assert all(type(value) is int for entry in states.values() for value in entry.values())
-
-
-def test_workers_make_the_same_mixture() -> None:
-    alone, helped = loader(), loader(workers=2)
-    for _ in range(2):
-        assert rows(islice(iter(alone), 9)) == rows(islice(iter(helped), 9))
-        assert (alone.state_dict(), alone.epoch) == (helped.state_dict(), helped.epoch)
-        alone.load_state_dict(helped.state_dict())
-        helped.load_state_dict(helped.state_dict())
 
 
 def test_weights_may_change_at_a_resume_and_each_source_goes_on_where_it_was() -> None:
@@ -160,7 +140,8 @@ def test_what_makes_tokens_of_the_data_is_recognised(tmp_path):
     (file := tmp_path / "a.jsonl").write_text('{"text": "one two", "body": "four five"}\n' * 20)
 
     def opened(tokenizer=None, seq_len=16, mixture=False, **training) -> BatchLoader:
-        data = open_text(Model(tokenizer_path=tokenizer), "jsonl", str(file), Training(**training))
+        how = DataSettings.of("jsonl", str(file), Model(tokenizer_path=tokenizer), Training(**training))
+        data = open_text(how, training.get("packing"))
         data = Mixture({"web": data, "code": data}, (1, 1)) if mixture else data
         settings = {"local_batch_size": 1, "data_streams": 4, "seed": 0, "dp_rank": 0, "dp_degree": 1}
         return BatchLoader(data, seq_len=seq_len, **settings)

@@ -15,11 +15,12 @@ from tests.numbered import Numbers
 from tests.packing import assert_exact_in_legs
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.config.schema import Model, Training
-from trainer.data.best_fit import DocumentEncoder, WholeStream
 from trainer.data.loader import BatchLoader
-from trainer.data.packing import IGNORE_INDEX, NO_POSITION
-from trainer.data.text_data import DocumentStream, open_text
+from trainer.data.packing.concatenate import DocumentStream
+from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
+from trainer.data.packing.whole import WholeStream
+from trainer.data.sources.registry import DataSettings
+from trainer.data.text_data import TextData, open_text
 from trainer.job import resolve
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
@@ -29,7 +30,7 @@ LENGTHS = st.lists(st.integers(0, 45), min_size=1, max_size=40).filter(lambda le
 def stream_of(lengths: list[int], *, seq_len: int = 20, alone: bool = False) -> WholeStream:
     source, everything = Numbers(lengths), np.arange(len(lengths))
     settings = {"stream": 0, "seq_len": seq_len, "seed": 0, "alone": alone}
-    return WholeStream(source, DocumentEncoder(None), everything, **settings)
+    return WholeStream(source, everything, **settings)
 
 
 def pieces(sequence) -> list[tuple[list[int], list[int]]]:
@@ -103,7 +104,7 @@ def test_best_fit_pads_less_than_one_document_a_sequence_and_cuts_less_than_conc
 
 def loader(lengths: list[int], *, alone: bool, r: int = 0, d: int = 1, b: int = 1, n: int = 4) -> BatchLoader:
     shape = {"seq_len": 20, "local_batch_size": b, "data_streams": n, "seed": 0, "dp_rank": r, "dp_degree": d}
-    return BatchLoader(Numbers(lengths), DocumentEncoder(None), partial(WholeStream, alone=alone), **shape)
+    return BatchLoader(TextData(Numbers(lengths), "pad" if alone else "best_fit"), **shape)
 
 
 def rows(batches) -> list[tuple]:
@@ -163,7 +164,7 @@ def test_the_packing_of_whole_documents_may_change_at_a_resume_and_loses_nothing
 def test_states_of_a_packing_that_cuts_are_refused() -> None:
     lengths = [30] * 8
     shape = {"seq_len": 20, "local_batch_size": 1, "data_streams": 4, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-    cuts = BatchLoader(Numbers(lengths), None, DocumentStream, **shape)
+    cuts = BatchLoader(TextData(Numbers(lengths)), **shape)
     whole = loader(lengths, alone=False)
     for one, states in ((whole, cuts.state_dict()), (cuts, whole.state_dict())):
         with pytest.raises(ConfigError, match=r"of a training\.packing that cuts documents where this one does not"):
@@ -182,9 +183,8 @@ def test_what_packs_each_kind_of_data(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words, and more of them"}) + "\n")
     kinds = {}
     for packing in (None, "concatenate", "best_fit", "pad"):
-        data = open_text(Model(), "jsonl", str(tmp_path), Training(packing=packing))
-        shape = {"stream": 0, "seq_len": 64, "seed": 0}
-        stream = data.stream(data.source, data.encoder, np.arange(1), **shape)
+        data = open_text(DataSettings("jsonl", str(tmp_path)), packing)
+        stream = data.stream(range(1), stream=0, seq_len=64, seed=0)
         kinds[packing] = type(stream), stream.next_sequence().padding
     assert kinds[None] == kinds["concatenate"] == (DocumentStream, 0)
     assert kinds["best_fit"] == kinds["pad"]

@@ -13,15 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.numbered import Ids
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Training
-from trainer.data.datasets import Reading, check_source, fingerprint, open_source
+from trainer.data import DataSettings, TextData
 from trainer.data.loader import BatchLoader, batch_hash
-from trainer.data.token_writer import parts_of, write_shard
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.sources.registry import all_documents, files_of, source_of
+from trainer.data.token_files import made as module
+from trainer.data.token_files.catalog import check_data, open_documents
+from trainer.data.token_files.reader import TokenFiles
+from trainer.data.token_files.writer import write_shard
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 
-SHIPPED = Reading()
 TEXTS = ["eins zwei", "", "drei\nä \U0001f600", "x" * 3000, "vier", "fünf sechs sieben", "y " * 500]
 
 
@@ -48,15 +51,27 @@ def made(path: Path, output: Path, *more: object) -> str:
     return str(output)
 
 
-def hashes(dataset: str, path: object, number: int = 40) -> list[int]:
-    source = open_source(dataset, str(path))
-    settings = {"seq_len": 16, "local_batch_size": 2, "data_streams": 3, "seed": 5, "dp_rank": 0, "dp_degree": 1}
-    return [batch_hash(batch) for batch in islice(iter(BatchLoader(source, open_tokenizer(), **settings)), number)]
+def opened(path: object, dataset: str = "tokens", **how: object) -> TokenFiles:
+    return open_documents(DataSettings(dataset, str(path), **how))
 
 
-def refusal(path: object, how: Reading = SHIPPED) -> str:
+def batches_of(data: TextData, number: int = 40) -> list[int]:
+    shape = {"seq_len": 16, "local_batch_size": 2, "data_streams": 3, "seed": 5, "dp_rank": 0, "dp_degree": 1}
+    return [batch_hash(batch) for batch in islice(iter(BatchLoader(data, **shape)), number)]
+
+
+def hashes(path: object, dataset: str = "tokens") -> list[int]:
+    return batches_of(TextData(opened(path, dataset)))
+
+
+def encoded_here(texts: list[str] = TEXTS, packing: str = "concatenate") -> TextData:
+    """The texts, encoded in this process one by one."""
+    return TextData(Ids([open_tokenizer().encode(text, bos=bool(text), eos=bool(text)) for text in texts]), packing)
+
+
+def refusal(path: object, **how: object) -> str:
     def read() -> None:
-        source = open_source("tokens", str(path), how)
+        source = opened(path, **how)
         for i in range(len(source)):
             source[i]
 
@@ -66,30 +81,44 @@ def refusal(path: object, how: Reading = SHIPPED) -> str:
     return str(error.value)
 
 
-def test_sequences_equal_those_of_the_text_bit_for_bit(lines: Path, tmp_path: Path):
+def small_shards(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Cut the inputs at so many bytes."""
+    monkeypatch.setattr(
+        module.Inputs, "parts", lambda self, _: source_of(self.settings).parts(self.settings, self.files, size)
+    )
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "pad"])
+def test_sequences_equal_those_of_the_text_bit_for_bit(lines: Path, tmp_path: Path, packing: str):
+    """By `lct tokenize`, and by the first start of a run on the text."""
+    expected = batches_of(encoded_here(packing=packing))
     tokens = made(lines, tmp_path / "tokens")
-    assert hashes("tokens", tokens) == hashes("jsonl", lines)
-    assert len(open_source("tokens", tokens)) == len(TEXTS)
-    check_source("tokens", tokens, 3)
+    assert (
+        batches_of(TextData(opened(tokens), packing))
+        == batches_of(TextData(opened(lines, "jsonl"), packing))
+        == expected
+    )
+    assert len(opened(tokens)) == len(TEXTS)
+    check_data(DataSettings("tokens", tokens), 3)
 
 
 def test_shards_change_nothing(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A file of lines is cut at bytes; each line belongs to the shard in which it begins."""
-    whole = tokenize_text.parts_of
-    monkeypatch.setattr(tokenize_text, "parts_of", lambda dataset, files, _: whole(dataset, files, 50))
+    small_shards(monkeypatch, 50)
     tokens = Path(made(lines, tmp_path / "tokens"))
     assert len(list(tokens.glob("*.idx"))) > 10
-    assert hashes("tokens", tokens) == hashes("jsonl", lines)
+    assert hashes(tokens) == batches_of(encoded_here())
 
 
 def test_text_files_and_the_standard_library_give_their_documents(tmp_path: Path):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
-    assert hashes("tokens", made(tmp_path, tmp_path / "tokens", "--dataset", "text")) == hashes("text", tmp_path)
+    expected = batches_of(encoded_here([text for text in TEXTS if text]))
+    assert hashes(made(tmp_path, tmp_path / "tokens", "--dataset", "text")) == hashes(tmp_path, "text") == expected
     assert lct_tokenize("--dataset", "python_stdlib", "--output", tmp_path / "library") == 0
-    source, library = open_source("python_stdlib"), open_source("tokens", str(tmp_path / "library"))
-    assert len(source) == len(library)
-    assert library[7].tolist() == open_tokenizer().encode(source[7], bos=True, eos=True)
+    texts, library = list(all_documents(DataSettings("python_stdlib"))), opened(tmp_path / "library")
+    assert len(texts) == len(library)
+    assert library[7].ids.tolist() == open_tokenizer().encode(texts[7], bos=True, eos=True)
 
 
 def packed(lines: Path, file: Path) -> Path:
@@ -113,11 +142,9 @@ def packed(lines: Path, file: Path) -> Path:
 @pytest.mark.parametrize("ending", ["jsonl.gz", "json.gz", "jsonl.zst", "parquet"])
 def test_files_without_random_access_are_streamed(lines: Path, tmp_path: Path, ending: str):
     file = packed(lines, tmp_path / "packed" / f"a.{ending}")
-    with pytest.raises(ConfigError, match=r"has no random access to documents; make token files of it with `lct tok"):
-        check_source("jsonl", str(file), 1)
-    with pytest.raises(ConfigError, match=r"has no random access"):
-        check_source("jsonl", str(file.parent), 1)
-    assert hashes("tokens", made(file.parent, tmp_path / "tokens")) == hashes("jsonl", lines)
+    check_data(DataSettings("jsonl", str(file)), 1)
+    expected = batches_of(encoded_here())
+    assert hashes(made(file.parent, tmp_path / "tokens")) == hashes(file.parent, "jsonl") == expected
 
 
 @pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "parquet"])
@@ -136,13 +163,15 @@ def test_archives_in_several_parts_are_read_to_their_end(lines: Path, tmp_path: 
     for end, content in zip(("gz", "zst"), parts, strict=True):
         (tmp_path / f"two.jsonl.{end}").write_bytes(2 * content)
         tokens = made(tmp_path / f"two.jsonl.{end}", tmp_path / end)
-        assert len(open_source("tokens", tokens)) == 2 * len(TEXTS)
+        assert len(opened(tokens)) == 2 * len(TEXTS)
 
 
 def test_bad_rows_and_columns_are_told(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     file = packed(lines, tmp_path / "a.parquet")
     assert lct_tokenize("--path", file, "--output", tmp_path / "tokens", "--text-field", "body") == 2
-    assert 'a.parquet has no column "body" (n, text); name one with --text-field' in capsys.readouterr().err
+    assert (
+        'a.parquet has no column "body" (n, text); name one with training.dataset_text_field' in capsys.readouterr().err
+    )
     assert lct_tokenize("--path", file, "--output", tmp_path / "numbers", "--text-field", "n") == 2
     assert 'a.parquet, row 0, must have a text in UTF-8 in the column "n", not int' in capsys.readouterr().err
     (tmp_path / "text").mkdir()
@@ -152,7 +181,7 @@ def test_bad_rows_and_columns_are_told(lines: Path, tmp_path: Path, capsys: pyte
     assert lct_tokenize(*text, tmp_path / "stopped") == 2
     assert "a.txt is not UTF-8 text" in capsys.readouterr().err
     assert lct_tokenize(*text, tmp_path / "skipped", "--on-bad-record", "skip") == 0
-    assert [len(document) > 0 for document in islice(open_source("tokens", str(tmp_path / "skipped")), 2)] == [0, 1]
+    assert [len(opened(tmp_path / "skipped")[i].ids) > 0 for i in range(2)] == [0, 1]
 
 
 @pytest.mark.parametrize("dictionary", [False, True])
@@ -164,8 +193,8 @@ def test_a_row_that_is_no_utf8_is_a_bad_record(tmp_path: Path, capsys: pytest.Ca
     given = ["--path", tmp_path / "a.parquet", "--output"]
     assert lct_tokenize(*given, tmp_path / "stopped") == 2
     assert 'a.parquet, row 1, must have a text in UTF-8 in the column "text"' in capsys.readouterr().err
-    source = open_source("tokens", made(given[1], tmp_path / "skipped", "--on-bad-record", "skip"))
-    found = [open_tokenizer().decode(source[i][1:-1].tolist()) for i in range(4)]
+    source = opened(made(given[1], tmp_path / "skipped", "--on-bad-record", "skip"))
+    found = [open_tokenizer().decode(source[i].ids[1:-1].tolist()) for i in range(4)]
     assert found == ["one", "", "", "drei ä"]
 
 
@@ -199,7 +228,7 @@ def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
     (other := tmp_path / "other.tiktoken").write_text("".join(shipped[:-1]))
     result = subprocess.run([*program, "--tokenizer-path", str(other)], capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "holds token ids of other settings or data (tokenizer)" in result.stderr
+    assert "holds token ids of other settings or data (tokenizer, made_by)" in result.stderr
     lines.write_text('{"text": "other"}\n')
     result = subprocess.run(program, capture_output=True, text=True, check=False)
     assert result.returncode == 2
@@ -209,10 +238,11 @@ def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):
 def test_one_process_at_a_time_writes_a_shard(lines: Path, tmp_path: Path):
     """The second one finds it whole."""
     stem = tmp_path / "shard-00000"
-    (part,) = parts_of("jsonl", [str(lines)], 1 << 20)
+    settings = DataSettings("jsonl", str(lines))
+    (part,) = source_of(settings).parts(settings, files_of(settings), 1 << 20)
     with stem.with_suffix(".bin").open("wb") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        second = threading.Thread(target=write_shard, args=(part, stem, open_tokenizer(), SHIPPED))
+        second = threading.Thread(target=write_shard, args=(settings, part, stem))
         second.start()
         first.write(b"the first one's")
         stem.with_suffix(".idx").write_text("whole")
@@ -226,7 +256,7 @@ def test_another_tokenizer_is_refused(lines: Path, tmp_path: Path):
     other = tmp_path / "other.tiktoken"
     shipped = Path(tokenize_text.default_tokenizer_path()).read_text().splitlines(keepends=True)
     other.write_text("".join(shipped[:-1]))
-    message = refusal(tokens, Reading(tokenizer_file=str(other)))
+    message = refusal(tokens, tokenizer=str(other))
     assert (
         "has the token ids of another tokenizer (python_4k.tiktoken, 4,352 tokens); name that one in model" in message
     )
@@ -250,8 +280,7 @@ def test_another_tokenizer_is_refused(lines: Path, tmp_path: Path):
     ],
 )
 def test_a_damaged_shard_is_one_sentence(lines: Path, tmp_path: Path, monkeypatch, ending: str, damage, says: str):
-    whole = tokenize_text.parts_of
-    monkeypatch.setattr(tokenize_text, "parts_of", lambda dataset, files, _: whole(dataset, files, 1500))
+    small_shards(monkeypatch, 1500)
     tokens = Path(made(lines, tmp_path / "tokens"))
     file = tokens / ("tokens.json" if ending == "json" else f"shard-00000.{ending}")
     content = file.read_bytes()
@@ -268,13 +297,12 @@ def test_the_same_command_makes_a_damaged_shard_again(
     lines: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture, ending: str, finished: bool
 ):
     """And no other one; the manifest has the sums of what was written first."""
-    whole = tokenize_text.parts_of
-    monkeypatch.setattr(tokenize_text, "parts_of", lambda dataset, files, _: whole(dataset, files, 1500))
+    small_shards(monkeypatch, 1500)
     tokens = Path(made(lines, tmp_path / "tokens"))
     before = {file.name: file.read_bytes() for file in tokens.iterdir()}
     if not finished:
         plan = json.loads((tokens / "tokens.json").read_text())
-        del plan["shards"]
+        del plan["shards"], plan["content"]
         (tokens / "tokens.json").unlink()
         (tokens / "unfinished.json").write_text(json.dumps(plan))
     file = tokens / f"shard-00000.{ending.split()[-1]}"
@@ -293,7 +321,7 @@ def test_the_same_command_makes_a_damaged_shard_again(
 
 def test_a_file_that_shrinks_while_it_is_read_is_told_and_does_not_kill(lines: Path, tmp_path: Path):
     tokens = Path(made(lines, tmp_path / "tokens"))
-    source = open_source("tokens", str(tokens))
+    source = opened(tokens)
     with open(tokens / "shard-00000.bin", "r+b") as file:
         file.truncate(4)
     with pytest.raises(ConfigError, match=r"is shorter than when the run began to read it \(byte"):
@@ -327,9 +355,9 @@ def test_a_pair_of_megatron_is_read_as_it_is(tmp_path: Path, dtype: str, code: i
     last = min(4351, int(np.iinfo(dtype).max))
     documents = [[[5, 6, 7]], [[8], [9, 10], [], [11]], [], [[last]]]
     megatron(tmp_path / "a", documents, dtype, code)
-    source = open_source("tokens", str(tmp_path))
-    assert [source[i].tolist() for i in range(4)] == [list(chain(*document)) for document in documents]
-    check_source("tokens", str(tmp_path / "a.idx"), 4)
+    source = opened(tmp_path)
+    assert [source[i].ids.tolist() for i in range(4)] == [list(chain(*document)) for document in documents]
+    check_data(DataSettings("tokens", str(tmp_path / "a.idx")), 4)
 
 
 @pytest.mark.parametrize("kind", ["of lct tokenize", "pair", "flat"])
@@ -350,8 +378,8 @@ def test_all_ids_count_in_the_hash_of_the_content(lines: Path, tmp_path: Path, k
         if kind == "pair":
             (folder / "a.npy").unlink()
             megatron(folder / "a", [[ids[:9].tolist()], [ids[9:].tolist()]], "<u2", 8)
-        source = open_source("tokens", str(folder))
-        return fingerprint(source, len(source))
+        source = opened(folder)
+        return source.fingerprint(len(source))
 
     assert content(False) == content(False) != content(True)
 
@@ -390,17 +418,16 @@ def test_the_type_of_flat_ids_is_checked_and_may_be_named(tmp_path: Path, monkey
     (ids[:1] * 0).astype("<u2").tofile(tmp_path / "zero.npy")
     assert "long.npy seems to have ids of uint32: every second number of uint16 is 0" in refusal(tmp_path)
     with pytest.raises(ConfigError, match=r"set training\.token_dtype = 'uint32'"):
-        check_source("tokens", str(tmp_path / "long.npy"), 1)
-    source = open_source("tokens", str(tmp_path / "long.npy"), Reading(token_dtype="uint32"))
-    assert source[0].tolist() == ids.tolist()
-    named = open_source("tokens", str(tmp_path / "long.npy"), Reading(token_dtype="uint16"))
-    assert len(named[0]) == 12
-    assert fingerprint(named, 1) != fingerprint(source, 1)
-    monkeypatch.setattr("trainer.data.token_files.vocab_size_of", lambda _: 100_278)
+        check_data(DataSettings("tokens", str(tmp_path / "long.npy")), 1)
+    source = opened(tmp_path / "long.npy", token_dtype="uint32")
+    assert source[0].ids.tolist() == ids.tolist()
+    named = opened(tmp_path / "long.npy", token_dtype="uint16")
+    assert len(named[0].ids) == 12
+    assert named.fingerprint(1) != source.fingerprint(1)
+    monkeypatch.setattr("trainer.data.token_files.catalog.vocab_size_of", lambda _: 100_278)
     np.arange(2, 8).astype("<u2").tofile(tmp_path / "short.npy")
     assert "short.npy seems to have ids of uint16" in refusal(tmp_path / "short.npy")
-    how = Reading.of(Training(token_dtype="uint16"), None)
-    assert open_source("tokens", str(tmp_path / "short.npy"), how)[0].tolist() == [2, 3, 4, 5, 6, 7]
+    assert opened(tmp_path / "short.npy", token_dtype="uint16")[0].ids.tolist() == [2, 3, 4, 5, 6, 7]
     for array in (np.zeros((3, 2), dtype="<u2"), np.zeros(3)):
         np.save(tmp_path / "other.npy", array)
         assert f"other.npy has {array.ndim} dimensions of {array.dtype}; token" in refusal(tmp_path / "other.npy")
@@ -412,8 +439,8 @@ def test_a_token_beyond_the_vocabulary_is_told(tmp_path: Path):
     assert "a.bin, document 1, has the token id 4352, and the tokenizer has 4,352 (0 and up)" in message
     megatron(tmp_path / "a", [[[5]], [[-1]], [[6]]], "<i4", 4)
     assert "document 1, has the token id -1" in refusal(tmp_path)
-    source = open_source("tokens", str(tmp_path), Reading(skips=True))
-    assert [list(source[i]) for i in range(3)] == [[5], [], [6]]
+    source = opened(tmp_path, skips=True)
+    assert [source[i].ids.tolist() for i in range(3)] == [[5], [], [6]]
 
 
 @pytest.mark.parametrize("header", [False, True])
@@ -422,8 +449,8 @@ def test_a_flat_file_is_cut_behind_each_end_of_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bool, vocab_size: int, dtype: type
 ):
     """As OLMo's: the bytes of an array, whose type follows from the vocabulary. Documents go from block to block."""
-    monkeypatch.setattr("trainer.data.token_files.BLOCK", 3 * np.dtype(dtype).itemsize)
-    monkeypatch.setattr("trainer.data.token_files.vocab_size_of", lambda _: vocab_size)
+    monkeypatch.setattr("trainer.data.token_files.foreign.BLOCK", 3 * np.dtype(dtype).itemsize)
+    monkeypatch.setattr("trainer.data.token_files.catalog.vocab_size_of", lambda _: vocab_size)
     eos = open_tokenizer().eos_id
     documents = [[5, 6, 7, 8, 9, eos], [eos], [10, 11, eos], [vocab_size - 1]]
     ids = np.array(list(chain(*documents)), dtype=dtype)
@@ -432,9 +459,9 @@ def test_a_flat_file_is_cut_behind_each_end_of_text(
     else:
         ids.tofile(tmp_path / "part-0.npy")
     for _ in range(2):  # the second time from the cache
-        source = open_source("tokens", str(tmp_path))
-        assert [source[i].tolist() for i in range(len(source))] == documents
-    check_source("tokens", str(tmp_path), 4)
+        source = opened(tmp_path)
+        assert [source[i].ids.tolist() for i in range(len(source))] == documents
+    check_data(DataSettings("tokens", str(tmp_path)), 4)
     with open(tmp_path / "part-0.npy", "ab") as file:
         file.write(b"x")
     assert f"which are no whole number of {np.dtype(dtype)} ids" in refusal(tmp_path) or header

@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 
 from trainer.commands.train_tokenizer import byte_of_char, main, train
 from trainer.config.errors import ConfigError
-from trainer.data import tiktoken_format as module
-from trainer.data.datasets import open_source
-from trainer.data.tiktoken_format import MAX_RUN, NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, SPLIT_PATTERN, split_long_runs
-from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
+from trainer.data.sources.registry import DataSettings, all_documents
+from trainer.data.tokenizers import tiktoken_format as module
+from trainer.data.tokenizers.tiktoken_format import (
+    MAX_RUN,
+    NUM_SPECIAL_TOKENS,
+    SPECIAL_TOKENS,
+    SPLIT_PATTERN,
+    split_long_runs,
+)
+from trainer.data.tokenizers.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -101,8 +107,7 @@ def test_tiktoken_gives_what_the_trainer_of_the_ranks_gives():
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Reference
 
-    source = open_source("python_stdlib")
-    sample = [source[i] for i in range(0, len(source), 12)]
+    sample = list(all_documents(DataSettings("python_stdlib")))[::12]
     reference = Reference(models.BPE())
     reference.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,32 +1,28 @@
 """Laws of the other formats: the same promises as tiktoken's, and the ids of the libraries that wrote the files."""
 
-import io
 import json
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import sentencepiece
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
-from trainer.config.errors import ConfigError, MissingFile
-from trainer.data.datasets import open_source
-from trainer.data.sentencepiece_format import SentencePieceTokenizer
-from trainer.data.tiktoken_format import TiktokenTokenizer
-from trainer.data.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
-from trainer.data.tokenizer_json import JsonTokenizer
+from trainer.config.errors import ConfigError
+from trainer.data.sources.registry import DataSettings, all_documents
+from trainer.data.tokenizers.tiktoken_format import TiktokenTokenizer
+from trainer.data.tokenizers.tokenizer import Tokenizer, default_tokenizer_path, open_tokenizer, vocab_size_of
+from trainer.data.tokenizers.tokenizer_json import JsonTokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
 SPECIALS = ("<|begin|>", "<|end|>", "<|turn|>")
 
 
 def texts() -> list[str]:
-    source = open_source("python_stdlib")
-    return [source[i] for i in range(0, len(source), 60)] + ["naïve Ünïcode 中文 \U0001f600 1234567", "  \t\n x"]
+    real = list(all_documents(DataSettings("python_stdlib")))[::60]
+    return [*real, "naïve Ünïcode 中文 \U0001f600 1234567", "  \t\n x"]
 
 
 def write_json(folder: Path, *, config: dict | None, begins: bool = True) -> Path:
@@ -61,36 +57,13 @@ def json_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def piece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of sentencepiece as Llama 2 has it: bytes for what no piece has, text as it is."""
-    written = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter("\n".join(texts()).splitlines()),
-        model_writer=written,
-        vocab_size=800,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        character_coverage=0.999,
-        max_sentence_length=100_000,
-        minloglevel=2,
-    )
-    folder = tmp_path_factory.mktemp("pieces")
-    (folder / "tokenizer.model").write_bytes(written.getvalue())
-    return folder
-
-
-@pytest.fixture(scope="module", params=["json", "sentencepiece"])
-def tokenizer(request: pytest.FixtureRequest, json_folder: Path, piece_folder: Path) -> Tokenizer:
-    return open_tokenizer(str({"json": json_folder, "sentencepiece": piece_folder}[request.param]))
+def tokenizer(json_folder: Path) -> Tokenizer:
+    return open_tokenizer(str(json_folder))
 
 
 @settings(deadline=None)
 @given(UNICODE)
 def test_decoding_gives_back_any_text(tokenizer: Tokenizer, text: str) -> None:
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        text = text.replace("\0", "").replace("\u2581", "")  # an end of text for C; the sign of a blank in pieces
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -113,10 +86,8 @@ def test_special_tokens_in_text_are_ordinary_text(tokenizer: Tokenizer, parts: l
     assert tokenizer.decode(ids) == text
 
 
-def test_special_tokens_are_decoded_by_name(json_folder: Path, piece_folder: Path) -> None:
-    for folder, names in ((json_folder, ("<|begin|>", "<|end|>")), (piece_folder, ("<s>", "</s>"))):
-        tokenizer = open_tokenizer(str(folder))
-        assert tokenizer.decode(tokenizer.encode("a b", bos=True, eos=True)) == f"{names[0]}a b{names[1]}"
+def test_special_tokens_are_decoded_by_name(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("a b", bos=True, eos=True)) == "<|begin|>a b<|end|>"
 
 
 def test_the_ids_are_those_of_transformers(json_folder: Path) -> None:
@@ -127,22 +98,16 @@ def test_the_ids_are_those_of_transformers(json_folder: Path) -> None:
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
 
 
-def test_the_ids_are_those_of_sentencepiece(piece_folder: Path) -> None:
-    ours = open_tokenizer(str(piece_folder))
-    theirs = sentencepiece.SentencePieceProcessor(model_file=str(piece_folder / "tokenizer.model"))
-    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (theirs.bos_id(), theirs.eos_id(), len(theirs))
-    assert vocab_size_of(str(piece_folder)) == ours.vocab_size
-    for text in texts():
-        assert ours.encode(text) == theirs.encode(text)
-
-
-def test_a_folder_is_known_by_its_files(tmp_path: Path, json_folder: Path, piece_folder: Path) -> None:
+def test_a_folder_is_known_by_its_files(tmp_path: Path, json_folder: Path) -> None:
     """The first of tokenizer.json, which is the model's own, original/tokenizer.model and tokenizer.model."""
-    ranks, pieces = Path(default_tokenizer_path()).read_bytes(), (piece_folder / "tokenizer.model").read_bytes()
+    ranks = Path(default_tokenizer_path()).read_bytes()
     (tmp_path / "tokenizer.model").write_bytes(ranks)
     assert isinstance(open_tokenizer(str(tmp_path)), TiktokenTokenizer)
-    (tmp_path / "tokenizer.model").write_bytes(pieces)
-    assert isinstance(open_tokenizer(str(tmp_path)), SentencePieceTokenizer)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
+    with pytest.raises(
+        ConfigError, match=r"is a model of sentencepiece, which is not read; name the tokenizer\.json of"
+    ):
+        vocab_size_of(str(tmp_path))
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "tokenizer.model").write_bytes(ranks)
     assert isinstance(open_tokenizer(str(tmp_path)), TiktokenTokenizer)
@@ -236,19 +201,6 @@ def test_a_name_that_is_no_text_names_nothing(tmp_path: Path, token: object) -> 
     folder = write_json(tmp_path, config=CONFIG)
     message = broken(folder, "tokenizer_config.json", json.dumps({"eos_token": token}))
     assert "names a token that ends a text" in message
-
-
-def test_a_damaged_model_of_sentencepiece_is_one_sentence(tmp_path: Path, piece_folder: Path) -> None:
-    whole = (piece_folder / "tokenizer.model").read_bytes()
-    assert "is no model of sentencepiece" in broken(tmp_path, "tokenizer.model", whole[: len(whole) // 2])
-
-
-def test_without_the_package_one_sentence_says_what_to_install(piece_folder: Path) -> None:
-    with (
-        mock.patch("trainer.data.sentencepiece_format.find_spec", return_value=None),
-        pytest.raises(MissingFile, match="pip install sentencepiece"),
-    ):
-        vocab_size_of(str(piece_folder))
 
 
 def test_a_normalizer_of_the_file_is_used(tmp_path: Path) -> None:

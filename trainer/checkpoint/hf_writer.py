@@ -14,7 +14,7 @@ from trainer.checkpoint.publishing import sync_folder
 from trainer.checkpoint.safetensors import INDEX, plan_files
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizer import open_tokenizer
+from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.models.args import DecoderArgs
 from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.model_spec import model_spec

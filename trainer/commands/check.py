@@ -6,6 +6,7 @@ from trainer.commands.notes import job_notes, opening
 from trainer.commands.start import Start, check_here, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, to_toml
+from trainer.data.settings import first_start
 from trainer.job import resolve
 from trainer.job.memory import check_memory
 from trainer.job.summary import summary
@@ -49,6 +50,8 @@ def check(command: CommandLine, start: Start) -> int:
     if not command.print_config:
         print(opening(config, ranks, device_type))
         print(summary(job, line_width()))
+        for text in first_start(config):
+            print(text)
         print("the settings are valid", flush=True)
     for note in (*(f"missing here: {text}" for text in dict.fromkeys(missing)), *command.notes, *job.notes, *here):
         print(f"note: {note}", file=sys.stderr)

@@ -22,31 +22,30 @@ from trainer.job import ResolvedJob
 if TYPE_CHECKING:
     import torch
 
-    from trainer.data.needle import NeedlePrompt
-    from trainer.data.packing import PackedSequence
+    from trainer.data.evaluation.needle import NeedlePrompt
+    from trainer.data.packing.sequence import PackedSequence
     from trainer.tasks.evaluation import Bucket, Evaluation
 
 
 def positions(wanted: Wanted, evaluation: "Evaluation", job: ResolvedJob) -> "list[Bucket]":
     """Return the loss by position. A collective over all ranks."""
-    from trainer.data.datasets import Reading, open_source
-    from trainer.data.long_documents import long_documents
-    from trainer.data.tokenizer import open_tokenizer
+    from trainer.data.evaluation.long_documents import long_documents
+    from trainer.data.sources.registry import DataSettings
+    from trainer.data.token_files.catalog import documents_in_order
     from trainer.runtime.agreement import raise_on_all_ranks
 
+    settings = DataSettings.of(wanted.dataset, wanted.dataset_path, job.config.model, job.config.training)
+
     def sequences() -> "list[PackedSequence]":
-        how = Reading.of(job.config.training, job.config.model.tokenizer_file)
-        source = open_source(wanted.dataset, wanted.dataset_path, how)
-        tokenizer = open_tokenizer(job.config.model.tokenizer_file)
-        return list(long_documents(source, tokenizer, wanted.seq_len, wanted.sequences))
+        return list(long_documents(documents_in_order(settings), wanted.seq_len, wanted.sequences))
 
     return evaluation.by_position(raise_on_all_ranks(sequences, evaluation.dims["world"]), wanted.edges)
 
 
 def needle(wanted: Wanted, evaluation: "Evaluation", job: ResolvedJob) -> list[Cell]:
     """Return the answers by length and depth. A collective over all ranks."""
-    from trainer.data.needle import needle_prompts
-    from trainer.data.tokenizer import open_tokenizer
+    from trainer.data.evaluation.needle import needle_prompts
+    from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 
     tokenizer = open_tokenizer(job.config.model.tokenizer_file)

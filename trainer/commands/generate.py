@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.components.generation import Sampling
-    from trainer.data.tokenizer import Tokenizer
+    from trainer.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def write(job: ResolvedJob, device: "torch.device", wanted: Request, tokenizer: 
 
 def end_ids(config: JobConfig, tokenizer: "Tokenizer") -> set[int]:
     """Return the tokens that end a text: the tokenizer's, and all that the model's `generation_config.json` names."""
-    from trainer.data.tokenizer_json import read_settings
+    from trainer.data.tokenizers.tokenizer_json import read_settings
 
     folders = {Path(config.model.tokenizer_file), Path(config.model.tokenizer_file).parent, hf_folder(config)}
     ends: set[Any] = {tokenizer.eos_id}
@@ -164,7 +164,7 @@ def rank(argv: list[str], *, launched: bool = False) -> int:
 
     def prepare() -> "tuple[ResolvedJob, Callable[[ResolvedJob, torch.device], None]]":
         args, job = checked(argv)
-        from trainer.data.tokenizer import open_tokenizer
+        from trainer.data.tokenizers.tokenizer import open_tokenizer
 
         tokenizer = open_tokenizer(job.config.model.tokenizer_file)
         wanted = request(args, tokenizer)

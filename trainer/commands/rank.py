@@ -41,14 +41,17 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
 
     launched: our launcher started this rank.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | os.environ
+    rank, local_rank, world_size = (int(variables[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     try:
         command = parse_command_line(sys.argv[1:] if argv is None else argv)
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if command.print_config or command.check_config:
             return acted(command, Start(ranks_here, "0", [], of_job=world_size)) if rank == 0 else 0
         machine = this_machine()
-        job = resolve(command.config, world_size, machine.device_type(command.config.job.device))
+        device_type = machine.device_type(command.config.job.device)
+        # The launcher has looked at the data, or else the first rank of the node does: there may be very many files.
+        job = resolve(command.config, world_size, device_type, data_checked=launched or local_rank > 0)
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)
         # Our launcher has told all this, but not the launchers of several nodes.
         if not launched or ranks_here < world_size:
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
                 logger.info(f"note: {note}")
             say_waiting("importing PyTorch")
     except ConfigError as error:
-        if rank == 0:  # every rank has the same error
+        if local_rank == 0:  # every rank of the node has the same error
             report(f"error: {error}")
         return 2
     return train(job)

@@ -1,6 +1,8 @@
 """What every command does that starts ranks on this machine. Torch-free."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +29,14 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
     if device_type == "cuda" and config.comm.trace_buf_size:
         options += ["--flight-records", str(Path(config.job.dump_folder, config.comm.save_traces_folder).absolute())]
     return options
+
+
+def start_tokenizing(arguments: list[str]) -> subprocess.Popen[bytes]:
+    """Start to make the token files of a job on this node, in a process of its own: it ends with this one.
+
+    Ranks find them, so that no collective waits for hours.
+    """
+    return subprocess.Popen([sys.executable, "-m", "trainer.commands.tokenize_text", *arguments])
 
 
 def all_ranks(here: int) -> int:

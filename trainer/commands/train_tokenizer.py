@@ -10,11 +10,12 @@ import argparse
 import base64
 import sys
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import DATASETS, check_source, open_source
-from trainer.data.tiktoken_format import SPLIT_PATTERN, split_long_runs
+from trainer.data.sources.registry import DATASETS, DataSettings, all_documents, check_source
+from trainer.data.tokenizers.tiktoken_format import SPLIT_PATTERN, split_long_runs
 
 
 def train(documents: Iterable[str], vocab_size: int) -> list[bytes]:
@@ -65,16 +66,17 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError("--dataset chat has conversations, whose template needs a tokenizer; use text or jsonl")
         if args.dataset == "tokens":
             raise ConfigError("--dataset tokens has the token ids of a tokenizer; use the text that they were made of")
-        check_source(args.dataset, args.path)
-        source = open_source(args.dataset, args.path)
-        tokens = train((source[i] for i in range(len(source))), args.vocab_size)
+        settings = DataSettings(args.dataset, args.path)
+        check_source(settings)
+        numbers = count()
+        tokens = train((text for text, _ in zip(all_documents(settings), numbers, strict=False)), args.vocab_size)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
-    print(f"{output}: {len(tokens)} tokens from {len(source)} documents of {args.dataset}")
+    print(f"{output}: {len(tokens)} tokens from {next(numbers)} documents of {args.dataset}")
     return 0
 
 

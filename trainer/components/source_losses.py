@@ -6,8 +6,8 @@ import torch
 
 from trainer.data.batch import TextBatch
 from trainer.data.mixture import positions_of
-from trainer.data.packing import IGNORE_INDEX
-from trainer.data.streams import shared_by
+from trainer.data.order.streams import shared_by
+from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.observer import Observer

@@ -12,6 +12,8 @@ from trainer.config.toml import load_toml
 
 _KEYS = (("job", "imports"), ("experimental", "custom_import"))
 """Today's key, and torchtitan's."""
+IMPORTED: list[str] = []
+"""What this process has imported so; processes that it starts import the same."""
 
 
 def import_packages(names: Sequence[str]) -> None:
@@ -25,6 +27,7 @@ def import_packages(names: Sequence[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
+            IMPORTED.append(name)
         except Exception as error:  # whatever a user's code raises
             reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             raise ConfigError(

@@ -171,7 +171,7 @@ class Model:
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = key("rmsnorm", when=TOKENS)
     """Normalisation before each block; np_layernorm has no parameters."""
     tokenizer_path: str | None = key(None, when=TOKENS)
-    """tokenizer.json, or tokenizer.model of tiktoken or sentencepiece, or its folder; None: the small shipped one."""
+    """tokenizer.json, or tokenizer.model of tiktoken, or its folder; None: the small shipped one."""
     chat_template: str | None = key(None, when=_CHAT)
     """Jinja file of the chat template; None: the one beside the tokenizer; "none": prompt and answer as plain text."""
     rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=TOKENS)
@@ -268,9 +268,9 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: str = "python_stdlib"
-    """python_stdlib (Python's own sources), text (files), jsonl (lines), tokens, chat, or one of job.imports."""
+    """python_stdlib (Python's own sources), text (files), jsonl (lines), chat, hub, tokens, or one of job.imports."""
     dataset_path: str | None = None
-    """File, folder or glob; for tokens what `lct tokenize` made; python_stdlib: none."""
+    """File, folder or glob; tokens: what `lct tokenize` made; hub: NAME:CONFIG:SPLIT; python_stdlib: none."""
     dataset_text_field: str = key("text", when=_LINES)
     """Field of a line of jsonl that holds the text."""
     token_dtype: Literal["auto", "uint16", "uint32"] = key("auto", when=_TOKEN_FILES)
@@ -321,8 +321,6 @@ class Training:
     """Use deterministic kernels only: slower, but the same bits in every run of one layout."""
     data_streams: int | None = key(None, AT_LEAST_ONE, "streams", example=64)
     """Streams of documents, which fix the order of the data; None: 64, or fewer for fewer than 512 documents."""
-    data_workers: int = key(0, NOT_NEGATIVE, "processes", when=TOKENS)
-    """Processes of each rank that read, tokenize and pack ahead of its steps; 0: the rank itself does."""
 
     def compute_dtype(self, device_type: str) -> str:
         """Return the name of the data type in which the model computes on a device of this type."""

@@ -1,13 +1,14 @@
-"""Text to batches: sources, tokenizer, packing, streams; see docs/data.md. These are the public names."""
+"""Text to batches: sources, tokenizers, token files, order, packing; see docs/data.md. These are the public names."""
 
 from trainer.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "datasets": "DocumentSource open_source",
-        "tokenizer": "Tokenizer open_tokenizer",
-        "packing": "IGNORE_INDEX PackedSequence",
+        "sources.registry": "DataSettings",
+        "tokenizers.tokenizer": "Tokenizer open_tokenizer",
+        "text_data": "TextData open_text",
+        "packing.sequence": "IGNORE_INDEX PackedSequence",
         "loader": "BatchLoader",
     },
 )

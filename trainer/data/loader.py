@@ -11,14 +11,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.schema import Training
-from trainer.data.best_fit import Encoder
-from trainer.data.datasets import DocumentSource
 from trainer.data.mixture import Mixture, MixtureStream
-from trainer.data.packing import PackedSequence
-from trainer.data.streams import StreamLoader
-from trainer.data.text_data import DocumentStream, TextData, TextStream
-from trainer.data.tokenizer import Tokenizer
-from trainer.data.workers import Workers, WorkerSettings, WorkerTask
+from trainer.data.order.streams import StreamLoader
+from trainer.data.text_data import TextData, TextStream
 from trainer.distributed.sharding.hashing import content_hash
 from trainer.runtime.agreement import check_same
 
@@ -31,9 +26,7 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
     The ranks of one `dp_rank` get the same batches. All iterators share the position: a new one goes on where the last
     one stopped.
 
-    source: documents, or opened data sets, which have encoders; stream: packs what `encoder` makes of documents; plan:
-    computes from the arrays of a batch what stands under "plan" in it; workers: processes that make the sequences;
-    None: this one.
+    plan: computes from the arrays of a batch what stands under "plan" in it.
     "padding" in a batch is the number of its tokens that are of no document. That of a mixture also has "sources"
     (local_batch_size,), the number of the source of each sequence.
 
@@ -43,9 +36,7 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
 
     def __init__(
         self,
-        source: DocumentSource | TextData | Mixture,
-        encoder: Tokenizer | Encoder | None = None,
-        stream: Callable[..., TextStream] = DocumentStream,
+        data: TextData | Mixture,
         *,
         seq_len: int,
         local_batch_size: int,
@@ -54,14 +45,11 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
         dp_rank: int,
         dp_degree: int,
         plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
-        workers: WorkerSettings | None = None,
     ) -> None:
-        self._data = source if isinstance(source, TextData | Mixture) else TextData(source, encoder, stream)
-        self._data.check(data_streams)
-        self._batch_size, self._plan = local_batch_size, plan
-        self._seq_len, self._settings, self._workers = seq_len, workers, None
+        data.check(data_streams)
+        self._data, self._batch_size, self._plan, self._seq_len = data, local_batch_size, plan, seq_len
         split = {"data_streams": data_streams, "seed": seed, "dp_rank": dp_rank, "dp_degree": dp_degree}
-        super().__init__(self._data.items, **split)
+        super().__init__(data.items, **split)
 
     def deal(self, items: int | tuple[int, ...], data_streams: int) -> dict[int, TextStream | MixtureStream]:
         build = self._data.builder(self._seq_len, self._seed, data_streams)
@@ -76,7 +64,7 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
-            sequences = self._next_sequences()
+            sequences = [stream.next_sequence() for stream in self._next_streams(self._batch_size)]
             names = ("tokens", "labels", "positions", "document_ids")
             arrays = {name: np.stack([getattr(sequence, name) for sequence in sequences]) for name in names}
             # Cloned, because torch never resizes memory that numpy has seen.
@@ -85,36 +73,6 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
                 batch["sources"] = torch.tensor([sequence.source for sequence in sequences])
             batch["padding"] = sum(sequence.padding for sequence in sequences)
             yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
-
-    def _next_sequences(self) -> list[PackedSequence]:
-        if self._settings is None:
-            return [stream.next_sequence() for stream in self._next_streams(self._batch_size)]
-        self._workers = self._workers or self._start(self._settings)
-        try:
-            sequences, states = self._workers.next()
-        except BaseException:
-            self._stop()
-            raise
-        for s, state in states.items():
-            self._streams[s].restart(state)
-        self._given += self._degree * self._batch_size
-        return sequences
-
-    def _start(self, settings: WorkerSettings) -> Workers:
-        """Start workers at the position of this loader, as many as have a stream."""
-        streams = [(s, (stream.items, stream.state)) for s, stream in self._streams.items()]
-        number = min(settings.number, len(streams))
-        what = settings, self._seq_len, self._seed, self._batch_size, self._turns, self._given
-        return Workers([WorkerTask(*what, dict(streams[worker::number])) for worker in range(number)])
-
-    def _stop(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-        self._workers = None
-
-    def load_state_dict(self, states: Mapping[int, Mapping[str, int]]) -> None:
-        super().load_state_dict(states)
-        self._stop()  # what they made is of another position
 
 
 def check_same_data(states: Mapping[int, Mapping[str, int]], training: Training, over: DeviceMesh) -> None:

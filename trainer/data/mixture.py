@@ -19,12 +19,11 @@ from fractions import Fraction
 from functools import partial
 from itertools import accumulate
 
-import numpy as np
-
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.packing import PackedSequence
-from trainer.data.streams import ANEW, StreamState
+from trainer.data.order.streams import ANEW, StreamState
+from trainer.data.packing.sequence import PackedSequence
+from trainer.data.settings import training_data
 from trainer.data.text_data import TextData, TextStream, open_text
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
@@ -54,14 +53,14 @@ class MixtureStream:
 
     def __init__(
         self,
-        items: Sequence[np.ndarray],
+        items: Sequence[Sequence[int]],
         *,
         parts: Mapping[str, Callable[..., TextStream]],
         ends: Sequence[int],
         stream: int,
         data_streams: int,
     ) -> None:
-        self.items, self.samples = items, 0
+        self._numbers, self.samples = [len(own) for own in items], 0
         self._ends, self._stream, self._n = ends, stream, data_streams
         self._parts = {name: build(own, stream=stream) for (name, build), own in zip(parts.items(), items, strict=True)}
 
@@ -74,7 +73,7 @@ class MixtureStream:
     @property
     def passes(self) -> float:
         """Passes over the documents of all sources together."""
-        numbers = [len(own) for own in self.items]
+        numbers = self._numbers
         done = [n * part.passes for n, part in zip(numbers, self._parts.values(), strict=True)]
         return sum(done) / sum(numbers)
 
@@ -121,7 +120,7 @@ class Mixture:
         parts = {name: part.builder(seq_len, seed, data_streams) for name, part in self.parts.items()}
         return partial(MixtureStream, parts=parts, ends=ends_of(self.weights), data_streams=data_streams)
 
-    def dealt(self, items: tuple[int, ...], *how: int) -> Iterator[tuple[int, list[np.ndarray]]]:
+    def dealt(self, items: tuple[int, ...], *how: int) -> Iterator[tuple[int, list[Sequence[int]]]]:
         """Yield the number of each stream of a rank, and its documents of each source; see `streams.dealt`."""
         shares = [part.dealt(number, *how) for part, number in zip(self.parts.values(), items, strict=True)]
         for of_sources in zip(*shares, strict=True):
@@ -162,19 +161,14 @@ def positions_of(states: Mapping[int, Mapping[str, int]], names: Sequence[str]) 
     return found
 
 
-def open_training_data(config: JobConfig) -> TextData | Mixture:
-    """Return the data that a job trains on.
+def open_training_data(config: JobConfig, catalogs: Sequence[str | None] | None = None) -> TextData | Mixture:
+    """Return the data that a job trains on. catalogs: see `open_text`, one for each of `training_data`.
 
     Raises:
         ConfigError: see `open_text`.
     """
-    training, mixture = config.training, config.mixture
-
-    def opened(path: str | None) -> TextData:
-        return open_text(config.model, training.dataset, path, training)
-
-    if not mixture.names:
-        return opened(training.dataset_path)
-    return Mixture(
-        {name: opened(path) for name, path in zip(mixture.names, mixture.paths, strict=True)}, mixture.weights
-    )
+    settings = training_data(config)
+    given = zip(settings, catalogs or [None] * len(settings), strict=True)
+    parts = [open_text(one, config.training.packing, catalog) for one, catalog in given]
+    names = config.mixture.names
+    return Mixture(dict(zip(names, parts, strict=True)), config.mixture.weights) if names else parts[0]

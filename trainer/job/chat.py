@@ -1,13 +1,14 @@
 """Check that conversations can be rendered: that there is a chat template, and that it fits the first line."""
 
-import json
 from contextlib import suppress
+from dataclasses import replace
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.chat import plain_text
-from trainer.data.chat_template import find_template
-from trainer.data.datasets import first_document
+from trainer.data.settings import training_data, validation_data
+from trainer.data.sources.registry import all_documents
+from trainer.data.tokenizers.chat_template import find_template
+from trainer.data.tokenizers.encoders import plain_text
 
 
 def check_chat(config: JobConfig) -> None:
@@ -22,19 +23,21 @@ def check_chat(config: JobConfig) -> None:
             "training.packing = 'concatenate' would cut conversations of training.dataset = 'chat'; use 'best_fit' or "
             "'pad', or leave it out"
         )
-    sources = [(training.dataset, path) for path in config.mixture.paths or (training.dataset_path,)]
+    sources = training_data(config)
     if settings.enable:
-        sources.append(settings.source(training))
-        if settings.source(training)[0] == "chat" and not config.masks_documents:
+        sources.append(validation_data(config))
+        if sources[-1].dataset == "chat" and not config.masks_documents:
             raise ConfigError(
                 "validation.dataset = 'chat' needs training.attention_mask = 'document', so that conversations in one "
                 "sequence do not see each other; set it, or train on 'chat' as well"
             )
-    paths = [path for name, path in sources if name == "chat"]
-    template = find_template(config.model.tokenizer_file, config.model.chat_template) if paths else None
-    for path in paths:
+    chats = [source for source in sources if source.dataset == "chat"]
+    template = find_template(config.model.tokenizer_file, config.model.chat_template) if chats else None
+    for source in chats:
         with suppress(MissingFile):  # reported by the checks of data
-            found = json.loads(first_document("chat", path))
+            found = next(all_documents(replace(source, skips=False)), None)
+            if found is None:
+                continue
             if template is None:
                 plain_text(found)
             else:

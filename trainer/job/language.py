@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizer import vocab_size_of
+from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.job.attention import faster_packages, kernel_of, resolve_attention
 from trainer.job.chat import check_chat
 from trainer.job.degrees import Degrees
@@ -15,7 +15,7 @@ from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.float8 import check_float8
 from trainer.job.lora import check_lora
 from trainer.job.memory import memory_of_stage
-from trainer.job.mixture import check_mixture
+from trainer.job.mixture import check_mixture, check_training_data
 from trainer.job.pipeline import resolve_pipeline
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
@@ -73,10 +73,11 @@ class Language(TaskSpec):
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
         check_float8(config, model, degrees)
         check_balance(config, model)
+        check_mixture(config)
         return check_validation(config, degrees)
 
     def data_checks(self, config: JobConfig) -> Sequence[Callable[[JobConfig], None]]:
-        return (check_mixture, check_validation_data, check_chat)
+        return (check_training_data, check_validation_data, check_chat)
 
     def positions_of(self, job: ResolvedJob) -> int:
         return job.config.training.seq_len

@@ -4,11 +4,13 @@ import re
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import DATASETS, Reading, check_source
+from trainer.data.settings import training_data
+from trainer.data.sources.registry import DATASETS
+from trainer.data.token_files.catalog import check_data
 
 
 def check_mixture(config: JobConfig) -> None:
-    """Check that each source has a name, a path, a weight and data, and that their kind of data has files."""
+    """Check that each source has a name, a path and a weight, and that their kind of data has files."""
     mixture, training = config.mixture, config.training
     names = list(mixture.names)
     for key in ("paths", "weights"):
@@ -19,7 +21,7 @@ def check_mixture(config: JobConfig) -> None:
                 "one for each source"
             )
     if not names:
-        return check_data(config)
+        return
     wrong = next((name for name in names if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1), None)
     if wrong is not None:
         raise ConfigError(
@@ -35,23 +37,26 @@ def check_mixture(config: JobConfig) -> None:
         raise ConfigError(
             f"training.dataset_path = {training.dataset_path!r} would do nothing beside mixture.paths; leave it out"
         )
-    if training.dataset not in DATASETS or not DATASETS[training.dataset].endings:
+    if not has_files(training.dataset):
         raise ConfigError(
             f"training.dataset = {training.dataset!r} is no kind of data that mixture.paths can name; use 'text', "
             "'jsonl', 'tokens' or 'chat', for all sources"
         )
 
-    how = Reading.of(training, config.model.tokenizer_file)
-    for path in mixture.paths:
+
+def check_training_data(config: JobConfig) -> None:
+    """Check the data set, or each source of the mixture, see `check_data`."""
+    if config.mixture.names and not has_files(config.training.dataset):
+        return  # refused by `check_mixture`
+    for settings in training_data(config):
         try:
-            check_source(training.dataset, path, training.data_streams, how=how)
+            check_data(settings, config.training.data_streams)
         except ConfigError as error:
+            if not config.mixture.names:
+                raise
             raise type(error)(str(error).replace("training.dataset_path =", "mixture.paths, of which")) from None
-    return None
 
 
-def check_data(config: JobConfig) -> None:
-    """Check the data set of a run without a mixture, see `check_source`."""
-    training = config.training
-    how = Reading.of(training, config.model.tokenizer_file)
-    check_source(training.dataset, training.dataset_path, training.data_streams, how=how)
+def has_files(dataset: str) -> bool:
+    """Return whether a kind of data has files, which a mixture names."""
+    return dataset in DATASETS and bool(DATASETS[dataset].endings)

@@ -21,11 +21,17 @@ from trainer.models.registry import from_path
 
 
 def resolve(
-    config: JobConfig, world_size: int, device_type: str = "cuda", *, missing: list[str] | None = None
+    config: JobConfig,
+    world_size: int,
+    device_type: str = "cuda",
+    *,
+    missing: list[str] | None = None,
+    data_checked: bool = False,
 ) -> ResolvedJob:
     """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
 
-    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere.
+    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere; data_checked:
+    another process of this machine has checked the data.
 
     Raises:
         ConfigError: all wrong settings, a sentence each: the value, the rule, what would work. A check that counts on
@@ -47,7 +53,7 @@ def resolve(
     problems.check(check_tensor_parallel_sizes, model, config.model.flavor, degrees)
     problems.check(check_experts, config, model, degrees)
     notes += tuple(problems.check(task.check, config, model, degrees) or ())
-    for check in task.data_checks(config):
+    for check in () if data_checked else task.data_checks(config):
         problems.check(check, config)
     problems.check(check_initial_weights, config, model)
     problems.check(check_checkpoint, config, model)
@@ -86,7 +92,9 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
     Raises:
         ConfigError: a kernel that cannot run there.
     """
-    return job if device_type == job.device_type else resolve(job.given, job.degrees.world_size, device_type)
+    if device_type == job.device_type:
+        return job
+    return resolve(job.given, job.degrees.world_size, device_type, data_checked=True)
 
 
 def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Degrees:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import Reading, check_source
+from trainer.data.settings import validation_data
+from trainer.data.token_files.catalog import check_data
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch
 
@@ -42,8 +43,7 @@ def check_validation_data(config: JobConfig) -> None:
         ConfigError: see `check_source`.
     """
     if config.validation.enable:
-        how = Reading.of(config.training, config.model.tokenizer_file)
-        _in_validation(lambda: check_source(*config.validation.source(config.training), how=how))
+        _in_validation(lambda: check_data(validation_data(config)))
 
 
 def _in_validation(check: Callable[[], None]) -> None:

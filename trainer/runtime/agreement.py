@@ -1,6 +1,7 @@
 """An error that one rank finds is raised on all ranks: a rank that stops alone leaves its peers waiting."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -32,6 +33,20 @@ def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> 
             f"rank {other} has other {what} than rank 0 ({', '.join(names)}); every machine must have the same "
             "configuration, the same tokenizer and the same files"
         )
+
+
+def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
+    """Return what `find` returns on the first rank of this node; no other rank calls it. A collective over all ranks.
+
+    Raises:
+        SharedConfigError: on every rank, if a call raised a ConfigError.
+    """
+    local_rank, rank = int(os.environ.get("LOCAL_RANK", "0")), dist.get_rank()
+    text = raise_on_all_ranks(find if local_rank == 0 else str, over).encode()
+    length = torch.tensor(len(text), device=over.device_type)
+    padded = text.ljust(int(all_reduce(length, over, "max")), b"\0")
+    rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=over.device_type), over).cpu()
+    return bytes(rows[rank - local_rank].tolist()).rstrip(b"\0").decode()
 
 
 def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | dist.ProcessGroup | torch.device) -> T:

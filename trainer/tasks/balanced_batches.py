@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trainer.data.ahead import Loader
 from trainer.data.balance import Deal, deal
-from trainer.data.packing import IGNORE_INDEX, positions_of
+from trainer.data.packing.sequence import IGNORE_INDEX, positions_of
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger

@@ -14,8 +14,8 @@ from torch import nn
 from trainer.components.logits import whole_logits, whole_sequence
 from trainer.components.loss import token_losses
 from trainer.data.batch import TextBatch
-from trainer.data.needle import NeedlePrompt
-from trainer.data.packing import IGNORE_INDEX, PackedSequence
+from trainer.data.evaluation.needle import NeedlePrompt
+from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.model_spec import Decoder

@@ -16,7 +16,8 @@ from trainer.data.balance import document_costs
 from trainer.data.batch import TextBatch
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.mixture import open_training_data
-from trainer.data.workers import WorkerSettings
+from trainer.data.settings import training_data
+from trainer.data.token_files.catalog import catalog_of
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
@@ -26,7 +27,7 @@ from trainer.job.record import ResolvedJob
 from trainer.job.training import BALANCE_GROWTH
 from trainer.models.model_spec import Decoder, model_spec
 from trainer.observer import Observer
-from trainer.runtime.agreement import raise_on_all_ranks
+from trainer.runtime.agreement import once_a_node, raise_on_all_ranks
 from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step
 from trainer.tasks.task import RankInputs
@@ -53,10 +54,10 @@ class LanguageTask:
     def open_loader(self, plan: Callable[[Mapping[str, np.ndarray]], BatchPlan] | None) -> Loader:
         """Return the batches that this rank reads, each with what `plan` makes of its arrays."""
         training, dims = self.config.training, self.dims
-        reopen = partial(open_training_data, self.config)
-        workers = WorkerSettings(training.data_workers, ahead=self.job.micro_batches, reopen=reopen)
+        catalogs = [once_a_node(partial(catalog_of, one), dims["world"]) for one in training_data(self.config)]
+        data = raise_on_all_ranks(lambda: open_training_data(self.config, catalogs), dims["world"])
         return BatchLoader(
-            reopen(),
+            data,
             seq_len=training.seq_len,
             local_batch_size=training.local_batch_size,
             data_streams=training.data_streams,
@@ -64,7 +65,6 @@ class LanguageTask:
             dp_rank=dims.rank("dp"),
             dp_degree=dims.size("dp"),
             plan=plan,
-            workers=workers if workers.number else None,
         )
 
     def _balanced_step(self) -> Step:

@@ -16,13 +16,16 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.components.metrics import ValidationResult
 from trainer.config.errors import ConfigError
 from trainer.data.batch import TextBatch
-from trainer.data.packing import IGNORE_INDEX, PackedSequence
+from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence
+from trainer.data.settings import validation_data
 from trainer.data.text_data import open_text
+from trainer.data.token_files.catalog import catalog_of
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.record import ResolvedJob
 from trainer.models.model_spec import Decoder
+from trainer.runtime.agreement import once_a_node
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
 from trainer.transforms.float8 import precompute_scales
@@ -91,7 +94,9 @@ class Validation:
         self.settings, self.seq_len = settings, settings.seq_len or training.seq_len
         self._other_length = self.seq_len != training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
-        self._data = open_text(job.config.model, *settings.source(training), training)
+        data = validation_data(job.config)
+        catalog = once_a_node(lambda: catalog_of(data), dims["world"])
+        self._data = open_text(data, training.packing, catalog)
         if next(self.sequences(), None) is None:
             raise ConfigError(
                 f"the validation data hold less than one sequence of {self.seq_len} tokens; give more data or a lower "
@@ -109,8 +114,7 @@ class Validation:
 
     def sequences(self) -> Iterator[PackedSequence]:
         """Yield whole packed sequences of one pass over the documents, at most `validation.sequences` of them."""
-        source, encoder, kind, _ = self._data
-        stream = kind(source, encoder, np.arange(len(source), dtype=np.int64), stream=0, seq_len=self.seq_len, seed=0)
+        stream = self._data.stream(range(self._data.items), stream=0, seq_len=self.seq_len, seed=0)
         wanted = self.settings.sequences
         while not wanted or stream.samples < wanted:
             sequence = stream.next_sequence()

@@ -162,7 +162,6 @@ WITHOUT_TOKENS = {
     "training.balance": "step",
     "training.packing": "pad",
     "mixture.names": "web",
-    "training.data_workers": "2",
     "training.loss_chunk_tokens": "64",
 }
 

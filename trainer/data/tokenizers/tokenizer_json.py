@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizers.tokenizer import Tokenizer
 
 
 class JsonTokenizer(Tokenizer):

@@ -1,4 +1,8 @@
-"""Files without random access to documents: compressed lines of JSON, and Parquet. Torch-free."""
+"""Compressed lines of JSON, and Parquet. Torch-free.
+
+The package `datasets` reads these formats too, but it cannot name or skip a bad line, and does not compare the check
+sums of Parquet's pages.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,15 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.data.bad_records import BadRecord
-from trainer.data.file_index import BLOCK
-from trainer.data.json_lines import Line
-from trainer.data.tokenizer import replace_surrogates
+from trainer.data.sources.files import BLOCK
+from trainer.data.sources.records import Line, Row
 
-STREAMED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
-"""Endings of such files, which `lct tokenize` reads."""
-
-
-class Row(NamedTuple):
-    """A row of a table, of which one column is read. where: says which row."""
-
-    value: Any
-    where: str
-
-    def text(self, name: str) -> str:
-        """Return the text; a null is an empty one.
-
-        Raises:
-            BadRecord: the column `name` holds something else.
-        """
-        if self.value is None:
-            return ""
-        if not isinstance(self.value, str):
-            kind = type(self.value).__name__
-            raise BadRecord(f'{self.where}, must have a text in UTF-8 in the column "{name}", not {kind}')
-        return self.value if self.value.isascii() else replace_surrogates(self.value)
+COMPRESSED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+STREAMED = (*COMPRESSED, ".parquet")
+"""Endings of files that can only be read from their start to their end."""
 
 
 def records_of(file: str, name: str) -> Iterator[Line | Row]:
@@ -80,7 +63,9 @@ def _rows(file: str, name: str) -> Iterator[Row]:
     with parquet.ParquetFile(file, page_checksum_verification=True) as rows:
         columns = rows.schema_arrow.names
         if name not in columns:
-            raise ConfigError(f'{file} has no column "{name}" ({", ".join(columns[:8])}); name one with --text-field')
+            raise ConfigError(
+                f'{file} has no column "{name}" ({", ".join(columns[:8])}); name one with training.dataset_text_field'
+            )
         for batch in rows.iter_batches(batch_size=1024, columns=[name]):
             for value in _values(batch[0]):
                 yield Row(value, f"{file}, row {number}")

@@ -18,8 +18,8 @@ from random import Random
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.packing import IGNORE_INDEX, PackedSequence
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence
+from trainer.data.tokenizers.tokenizer import Tokenizer
 
 _CITIES = (
     *("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Turin", "Porto", "Dakar", "Hanoi", "Perth", "Riga", "Seoul"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.data.chat_written import left_out, with_objects
+from trainer.data.tokenizers.chat_written import left_out, with_objects
 
 if TYPE_CHECKING:
     import jinja2
@@ -191,7 +191,7 @@ def _folders(tokenizer: Path) -> list[Path]:
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:
-    from trainer.data.tokenizer_json import read_settings
+    from trainer.data.tokenizers.tokenizer_json import read_settings
 
     return read_settings(folder / "tokenizer_config.json")
 

@@ -15,69 +15,61 @@ which ones wait, so that a resumed run goes on with the same sequences.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right, insort
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.datasets import DocumentSource, ids_of_document
-from trainer.data.packing import IGNORE_INDEX, PackedSequence, Sample, positions_of
-from trainer.data.streams import ItemStream, StreamState
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.order.streams import ItemStream, StreamState
+from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
+from trainer.data.token_files.reader import Documents
 
+logger = logging.getLogger("trainer")
 WINDOW = 1024
 TOKENS = 8
 
 
-class Encoder(Protocol):
-    """Makes samples of documents."""
+class TooLong:
+    """Counts conversations that are longer than a sequence. The log has the 1st, 10th, 100th ..."""
 
-    def pieces(self, document: Any, seq_len: int) -> list[Sample]:
-        """Return the pieces of a document, all but the last of `seq_len` tokens; none if no label remains."""
+    def __init__(self) -> None:
+        self._number = 0
 
-    def nothing(self, documents: int, stream: int, seq_len: int) -> str:
-        """Return the message for a stream whose documents have no piece."""
-
-
-class DocumentEncoder:
-    """Makes samples of texts or token ids, of which each token but the first is a label."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def pieces(self, document: str | np.ndarray, seq_len: int) -> list[Sample]:
-        ids = ids_of_document(document, self._tokenizer).astype(np.int32)
-        labels = np.append(ids[1:], np.int32(IGNORE_INDEX))
-        # The last token has no label; a piece of it alone would teach nothing.
-        starts = range(0, len(ids) - 1, seq_len)
-        return [Sample(ids[start : start + seq_len], labels[start : start + seq_len]) for start in starts]
-
-    def nothing(self, documents: int, stream: int, seq_len: int) -> str:
-        return f"none of the {documents} documents of data stream {stream} holds text; leave out documents without text"
+    def count(self, length: int, seq_len: int) -> None:
+        """Count a conversation if it is too long."""
+        if length <= seq_len:
+            return
+        self._number = number = self._number + 1
+        if number == 10 ** (len(str(number)) - 1):
+            logger.warning(
+                f"{number:,} conversation{'s were' if number > 1 else ' was'} longer than {seq_len:,} tokens so far "
+                f"(this one has {length:,}): the end is left out; a larger sequence length keeps it"
+            )
 
 
 class WholeStream(ItemStream):
     """One numbered, endless stream of packed sequences over some of the documents; see `DocumentStream`.
 
-    Each epoch has every document once. alone: each has a sequence of its own.
+    Each epoch has every document once. alone: each has a sequence of its own; too_long: counts
+    documents that are longer than a sequence, of which the end is left out; None: they are cut into pieces.
     """
 
     ITEM = "document"
 
     def __init__(
         self,
-        source: DocumentSource,
-        encoder: Encoder,
-        documents: np.ndarray,
+        source: Documents,
+        documents: Sequence[int],
         *,
         stream: int,
         seq_len: int,
         seed: int,
         alone: bool = False,
+        too_long: TooLong | None = None,
     ) -> None:
-        self._source, self._encoder, self._seq_len, self._alone = source, encoder, seq_len, alone
+        self._source, self._seq_len, self._alone, self._too_long = source, seq_len, alone, too_long
         self._enough = 1 if alone else TOKENS * seq_len
         super().__init__(documents, stream=stream, seed=seed)
 
@@ -118,7 +110,7 @@ class WholeStream(ItemStream):
         epoch = self._epoch
         while not self._fill():
             if self._epoch > epoch:
-                raise ConfigError(self._encoder.nothing(len(self._items), self._stream, self._seq_len))
+                raise ConfigError(self._nothing())
             self._next_epoch()
         self.samples += 1
         chosen = self._chosen()
@@ -160,8 +152,26 @@ class WholeStream(ItemStream):
 
     def _pieces(self, place: int) -> list[Sample]:
         """Return the pieces of the document at a place in the epoch's order; a bad record has no text, and none."""
-        document = self._source[self._item_at(place)]
-        return self._encoder.pieces(document, self._seq_len) if len(document) else []
+        tokens, labels = sample_of(self._source[self._item_at(place)])
+        seq_len = self._seq_len
+        if self._too_long is not None:
+            self._too_long.count(len(tokens), seq_len)
+            return [Sample(tokens[:seq_len], labels[:seq_len])] if (labels[:seq_len] != IGNORE_INDEX).any() else []
+        # The last token has no label; a piece of it alone would teach nothing.
+        starts = range(0, len(tokens) - 1, seq_len)
+        return [Sample(tokens[start : start + seq_len], labels[start : start + seq_len]) for start in starts]
+
+    def _nothing(self) -> str:
+        """Return the message for a stream whose documents have no piece."""
+        number, stream = len(self._items), self._stream
+        if self._too_long is None:
+            return (
+                f"none of the {number} documents of data stream {stream} holds text; leave out documents without text"
+            )
+        return (
+            f"the {number} conversations of data stream {stream} have no answer within {self._seq_len} tokens; raise "
+            "the sequence length or give more data"
+        )
 
     def _read(self, place: int) -> None:
         """Make the document at a place in the epoch's order wait, unless it has no label."""
@@ -182,20 +192,3 @@ class WholeStream(ItemStream):
 
     def _next_epoch(self) -> None:
         self._epoch, self._place, self._order = self._epoch + 1, 0, None
-
-
-def together(samples: list[Sample], seq_len: int) -> PackedSequence:
-    """Return samples in one sequence, and padding behind them: token 0 without a label, a document of its own."""
-    lengths = [len(sample.tokens) for sample in samples]
-    padding = seq_len - sum(lengths)
-    lengths.append(padding)
-    sequence = PackedSequence(
-        tokens=np.zeros(seq_len, dtype=np.int64),
-        labels=np.full(seq_len, IGNORE_INDEX, dtype=np.int64),
-        positions=positions_of(lengths, padding=padding),
-        document_ids=np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
-        padding=padding,
-    )
-    sequence.tokens[: seq_len - padding] = np.concatenate([sample.tokens for sample in samples])
-    sequence.labels[: seq_len - padding] = np.concatenate([sample.labels for sample in samples])
-    return sequence

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
 from trainer.config.errors import ConfigError
+from trainer.data.order.permutation import ORDER, SORTED, Dealt, Permutation, shuffled
 
 StreamState = dict[str, int]
 logger = logging.getLogger("trainer")
@@ -46,6 +45,7 @@ _OLDER = ("data",)  # a hash of sizes, heads and tails of files, which was in th
 ANEW = 'or start the data anew with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
 """What the message of a state says that does not fit the data."""
 _NAMES = {
+    "order": "version of the order",
     "data_streams": "training.data_streams",
     "seed": "training.seed",
     "documents": "number of documents",
@@ -55,20 +55,12 @@ _NAMES = {
 }
 
 
-def shuffled(n: int, seed: int, *purpose: int) -> np.ndarray:
-    """Return a permutation (n,) of range(n), fixed by its arguments on every machine.
-
-    It sorts raw bits: numpy keeps a bit generator's stream from version to version, but not `permutation`.
-    """
-    bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=purpose))
-    return np.argsort(bits.random_raw(n), kind="stable").astype(np.uint32 if n < 2**32 else np.int64)
-
-
-def dealt(n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int) -> Iterator[tuple[int, np.ndarray]]:
+def dealt(n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each stream that a data-parallel rank reads, and its share of n items in the dealt order."""
     items, apart = shuffled(n, seed, _DEAL), gcd(data_streams, dp_degree)
     for stream in range(dp_rank % apart, data_streams, apart):
-        yield stream, items[stream::data_streams].copy()
+        is_large = isinstance(items, Permutation)
+        yield stream, Dealt(items, stream, data_streams) if is_large else items[stream::data_streams].copy()
 
 
 def streams_that_fit(items: int, dp_degree: int) -> int:
@@ -87,20 +79,15 @@ def shared_by(data_streams: int, dp_degree: int) -> int:
 class ItemStream:
     """One stream: goes through its items, in another order in each epoch.
 
-    items: (n,) their numbers in the data set, in the order in which they were dealt.
+    items: their numbers in the data set, in the order in which they were dealt.
     """
 
     ITEM = "item"
     """The name of the place in the epoch's order, in the state."""
 
-    def __init__(self, items: np.ndarray, *, stream: int, seed: int) -> None:
+    def __init__(self, items: Sequence[int], *, stream: int, seed: int) -> None:
         self._items, self._stream, self._seed = items, stream, seed
         self.restart({})
-
-    @property
-    def items(self) -> np.ndarray:
-        """The numbers of the items (n,), in the order in which they were dealt."""
-        return self._items
 
     @property
     def state(self) -> StreamState:
@@ -115,7 +102,7 @@ class ItemStream:
     def restart(self, state: Mapping[str, int]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
         self._epoch, self._place, self.samples = (int(state.get(key, 0)) for key in ("epoch", self.ITEM, "samples"))
-        self._order: np.ndarray | None = None
+        self._order: Sequence[int] | None = None
 
     def next_item(self) -> int:
         """Return the next item, which is a sample by itself."""
@@ -214,7 +201,9 @@ class StreamLoader(Generic[S]):
         return self._items
 
     def _fixed_by(self, items: Any, data_streams: int) -> dict[str, int]:
-        return {"data_streams": data_streams, "seed": self._seed} | self.describe(items)
+        most = max(items) if isinstance(items, tuple) else items
+        order = {"order": ORDER} if most > SORTED else {}
+        return {"data_streams": data_streams, "seed": self._seed} | order | self.describe(items)
 
     def _next_streams(self, samples: int) -> Iterator[S]:
         """Yield the stream of each of this rank's next samples. The caller takes one sample of it."""
@@ -275,6 +264,11 @@ class StreamLoader(Generic[S]):
     def _check_same(self, key: str, now: int, state: Mapping[str, int]) -> None:
         source, _, plain = key.rpartition("/")
         name = _NAMES[plain] + (f" of {source}" if source else "")
+        if key == "order" and key not in state:
+            raise ConfigError(
+                f"the checkpoint is of an older version, which had another order of more than {SORTED:,} documents, so "
+                f"that its positions would mean other data; resume with that version, {ANEW}"
+            )
         if key not in state:
             raise ConfigError(
                 f"the saved data state has no {name}, because it is of another kind of data; "

@@ -2,7 +2,7 @@
 
     tokenizer.json             of Hugging Face's tokenizers: tokenizer_json.py
     original/tokenizer.model   Meta's rank file of Llama 3: tiktoken_format.py
-    tokenizer.model            a rank file, or a model of sentencepiece: sentencepiece_format.py
+    tokenizer.model            likewise
 
 The first one that a folder has is taken. All other modules know tokenizers by `Tokenizer` alone.
 """
@@ -52,18 +52,12 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with special tokens by name, and bytes that are not UTF-8 as U+FFFD."""
 
+    @abstractmethod
     def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids (n,) of legal Unicode, and the characters [start, stop) of each token, (n, 2), int64.
 
         special: read the names of special tokens in `text` as these tokens.
-
-        Raises:
-            ConfigError: this format cannot tell.
         """
-        raise ConfigError(
-            "conversations need a tokenizer that reads special tokens out of text, and this format cannot; use the "
-            "model's tokenizer.json (model.tokenizer_path)"
-        )
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the token ids of `text` as a list; see `encode_to_numpy`."""
@@ -95,7 +89,7 @@ def open_tokenizer(path: str | None = None) -> Tokenizer:
         ConfigError: there is none, or its file is damaged.
     """
     found = _found(path or default_tokenizer_path())
-    module = importlib.import_module(f"trainer.data.{found.module}")
+    module = importlib.import_module(f"trainer.data.tokenizers.{found.module}")
     return getattr(module, found.name)(found.file, found.given)
 
 
@@ -106,7 +100,7 @@ def vocab_size_of(path: str | None = None) -> int:
         ConfigError: there is no tokenizer, or its file is damaged.
     """
     found = _found(path or default_tokenizer_path())
-    return importlib.import_module(f"trainer.data.{found.module}").vocab_size(found.file, found.given)
+    return importlib.import_module(f"trainer.data.tokenizers.{found.module}").vocab_size(found.file, found.given)
 
 
 def tokenizer_hash(path: str | None = None) -> str:
@@ -151,7 +145,10 @@ def _found(path: str) -> _Found:
         raise ConfigError(f"model.tokenizer_path = {path!r} cannot be read ({error.strerror}){HINT}") from None
     if start.lstrip()[:1] == b"{":
         return _Found(file, path, "tokenizer_json", "JsonTokenizer")
-    # A model of sentencepiece is a message of protobuf, whose first field is a piece: a tag, a length, a tag.
+    # A message of protobuf, whose first field is a piece: a tag, a length, a tag.
     if start[:1] == b"\n" and start[2:3] == b"\n":
-        return _Found(file, path, "sentencepiece_format", "SentencePieceTokenizer")
+        raise ConfigError(
+            f"model.tokenizer_path = {path!r} is a model of sentencepiece, which is not read; name the tokenizer.json "
+            "of the same model, which its folder at the Hugging Face hub has"
+        )
     return _Found(file, path, "tiktoken_format", "TiktokenTokenizer")

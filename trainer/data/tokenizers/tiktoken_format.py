@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.data.tokenizer import HINT, Tokenizer
+from trainer.data.tokenizers.tokenizer import HINT, Tokenizer
 
 # How Llama 3 splits text before any merge: contractions, words, up to three digits, punctuation, white space.
 SPLIT_PATTERN = (

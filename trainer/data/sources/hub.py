@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from trainer.config.errors import ConfigError, MissingFile
-from trainer.data.streamed import Row
+from trainer.data.sources.records import Row
 
 _ANSWER_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class HubData:
-    """A split of a data set at one revision, which does not change. config: None: the default one."""
+    """A split of a data set, which does not change at one revision.
+
+    config: None: the default one; revision: None: the newest one.
+    """
 
     name: str
-    config: str | None
-    split: str
-    revision: str
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
 
     @classmethod
-    def find(cls, name: str, config: str | None, split: str, revision: str | None) -> HubData:
-        """Return the data set at `revision`, None: the newest one.
+    def of(cls, path: str) -> HubData:
+        """Return the data set that NAME[:CONFIGURATION[:SPLIT]][@REVISION] names.
+
+        Raises:
+            ConfigError: it is not written so.
+        """
+        place, _, revision = path.partition("@")
+        name, *more = place.split(":")
+        if not name or len(more) > 2:
+            raise ConfigError(
+                f"{path!r} must be the name of a data set of the Hugging Face hub, with its configuration and split if "
+                "they are not the default ones, such as allenai/c4:en:train"
+            )
+        config, split = (*more, "", "")[:2]
+        return cls(name, config or None, split or "train", revision or None)
+
+    @property
+    def path(self) -> str:
+        """The path that `of` reads."""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.name}:{self.config or ''}:{self.split}{revision}"
+
+    def found(self) -> HubData:
+        """Return the data set with its revision, by its hash.
 
         Raises:
             ConfigError: the hub is not reached within seconds, or has no such data set.
@@ -33,21 +58,22 @@ class HubData:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+        name = self.name
         try:
-            found = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_SECONDS)
+            found = HfApi().dataset_info(name, revision=self.revision, timeout=_ANSWER_SECONDS)
         except HFValidationError:
-            raise ConfigError(f"--hub {name!r} is no name of a data set; write it as allenai/c4") from None
+            raise ConfigError(f"{name!r} is no name of a data set of the hub; write it as allenai/c4") from None
         except HfHubHTTPError as error:
             raise ConfigError(
-                f"--hub {name!r} is refused by the Hugging Face hub ({_first_line(error)}); check the name and the "
+                f"{name!r} is refused by the Hugging Face hub ({_first_line(error)}); check the name and the "
                 "revision, and log in with `hf auth login` if it is private or needs consent"
             ) from None
         except Exception as error:  # of whichever package huggingface_hub sends requests with
             raise ConfigError(
-                f"--hub {name!r}: the Hugging Face hub cannot be reached ({_first_line(error)}); run `lct tokenize` on "
-                "a machine with network, or give files that are here with --path"
+                f"{name!r}: the Hugging Face hub cannot be reached ({_first_line(error)}); run `lct tokenize` on "
+                "a machine with network, or give files that are here"
             ) from None
-        return cls(name, config, split, found.sha)
+        return replace(self, revision=found.sha)
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.name, self.config, self.split) if part)
@@ -61,7 +87,7 @@ class HubData:
                 self.name, self.config, split=self.split, revision=self.revision, streaming=True
             )
         except Exception as error:  # of `datasets` and of packages below it
-            raise ConfigError(f"--hub {self} cannot be opened ({_first_line(error)}); correct the name") from None
+            raise ConfigError(f"{self} cannot be opened ({_first_line(error)}); correct the name") from None
 
     @property
     def shards(self) -> int:
@@ -83,14 +109,16 @@ class HubData:
         try:
             for number, row in enumerate(self._rows.shard(self.shards, shard)):
                 if name not in row:
-                    raise ConfigError(f'{self} has no column "{name}" ({", ".join(row)}); name one with --text-field')
+                    raise ConfigError(
+                        f'{self} has no column "{name}" ({", ".join(row)}); name one with training.dataset_text_field'
+                    )
                 yield Row(row[name], f"{self}, shard {shard}, row {number}")
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{self}, shard {shard}, cannot be read ({_first_line(error)}); run the same command again, which goes "
-                "on with the shards that are missing"
+                f"{self}, shard {shard}, cannot be read ({_first_line(error)}); run the same command again, which "
+                "makes the shards that are missing"
             ) from None
 
 
@@ -98,7 +126,7 @@ def _package() -> Any:
     try:
         import datasets
     except ImportError:
-        raise MissingFile("--hub needs the package datasets: pip install datasets") from None
+        raise MissingFile("data sets of the Hugging Face hub need the package datasets: pip install datasets") from None
     datasets.disable_progress_bars()
     return datasets
 

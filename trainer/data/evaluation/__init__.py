@@ -1,0 +1,1 @@
+"""Sequences that a trained model is measured on."""

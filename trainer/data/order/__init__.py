@@ -1,0 +1,1 @@
+"""The order in which streams read documents, and several sources by weights."""

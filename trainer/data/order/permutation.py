@@ -1,0 +1,77 @@
+"""A shuffle of many items, of which one place is computed when it is asked for. Torch-free.
+
+Up to SORTED items are shuffled by sorting random bits. To sort the 365 million documents of C4 would take a minute and
+7 GiB on each rank, so more items are ordered by a cipher, a Feistel network with keys from the seed: the place is
+written as a row and a column of a grid, and each of them is shifted, in turn, by a hash of the other one. Every round
+can be undone, so each place has an item of its own. A place that falls behind the last item goes through the cipher
+once more (cycle walking); such places are fewer than a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isqrt
+
+import numpy as np
+
+SORTED = 1 << 16
+"""Items up to which an order is sorted: a cipher has too few keys to shuffle few items well."""
+ORDER = 2
+"""Version of the order of more items than that; older checkpoints have none."""
+_ROUNDS = 4  # of two hashes each; three are a pseudorandom permutation by Luby and Rackoff, 1988
+_MASK = 2**64 - 1
+
+
+class Permutation(Sequence[int]):
+    """A permutation of range(n), n > SORTED. keys: of the rounds, two 64-bit numbers each."""
+
+    def __init__(self, n: int, keys: Sequence[int]) -> None:
+        self._n, self._columns = n, isqrt(n - 1) + 1
+        self._rows = -(-n // self._columns)
+        self._keys = list(zip(keys[::2], keys[1::2], strict=True))
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, place: int) -> int:
+        if not 0 <= place < self._n:
+            raise IndexError(f"place {place} of {self._n}")
+        while True:
+            row, column = divmod(place, self._columns)
+            for first, second in self._keys:
+                row = (row + _hash(column ^ first)) % self._rows
+                column = (column + _hash(row ^ second)) % self._columns
+            place = row * self._columns + column
+            if place < self._n:
+                return place
+
+
+class Dealt(Sequence[int]):
+    """Every `step`-th item of an order, from the place `start` on."""
+
+    def __init__(self, order: Permutation, start: int, step: int) -> None:
+        self._order, self._places = order, range(start, len(order), step)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: int) -> int:
+        return self._order[self._places[place]]
+
+
+def shuffled(n: int, seed: int, *purpose: int) -> np.ndarray | Permutation:
+    """Return a permutation of range(n), fixed by its arguments on every machine.
+
+    It is made of raw bits: numpy keeps a bit generator's stream from version to version, but not `permutation`.
+    """
+    bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=purpose))
+    if n <= SORTED:
+        return np.argsort(bits.random_raw(n), kind="stable").astype(np.uint32)
+    return Permutation(n, bits.random_raw(2 * _ROUNDS).tolist())
+
+
+def _hash(x: int) -> int:
+    """Return 64 bits that depend on all bits of x: the finalizer of MurmurHash3."""
+    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & _MASK
+    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & _MASK
+    return x ^ x >> 33

@@ -1,0 +1,76 @@
+"""Documents back to back in sequences of `seq_len` tokens, with labels, positions and document ids. Torch-free.
+
+documents   [B a b E] [B c E]            B, E: begin and end of text; seq_len = 4
+tokens       B a b E | B c E ...
+labels       a b E - | c E - ...         shifted by one within the document; -: IGNORE_INDEX
+positions    0 1 2 3 | 0 1 2 ...         from 0 in each document, and where a sequence continues one
+document_ids 0 0 0 0 | 0 0 0 1 ...       numbered within the sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.data.tokenizers.encoders import Encoded
+
+IGNORE_INDEX = -100  # a label that no loss counts
+NO_POSITION = -1  # of padding, which has a row of the rotary table like any token, and which no router counts
+
+
+class Sample(NamedTuple):
+    """tokens (n,) and labels (n,) int32 of a document or a part of it; a label is the next token, or IGNORE_INDEX."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """Four arrays (seq_len,) int64, each with memory of its own.
+
+    padding: tokens at the end that are of no document, at NO_POSITION; source: number of the data set in a mixture.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    document_ids: np.ndarray
+    padding: int = 0
+    source: int = 0
+
+
+def positions_of(lengths: np.ndarray | list[int], *, padding: int) -> np.ndarray:
+    """Return positions (n,) int64, from 0 in each document of these lengths; the last `padding` tokens have none."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    positions[len(positions) - padding :] = NO_POSITION
+    return positions
+
+
+def sample_of(document: Encoded) -> Sample:
+    """Return the tokens of a document, and their labels: the next token, if that is learned."""
+    ids = document.ids.astype(np.int32)
+    labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
+    labels[:-1] = ids[1:] if document.answers is None else np.where(document.answers[1:], ids[1:], IGNORE_INDEX)
+    return Sample(ids, labels)
+
+
+def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
+    """Return samples in one sequence, and padding behind them: token 0 without a label, a document of its own."""
+    lengths = [len(sample.tokens) for sample in samples]
+    padding = seq_len - sum(lengths)
+    lengths.append(padding)
+    sequence = PackedSequence(
+        tokens=np.zeros(seq_len, dtype=np.int64),
+        labels=np.full(seq_len, IGNORE_INDEX, dtype=np.int64),
+        positions=positions_of(lengths, padding=padding),
+        document_ids=np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
+        padding=padding,
+    )
+    sequence.tokens[: seq_len - padding] = np.concatenate([sample.tokens for sample in samples])
+    sequence.labels[: seq_len - padding] = np.concatenate([sample.labels for sample in samples])
+    return sequence

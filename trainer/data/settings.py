@@ -1,0 +1,40 @@
+"""The data sets of a job. Torch-free."""
+
+import os
+from contextlib import suppress
+
+from trainer.config.errors import MissingFile
+from trainer.config.schema import JobConfig
+from trainer.data.sources.files import cache_folder
+from trainer.data.sources.registry import DataSettings, files_of, source_of
+from trainer.data.token_files.made import described
+
+
+def training_data(config: JobConfig) -> list[DataSettings]:
+    """Return the data sets that a job trains on: one, or the sources of a mixture."""
+    training = config.training
+    paths = config.mixture.paths if config.mixture.names else (training.dataset_path,)
+    return [DataSettings.of(training.dataset, path, config.model, training) for path in paths]
+
+
+def validation_data(config: JobConfig) -> DataSettings:
+    """Return the data set that the loss is validated on."""
+    return DataSettings.of(*config.validation.source(config.training), config.model, config.training)
+
+
+def all_data(config: JobConfig) -> list[DataSettings]:
+    """Return the data sets that a job reads."""
+    if config.task != "tokens":
+        return []
+    return [*training_data(config), *([validation_data(config)] if config.validation.enable else [])]
+
+
+def first_start(config: JobConfig) -> list[str]:
+    """Return for each data set of text on this machine what its first start makes, and where."""
+    found = []
+    for settings in all_data(config):
+        with suppress(MissingFile):
+            if not source_of(settings).token_files:
+                what = described(settings, sum(map(os.path.getsize, files_of(settings))))
+                found.append(f"the first start makes token files of {what} in {cache_folder()}; later ones read them")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,201 @@
+"""The files of a data set: found by a path, and hashed. Torch-free."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import os
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from trainer.config.errors import ConfigError, MissingFile
+
+logger = logging.getLogger("trainer")
+
+BLOCK = 1 << 24  # bytes that are read at once
+_HASHING_THREADS = 8
+_LOG_SECONDS = 10.0
+_NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+def unreadable(file: str, error: OSError) -> ConfigError:
+    """Return the error for a file that cannot be read."""
+    return ConfigError(f"{file} cannot be read ({error.strerror}); restore it, or give files that you may read")
+
+
+def number_of(digest: hashlib.blake2b) -> int:
+    """Return a digest of 8 bytes as a number of 63 bits."""
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is made once of data."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "long-context-trainer")
+
+
+def stdlib_files() -> list[str]:
+    """Return the .py files of the interpreter's standard library by relative path, without tests and packages.
+
+    Files that are no UTF-8, or blank, are left out.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_STDLIB]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    found.sort(key=lambda file: file.relative_to(root).as_posix())
+    return [str(file) for file in found if _has_text(file)]
+
+
+def _has_text(file: Path) -> bool:
+    with suppress(UnicodeDecodeError, OSError):
+        return bool(file.read_bytes().decode("utf-8-sig").strip())
+    return False
+
+
+def find_files(path: str, endings: tuple[str, ...], *, dataset: str, others: dict[str, str]) -> list[str]:
+    """Return the sorted files of `path`: itself, all files with an ending below a folder, or the matches of a glob.
+
+    dataset: kind of data, and others: endings -> other kinds of data, for the message.
+
+    Raises:
+        MissingFile: there are none.
+        ConfigError: a folder cannot be read.
+    """
+    expanded = os.path.expanduser(path)
+    if os.path.isfile(expanded):
+        return [expanded]
+    is_folder = os.path.isdir(expanded)
+    if is_folder:
+        _check_folders_can_be_read(path, expanded)
+    there = _files_below(expanded) if is_folder else glob.glob(expanded, recursive=True)
+    there = sorted({file for file in there if os.path.isfile(file)})
+    found = [file for file in there if file.endswith(endings)] if is_folder else there
+    if found:
+        return found
+    _check_folders_can_be_read(path, expanded)
+    what = f"a folder without *{' and *'.join(endings)} files" if is_folder else "neither a file nor a folder"
+    what = "a glob that matches no file" if glob.has_magic(path) and not is_folder else what
+    other = next((other for end, other in others.items() if any(file.endswith(end) for file in there)), None)
+    advice = f"for training.dataset = {dataset!r} give a {' or '.join(endings)} file, a folder of them, or a glob"
+    if other is not None:
+        advice = f"use training.dataset = {other!r} for the files that are there, or give another folder"
+    raise MissingFile(f"training.dataset_path = {path!r} is {what}; {advice}")
+
+
+def _files_below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield what lies below a folder, also behind links, but for hidden names and links to a folder `above`.
+
+    `glob` would follow such links in circles, and find each file many times.
+    """
+    above = (*above, os.path.realpath(folder))
+    try:
+        names = os.listdir(folder)
+    except OSError as error:  # behind a link
+        raise unreadable(folder, error) from None
+    for name in names:
+        path = os.path.join(folder, name)
+        if name.startswith("."):
+            continue
+        if not os.path.isdir(path):
+            yield path
+        elif os.path.realpath(path) not in above:
+            yield from _files_below(path, above)
+
+
+def _check_folders_can_be_read(path: str, expanded: str) -> None:
+    """Refuse folders that this user may not read, on the way to the data or below: `glob` would find nothing there."""
+    parts = (expanded, *map(str, Path(expanded).absolute().parents))
+    way = [next(part for part in parts if os.path.isdir(part))]
+    below = (os.path.join(root, name) for root, names, _ in os.walk(expanded) for name in names)
+    for folder in (*way, *below):
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise ConfigError(
+                f"training.dataset_path = {path!r}: the folder {folder} cannot be read (permission denied); "
+                "change its permissions, or give data that you may read"
+            )
+
+
+def contents(files: Sequence[str]) -> list[int]:
+    """Return a 63-bit hash of all bytes of each file; a cached table has it of files that have not changed since.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    if not files:
+        return []
+    names = [os.path.abspath(file) for file in files]
+    table = cache_folder() / f"{_number(f'contents {os.path.commonpath(names)}'):016x}.contents"
+    keys = [(_number(name), *_size_and_time(file)) for name, file in zip(names, files, strict=True)]
+    known: dict[tuple[int, ...], int] = {}
+    with suppress(OSError):
+        rows = np.fromfile(table, dtype=np.int64)
+        known = {tuple(row[:3]): row[3] for row in rows[: len(rows) // 4 * 4].reshape(-1, 4).tolist()}
+    unknown = [i for i, key in enumerate(keys) if key not in known]
+    if unknown:
+        known |= dict(zip([keys[i] for i in unknown], _hashed([files[i] for i in unknown]), strict=True))
+        latest = {key[0]: (*key, content) for key, content in known.items()}  # one row a file, the newest one
+        with suppress(OSError):  # without a cache the files are hashed again
+            write_whole(table, np.array(list(latest.values()), dtype=np.int64).tobytes())
+    return [known[key] for key in keys]
+
+
+def write_whole(file: Path, *parts: bytes) -> None:
+    """Write a file under a temporary name, and give it its name when it is on the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.{os.uname().nodename}-{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as stream:
+            stream.writelines(parts)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(file)
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)  # a part of it would fill a disk that is full
+
+
+def _number(name: str) -> int:
+    return number_of(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8))
+
+
+def _size_and_time(file: str) -> tuple[int, int]:
+    """Return bytes and time (ns): the later one of those of content and attributes, which nobody can set back."""
+    try:
+        status = os.stat(file)
+    except OSError as error:
+        raise unreadable(file, error) from None
+    return status.st_size, max(status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _hashed(files: Sequence[str]) -> Iterator[int]:
+    """Yield a hash of all bytes of each file; log how far it is."""
+    logged = time.monotonic()
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        for number, content in enumerate(threads.map(_hash_of, files), 1):
+            yield content
+            if time.monotonic() - logged > _LOG_SECONDS:
+                logged = time.monotonic()
+                logger.info(f"hashing data files: {number:,} of {len(files):,}")
+
+
+def _hash_of(file: str) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        with open(file, "rb") as stream:
+            while block := stream.read(BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise unreadable(file, error) from None
+    return number_of(digest)

@@ -1,0 +1,286 @@
+"""Kinds of data sets by name: which files they have, and how these become documents. Torch-free.
+
+`check_source` checks a data set at once, before the job starts. `token_files` makes token ids of its parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any
+
+from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.registry import Registry
+from trainer.config.schema import Model, Training
+from trainer.data.sources.bad_records import Skipped
+from trainer.data.sources.compressed import COMPRESSED, STREAMED, records_of
+from trainer.data.sources.files import find_files, stdlib_files
+from trainer.data.sources.hub import HubData
+from trainer.data.sources.records import TextFile, lines_of
+from trainer.data.tokenizers.encoders import ConversationEncoder, Encoder, TextEncoder
+from trainer.data.tokenizers.tokenizer import open_tokenizer
+
+_MODEL, _TRAINING = Model(), Training()
+_WHOLE = 1 << 62  # bytes of a part that is a whole file
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """A data set, and how its documents become token ids.
+
+    path: file, folder or glob; for the hub NAME[:CONFIGURATION[:SPLIT]][@REVISION]. text_field: of a line of JSON, or
+    column; skips: bad records are left out; token_dtype: of flat files of ids, "auto": by the vocabulary.
+    """
+
+    dataset: str
+    path: str | None = None
+    tokenizer: str = _MODEL.tokenizer_file
+    chat_template: str | None = None
+    text_field: str = "text"
+    skips: bool = False
+    token_dtype: str = "auto"
+
+    @classmethod
+    def of(cls, dataset: str, path: str | None, model: Model = _MODEL, training: Training = _TRAINING) -> DataSettings:
+        """Return what the tables [model] and [training] say."""
+        return cls(
+            dataset,
+            path,
+            model.tokenizer_file,
+            model.chat_template,
+            training.dataset_text_field,
+            training.on_bad_record == "skip",
+            training.token_dtype,
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents of a shard: whole files, or the lines that begin in the bytes [start, stop) of one.
+
+    size: in bytes, 0: not known; start: of a data set of the hub the number of its shard.
+    """
+
+    files: tuple[str, ...]
+    size: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kind of data set.
+
+    endings: of the files in a folder; empty: the data set has no path.
+    parts: (settings, files, bytes) -> parts of about so many bytes, which processes tokenize one by one.
+    readers: (settings, part) -> what reads each document of a part, in order; a call raises BadRecord.
+    encoder: settings -> what makes token ids of a document.
+    own_files: files of a data set without a path.
+    token_files: the files have token ids.
+    """
+
+    endings: tuple[str, ...]
+    parts: Callable[[DataSettings, Sequence[str], int], list[Part]]
+    readers: Callable[[DataSettings, Part], Iterator[Callable[[], Any]]]
+    encoder: Callable[[DataSettings], Encoder] = lambda settings: TextEncoder(open_tokenizer(settings.tokenizer))
+    own_files: Callable[[], list[str]] | None = None
+    token_files: bool = False
+
+
+def files_of(settings: DataSettings) -> list[str]:
+    """Return the files of a data set that are not empty, in their order.
+
+    Raises:
+        ConfigError: an unknown data set, or a path that is missing, superfluous, unreadable or matches nothing.
+    """
+    name, path, source = settings.dataset, settings.path, source_of(settings)
+    if source.own_files is not None:
+        if path:
+            others = " or ".join(repr(other) for other, source in DATASETS.items() if source.endings)
+            raise ConfigError(
+                f"training.dataset_path = {path!r} would do nothing, {name} needs none; leave it out, or choose"
+                f" training.dataset = {others}"
+            )
+        return source.own_files()
+    if not path:
+        what = f"a {' or '.join(source.endings)} file, a folder, or a glob" if source.endings else "the data set's name"
+        raise ConfigError(f"training.dataset = {name!r} needs training.dataset_path; give {what}")
+    if not source.endings:
+        return []
+    others = {end: other for other, source in reversed(DATASETS.items()) for end in source.endings}
+    files = find_files(path, source.endings, dataset=name, others=others)
+    return files if source.token_files else [file for file in files if os.path.getsize(file)]
+
+
+def source_of(settings: DataSettings) -> Source:
+    """Return the kind of a data set.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    name = settings.dataset
+    if name in DATASETS:
+        return DATASETS[name]
+    if name == "c4_test":
+        raise ConfigError(
+            "training.dataset = 'c4_test' means the 2,000 documents in torchtitan's repository; use "
+            "training.dataset = 'jsonl' and training.dataset_path = 'torchtitan/tests/assets/c4_test/data.json', "
+            "where your clone of it lies"
+        )
+    if name.startswith("c4") or "/" in name:
+        path = "allenai/c4:en" if name.startswith("c4") else name
+        raise ConfigError(
+            f"training.dataset = {name!r} lies on the Hugging Face hub; use training.dataset = 'hub' and "
+            f"training.dataset_path = {path!r}"
+        )
+    raise ConfigError(f"training.dataset = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
+
+
+def documents_of(settings: DataSettings, part: Part, skipped: Skipped) -> Iterator[Any]:
+    """Yield the documents of a part. A bad one is empty if bad records are skipped, and counted in `skipped`.
+
+    Raises:
+        ConfigError: the data cannot be read, or a record is bad and not to be skipped.
+    """
+    for read in source_of(settings).readers(settings, part):
+        document = ""
+        with skipped.counted(settings.skips):
+            document = read()
+        yield document
+
+
+def all_documents(settings: DataSettings) -> Iterator[Any]:
+    """Yield the documents of a data set, from the first one on.
+
+    Raises:
+        ConfigError: see `files_of` and `documents_of`.
+    """
+    skipped = Skipped()
+    for part in source_of(settings).parts(settings, files_of(settings), _WHOLE):
+        yield from documents_of(settings, part, skipped)
+
+
+def check_source(settings: DataSettings, data_streams: int | None = None) -> None:
+    """Check a data set of text without converting it; only the start of large data is read.
+
+    Raises:
+        ConfigError: see `files_of`; no data; a first document that is bad; `data_streams` that do not fit, see
+            `check_streams`. The documents of compressed files, and of the hub, are not counted.
+    """
+    source, files = source_of(settings), files_of(settings)
+    where = (
+        f"training.dataset_path = {settings.path!r}" if settings.path else f"training.dataset = {settings.dataset!r}"
+    )
+    if settings.dataset == "hub":
+        HubData.of(settings.path or "")
+        return
+    parts = source.parts(settings, files, _WHOLE)
+    readers = (read for part in parts for read in source.readers(settings, part))
+    first = next(readers, None)
+    if first is not None and not settings.skips:
+        first()
+    if first is None or not any(file.endswith(STREAMED) for file in files):
+        check_streams(
+            where, first is not None and 1 + sum(1 for _ in islice(readers, (data_streams or 1) - 1)), data_streams
+        )
+
+
+def check_streams(where: str, items: int, data_streams: int | None, *, item: str = "document") -> None:
+    """Check that every data stream has a document; None: the number is chosen to fit.
+
+    where: the data set, as the message names it; item: what it has in place of documents.
+
+    Raises:
+        ConfigError: there is none, or there are fewer than streams.
+    """
+    if not items:
+        raise ConfigError(f"{where} holds no text; give at least one {item}")
+    if data_streams is not None and data_streams > items:
+        raise ConfigError(
+            f"training.data_streams = {data_streams} needs as many {item}s and {where} has {items}; leave it out, or "
+            f"use at most {items}"
+        )
+
+
+# --- parts
+
+
+def _groups_of_files(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
+    """Return parts of whole files, one after another."""
+    groups: list[list[str]] = []
+    sizes: list[int] = []
+    for file in files:
+        bytes_here = os.path.getsize(file)
+        if not groups or sizes[-1] + bytes_here > size:
+            groups.append([])
+            sizes.append(0)
+        groups[-1].append(file)
+        sizes[-1] += bytes_here
+    return [Part(tuple(group), total) for group, total in zip(groups, sizes, strict=True)]
+
+
+def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
+    """Return parts of a file each. A file that can only be read from its start is one part."""
+    found = []
+    for file in files:
+        whole = os.path.getsize(file)
+        if file.endswith(STREAMED):
+            found.append(Part((file,), whole))
+        else:
+            edges = [*range(0, whole, size), whole]
+            found += [Part((file,), stop - start, start, stop) for start, stop in pairwise(edges)]
+    return found
+
+
+# --- readers
+
+
+def _texts(settings: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
+    return (partial(TextFile(file).text, "") for file in part.files)
+
+
+def _lines(settings: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
+    file, name = part.files[0], settings.text_field
+    records = records_of(file, name) if file.endswith(STREAMED) else lines_of(file, part.start, part.stop)
+    return (partial(record.text, name) for record in records)
+
+
+def _chats(settings: DataSettings, part: Part) -> Iterator[Callable[[], dict[str, Any]]]:
+    file = part.files[0]
+    lines = records_of(file, "") if file.endswith(STREAMED) else lines_of(file, part.start, part.stop)
+    return (line.chat for line in lines)
+
+
+def _shards_of_hub(settings: DataSettings, *_: object) -> list[Part]:
+    """Return a part for each shard, mostly a file."""
+    path = settings.path or ""
+    return [Part((path,), 0, shard) for shard in range(HubData.of(path).shards)]
+
+
+def _rows_of_hub(settings: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
+    rows = HubData.of(part.files[0]).records(part.start, settings.text_field)
+    return (partial(row.text, settings.text_field) for row in rows)
+
+
+def _conversation_encoder(settings: DataSettings) -> ConversationEncoder:
+    return ConversationEncoder.of(settings.tokenizer, settings.chat_template)
+
+
+def _none(*_: object) -> Any:
+    raise AssertionError("token files have no text")
+
+
+DATASETS: Registry[Source] = Registry(
+    "data set",
+    {
+        "python_stdlib": Source((), _groups_of_files, _texts, own_files=stdlib_files),
+        "text": Source((".txt",), _groups_of_files, _texts),
+        "jsonl": Source((".jsonl", *STREAMED), _ranges_of_lines, _lines),
+        "chat": Source((".jsonl", *COMPRESSED), _ranges_of_lines, _chats, _conversation_encoder),
+        "hub": Source((), _shards_of_hub, _rows_of_hub),
+        "tokens": Source((".idx", ".npy"), _none, _none, token_files=True),
+    },
+)

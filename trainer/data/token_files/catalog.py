@@ -1,0 +1,198 @@
+"""What one process of each node finds out about a data set, for all ranks of the node. Torch-free.
+
+It lists and hashes the files, makes token files if there are none, reads and checks their indices, and writes a catalog
+into the cache. The other ranks open the catalog, and of the token files those that they read.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b, sha256
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.data.sources.bad_records import BadRecord
+from trainer.data.sources.files import cache_folder, contents, number_of, unreadable, write_whole
+from trainer.data.sources.registry import DataSettings, all_documents, check_source, check_streams, files_of, source_of
+from trainer.data.token_files.foreign import checked_pair, flat_layout, flat_lengths, flat_pair
+from trainer.data.token_files.format import MANIFEST, UNFINISHED, Pair, open_pair
+from trainer.data.token_files.made import cached, made_by
+from trainer.data.token_files.reader import Catalog, TokenFiles
+from trainer.data.tokenizers.encoders import Encoded
+from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
+
+_COPY = "copy the file again, or make it again with `lct tokenize`"
+
+
+def catalog_of(settings: DataSettings) -> str:
+    """Return the file of the catalog of a data set, whose token files are made if they are not there.
+
+    Raises:
+        ConfigError: the data set cannot be used.
+    """
+    found = _of_token_files(settings) if source_of(settings).token_files else _of_cache(settings)
+    content = json.dumps(found).encode()
+    name = f"{sha256(content).hexdigest()[:32]}.json"
+    for folder in (cache_folder() / "catalogs", Path(tempfile.gettempdir(), "long-context-trainer")):
+        try:
+            if not (file := folder / name).exists():
+                write_whole(file, content)
+            return str(file)
+        except OSError:  # token files need no cache
+            continue
+    raise ConfigError(f"neither {cache_folder()} nor {tempfile.gettempdir()} can be written; set XDG_CACHE_HOME")
+
+
+def open_documents(settings: DataSettings, catalog: str | None = None) -> TokenFiles:
+    """Return the documents of a data set. catalog: the file of its catalog; None: this process makes it.
+
+    Raises:
+        ConfigError: see `catalog_of`.
+    """
+    return TokenFiles(Catalog.read(catalog or catalog_of(settings)), skips=settings.skips)
+
+
+def documents_in_order(settings: DataSettings) -> Iterator[Encoded]:
+    """Yield the documents of a data set from the first one on, without making token files of text.
+
+    Raises:
+        ConfigError: the data set cannot be used.
+    """
+    source = source_of(settings)
+    if source.token_files:
+        files = open_documents(settings)
+        yield from (files[i] for i in range(len(files)))
+        return
+    yield from map(source.encoder(settings).encode, all_documents(settings))
+
+
+def check_data(settings: DataSettings, data_streams: int | None = None) -> None:
+    """Check a data set without converting it; of large data without an index only the start is read.
+
+    Raises:
+        ConfigError: see `check_source`; a token file is damaged or of another tokenizer.
+    """
+    if not source_of(settings).token_files:
+        check_source(settings, data_streams)
+        return
+    eos, manifests, documents = _end_of_text(settings, files := files_of(settings)), {}, 0
+    for file in files:
+        if documents >= (data_streams or 1):
+            break
+        if file.endswith(".idx"):
+            documents += _pair(file, manifests, settings)[0].documents
+            continue
+        layout = flat_layout(file, vocab_size_of(settings.tokenizer), settings.token_dtype)
+        for lengths in flat_lengths(file, layout, eos):
+            documents += len(lengths)
+            if documents >= (data_streams or 1):
+                break
+    check_streams(f"training.dataset_path = {settings.path!r}", documents, data_streams)
+
+
+def _of_cache(settings: DataSettings) -> Catalog:
+    """Return the catalog of token files in the cache."""
+    folder = cached(settings)
+    shards, manifest = _shards(folder, settings), json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if not settings.skips and (bad := next((entry for entry in shards.values() if "first" in entry), None)):
+        raise BadRecord(bad["first"])
+    pairs = [_own_pair(str(folder / f"{name}.idx"), entry) for name, entry in shards.items()]
+    vocab_size = manifest["tokenizer"]["vocab_size"]
+    remedy = f"remove {folder}, and the next start makes it again"
+    return Catalog(pairs, manifest["made_by"], manifest["content"], vocab_size, remedy)
+
+
+def _of_token_files(settings: DataSettings) -> Catalog:
+    """Return the catalog of files of token ids, each of which has a content of its own."""
+    eos, manifests, found = _end_of_text(settings, files := files_of(settings)), {}, []
+    vocab_size = vocab_size_of(settings.tokenizer)
+    for file in files:
+        if file.endswith(".idx"):
+            found.append(_pair(file, manifests, settings))
+        else:
+            found.append(flat_pair(file, flat_layout(file, vocab_size, settings.token_dtype), eos))
+    unknown = [pair for pair, content in found if content is None]
+    both = zip(contents([pair.ids for pair in unknown]), contents([pair.idx for pair in unknown]), strict=True)
+    pairs, digests = [pair for pair, _ in found], [next(both) if content is None else content for _, content in found]
+    digest, content = blake2b(digest_size=8), []
+    for documents, part in zip(accumulate(pair.documents for pair in pairs), digests, strict=True):
+        digest.update(f"{part}\0".encode())
+        content.append((documents, number_of(digest)))
+    return Catalog(pairs, made_by(settings), content, vocab_size, _COPY)
+
+
+def _end_of_text(settings: DataSettings, files: Sequence[str]) -> int:
+    """Return the id that ends documents of flat files; -1: there are no such files, or no such id."""
+    eos = None if all(file.endswith(".idx") for file in files) else open_tokenizer(settings.tokenizer).eos_id
+    return -1 if eos is None else eos
+
+
+def _pair(
+    idx: str, manifests: dict[Path, Mapping[str, Any]], settings: DataSettings
+) -> tuple[Pair, tuple[int, int, int] | None]:
+    """Return a pair, and what tells its content; None: its bytes must be read. manifests: those read so far."""
+    folder = Path(idx).parent
+    if folder not in manifests:
+        manifests[folder] = _shards(folder, settings)
+    entry = manifests[folder].get(Path(idx).stem)
+    if entry is not None:
+        pair = _own_pair(idx, entry)
+        # The check sums in the .crc are those of all ids, which are compared when they are read.
+        return pair, (Path(pair.ids).stat().st_size, entry["idx"], entry["crc"])
+    if Path(idx).with_suffix(".crc").exists():
+        raise ConfigError(
+            f"{idx} is of `lct tokenize`, and no {MANIFEST} beside it names it; copy the whole folder again, or "
+            "make it again with another --output"
+        )
+    return checked_pair(idx), None
+
+
+def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:
+    """Return a pair of this program, whose index has the check sums of the manifest."""
+    pair, marks = open_pair(idx), Path(idx).with_suffix(".answers")
+    for ending in ("idx", "crc"):
+        file = Path(idx).with_suffix(f".{ending}")
+        try:
+            found = zlib.crc32(file.read_bytes())
+        except OSError as error:
+            raise unreadable(str(file), error) from None
+        if found != entry[ending]:
+            raise ConfigError(f"{file} is damaged: its check sum is not that of {MANIFEST}; copy it again")
+    return pair._replace(crc=str(Path(idx).with_suffix(".crc")), answers=str(marks) if marks.exists() else None)
+
+
+def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
+    """Return what `lct tokenize` says about its shards in a folder; empty: another program made them.
+
+    Raises:
+        ConfigError: the folder is not finished or not whole, or of another tokenizer.
+    """
+    if (folder / UNFINISHED).exists():
+        raise ConfigError(
+            f"{folder} is not finished; run the same `lct tokenize` again, which makes the shards that are missing"
+        )
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        shards, tokenizer = manifest["shards"], manifest["tokenizer"]
+        _ = [tokenizer[key] for key in ("hash", "name", "vocab_size")]
+        _ = [int(entry[key]) for entry in shards.values() for key in ("idx", "crc")]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(
+            f"{folder / MANIFEST} is damaged; copy it again, or run `lct tokenize` with another --output"
+        ) from None
+    lost = next((name for name in shards if not (folder / f"{name}.idx").exists()), None)
+    if lost is not None:
+        raise ConfigError(f"{folder} lacks {lost}.idx, which its {MANIFEST} names; copy the folder again")
+    if tokenizer["hash"] != tokenizer_hash(settings.tokenizer):
+        raise ConfigError(
+            f"{folder} has the token ids of another tokenizer ({tokenizer['name']}, {tokenizer['vocab_size']:,} tokens)"
+            "; name that one in model.tokenizer_path, or run `lct tokenize` with this one"
+        )
+    return shards

@@ -1,0 +1,150 @@
+"""Token ids on disk: pairs of Megatron-LM's format, as this program writes them. Torch-free.
+
+    tokens/
+      shard-00000.bin       ids, one document after another
+      shard-00000.idx       Megatron's index: data type, length and place of every document
+      shard-00000.crc       uint32, the check sum (zlib.crc32) of each document
+      shard-00000.answers   of conversations only: a byte for each id, 1 if the token is part of an answer
+      tokens.json           the tokenizer, and the number of documents and the check sums of each shard
+
+The last three are of this program only. The check sum is that of the ids, and behind them the bytes of the answers.
+
+An .idx is, little-endian: b"MMIDIDX\\0\\0", version 1 (u64), data type (u8), sequences n (u64), document ends m (u64),
+lengths (n int32), places in the .bin in bytes (n int64), the first sequence of each document and the end (m int64).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.data.sources.files import unreadable
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+MANIFEST, UNFINISHED = "tokens.json", "unfinished.json"
+_OTHER_FILES = 512  # of a process that trains: connections, libraries, devices
+_MOST_FILES = 1 << 16
+
+
+def index_bytes(code: int, lengths: Sequence[int] | np.ndarray, start: int = 0) -> tuple[bytes, ...]:
+    """Return the content of an .idx in parts; each document is a sequence. start: place of the first one, in bytes."""
+    n = len(lengths)
+    ends = start + np.cumsum([0, *lengths], dtype="<i8") * np.dtype(CODES[code]).itemsize
+    arrays = (np.asarray(lengths, dtype="<i4"), ends[:-1], np.arange(n + 1, dtype="<i8"))
+    return HEADER.pack(MAGIC, 1, code, n, n + 1), *(array.tobytes() for array in arrays)
+
+
+class Pair(NamedTuple):
+    """An index and its ids. crc, answers: further files of this program; None: there are none."""
+
+    idx: str
+    ids: str
+    dtype: str
+    sequences: int
+    documents: int
+    crc: str | None = None
+    answers: str | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an id."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The mapped index: lengths and places of sequences, and the first sequence of each document and the end."""
+        n, m = self.sequences, self.documents + 1
+        lengths, places, firsts = (
+            np.memmap(self.idx, dtype, "r", HEADER.size + offset, (count,)) if count else np.empty(0, dtype)
+            for dtype, offset, count in (("<i4", 0, n), ("<i8", 4 * n, n), ("<i8", 12 * n, m))
+        )
+        return lengths, places, firsts
+
+
+def open_pair(idx: str) -> Pair:
+    """Return a pair of Megatron's format.
+
+    Raises:
+        ConfigError: the index is damaged, or does not fit the ids.
+    """
+    ids = str(Path(idx).with_suffix(".bin"))
+    try:
+        size, ids_size = os.path.getsize(idx), os.path.getsize(ids)
+        with open(idx, "rb") as stream:
+            header = stream.read(HEADER.size)
+    except OSError as error:
+        raise unreadable(error.filename or idx, error) from None
+    magic, version, code, n, m = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
+    if magic != MAGIC or version != 1 or code not in CODES or not m or size != HEADER.size + 12 * n + 8 * m:
+        raise ConfigError(f"{idx} is no whole index of token ids (Megatron's format, version 1); copy it again")
+    pair = Pair(idx, ids, CODES[code], n, m - 1)
+    lengths, places, _ = pair.arrays
+    end = int(places[-1]) + int(lengths[-1]) * pair.itemsize if n else 0
+    if end != ids_size:
+        raise ConfigError(
+            f"{ids} has {ids_size} bytes and its index {Path(idx).name} says {end}: it is damaged or of another index; "
+            "copy both again"
+        )
+    return pair
+
+
+class ByteRanges:
+    """Reads ranges of bytes of files, of which as many stay open as the process may have.
+
+    Files are not mapped: a mapped file that shrinks ends the process without a word (SIGBUS).
+    """
+
+    def __init__(self) -> None:
+        self._open = OrderedDict[str, int]()
+        self._most = _open_files_allowed()
+
+    def read(self, file: str, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop) of a file.
+
+        Raises:
+            ConfigError: the file cannot be read, or is shorter than that.
+        """
+        parts, here = [], start
+        try:
+            descriptor = self._descriptor(file)
+            while here < stop and (part := os.pread(descriptor, min(stop - here, 1 << 30), here)):
+                parts.append(part)
+                here += len(part)
+        except OSError as error:
+            raise unreadable(file, error) from None
+        if here < stop:
+            raise ConfigError(
+                f"{file} is shorter than when the run began to read it (byte {stop} is missing); restore it"
+            )
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._open:
+            if len(self._open) >= self._most:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[file] = os.open(file, os.O_RDONLY)
+        self._open.move_to_end(file)
+        return self._open[file]
+
+    def __del__(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _open_files_allowed() -> int:
+    """Raise this process's limit of open files as far as the system allows, and return how many data may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft := wanted, hard))
+    return max(min(soft if soft != resource.RLIM_INFINITY else wanted, wanted) - _OTHER_FILES, 64)

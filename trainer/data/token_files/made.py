@@ -1,0 +1,348 @@
+"""Token files that are made of a data set, once: into a folder of the user, or into the cache. Torch-free.
+
+The folder in the cache is named by all that its content follows from: the content of all files, the tokenizer, the text
+field, the chat template. Shards are made by several processes. One that is whole stays when the job is killed, and the
+next job makes the others; a job that finds another one at work waits for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.config.imports import IMPORTED, import_packages
+from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
+from trainer.data.sources.hub import HubData
+from trainer.data.sources.records import TextFile
+from trainer.data.sources.registry import DataSettings, Part, files_of, source_of
+from trainer.data.token_files.format import MANIFEST, UNFINISHED
+from trainer.data.token_files.writer import entry_of, keep_if_whole, write_shard
+from trainer.data.tokenizers.encoders import ConversationEncoder
+from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
+
+logger = logging.getLogger("trainer")
+_FORMAT = 2
+_SHARD_BYTES = 1 << 20, 1 << 28  # fewest and most bytes of input for a shard, of which small data have 64
+_ALONE_BYTES = 1 << 24  # input of about a second, in which other processes would only start
+_LOG_SECONDS = 5.0
+_TOKENS_A_BYTE = 0.3  # about what tokenizers make of text
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What token files follow from.
+
+    files: of the data set; digests: 63-bit hashes of their content, or of the revision of a data set of the hub;
+    made_by: hashes of the settings that decide which tokens the documents become, by name; see `streams.IDENTITY`.
+    """
+
+    settings: DataSettings
+    files: Sequence[str]
+    digests: Sequence[int]
+    made_by: Mapping[str, int]
+
+    @classmethod
+    def of(cls, settings: DataSettings) -> Inputs:
+        """Return the inputs of a data set; that of the hub has a revision.
+
+        Raises:
+            ConfigError: data, tokenizer or template cannot be read, or there is no text.
+        """
+        if settings.dataset == "hub":
+            return cls(settings, (), [_hash(settings.path)], made_by(settings))
+        files = files_of(settings)
+        if not files:
+            raise ConfigError(f"{settings.path or settings.dataset} holds no text; give files that are not empty")
+        return cls(settings, files, contents(files), made_by(settings))
+
+    def parts(self, shard_bytes: int | None) -> list[Part]:
+        """Return the parts of the data set, of which each is a shard. shard_bytes: None: by the size of the data."""
+        least, most = _SHARD_BYTES
+        size = shard_bytes or min(max(self.size // 64, least), most)
+        return source_of(self.settings).parts(self.settings, self.files, size)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files; 0: not known."""
+        return sum(map(os.path.getsize, self.files))
+
+    def plan(self, shard_bytes: int | None) -> dict[str, Any]:
+        """Return what decides the content of the shards."""
+        tokenizer = self.settings.tokenizer
+        described = {"hash": tokenizer_hash(tokenizer), "name": Path(tokenizer).name}
+        described["vocab_size"] = vocab_size_of(tokenizer)
+        names = {"format": _FORMAT, "dataset": self.settings.dataset, "shard_bytes": shard_bytes}
+        names |= {"path": self.settings.path} if self.settings.dataset == "hub" else {}
+        return names | {"tokenizer": described, "made_by": dict(self.made_by), "inputs": list(self.digests)}
+
+    def content(self, parts: Sequence[Part], entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+        """Return the number of documents up to the end of each file, and the hash of the content of these."""
+        digest, found, documents, last = hashlib.blake2b(digest_size=8), [], 0, None
+        if not self.settings.path:  # as files of other names have the same content on another machine
+            for text in (TextFile(file).text("") for file in self.files):
+                digest.update(f"{text}\0".encode("utf-8", "surrogatepass"))
+            return [(sum(entry["documents"] for entry in entries), number_of(digest))]
+        digests = dict(zip(self.files or (self.settings.path,), self.digests, strict=True))
+        for part, entry in zip(parts, entries, strict=True):
+            counts = [entry["documents"]] if len(part.files) == 1 else [1] * len(part.files)
+            for file, count in zip(part.files, counts, strict=True):
+                if file != last:
+                    digest.update(f"{digests[file]}\0".encode())
+                    found.append((documents, 0))
+                documents, last = documents + count, file
+                found[-1] = documents, number_of(digest)
+        return found
+
+
+def made_by(settings: DataSettings) -> dict[str, int]:
+    """Return hashes of the settings that decide which tokens documents become, by name.
+
+    Raises:
+        ConfigError: the tokenizer or the chat template cannot be read.
+    """
+    tokenizer = open_tokenizer(settings.tokenizer)
+    # Files beside that of the tokenizer may name the tokens that begin and end a text.
+    found = {"tokenizer": _hash(tokenizer_hash(settings.tokenizer), tokenizer.bos_id, tokenizer.eos_id)}
+    if settings.dataset in ("jsonl", "hub"):
+        found["text_field"] = _hash(settings.text_field)
+    if settings.dataset == "chat":
+        found["template"] = _hash(ConversationEncoder.of(settings.tokenizer, settings.chat_template).identity)
+    return found
+
+
+def _hash(*parts: object) -> int:
+    return number_of(hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8))
+
+
+def cached(settings: DataSettings) -> Path:
+    """Return the folder of the token files of a data set in the cache, where they are made if they are not there.
+
+    Raises:
+        ConfigError: the data cannot be read, a record is bad and not to be skipped, or the cache cannot be written.
+    """
+    try:
+        inputs = Inputs.of(_pinned(settings))
+        key = hashlib.sha256(json.dumps(inputs.plan(None), sort_keys=True).encode()).hexdigest()[:32]
+        folder = cache_folder() / "tokens" / key
+        if not (folder / MANIFEST).exists():
+            logger.info(f"making token files of {described(inputs.settings, inputs.size)} in {folder}")
+            tokenize(inputs, folder, processes=_processes(inputs.size), log=logger.info, every=_LOG_SECONDS)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or cache_folder()} cannot be written ({error.strerror}); make room there, or name "
+            "another folder in XDG_CACHE_HOME; the same command then makes the token files that are missing"
+        ) from None
+    return folder
+
+
+def described(settings: DataSettings, size: int) -> str:
+    """Return what token files are made of, and about how large they become. size: of the data, in bytes; 0: unknown."""
+    if not size:
+        return f"{settings.dataset} {settings.path or ''}".strip()
+    id_bytes = (2 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4) + (settings.dataset == "chat")
+    about = size * _TOKENS_A_BYTE * id_bytes
+    return f"{size / 2**20:,.1f} MiB of {settings.dataset}, about {about / 2**20:,.1f} MiB of ids,"
+
+
+def _pinned(settings: DataSettings) -> DataSettings:
+    """Return the settings with the revision of the hub that the first run found; later runs need no network."""
+    path = settings.path or ""
+    if settings.dataset != "hub" or HubData.of(path).revision:
+        return settings
+    note = cache_folder() / "hub" / f"{_hash(path):016x}"
+    if not note.exists():
+        write_whole(note, HubData.of(path).found().path.encode())
+    return replace(settings, path=note.read_text(encoding="utf-8"))
+
+
+def _processes(size: int) -> int:
+    """Return the number of processes that tokenize data of so many bytes; 0: unknown."""
+    if 0 < size <= _ALONE_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tokenize(
+    inputs: Inputs,
+    folder: Path,
+    *,
+    processes: int,
+    log: Callable[[str], None],
+    every: float = 0.0,
+    shard_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Make the shards that are not in the folder yet, then the manifest, and return it.
+
+    log: takes lines of progress, at most one in `every` seconds.
+
+    Raises:
+        ConfigError: data that cannot be read, a bad record, or a folder with other token ids.
+        OSError: the folder cannot be written.
+    """
+    plan, started = inputs.plan(shard_bytes), time.monotonic()
+    with _held(folder, log):
+        if every and (folder / MANIFEST).exists():  # in the cache it is of the same content, and another job made it
+            return noted(folder)
+        _begin(folder, plan)
+        parts = inputs.parts(shard_bytes)
+        stems = [folder / f"shard-{number:05d}" for number in range(len(parts))]
+        left = _missing(stems, noted(folder).get("shards", {}), log)
+        if len(left) < len(parts):
+            log(f"{folder} has {len(parts) - len(left)} of {len(parts)} shards already")
+        _write(inputs.settings, parts, stems, left, processes=processes, log=log, every=every)
+        entries = [entry_of(stem) for stem in stems]
+        shards = dict(zip([stem.name for stem in stems], entries, strict=True))
+        manifest = plan | {"content": inputs.content(parts, entries), "shards": shards}
+        write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+        (folder / UNFINISHED).unlink(missing_ok=True)
+    documents, tokens = (sum(entry[key] for entry in entries) for key in ("documents", "tokens"))
+    seconds = _duration(time.monotonic() - started)
+    log(f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({seconds})")
+    return manifest
+
+
+def noted(folder: Path) -> dict[str, Any]:
+    """Return the plan that a folder notes, and the shards if it is finished; empty: none, or it is damaged."""
+    for name in (UNFINISHED, MANIFEST):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (ValueError, RecursionError):
+            found = None
+        return found if isinstance(found, dict) else {"damaged": name}
+    return {}
+
+
+def _begin(folder: Path, plan: dict[str, Any]) -> None:
+    """Note the plan in the folder, which may have shards of the same plan."""
+    if before := noted(folder):
+        changed = ", ".join(key for key in plan if before.get(key) != plan[key])
+        if changed:
+            raise ConfigError(
+                f"--output {folder} holds token ids of other settings or data ({changed}); name another folder, or "
+                "remove this one"
+            )
+        return
+    if any(folder.glob("*.idx")):
+        raise ConfigError(f"--output {folder} holds token ids of another program; name another folder")
+    write_whole(folder / UNFINISHED, json.dumps(plan).encode())
+
+
+@contextmanager
+def _held(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Hold the folder inside; log every now and then that another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as stream:
+        logged = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() - logged > _LOG_SECONDS:
+                    logged = time.monotonic()
+                    log(f"waiting for another process, which makes {folder}")
+                time.sleep(0.1)
+        yield
+
+
+def _missing(stems: Sequence[Path], entries: Mapping[str, Any], log: Callable[[str], None]) -> list[int]:
+    """Return the numbers of the shards that are not there, or are damaged. entries: those of the manifest."""
+    there = [stem.with_suffix(".idx").exists() for stem in stems]
+    with ThreadPoolExecutor(8) as threads:
+        whole = list(threads.map(lambda stem: keep_if_whole(stem, entries.get(stem.name)), stems))
+    for stem, was_there, is_whole in zip(stems, there, whole, strict=True):
+        if was_there and not is_whole:
+            log(f"{stem.name} is damaged, and is made again")
+    return [number for number, is_whole in enumerate(whole) if not is_whole]
+
+
+def _write(
+    settings: DataSettings,
+    parts: Sequence[Part],
+    stems: Sequence[Path],
+    left: Sequence[int],
+    *,
+    processes: int,
+    log: Callable[[str], None],
+    every: float,
+) -> None:
+    """Write shards, and log how far they are."""
+    started = logged = time.monotonic()
+    done, total = 0, sum(parts[i].size for i in left)
+    processes = min(processes, len(left))
+    for number, (part, stem) in enumerate(_written([(settings, parts[i], stems[i]) for i in left], processes), 1):
+        done += part.size
+        if (now := time.monotonic()) - logged < every:
+            continue
+        logged, seconds = now, now - started
+        share = done / total if total else number / len(left)
+        rate = f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB, {done / 2**20 / seconds:.1f} MiB/s, " if total else ""
+        log(f"{stem.name}: {number} of {len(left)} shards, {rate}{_duration(seconds * (1 - share) / share)} left")
+
+
+def _written(work: Sequence[tuple[DataSettings, Part, Path]], processes: int) -> Iterator[tuple[Part, Path]]:
+    """Write shards, and yield each when it is written.
+
+    Raises:
+        ConfigError: of a process, or one was killed.
+    """
+    if processes <= 1:
+        yield from (_write_one(*one) for one in work)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        processes, spawn, initializer=_begin_process, initargs=(os.getpid(), tuple(IMPORTED))
+    ) as pool:
+        try:
+            for future in as_completed([pool.submit(_write_one, *one) for one in work]):
+                yield future.result()
+        except BrokenProcessPool:
+            raise ConfigError(
+                "a process that makes token files was killed, mostly for lack of memory; run the same command again, "
+                "which makes the shards that are missing, or `lct tokenize` with fewer --processes"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin_process(parent: int, packages: Sequence[str]) -> None:
+    """Begin a process that tokenizes: it ends with its parent, and knows the sources of the same packages."""
+    _end_with(parent)
+    import_packages(packages)
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent: without one it would write its shard and then wait for ever."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _write_one(settings: DataSettings, part: Part, stem: Path) -> tuple[Part, Path]:
+    write_shard(settings, part, stem)
+    return part, stem
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

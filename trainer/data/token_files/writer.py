@@ -1,0 +1,104 @@
+"""Shards of token ids: parts of a data set, which processes tokenize one by one. `format.py` has the format.
+
+The number of a part is that of its shard, so that documents keep the order that the data set has. Bad and empty
+documents keep their place, without tokens. Torch-free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from operator import eq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config.errors import ConfigError
+from trainer.data.sources.bad_records import Skipped
+from trainer.data.sources.files import write_whole
+from trainer.data.sources.registry import DataSettings, Part, documents_of, source_of
+from trainer.data.token_files.foreign import checked_pair
+from trainer.data.token_files.format import CODES, ByteRanges, index_bytes, open_pair
+from trainer.data.tokenizers.encoders import NOTHING
+from trainer.data.tokenizers.tokenizer import vocab_size_of
+
+
+def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
+    """Tokenize a part. Its .idx appears last, when the shard is whole; one process at a time writes it.
+
+    Raises:
+        ConfigError: the data cannot be read, or a record is bad and not to be skipped.
+        OSError: a file cannot be written.
+    """
+    code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4  # uint16, or int32: the format has no uint32
+    encoder, dtype = source_of(settings).encoder(settings), np.dtype(CODES[code])
+    index, lengths, sums, answers, skipped = stem.with_suffix(".idx"), [], [], [], Skipped()
+    with stem.with_suffix(".bin").open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
+        if index.exists():
+            return
+        stream.truncate(0)
+        for document in documents_of(settings, part, skipped):
+            ids, marks = encoder.encode(document) if document else NOTHING
+            stream.write(content := ids.astype(dtype).tobytes())
+            lengths.append(len(ids))
+            sums.append(zlib.crc32(content))
+            if marks is not None:
+                answers.append(marks.tobytes())
+                sums[-1] = zlib.crc32(answers[-1], sums[-1])
+        stream.flush()
+        os.fsync(stream.fileno())
+        write_whole(stem.with_suffix(".crc"), np.array(sums, dtype="<u4").tobytes())
+        if settings.dataset == "chat":
+            write_whole(stem.with_suffix(".answers"), *answers)
+        if skipped.number:
+            note = {"skipped": skipped.number, "first": skipped.first}
+            write_whole(stem.with_suffix(".skipped"), json.dumps(note).encode())
+        write_whole(index, *index_bytes(code, lengths))
+
+
+def entry_of(stem: Path) -> dict[str, Any]:
+    """Return what the manifest says about a shard: documents, tokens, check sums, and what was skipped in it."""
+    sums = {name: zlib.crc32(stem.with_suffix(f".{name}").read_bytes()) for name in ("idx", "crc")}
+    pair, note = open_pair(str(stem.with_suffix(".idx"))), {}
+    with suppress(FileNotFoundError):
+        note = json.loads(stem.with_suffix(".skipped").read_text(encoding="utf-8"))
+    return {"documents": pair.documents, "tokens": os.path.getsize(pair.ids) // pair.itemsize, **sums, **note}
+
+
+def keep_if_whole(stem: Path, entry: Mapping[str, Any] | None) -> bool:
+    """Return whether a shard is there and whole. The index of a damaged one is removed, so that it is made again.
+
+    entry: what the manifest says about the shard; None: there is no manifest yet.
+    """
+    index = stem.with_suffix(".idx")
+    if not index.exists():
+        return False
+    with stem.with_suffix(".bin").open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # another process may make it again
+        if not _is_whole(stem, entry):
+            index.unlink(missing_ok=True)
+        return index.exists()
+
+
+def _is_whole(stem: Path, entry: Mapping[str, Any] | None) -> bool:
+    """Return whether the files of a shard fit each other and the manifest; all of them are read."""
+    reads, marks = ByteRanges(), stem.with_suffix(".answers")
+    try:
+        pair, sums = checked_pair(str(stem.with_suffix(".idx"))), np.fromfile(stem.with_suffix(".crc"), dtype="<u4")
+        lengths, places, _ = pair.arrays
+        found, has_marks = [], marks.exists()
+        for start, length in zip(places.tolist(), lengths.tolist(), strict=True):
+            found.append(zlib.crc32(reads.read(pair.ids, start, start + length * pair.itemsize)))
+            if has_marks:
+                first = start // pair.itemsize
+                found[-1] = zlib.crc32(reads.read(str(marks), first, first + length), found[-1])
+        same = entry is None or entry_of(stem) == entry
+        return same and len(sums) == len(found) and all(map(eq, found, sums.tolist()))
+    except (ConfigError, OSError, KeyError, TypeError, ValueError):
+        return False
