@@ -16,8 +16,8 @@ from trainer.config.schema import Parallelism
 from trainer.data import BatchLoader, DataSettings, open_text, open_tokenizer
 from trainer.data.sources import DATASETS, Part, Source
 from trainer.distributed.context_parallel.planning.methods import METHODS
-from trainer.distributed.pipeline_stages import SCHEDULES
 from trainer.job import resolve
+from trainer.job.pipeline_stages import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()

@@ -7,8 +7,8 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.distributed.pipeline_stages import SCHEDULES, PipelinePlan, pipeline_plan
 from trainer.job import resolve
+from trainer.job.pipeline_stages import SCHEDULES, PipelinePlan, pipeline_plan
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.llama3.args import FLAVORS
 

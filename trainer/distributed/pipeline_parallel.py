@@ -16,8 +16,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from trainer.config.errors import ConfigError
-from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.distributed.sharding.exchange import Transfer, send_receive
+from trainer.job.pipeline_stages import PipelinePlan
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has the first and the last stage
 

@@ -5,7 +5,7 @@ from itertools import chain
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig
-from trainer.distributed.pipeline_stages import PipelinePlan
+from trainer.job.pipeline_stages import PipelinePlan
 from trainer.models.args import ModelArgs, experts_of
 
 

@@ -2,7 +2,7 @@
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.distributed.pipeline_stages import PipelinePlan, pipeline_plan
+from trainer.job.pipeline_stages import PipelinePlan, pipeline_plan
 from trainer.models.args import ModelArgs
 
 

@@ -4,8 +4,8 @@ import math
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.distributed.pipeline_stages import PipelinePlan
 from trainer.job.compilation import CompileOptions
+from trainer.job.pipeline_stages import PipelinePlan
 
 
 def check_activation_checkpoint(
