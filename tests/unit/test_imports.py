@@ -22,7 +22,7 @@ ROOMS = (
         *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial", "trainer.checkpoint.remote"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.sharding.errors", "trainer.distributed.sharding.alignment"),
-        *(f"{_CP}.planning"),
+        f"{_CP}.planning",
     ),
     ("trainer.job",),
     ("trainer.distributed.sharding",),
