@@ -233,11 +233,12 @@ class Trainer:
             loss_part = sums.sum() / valid.clamp(min=1)
             votes = [*self.stop.votes(), self.checkpoint.vote(), float(self.data.failed)]
             totals = StepTotals(loss_part, squared_norm(self.parameters, self.dims), votes, self.dims)
+        left_out = totals.not_finite
         if self.updates_masked:
-            mask_update(self.optimizer, totals.not_finite)
+            mask_update(self.optimizer, left_out)
             self.optimizer_step(totals.norm)
         for observer in self.observers:
-            observer.end_step(totals.not_finite)
+            observer.end_step(left_out)
         lr, at_once = self.lr_scheduler.get_last_lr()[0], self.needs_outcome(step)
         record = self.metrics.record(step, sums, counts, lr=lr, data=self.data, late=not at_once)
         self.late.launched(partial(self.finish_step, step, totals, record), at_once=at_once)

@@ -414,7 +414,7 @@ FAMILIES = (
     Mutant(
         "observers are not told of the end of a step",
         "trainer/trainer.py",
-        "observer.end_step(totals.not_finite)",
+        "observer.end_step(left_out)",
         "pass",
         f"{_FAMILY}::test_a_checkpoint_of_one_layout_is_loaded_by_another",
     ),
