@@ -191,8 +191,8 @@ GRADIENTS = (
     Mutant(
         "a fused update is not masked",
         "trainer/trainer.py",
-        "mask_update(self.optimizer, totals.not_finite)",
-        "mask_update(self.optimizer, totals.not_finite * 0)",
+        "mask_update(self.optimizer, left_out)",
+        "mask_update(self.optimizer, left_out * 0)",
         "tests/distributed/test_loop.py::test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing",
     ),
     Mutant(
