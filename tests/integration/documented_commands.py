@@ -372,7 +372,7 @@ RULES = [
         slow=False,
     ),
     Rule(
-        r"(lct compare .*?)(?: -- (.*))?",
+        r"(python scripts/compare.py .*?)(?: -- (.*))?",
         r"\1 --steps 1 --tolerance 1e-3 -- \2 --training.seq_len=64 --training.global_batch_size=4",
         why=LONG,
         says="the same: ",

@@ -33,6 +33,6 @@ def test_a_picture_of_the_page_is_what_is_drawn(tmp_path: Path, arguments: str, 
 
 
 def test_the_page_has_examples_and_all_pictures():
-    assert len(BLOCKS) >= 2
+    assert len(BLOCKS) >= 1
     drawn = sorted(picture for _, picture in PICTURES)
     assert drawn == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "images").glob("plan_*.svg"))
