@@ -5,7 +5,7 @@
 #   CONFIG_FILE  configuration (default: train_configs/debug_model.toml)
 #   LOG_RANK     ranks whose log is shown, separated by commas (default: 0)
 #
-# Several nodes: run this on each with NNODES, MASTER_ADDR and MASTER_PORT set (docs/several_nodes.md).
+# Several nodes: run this on each with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set (docs/several_nodes.md).
 # This is `lct train` from a clone, installed or not.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

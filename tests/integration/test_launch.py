@@ -115,11 +115,11 @@ def test_torchrun_by_hand(tmp_path: Path) -> None:
 
 
 def test_two_nodes(tmp_path: Path) -> None:
-    """Two launchers that meet at MASTER_ADDR:MASTER_PORT are one job of two ranks."""
-    port = str(free_port())
+    """Two launchers with one MASTER_ADDR:MASTER_PORT are one job of two ranks."""
+    port, arguments = str(free_port()), [*QUICK, f"--job.dump_folder={tmp_path}"]
     nodes = [
-        launch(*QUICK, f"--job.dump_folder={tmp_path}", NGPU="1", NNODES="2", MASTER_ADDR="localhost", MASTER_PORT=port)
-        for _ in range(2)
+        launch(*arguments, NGPU="1", NNODES="2", MASTER_ADDR="localhost", MASTER_PORT=port, NODE_RANK=rank)
+        for rank in "10"
     ]
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs

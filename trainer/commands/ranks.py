@@ -15,6 +15,8 @@ from trainer.runtime.nodes import Nodes
 if TYPE_CHECKING:
     import torch
 
+_CPP_LOGS = "TORCH_CPP_LOG_LEVEL"
+
 
 def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
     """Set the variables of the ranks, and return the options of the launcher. here: ranks on this machine."""
@@ -27,6 +29,17 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
     if device_type == "cuda" and config.comm.trace_buf_size:
         options += ["--flight-records", str(Path(config.job.dump_folder, config.comm.save_traces_folder).absolute())]
     return options
+
+
+def launch(arguments: list[str]) -> int:
+    """Start the launcher, and return the exit code of the job."""
+    given = os.environ.get(_CPP_LOGS)
+    os.environ.setdefault(_CPP_LOGS, "ERROR")  # torch reads it once; the store of a node that ends prints C++ traces
+    from trainer.runtime.launch import main
+
+    if given is None:
+        del os.environ[_CPP_LOGS]  # the ranks log as usual
+    return main(arguments)
 
 
 def all_ranks(here: int) -> int:
@@ -43,10 +56,7 @@ def run_on_ranks(module: str, arguments: list[str], job: ResolvedJob, here: int)
 
     module: of the command. Each rank runs it as a program, with these arguments.
     """
-    options = launch_options(job.config, here, job.device_type)
-    from trainer.runtime.launch import main as launch
-
-    return launch([*options, "--program", module, *arguments])
+    return launch([*launch_options(job.config, here, job.device_type), "--program", module, *arguments])
 
 
 def work_on_rank(prepare: Callable[[], "tuple[ResolvedJob, Callable[[ResolvedJob, torch.device], None]]"]) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from trainer.checkpoint.folder import checkpoint_folder, saved_steps
 from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
-from trainer.commands.ranks import launch_options
+from trainer.commands.ranks import launch, launch_options
 from trainer.commands.start import Start, check_here, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
@@ -40,8 +40,6 @@ def main(argv: list[str]) -> int:
         report(f"error: {error}")
         return _WRONG
     say_waiting("importing PyTorch, here and in the ranks")
-    from trainer.runtime.launch import main as launch
-
     code = launch([*launch_arguments, *start.arguments])
     if code not in (0, _WRONG) and (hint := _to_resume(command.config)):
         report(hint)
