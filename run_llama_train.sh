@@ -15,14 +15,6 @@ if [ -z "$python" ]; then
   if [ -x "$root/.venv/bin/python" ]; then python="$root/.venv/bin/python"; else python=python3; fi
 fi
 
-missing="$("$python" -c 'from importlib.util import find_spec
-print(*(name for name in ("torch", "numpy", "tiktoken", "tomli_w", "rich") if find_spec(name) is None))')"
-if [ -n "$missing" ]; then
-  echo "error: $python lacks $missing; run \`make train\` once, which installs everything into $root/.venv," \
-    "or name a Python that has the packages of requirements.txt in PYTHON" >&2
-  exit 2
-fi
-
 # A folder `trainer` where the user stands is not this program.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 exec "$python" -m trainer train "$@"

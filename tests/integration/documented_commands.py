@@ -320,8 +320,9 @@ RULES = [
     ),
     Rule(
         r"NODE_RANK=\d NNODES=2 MASTER_ADDR=node-a (.*)|NODE_RANK=\d NGPU=1 NNODES=2 MASTER_ADDR=localhost (.*)",
-        rf"export NGPU=1 NNODES=2 MASTER_ADDR=localhost MASTER_PORT=29517; (NODE_RANK=1 ./run_llama_train.sh {SHORT} "
-        rf"--job.dump_folder=outputs/nodes &); NODE_RANK=0 ./run_llama_train.sh {SHORT} --job.dump_folder=outputs/nodes",
+        rf"export NGPU=1 NNODES=2 MASTER_ADDR=localhost MASTER_PORT=29517; (NODE_RANK=1 ./run_llama_train.sh "
+        rf"{SHORT} --job.dump_folder=outputs/nodes &); NODE_RANK=0 ./run_llama_train.sh {SHORT} "
+        r"--job.dump_folder=outputs/nodes",
         why=f"{LONG}; two nodes on one machine",
         says="training done",
     ),

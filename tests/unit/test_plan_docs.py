@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "context_parallelism.md").read_text()
 BLOCKS = re.findall(r"^    \$ lct plan (.*)\n((?:    .*\n|\n(?=    ))*)", PAGE, re.MULTILINE)
 PICTURES = re.findall(r"^    lct plan (.*) --output (docs/images/\S+)$", re.sub(r"\\\n +", "", PAGE), re.MULTILINE)
 # Another version of matplotlib writes the same picture in other words.
-DREW = re.findall(r"^matplotlib==([\d.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[0]
+DREW = re.findall(r"^matplotlib==([\d.]+)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)[0]
 
 
 @pytest.mark.parametrize(("arguments", "shown"), BLOCKS, ids=[arguments for arguments, _ in BLOCKS])
