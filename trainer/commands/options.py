@@ -2,7 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 from trainer.config.errors import ConfigError
@@ -37,3 +38,13 @@ def number(
         return value
 
     return read
+
+
+@contextmanager
+def given_as(**options: str) -> Iterator[None]:
+    """Add to an error about a key the option under which the user gave its value. options: the last word of keys."""
+    try:
+        yield
+    except ConfigError as error:
+        named = [f"{key} is {option} here" for key, option in options.items() if f".{key} =" in str(error)]
+        raise type(error)("; ".join([str(error), *named])) from None
