@@ -114,7 +114,7 @@ def test_a_port_that_another_program_has() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--nnodes=abc", "NNODES = 'abc' must be a whole number from 1 up, such as NNODES=2"),
+        ("NNODES=abc", "NNODES = 'abc' must be a whole number from 1 up, such as NNODES=2"),
         *slow(
             (
                 "--nproc-per-node=0",
@@ -124,7 +124,8 @@ def test_a_port_that_another_program_has() -> None:
     ],
 )
 def test_a_wrong_number(argument: str, message: str) -> None:
-    assert said(node(0, 29500, argument), code=2) == [f"error: {message}"]
+    variable = {} if argument.startswith("-") else dict([argument.split("=")])
+    assert said(node(0, 29500, *([] if variable else [argument]), **variable), code=2) == [f"error: {message}"]
 
 
 @pytest.mark.slow

@@ -342,8 +342,8 @@ CACHES = (
 PROCESSES = (
     Mutant(
         "the store of one machine listens on all networks",
-        "trainer/runtime/launch.py",
-        "socket.create_server((nodes.address, 0))",
+        "trainer/runtime/job_store.py",
+        'socket.create_server(("127.0.0.1", 0))',
         'socket.create_server(("", 0))',
         "tests/unit/test_launch.py",
     ),
@@ -444,6 +444,20 @@ PROCESSES = (
         'json.loads(store.compare_set(key, "", text)))["name"] != me["name"]',
         'json.loads(store.compare_set(key, "", text)))["name"] == ""',
         "tests/unit/test_job_store.py",
+    ),
+    Mutant(
+        "the bounds of an option are not checked",
+        "trainer/commands/options.py",
+        "if not (least <= value <= most and above < value and math.isfinite(value)):",
+        "if False:",
+        "tests/unit/test_evaluate.py",
+    ),
+    Mutant(
+        "a Python without the packages ends with a trace",
+        "trainer/installed.py",
+        "    if missing:\n",
+        "    if False:\n",
+        "tests/integration/test_launch.py::test_a_python_without_the_packages_is_one_sentence",
     ),
     Mutant(
         "every node is the first one",

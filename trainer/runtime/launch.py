@@ -43,13 +43,6 @@ _GRACE_SECONDS = 10.0
 # If the first rank to end has lost its peers, it has waited for the others already.
 _GRACE_AFTER_LOST_PEERS_SECONDS = 2.0
 _STACK_SECONDS = 0.5
-_VARIABLES = {
-    "NNODES": ("--nnodes", "nodes of the job"),
-    "MASTER_ADDR": ("--master-addr", "first node"),
-    "MASTER_PORT": ("--master-port", "port of the job's store on the first node"),
-    "NODE_RANK": ("--node-rank", "rank of this node; 0 on the first one"),
-    "RDZV_ID": ("--rdzv-id", "name of the job"),
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,11 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     After a signal the code is 0 if all ranks ended in good order, else 128 + the signal's number.
     """
     given, train_arguments = _parser().parse_known_args(argv)
-    variables = {variable: getattr(given, variable) for variable in _VARIABLES if getattr(given, variable) is not None}
     try:
         ranks = whole_number("--nproc-per-node", given.nproc_per_node, such_as="--nproc-per-node 2")
         timeout = whole_number("--start-timeout", given.start_timeout, such_as="--start-timeout 300")
-        nodes = Nodes.from_environment(os.environ | variables)
+        nodes = Nodes.from_environment(os.environ)
     except ConfigError as error:
         report(f"error: {error}")
         return 2
@@ -281,8 +273,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--program", help="module that each rank runs (default: the training of train.py)")
     text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is told as one that crashed"
     parser.add_argument("--flight-records", type=Path, help=text)
-    for variable, (option, text) in _VARIABLES.items():
-        parser.add_argument(option, dest=variable, help=f"{text}; in place of the variable {variable}")
     return parser
 
 
