@@ -145,9 +145,11 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
     """Return the prompts with what the model writes after them. A collective over all ranks."""
     from trainer.data.tokenizer import open_tokenizer
+    from trainer.runtime.agreement import raise_on_all_ranks
 
     tokenizer = open_tokenizer(job.config.model.tokenizer_file)
-    return "\n\n".join(write(job, device, request(args, tokenizer), tokenizer))
+    wanted = raise_on_all_ranks(lambda: request(args, tokenizer), device)
+    return "\n\n".join(write(job, device, wanted, tokenizer))
 
 
 main = partial(run, "trainer.commands.generate", checked, work)
