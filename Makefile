@@ -1,8 +1,10 @@
-# Two commands: `make train`, `make test`. Each sets up .venv when it is missing or requirements.txt is newer.
+# Each target sets up .venv when it is missing or its list of packages is newer: `make train` installs requirements.txt,
+# the others requirements-dev.txt, which includes it.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
 # Two files of tests at a time, the long ones first: each waits a third of its time for other processes.
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # What takes --device. One GPU proves kernels and ranks as threads; cases on more ranks than GPUs are skipped.
@@ -13,48 +15,51 @@ ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tes
 
 .PHONY: train test check test-all test-gpu test-versions mutants docs lint format clean
 
-train: $(STAMP)
+train: $(INSTALLED)
 	./run_llama_train.sh --checkpoint.enable
 	$(PY) -m trainer generate outputs/debug_model --prompt '    def __init__(self, ' --temperature 0.5
 
-test: $(STAMP)
+test: $(INSTALLED_DEV)
 	$(PY) -m pytest $(TWO_FILES) -m "not slow and not check"
 
-test-all: $(STAMP)
+test-all: $(INSTALLED_DEV)
 	$(PY) -m pytest $(TWO_FILES) -m "not check"
 
 # The repository rather than the program: documents and their commands, the site, the wheel, benchmarks, the table of mutants.
-check: $(STAMP)
+check: $(INSTALLED_DEV)
 	$(PY) -m pytest $(TWO_FILES) tests/repository
 
-test-gpu: $(STAMP)
+test-gpu: $(INSTALLED_DEV)
 	$(PY) -m pytest --device cuda -m "not slow" $(ON_GPUS)
 
 # Other versions of torch, each in an environment of its own of several gigabytes: the oldest one that the package takes,
 # and the newest one that was tried.
-test-versions: $(STAMP)
+test-versions: $(INSTALLED_DEV)
 	$(PY) scripts/test_versions.py 2.11.0 2.14.1
 
-mutants: $(STAMP)
+mutants: $(INSTALLED_DEV)
 	$(PY) scripts/mutants.py --jobs 2
 
-docs: $(STAMP)
+docs: $(INSTALLED_DEV)
 	$(PY) scripts/config_docs.py
 	$(PY) scripts/doc_outputs.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "the site is in site/: $(PY) -m http.server --directory site"
 
-lint: $(STAMP)
+lint: $(INSTALLED_DEV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-format: $(STAMP)
+format: $(INSTALLED_DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-$(STAMP): requirements.txt pyproject.toml
+$(INSTALLED): PINS := requirements.txt
+$(INSTALLED_DEV): PINS := requirements-dev.txt
+$(INSTALLED_DEV): requirements-dev.txt
+$(INSTALLED) $(INSTALLED_DEV): requirements.txt pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r $(PINS)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 

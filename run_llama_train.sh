@@ -5,7 +5,7 @@
 #   CONFIG_FILE  configuration (default: train_configs/debug_model.toml)
 #   LOG_RANK     ranks whose log is shown, separated by commas (default: 0)
 #
-# Several nodes: run this on each with NNODES, MASTER_ADDR and MASTER_PORT set (docs/several_nodes.md).
+# Several nodes: run this on each with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set (docs/several_nodes.md).
 # This is `lct train` from a clone, installed or not.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -13,14 +13,6 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-}"
 if [ -z "$python" ]; then
   if [ -x "$root/.venv/bin/python" ]; then python="$root/.venv/bin/python"; else python=python3; fi
-fi
-
-missing="$("$python" -c 'from importlib.util import find_spec
-print(*(name for name in ("torch", "numpy", "tiktoken", "tomli_w", "rich") if find_spec(name) is None))')"
-if [ -n "$missing" ]; then
-  echo "error: $python lacks $missing; run \`make train\` once, which installs everything into $root/.venv," \
-    "or name a Python that has the packages of requirements.txt in PYTHON" >&2
-  exit 2
 fi
 
 # A folder `trainer` where the user stands is not this program.

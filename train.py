@@ -2,7 +2,11 @@
 
 import sys
 
-from trainer.commands.rank import command_line, main
+from trainer.installed import check_installed
+
+check_installed(training=True)
+
+from trainer.commands.rank import command_line, main  # noqa: E402
 
 __all__ = ["command_line", "main"]
 

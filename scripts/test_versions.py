@@ -4,7 +4,7 @@
     python scripts/test_versions.py 2.11.0 --tests tests/unit         # some of them
     PIP_INDEX_URL=... python scripts/test_versions.py 2.11.0+cpu      # a build without CUDA: less to download
 
-An environment is made in versions/VERSION/ from requirements.txt with this one pin changed, and kept for the next time.
+An environment is made in versions/VERSION/ from requirements-dev.txt with this one pin changed, and kept.
 The outputs of pip and of pytest are in files there. Exit code 1: a version could not be installed, or a test failed.
 """
 
@@ -22,7 +22,7 @@ TESTS = ("tests/unit", "tests/distributed", "tests/fake_cuda")
 
 
 def requirements(version: str) -> str:
-    """Return requirements.txt with this version of torch.
+    """Return the lines of requirements.txt, with this version of torch, and of requirements-dev.txt.
 
     Raises:
         ValueError: the file does not pin torch.
@@ -31,7 +31,8 @@ def requirements(version: str) -> str:
     changed, found = re.subn(r"^torch==\S+", f"torch=={version}", text, flags=re.MULTILINE)
     if found != 1:
         raise ValueError(f"requirements.txt has {found} lines that pin torch; it must have one")
-    return changed
+    dev = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")
+    return changed + dev.replace("-r requirements.txt\n", "")
 
 
 def environment(version: str) -> Path:

@@ -5,17 +5,26 @@ python -m examples.fields.forecast outputs/domain_unet --picture forecast.png
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from examples.fields.file import FieldSource
 from examples.fields.spec import fields_of
-from trainer.commands.finished_run import configuration, opened_model
+from trainer.commands.finished_run import configuration, loaded_model
 from trainer.config.errors import ConfigError
 from trainer.job import ResolvedJob, resolve
+from trainer.job.resolution import on_device
 from trainer.runtime.devices import this_machine
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.distributed.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,21 @@ def forecast(job: ResolvedJob, steps: int) -> Forecast:
             frames.append(state)
         predicted = torch.stack(frames, 1).float().cpu().numpy()
     return Forecast(true, predicted)
+
+
+@contextmanager
+def opened_model(job: ResolvedJob) -> "Iterator[tuple[nn.Module, ParallelDims, ResolvedJob]]":
+    """Enter a context with the model and its saved weights, in a process group of one rank.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or of another model.
+    """
+    from trainer.runtime.process_group import Process, process_group
+
+    process = Process(0, 0, 1, job.config.job.device)
+    job = on_device(job, process.device.type)
+    with process_group(process, job.config.comm):
+        yield *loaded_model(job, process.device), job
 
 
 def draw(result: Forecast, channel: str, output: Path) -> None:

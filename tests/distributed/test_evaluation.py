@@ -18,8 +18,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model
 from tests.slow import slow
-from trainer.commands.evaluate import evaluate
-from trainer.commands.evaluate_options import checked
+from trainer.commands.evaluate import checked, evaluate
 from trainer.commands.evaluate_report import rows_of
 from trainer.commands.finished_run import loaded_model
 from trainer.config.schema import JobConfig, Training
@@ -295,11 +294,11 @@ def test_the_program_on_two_ranks(folder: Path, tmp_path: Path) -> None:
             (["--seq-len", "5000", "--ngpu", "2"], "no document has more than --seq-len 5000 tokens"),
             (["--lengths", "30", "--ngpu", "1"], "--lengths 30 has no room"),
         ),
-        (["--dataset-path", "nowhere", "--ngpu", "2"], "--dataset-path = 'nowhere' is neither a file nor a folder"),
+        (["--dataset-path", "nowhere", "--ngpu", "2"], "; dataset_path is --dataset-path here"),
         (["--parallelism.pipeline_parallel_degree", "2", "--ngpu", "2"], "runs no pipeline; add "),
         (
             ["--seq-len", "47", "--parallelism.tensor_parallel_degree", "2", "--ngpu", "2"],
-            "length 47 must be a multiple of parallelism.tensor_parallel_degree = 2",
+            "; seq_len is --seq-len or --lengths here",
         ),
     ],
 )

@@ -249,8 +249,8 @@ def refused_folder(argv: list[str], capsys: pytest.CaptureFixture) -> str:
 def test_a_broken_folder_is_one_sentence(hf_folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert "which has no steps" in refused_folder([str(hf_folder), "--step", "3"], capsys)
     said = refused_folder([str(hf_folder), "--ngpu", "3"], capsys)
-    assert said.startswith("error: --ngpu 3, the ranks that divide the model: ")
-    assert said.endswith("degrees that fit this model: 1, 2\n")
+    assert said.startswith("error: parallelism.tensor_parallel_degree = 3 ")
+    assert said.endswith("degrees that fit this model: 1, 2; tensor_parallel_degree is --ngpu here\n")
     (hf_folder / "tokenizer.model").rename(hf_folder / "kept")
     assert "holds no tokenizer" in refused_folder([str(hf_folder)], capsys)
     (hf_folder / "kept").rename(hf_folder / "tokenizer.model")

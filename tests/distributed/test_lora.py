@@ -23,7 +23,7 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.checkpoint.export import export
 from trainer.commands import convert
-from trainer.commands.evaluate_options import checked
+from trainer.commands.evaluate import checked
 from trainer.commands.finished_run import loaded_model, text_configuration
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line

@@ -259,14 +259,14 @@ def test_a_rank_fails_under_torchrun(tmp_path: Path, kind: str, place: str) -> N
 
 @pytest.mark.slow
 def test_two_nodes_train_fail_and_go_on(tmp_path: Path) -> None:
-    """Two launchers that meet at one address; a rank of the second node dies, and both end; together they go on."""
+    """Two launchers with one address; a rank of the second node dies, and both end; together they go on."""
     whole = train(tmp_path / "whole")
     assert (whole.code, whole.left) == (0, [])
 
     def both(fault: str) -> list[Ended]:
         variables = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         arguments = ["--comm.init_timeout_seconds=60"]
-        nodes = [start(tmp_path / "nodes", fault, *arguments, ranks=1, **variables) for _ in range(2)]
+        nodes = [start(tmp_path / "nodes", fault, *arguments, ranks=1, **variables, NODE_RANK=rank) for rank in "01"]
         return ended(tmp_path / "nodes", *nodes)
 
     (tmp_path / "nodes").mkdir()

@@ -76,7 +76,6 @@ def kill_launcher(launcher: str, folder: Path, *, after_first_step: bool, delay:
     ("launcher", "after_first_step", "delays"),
     [
         pytest.param("launcher", False, (0.05,), id="importing"),
-        pytest.param("launcher", False, (0.0, 0.4), id="sooner and later", marks=pytest.mark.slow),
         # 0.0: before ranks look for their parent.
         pytest.param("torchrun", False, (0.0, 0.5), id="torchrun", marks=pytest.mark.slow),
         pytest.param("torchrun", True, (0.3,), id="torchrun training", marks=pytest.mark.slow),

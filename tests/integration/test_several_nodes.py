@@ -1,6 +1,6 @@
 """Law: nodes that cannot start together say so in sentences, those that can train; a batch job of Slurm ends in order.
 
-Real launchers on this machine, named by the variable with which Slurm names a node.
+Real launchers on this machine.
 """
 
 import os
@@ -23,18 +23,18 @@ from trainer.checkpoint.folder import saved_steps
 
 # A launcher that prints its waiting line every second.
 QUICK_LINES = (
-    "import sys; from trainer.runtime import launch, meeting; meeting.LINE_SECONDS = 1.0; sys.exit(launch.main())"
+    "import sys; from trainer.runtime import job_store, launch; job_store.LINE_SECONDS = 1.0; sys.exit(launch.main())"
 )
 CONFIG = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
 
 
-def node(name: str, port: int, *arguments: str, **variables: str) -> subprocess.Popen:
-    """The launcher of one of two nodes that meet at localhost."""
-    given = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "SLURMD_NODENAME": name} | variables
+def node(rank: int, port: int, *arguments: str, **variables: str) -> subprocess.Popen:
+    """The launcher of one of two nodes, the first one at localhost."""
+    given = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NODE_RANK": str(rank)} | variables
     return subprocess.Popen(
         [sys.executable, "-c", QUICK_LINES, "--nproc-per-node=1", *arguments],
         cwd=ROOT,
-        env=environment(OMP_NUM_THREADS="1", **given),
+        env=environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", **given),  # as trainer/commands/ranks.py
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -56,25 +56,33 @@ def test_a_missing_node_is_named_until_the_time_out() -> None:
     """On every node that is there. A node that has given up is missing again, and a signal ends the wait."""
     port = free_port()
     names = {"NNODES": "3", "NODE_NAMES": "node-a,node-b,node-c"}
-    how = f"NNODES=3 MASTER_ADDR=localhost MASTER_PORT={port}"
-    first = node("node-a", port, **names)
+    how = f"NNODES=3 MASTER_ADDR=localhost MASTER_PORT={port} and a NODE_RANK of its own"
+    first = node(0, port, **names)
     assert re.fullmatch(
-        r"waiting for 2 of 3 nodes \(here: node-a; missing: node-b, node-c; localhost is reached from this machine "
-        rf"only\) at localhost:{port}, \d s of 300 s; start the same command there with {how}\n",
+        rf"waiting for 2 of 3 nodes at localhost:{port} \(missing: NODE_RANK 1 \(node-b\), 2 \(node-c\)\), \d s of "
+        rf"300 s; start the same command there with {how}\n",
         first.stderr.readline(),
     )
-    *waiting, last = said(node("node-c", port, "--start-timeout=3", **names), code=1)
-    two = "1 of 3 nodes {}(here: node-a, node-c; missing: node-b; localhost is reached from this machine only)"
-    assert last == (
-        f"error: {two.format(f'did not come to localhost:{port} within 3 s ')}; "
-        f"the same command must run on every node with {how}"
-    )
-    assert waiting
-    assert all(line.startswith(f"waiting for {two.format('')} at localhost:{port}, ") for line in waiting)
-    while "waiting for 2 of 3 nodes (here: node-a; missing" not in first.stderr.readline():
+    last_node = node(2, port, **names)
+    while "waiting for 1 of 3 nodes" not in (line := first.stderr.readline()):
         assert first.poll() is None
+    one = f"1 of 3 nodes at localhost:{port} (missing: NODE_RANK 1 (node-b))"
+    assert line.startswith(f"waiting for {one}, ")
     first.terminate()
     assert said(first, code=128 + signal.SIGTERM, timeout=10)[-1] == "error: stopped by SIGTERM"
+    last_node.terminate()
+    waiting = said(last_node, code=128 + signal.SIGTERM, timeout=10)
+    assert all(line.startswith((f"waiting for {one}, ", "waiting for the first node at ")) for line in waiting[:-1])
+
+
+def test_the_time_out_is_told_on_every_node() -> None:
+    port = free_port()
+    nodes = [node(rank, port, "--start-timeout=2", NNODES="3") for rank in (0, 1)]
+    lasts = [said(each, code=1)[-1] for each in nodes]
+    assert lasts[0] == lasts[1]
+    assert lasts[0].startswith(
+        f"error: waited 2 s in vain for 1 of 3 nodes at localhost:{port} (missing: NODE_RANK 2); "
+    )
 
 
 @pytest.mark.slow
@@ -82,9 +90,9 @@ def test_a_node_that_comes_seconds_later_trains(tmp_path: Path) -> None:
     """The ranks of the first node are the first ranks."""
     port = free_port()
     arguments = [CONFIG, *QUICK, f"--job.dump_folder={tmp_path}"]
-    first = node("node-b", port, *arguments, NODE_NAMES="node-b,node-a")
-    assert first.stderr.readline().startswith("waiting for 1 of 2 nodes (here: node-b; missing: node-a;")
-    late = node("node-a", port, *arguments, NODE_NAMES="node-b,node-a")
+    first = node(0, port, *arguments)
+    assert first.stderr.readline().startswith(f"waiting for 1 of 2 nodes at localhost:{port} (missing: NODE_RANK 1)")
+    late = node(1, port, *arguments)
     outputs = [process.communicate(timeout=120) for process in (first, late)]
     assert [first.returncode, late.returncode] == [0, 0], outputs
     assert "training done: 3 steps" in outputs[0][0]
@@ -95,7 +103,7 @@ def test_a_node_that_comes_seconds_later_trains(tmp_path: Path) -> None:
 def test_a_port_that_another_program_has() -> None:
     with socket.create_server(("localhost", 0)) as other:
         port = other.getsockname()[1]
-        process = node("node-a", port, "--start-timeout=100")
+        process = node(1, port, "--start-timeout=100")
         connection, _ = other.accept()
         connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
         (line,) = said(process, code=2, timeout=20)
@@ -106,7 +114,7 @@ def test_a_port_that_another_program_has() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--nnodes=abc", "NNODES = 'abc' must be a whole number from 1 up, such as NNODES=2"),
+        ("NNODES=abc", "NNODES = 'abc' must be a whole number from 1 up, such as NNODES=2"),
         *slow(
             (
                 "--nproc-per-node=0",
@@ -116,17 +124,18 @@ def test_a_port_that_another_program_has() -> None:
     ],
 )
 def test_a_wrong_number(argument: str, message: str) -> None:
-    assert said(node("node-a", 29500, argument), code=2) == [f"error: {message}"]
+    variable = {} if argument.startswith("-") else dict([argument.split("=")])
+    assert said(node(0, 29500, *([] if variable else [argument]), **variable), code=2) == [f"error: {message}"]
 
 
 @pytest.mark.slow
-def test_a_node_that_ends_after_the_meeting_ends_the_others() -> None:
+def test_a_node_that_ends_before_its_ranks_start_ends_the_others() -> None:
     """The store of the job waits for it until the time-out: one sentence, without a trace."""
     port = free_port()
-    first = node("node-a", port, "--start-timeout=5", CONFIG)
+    first = node(0, port, "--start-timeout=5", CONFIG)
     assert first.stderr.readline()
-    meets = "from trainer.runtime import meeting, nodes; meeting.meet(nodes.Nodes(2, port={}, here='b'), 1, 9, None)"
-    subprocess.run([sys.executable, "-c", meets.format(port)], check=True, cwd=ROOT)
+    comes = "from trainer.runtime import job_store, nodes; job_store.open_store(nodes.Nodes(2, 1, port={}), 1, 9)"
+    subprocess.run([sys.executable, "-c", comes.format(port)], check=True, cwd=ROOT)
     line = said(first, code=1)[-1]
     assert line.startswith("error: a node ended, or was cut off, before the ranks had started (")
 
@@ -137,9 +146,9 @@ def test_a_launcher_of_two_nodes_is_killed(tmp_path: Path, killed: int) -> None:
     """Its ranks end with it, and so does the other node, in words; the first node has the store of the job."""
     port = free_port()
     arguments = [CONFIG, *QUICK, "--training.steps=100000", f"--job.dump_folder={tmp_path}"]
-    nodes = [node("node-a", port, *arguments)]
+    nodes = [node(0, port, *arguments)]
     assert nodes[0].stderr.readline()  # it is the first node
-    nodes.append(node("node-b", port, *arguments))
+    nodes.append(node(1, port, *arguments))
     while not (tmp_path / "metrics.jsonl").exists() or not losses(tmp_path):
         assert [process.poll() for process in nodes] == [None, None]
         time.sleep(0.2)
@@ -157,8 +166,8 @@ SRUN = """#!/usr/bin/env bash
 # A stand-in for srun: one task per node, all on this machine.
 printf '%s\\n' "$@" > "$SLURM_SUBMIT_DIR/srun_arguments"
 while [[ "$1" == --* ]]; do shift; done
-for name in localhost node-2; do
-  SLURMD_NODENAME="$name" "$@" &
+for rank in 1 0; do
+  SLURM_NODEID="$rank" "$@" &
   echo $! >> "$SLURM_SUBMIT_DIR/tasks"
 done
 code=0

@@ -388,11 +388,11 @@ METRICS = (
         _LOOP,
     ),
     Mutant(
-        "loss_compare always says the same",
-        "trainer/commands/compare.py",
+        "compare always says the same",
+        "scripts/compare.py",
         "agree = max(worst) <= arguments.tolerance",
         "agree = True",
-        "tests/repository/test_loss_compare.py",
+        "tests/repository/test_compare.py",
     ),
 )
 

@@ -323,9 +323,10 @@ RULES = [
         says="resumed after step 20(?s:.*)training done: 5 steps",
     ),
     Rule(
-        r"NNODES=2 MASTER_ADDR=node-a (.*)|NGPU=1 NNODES=2 MASTER_ADDR=localhost (.*)",
-        rf"export NGPU=1 NNODES=2 MASTER_ADDR=localhost MASTER_PORT=29517; (./run_llama_train.sh {SHORT} "
-        rf"--job.dump_folder=outputs/nodes &); ./run_llama_train.sh {SHORT} --job.dump_folder=outputs/nodes",
+        r"NODE_RANK=\d NNODES=2 MASTER_ADDR=node-a (.*)|NODE_RANK=\d NGPU=1 NNODES=2 MASTER_ADDR=localhost (.*)",
+        rf"export NGPU=1 NNODES=2 MASTER_ADDR=localhost MASTER_PORT=29517; (NODE_RANK=1 ./run_llama_train.sh "
+        rf"{SHORT} --job.dump_folder=outputs/nodes &); NODE_RANK=0 ./run_llama_train.sh {SHORT} "
+        r"--job.dump_folder=outputs/nodes",
         why=f"{LONG}; two nodes on one machine",
         says="training done",
     ),
@@ -376,7 +377,7 @@ RULES = [
         slow=False,
     ),
     Rule(
-        r"(lct compare .*?)(?: -- (.*))?",
+        r"(python scripts/compare.py .*?)(?: -- (.*))?",
         r"\1 --steps 1 --tolerance 1e-3 -- \2 --training.seq_len=64 --training.global_batch_size=4",
         why=LONG,
         says="the same: ",

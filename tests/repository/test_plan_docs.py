@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "context_parallelism.md").read_text()
 BLOCKS = re.findall(r"^    \$ lct plan (.*)\n((?:    .*\n|\n(?=    ))*)", PAGE, re.MULTILINE)
 PICTURES = re.findall(r"^    lct plan (.*) --output (docs/images/\S+)$", re.sub(r"\\\n +", "", PAGE), re.MULTILINE)
 # Another version of matplotlib writes the same picture in other words.
-DREW = re.findall(r"^matplotlib==([\d.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[0]
+DREW = re.findall(r"^matplotlib==([\d.]+)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)[0]
 
 
 @pytest.mark.parametrize(("arguments", "shown"), BLOCKS, ids=[arguments for arguments, _ in BLOCKS])
@@ -33,6 +33,6 @@ def test_a_picture_of_the_page_is_what_is_drawn(tmp_path: Path, arguments: str, 
 
 
 def test_the_page_has_examples_and_all_pictures():
-    assert len(BLOCKS) >= 2
+    assert len(BLOCKS) >= 1
     drawn = sorted(picture for _, picture in PICTURES)
     assert drawn == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "images").glob("plan_*.svg"))

@@ -4,7 +4,6 @@ import io
 import logging
 import os
 import re
-import sys
 
 import pytest
 
@@ -77,13 +76,6 @@ def test_a_long_line_is_broken_between_words_at_the_width_of_the_terminal(printe
     out = printed(terminal=False, width=40)
     logger.info("x " * 60)
     assert len(out.getvalue().splitlines()) == 1, "a file keeps its lines"
-
-
-def test_without_rich_a_terminal_has_plain_lines(printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    out = printed(terminal=True)
-    logger.info(STEP)
-    assert out.getvalue() == STEP + "\n"
 
 
 @pytest.mark.parametrize(("rank", "log_rank", "spoken"), [(0, "0", True), (1, "0", False), (1, "0,1", True)])

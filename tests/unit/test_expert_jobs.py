@@ -10,7 +10,6 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import ResolvedJob, resolve
 from trainer.job.memory import rank_memory
-from trainer.job.mesh_picture import mesh_picture
 from trainer.job.summary import summary
 from trainer.models.common.decoder import Transformer
 from trainer.models.common.decoder_args import TransformerArgs
@@ -90,12 +89,6 @@ def test_the_summary_says_where_experts_are_and_what_travels() -> None:
         "balanced by auxiliary loss (0.001)",
     ):
         assert part in text
-    picture = mesh_picture(job.degrees)
-    assert picture[-3:] == [
-        "experts:          ep 0 1 2 3",
-        "experts: efsdp 0     0 1 2 3",
-        "experts: efsdp 1     4 5 6 7",
-    ]
 
 
 @pytest.mark.parametrize(("tp", "cp", "ep"), [(1, 1, 1), (1, 1, 4), (2, 2, 4), (2, 1, 2), (1, 4, 2)])

@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _CP = "trainer.distributed.context_parallel"
 # From the lowest room to the highest; a module belongs to the longest name that begins its own.
 ROOMS = (
-    ("trainer", "trainer.lazy", "trainer.observer"),
+    ("trainer", "trainer.lazy", "trainer.observer", "trainer.installed"),
     ("trainer.config",),
     # What the job reads of other rooms, torch-free: shapes, plans, lists of data, names of checkpoints.
     (

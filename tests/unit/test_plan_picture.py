@@ -12,9 +12,8 @@ from matplotlib.text import Text
 
 from tests.masks import dense
 from tests.repository.test_show_plan import SMALL, case_of, with_degree
-from trainer.commands.plan import main
-from trainer.commands.plan_case import MOST_RANKS
-from trainer.commands.plan_picture import draw, picture, polygon, rank_color
+from trainer.commands.plan import MOST_RANKS, main
+from trainer.commands.plan_picture import bands_of, draw, picture, polygon, rank_color
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.methods import METHODS
 
@@ -33,7 +32,7 @@ def test_the_square_shows_each_visible_pair_once(mask: list[str], method: str, l
             for stage in case.stages(rank):
                 for tile in stage.tiles:
                     before = seen.sum()
-                    for band in case.bands(rank, stage, tile):
+                    for band in bands_of(case, rank, stage, tile):
                         shown_before, corners = seen.sum(), polygon(band)
                         for query in range(band.q_start, band.q_stop):
                             seen[query, slice(*band.visible(query))] += 1
@@ -54,7 +53,7 @@ def area_of(corners: list[tuple[float, float]]) -> float:
     [
         [],
         ["--method", "all_to_all", "--mask", "document"],
-        ["--load-balancer", "balanced", "--direction", "backward", "--rank", "1"],
+        ["--load-balancer", "balanced", "--direction", "backward"],
         ["--degree", "11", "--mask", "window:1"],
     ],
     ids=lambda argv: " ".join(argv) or "default",
@@ -104,7 +103,7 @@ def test_no_text_of_a_picture_is_clipped_or_covered(degree: int, argv: list[str]
 @pytest.mark.parametrize("degree", [8, MOST_RANKS])
 def test_no_text_of_a_hybrid_picture_is_clipped(degree: int):
     argv = ["--seq-len", "1048576", "--degree", str(degree), "--method", "hybrid", "--head-degree", "4"]
-    assert outside(picture(case_of(*argv, "--direction", "backward"), rank=1)) == []
+    assert outside(picture(case_of(*argv, "--direction", "backward"))) == []
 
 
 def test_the_test_sees_a_clipped_text():

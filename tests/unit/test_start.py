@@ -16,7 +16,7 @@ CASES = [
     (["--training.seq_len=256"], {}),
     (["--ngpu", "4"], {}),
     ([], {"NGPU": "8"}),
-    ([], {"NNODES": "2", "MASTER_ADDR": "localhost"}),
+    ([], {"NNODES": "2", "MASTER_ADDR": "localhost", "NODE_RANK": "0"}),
     (["debug_model", "--ngpu=1", "--training.steps=7"], {"NGPU": "3"}),
     ([], {"CONFIG_FILE": "own.toml"}),
 ]
@@ -110,7 +110,7 @@ def test_no_wrong_input_waits_for_torch() -> None:
         "os.environ |= {'CUDA_VISIBLE_DEVICES': ''}\n"
         f"for arguments in {LATE!r}:\n"
         "    if arguments == ['train']:\n"
-        "        os.environ |= {'NNODES': '2', 'MASTER_ADDR': 'no-such-host.invalid'}\n"
+        "        os.environ |= {'NNODES': '2', 'MASTER_ADDR': 'no-such-host.invalid', 'NODE_RANK': '1'}\n"
         "    assert main(arguments) == 2, arguments\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -124,7 +124,14 @@ def test_a_rank_of_several_nodes_checks_the_job_of_its_launcher(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """NNODES of the shell must not multiply the ranks that the launcher has counted already."""
-    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NNODES": "2", "MASTER_ADDR": "localhost"}
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "NNODES": "2",
+        "MASTER_ADDR": "localhost",
+        "GROUP_RANK": "0",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert rank.main(["--job.config_file", str(DEFAULT_CONFIG), "--check-config"]) == 0

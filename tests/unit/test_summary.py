@@ -15,9 +15,8 @@ from trainer.components.loss import token_losses
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.planning import capabilities
-from trainer.job import Degrees, ResolvedJob, attention, resolve
+from trainer.job import ResolvedJob, attention, resolve
 from trainer.job.memory import check_memory, rank_memory
-from trainer.job.mesh_picture import mesh_picture
 from trainer.job.sizes import size_words
 from trainer.job.summary import WIDTH, closing, summary
 from trainer.models.common.decoder import Transformer
@@ -145,45 +144,6 @@ def test_the_end_says_where_everything_lies() -> None:
 
 
 # ---- the mesh
-
-
-def degrees(**sizes: int) -> Degrees:
-    all_sizes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp"), 1) | sizes
-    world = 1
-    for name, size in all_sizes.items():
-        world *= size if name != "cp_a2a" else 1
-    return Degrees(**all_sizes, world_size=world)
-
-
-def test_a_picture_of_three_dimensions() -> None:
-    assert mesh_picture(degrees(pp=2, dp_shard=2, tp=2)) == [
-        "                  tp 0 1",
-        "pp 0  dp_shard 0     0 1",
-        "      dp_shard 1     2 3",
-        "pp 1  dp_shard 0     4 5",
-        "      dp_shard 1     6 7",
-    ]
-
-
-def test_the_ranks_of_the_picture_are_those_of_the_mesh() -> None:
-    lines = mesh_picture(degrees(dp_replicate=2, cp=4, cp_a2a=2))
-    assert [line.split("cp_ring")[-1] for line in lines[1:3]] == [" 0         0 1", " 1         2 3"]
-    cells = [[int(x) for x in line.split()[-2:]] for line in lines[1:]]
-    mesh = torch.arange(8).reshape(2, 2, 2)  # dp_replicate, cp_ring, cp_a2a
-    assert cells == mesh.flatten(0, 1).tolist()
-
-
-def test_a_large_picture_is_cut_in_its_middle() -> None:
-    lines = mesh_picture(degrees(dp_shard=64, tp=64))
-    assert len(lines) == 9
-    assert max(map(len, lines)) <= WIDTH
-    assert lines[-2] == "..."
-    assert lines[-1].split()[:4] == ["dp_shard", "63", "4032", "4033"]
-    assert lines[-1].endswith("... 4095")
-
-
-def test_one_dimension_needs_no_picture() -> None:
-    assert mesh_picture(degrees(dp_shard=8)) == mesh_picture(degrees()) == []
 
 
 # ---- memory

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.commands.options import Parser, number
 from trainer.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,15 +30,13 @@ _SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
 _LIMIT = timedelta(seconds=600)  # for a rank that waits
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of the options."""
-    described = argparse.ArgumentParser(
-        prog="lct check-model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    described = Parser("check-model", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = described.add_argument
     add("model", help="a folder with config.json, or FILE.py:FUNCTION that returns a module")
-    add("--ranks", type=int, default=2, help="over which the sequence is cut (default: 2)")
-    add("--seq-len", type=int, default=64, help="tokens of a sequence (default: 64)")
+    add("--ranks", type=number(int, 2), default=2, help="over which the sequence is cut (default: 2)")
+    add("--seq-len", type=number(int, 4), default=64, help="tokens of a sequence (default: 64)")
     add(
         "--method",
         default="ring",
@@ -158,10 +157,12 @@ def _on_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table, and return the exit code."""
-    args = parser().parse_args(argv)
-    if args.ranks < 2 or args.seq_len < 2 * args.ranks:
-        text = f"--ranks {args.ranks} --seq-len {args.seq_len}: use at least 2 ranks, and 2 tokens for each"
-        print(f"error: {text}", file=sys.stderr)
+    try:
+        args = parser().parse_args(argv)
+        if args.seq_len < 2 * args.ranks:
+            raise ConfigError(f"--seq-len {args.seq_len} must be at least 2 tokens for each of --ranks {args.ranks}")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     from torch import multiprocessing
 

@@ -1,6 +1,5 @@
-"""What an evaluation found, as tables, JSON, CSV and pictures. Torch-free; pictures need matplotlib."""
+"""What an evaluation found, as tables and JSON. Torch-free."""
 
-import csv
 import json
 import math
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ class Findings:
 
 
 def rows_of(findings: Findings) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each task's table, by the name of its file."""
+    """Return the rows of each task's table."""
     finite = [bucket.perplexity if math.isfinite(bucket.perplexity) else None for bucket in findings.positions]
     positions = [asdict(bucket) | {"perplexity": p} for bucket, p in zip(findings.positions, finite, strict=True)]
     tables = {"positions": positions, "needle": [asdict(cell) for cell in findings.needle]}
@@ -53,7 +52,8 @@ def tables(findings: Findings) -> str:
             place = f"{bucket.first:,} to {bucket.last - 1:,}"
             lines.append(f"{place:22}{bucket.tokens:11,}{bucket.loss:11.4f}{bucket.perplexity:12.2f}")
     if findings.needle:
-        lengths, depths = _axes(findings.needle)
+        lengths = sorted({cell.length for cell in findings.needle})
+        depths = sorted({cell.depth for cell in findings.needle})
         lines += [""] * bool(lines) + ["needle: share of right answers, and log-probability of a token, by depth"]
         lines.append("length    " + "".join(f"{f'{depth:g} %':>16}" for depth in depths))
         cells = {(cell.length, cell.depth): cell for cell in findings.needle}
@@ -64,34 +64,20 @@ def tables(findings: Findings) -> str:
     return "\n".join(lines)
 
 
-def write(findings: Findings, folder: Path) -> list[str]:
-    """Write evaluation.json, and a CSV file and a picture for each task; return lines that say what was written.
+def write(findings: Findings, folder: Path) -> str:
+    """Write evaluation.json, and return its path.
 
     Raises:
         ConfigError: the folder cannot be written to.
     """
+    file = folder / "evaluation.json"
     try:
-        _write_files(findings, folder)
-        _draw(findings, folder)
-    except ModuleNotFoundError as error:
-        package = (error.name or "matplotlib").partition(".")[0]
-        return [str(folder), f"note: there is no picture: it needs {package} (pip install {package})"]
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"settings": findings.settings, **rows_of(findings)}, indent=2) + "\n", "utf-8")
     except OSError as error:
         reason = full_disk(error, nearest_existing(folder)) or error.strerror or str(error)
         raise ConfigError(f"--output {folder} cannot be written ({reason}); make room, or name another") from None
-    return [str(folder)]
-
-
-def _write_files(findings: Findings, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    found = rows_of(findings)
-    content = {"settings": findings.settings, **found}
-    (folder / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for name, rows in found.items():
-        with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+    return str(file)
 
 
 def check_output(folder: Path) -> None:
@@ -106,37 +92,3 @@ def check_output(folder: Path) -> None:
         raise ConfigError(
             f"--output {folder} cannot be written by this user; name a folder that can{writable_folder(folder)}"
         )
-
-
-def _axes(cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
-    return sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
-
-
-def _draw(findings: Findings, folder: Path) -> None:
-    """Draw positions.png, the loss over the position, and needle.png, accuracy over length and depth."""
-    from matplotlib.figure import Figure
-
-    if findings.positions:
-        figure = Figure(figsize=(6, 4), layout="constrained")
-        axes = figure.subplots()
-        edges = [findings.positions[0].first, *(bucket.last for bucket in findings.positions)]
-        axes.stairs([bucket.loss for bucket in findings.positions], edges, baseline=None, linewidth=2)
-        first = findings.positions[0].last
-        axes.set_xscale("symlog", base=2, linthresh=first)
-        axes.set_xticks(edges, [f"{edge:,}" for edge in edges], rotation=45)
-        axes.minorticks_off()
-        axes.set(xlabel="position (tokens)", ylabel="mean loss of a token", xlim=(0, edges[-1]))
-        axes.grid(alpha=0.3)
-        figure.savefig(folder / "positions.png", dpi=110, facecolor="white")
-    if findings.needle:
-        lengths, depths = _axes(findings.needle)
-        cells = {(cell.length, cell.depth): cell.accuracy for cell in findings.needle}
-        grid = [[cells[length, depth] for length in lengths] for depth in depths]
-        figure = Figure(figsize=(2.5 + 0.7 * len(lengths), 2 + 0.45 * len(depths)), layout="constrained")
-        axes = figure.subplots()
-        image = axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
-        axes.set_yticks(range(len(depths)), [f"{depth:g} %" for depth in depths])
-        axes.set(xlabel="length (tokens)", ylabel="depth of the needle")
-        figure.colorbar(image, label="share of right answers")
-        figure.savefig(folder / "needle.png", dpi=110, facecolor="white")

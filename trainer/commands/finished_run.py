@@ -1,13 +1,13 @@
 """The model of a finished run, or of a Hugging Face folder: for commands that use its weights."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.folder import checkpoint_folder, step_folder, step_to_load
+from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import (
@@ -23,7 +23,6 @@ from trainer.config.schema import (
     Validation,
 )
 from trainer.job import ResolvedJob
-from trainer.job.resolution import on_device
 from trainer.job.tasks import TASKS
 from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.registry import hf_config, hf_family
@@ -41,6 +40,14 @@ _KEPT = (
     *("loss_chunk_tokens", "dtype", "mixed_precision_param", "enable_cpu_offload"),
 )
 _TEXT_COMMANDS = ("lct generate", "lct evaluate")
+
+
+def model_options(parser: Parser, *, seed: str) -> None:
+    """Add the options of all commands that use a language model. seed: what it is for."""
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help=f"{seed} (default: 0)")
+    add("--step", type=int, default=-1, help="saved step of the run (default: the latest)")
+    add("--tokenizer", metavar="PATH", help="tokenizer (default: the folder's own)")
 
 
 def configuration(folder: Path, step: int, *, command: str, task: str = "tokens") -> JobConfig:
@@ -156,21 +163,6 @@ def _hf_settings(folder: Path, step: int) -> list[str]:
         f"--training.seq_len={hf_config(name).read(entries).max_seq_len}",
         f"--training.dtype={dtype if dtype in ('float64', 'bfloat16') else 'float32'}",
     ]
-
-
-@contextmanager
-def opened_model(job: ResolvedJob) -> "Iterator[tuple[nn.Module, ParallelDims, ResolvedJob]]":
-    """Enter a context with the model and its saved weights, in a process group of one rank.
-
-    Raises:
-        ConfigError: the checkpoint is damaged, or of another model.
-    """
-    from trainer.runtime.process_group import Process, process_group
-
-    process = Process(0, 0, 1, job.config.job.device)
-    job = on_device(job, process.device.type)
-    with process_group(process, job.config.comm):
-        yield *loaded_model(job, process.device), job
 
 
 def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, ParallelDims]":

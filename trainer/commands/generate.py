@@ -7,17 +7,16 @@ same tokens, and rank 0 prints them.
 """
 
 import argparse
-import math
-import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.initial import hf_folder
-from trainer.commands.finished_run import loaded_model, text_configuration
-from trainer.commands.ranks import all_ranks, run_on_ranks, work_on_rank
+from trainer.commands.finished_run import loaded_model, model_options, text_configuration
+from trainer.commands.options import Parser, given_as, number
+from trainer.commands.ranks import all_ranks, run, work_on_rank
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.job import ResolvedJob, resolve
@@ -84,26 +83,23 @@ def end_ids(config: JobConfig, tokenizer: "Tokenizer") -> set[int]:
     return {end for end in ends if type(end) is int and 0 <= end < tokenizer.vocab_size}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of the options."""
-    described = argparse.ArgumentParser(prog="lct generate", description=__doc__.splitlines()[0])
+    described = Parser("generate", __doc__.splitlines()[0])
     add = described.add_argument
     add("folder", type=Path, help="job.dump_folder of the run, or a Hugging Face folder")
     add("--prompt", action="append", help="text to continue; may be given again (default: the start of a document)")
     add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line")
-    add("--tokens", type=int, default=64, help="most tokens to write (default: 64)")
-    add(
-        "--temperature",
-        type=float,
-        default=0.7,
-        help="0: the likeliest token; 1: as the model says (default: 0.7)",
-    )
-    add("--top-k", type=int, default=0, help="draw among the k likeliest tokens (default: 0, all)")
-    add("--top-p", type=float, default=1.0, help="draw among the likeliest tokens of this probability (default: 1)")
-    add("--seed", type=int, default=0, help="of the drawn tokens (default: 0)")
-    add("--step", type=int, default=-1, help="saved step of the run (default: the latest)")
-    add("--tokenizer", metavar="PATH", help="tokenizer (default: the folder's own)")
-    add("--ngpu", type=int, default=1, metavar="N", help="ranks that divide the model, a GPU each (default: 1)")
+    add("--tokens", type=number(int, 1), default=64, help="most tokens to write (default: 64)")
+    text = "0: the likeliest token; 1: as the model says (default: 0.7)"
+    add("--temperature", type=number(float, 0), default=0.7, help=text)
+    text = "draw among the k likeliest tokens (default: 0, all)"
+    add("--top-k", type=number(int, 0), default=0, help=text)
+    text = "draw among the likeliest tokens of this probability (default: 1)"
+    add("--top-p", type=number(float, above=0, most=1), default=1.0, help=text)
+    model_options(described, seed="of the drawn tokens")
+    text = "ranks that divide the model, a GPU each (default: 1)"
+    add("--ngpu", type=number(int, 1), default=1, metavar="N", help=text)
     return described
 
 
@@ -132,15 +128,6 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
         ConfigError: a wrong argument, or a folder without a model that this command can use.
     """
     args = parser().parse_args(argv)
-    for name, holds, rule in (
-        ("tokens", args.tokens >= 1, "at least 1"),
-        ("temperature", 0 <= args.temperature < math.inf, "at least 0"),
-        ("top-k", args.top_k >= 0, "at least 0 (0: all)"),
-        ("top-p", 0 < args.top_p <= 1, "above 0 and at most 1"),
-        ("ngpu", args.ngpu >= 1, "at least 1"),
-    ):
-        if not holds:
-            raise ConfigError(f"--{name} {getattr(args, name.replace('-', '_'))} must be {rule}")
     ranks = all_ranks(args.ngpu)
     config, _ = text_configuration(args.folder, args.step, command="lct generate", tokenizer=args.tokenizer)
     length = max(config.training.seq_len // ranks, 1) * ranks
@@ -151,45 +138,23 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
         parallelism=Parallelism(tensor_parallel_degree=ranks),
         comm=replace(config.comm, trace_buf_size=0),  # nothing is written
     )
-    try:
+    with given_as(tensor_parallel_degree="--ngpu"):
         return args, resolve(config, ranks, this_machine().device_type(config.job.device))
-    except ConfigError as error:
-        if "tensor_parallel_degree" not in str(error):
-            raise
-        raise ConfigError(f"--ngpu {args.ngpu}, the ranks that divide the model: {error}") from None
 
 
-def rank(argv: list[str], *, launched: bool = False) -> int:
-    """Do the work of one rank, and return the exit code."""
+def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
+    """Return the prompts with what the model writes after them. A collective over all ranks."""
+    from trainer.data.tokenizers.tokenizer import open_tokenizer
+    from trainer.runtime.agreement import raise_on_all_ranks
 
-    def prepare() -> "tuple[ResolvedJob, Callable[[ResolvedJob, torch.device], None]]":
-        args, job = checked(argv)
-        from trainer.data.tokenizers.tokenizer import open_tokenizer
-
-        tokenizer = open_tokenizer(job.config.model.tokenizer_file)
-        wanted = request(args, tokenizer)
-
-        def work(job: ResolvedJob, device: "torch.device") -> None:
-            written = write(job, device, wanted, tokenizer)
-            if os.environ.get("RANK", "0") == "0":
-                print("\n\n".join(written), flush=True)
-
-        return job, work
-
-    return work_on_rank(prepare)
+    tokenizer = open_tokenizer(job.config.model.tokenizer_file)
+    wanted = raise_on_all_ranks(lambda: request(args, tokenizer), device)
+    return "\n\n".join(write(job, device, wanted, tokenizer))
 
 
-def main(argv: list[str]) -> int:
-    """Print texts that a model has continued."""
-    try:
-        args, job = checked(argv)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return rank(argv) if job.degrees.world_size == 1 else run_on_ranks(__name__, argv, job, args.ngpu)
-
+main = partial(run, "trainer.commands.generate", checked, work)
 
 if __name__ == "__main__":
     from trainer.commands.rank import command_line
 
-    sys.exit(command_line(rank))
+    sys.exit(command_line(partial(work_on_rank, checked, work)))

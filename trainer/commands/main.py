@@ -22,7 +22,6 @@ COMMANDS = {
     ),
     "verify": ("verify", "read checkpoints whole, and say which are damaged", "lct verify outputs/debug_model"),
     "plan": ("plan", "show who computes and sends what in context parallelism", "lct plan --seq-len 65536 --degree 4"),
-    "compare": ("compare", "compare the losses of two configurations", "lct compare a.toml b.toml --ngpu 1 8"),
     "check-model": (
         "check_model",
         "compare a step of your own model over ranks with one process",

@@ -1,24 +1,24 @@
-"""Show a plan of context parallelism: which rank owns which tokens, computes which tiles, and sends how much.
+"""Show a plan of context parallelism: which rank owns which tokens, computes how much, and sends how much.
 
 It reads the same plans that training runs. It computes no attention, and needs neither torch nor a GPU.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from statistics import fmean
 
 import numpy as np
 
+from trainer.commands.options import Parser, number
 from trainer.commands.plan_case import DIRECTIONS, MOST_RANKS, Case
-from trainer.commands.plan_summary import summary
-from trainer.commands.plan_tables import TABLES, tables
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.distributed.context_parallel.planning.auto import choose
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
-from trainer.distributed.context_parallel.planning.cost import AttentionShape
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost
 from trainer.distributed.context_parallel.planning.heads import check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, documents, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS
@@ -26,26 +26,33 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 
 MASKS = ("causal", "full", "window:4096", "document")
 OUTPUTS = (".svg", ".png")
+WIDTH = 100
 
-
-def random_documents(seq_len: int, seed: int) -> list[int]:
-    """Return lengths of documents, log-normal with a median of a sixteenth of the sequence; the last one is cut."""
-    rng, lengths, left = np.random.default_rng(seed), [], seq_len
-    while left:
-        lengths.append(min(int(rng.lognormal(0, 1) * seq_len / 16) + 1, left))
-        left -= lengths[-1]
-    return lengths
+_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
+_FLOPS = {"FLOP": 1, "kFLOP": 1e3, "MFLOP": 1e6, "GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15, "EFLOP": 1e18}
+_EXAMPLES = """examples:
+  lct plan --seq-len 1048576 --degree 64 --method auto
+      a summary, with the method that training would choose
+  lct plan --seq-len 65536 --degree 4 --mask document --load-balancer balanced --output plan.svg
+      packed documents, as a picture
+"""
 
 
 def parse_documents(text: str, seq_len: int) -> list[int]:
     """Return the lengths of documents from `5000,3000,...`, or `random:SEED`.
+
+    Random lengths are log-normal with a median of a sixteenth of the sequence; the last document is cut.
 
     Raises:
         ConfigError: another text, or lengths that do not add up to the sequence.
     """
     name, _, seed = text.partition(":")
     if name == "random" and seed.isdecimal():
-        return random_documents(seq_len, int(seed))
+        rng, lengths, left = np.random.default_rng(int(seed)), [], seq_len
+        while left:
+            lengths.append(min(int(rng.lognormal(0, 1) * seq_len / 16) + 1, left))
+            left -= lengths[-1]
+        return lengths
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise ConfigError(
@@ -53,15 +60,12 @@ def parse_documents(text: str, seq_len: int) -> list[int]:
         )
     lengths = [int(word) for word in words]
     if sum(lengths) != seq_len:
-        raise ConfigError(
-            f"--documents {text} are {sum(lengths):,} tokens and must be --seq-len {seq_len}; "
-            + (f"add one of {seq_len - sum(lengths)}" if sum(lengths) < seq_len else f"or use --seq-len {sum(lengths)}")
-        )
+        raise ConfigError(f"--documents {text} are {sum(lengths):,} tokens and must be --seq-len {seq_len}")
     return lengths
 
 
 def parse_mask(text: str, seq_len: int, document_text: str | None) -> tuple[Mask, Mask | None, str]:
-    """Return the mask, the mask of the batch's documents (by which `balanced` deals) or None, and the mask's name.
+    """Return the mask, the mask of the batch's documents (by which `balanced` assigns) or None, and the mask's name.
 
     Raises:
         ConfigError: an unknown mask, or documents that have no effect.
@@ -71,11 +75,8 @@ def parse_mask(text: str, seq_len: int, document_text: str | None) -> tuple[Mask
     if text == "document":
         lengths = parse_documents(document_text or "random:0", seq_len)
         packed = documents(lengths)
-        return (
-            causal(seq_len) & packed,
-            packed,
-            f"causal mask within {len(lengths)} packed document{'s' * (len(lengths) > 1)}",
-        )
+        name = f"causal mask within {len(lengths)} packed document{'s' * (len(lengths) > 1)}"
+        return causal(seq_len) & packed, packed, name
     if text in ("causal", "full"):
         return {"causal": causal, "full": full}[text](seq_len), None, f"{text} mask"
     name, _, window = text.partition(":")
@@ -93,23 +94,6 @@ def build(args: argparse.Namespace) -> Case:
     Raises:
         ConfigError: a wrong value.
     """
-    check(args)
-    mask, packed, mask_name = parse_mask(args.mask, args.seq_len, args.documents)
-    shape = AttentionShape(1, args.heads, args.kv_heads, args.head_dim, args.bytes)
-    options, reason = method_of(args, shape, mask, packed)
-    layout = options.layout(args.seq_len, args.degree, packed)
-    return Case(layout, mask, mask_name, options, args.direction or DIRECTIONS[0], shape, reason)
-
-
-def check(args: argparse.Namespace) -> None:
-    """Check the numbers, and that no option is without effect.
-
-    Raises:
-        ConfigError: a wrong value.
-    """
-    for name in ("seq_len", "degree", "heads", "kv_heads", "head_dim", "bytes"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.seq_len < args.degree:
         raise ConfigError(
             f"--seq-len {args.seq_len} gives some of --degree {args.degree} ranks no token; use a length of at least "
@@ -119,19 +103,11 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--kv-heads {args.kv_heads} must divide --heads {args.heads}; use one of {divisors(args.heads)}"
         )
-    if args.rank is not None and not 0 <= args.rank < args.degree:
-        raise ConfigError(f"--rank {args.rank} is none of --degree {args.degree} ranks; use 0 to {args.degree - 1}")
-    if args.output is None:
-        return
-    if args.output.suffix not in OUTPUTS:
-        raise ConfigError(f"--output {args.output} must end in {' or '.join(OUTPUTS)}, the two kinds of picture")
-    if not args.output.parent.is_dir():
-        raise ConfigError(f"--output {args.output} lies in no folder: make {args.output.parent} first")
-    if args.degree > MOST_RANKS:
-        raise ConfigError(
-            f"--output draws at most {MOST_RANKS} ranks, and --degree is {args.degree}; draw fewer ranks, or leave "
-            "--output out"
-        )
+    mask, packed, mask_name = parse_mask(args.mask, args.seq_len, args.documents)
+    shape = AttentionShape(1, args.heads, args.kv_heads, args.head_dim, args.bytes)
+    options, reason = method_of(args, shape, mask, packed)
+    layout = options.layout(args.seq_len, args.degree, packed)
+    return Case(layout, mask, mask_name, options, args.direction or DIRECTIONS[0], shape, reason)
 
 
 def divisors(number: int) -> str:
@@ -146,35 +122,144 @@ def method_of(
     Raises:
         ConfigError: a head degree that is missing, does not fit, or has no effect.
     """
-    options, number, name = ContextParallelOptions(load_balancer=args.load_balancer), args.head_degree, "--head-degree"
+    options, head_degree = ContextParallelOptions(load_balancer=args.load_balancer), args.head_degree
     spread = METHODS.get(args.method)
     two_level = spread is not None and spread.two_level
-    if two_level and number is None:
-        raise ConfigError(f"--method {args.method} needs {name}, the number of ranks that divide the heads, such as 2")
-    if not two_level and number is not None:
+    if two_level and head_degree is None:
+        raise ConfigError(
+            f"--method {args.method} needs --head-degree, the number of ranks that divide the heads, such as 2"
+        )
+    if not two_level and head_degree is not None:
         others = " or ".join(each for each, record in METHODS.items() if record.two_level)
-        raise ConfigError(f"{name} {number} has no effect with --method {args.method}; leave it out, or use {others}")
+        raise ConfigError(
+            f"--head-degree {head_degree} has no effect with --method {args.method}; leave it out, or use {others}"
+        )
     if spread is None:
         # As training does: with packed documents, for the batch, and on the mesh that stands before the first batch.
         masks = (causal(args.seq_len) if packed else mask,)
         return choose(options, masks, args.degree, shape, batch=packed, hybrids=packed is None)
-    if number is not None and (number < 1 or args.degree % number):
-        raise ConfigError(f"{name} {number} must divide --degree {args.degree}; use one of {divisors(args.degree)}")
-    hybrid = (number, args.degree // number) if number is not None else None
+    if head_degree is not None and args.degree % head_degree:
+        raise ConfigError(
+            f"--head-degree {head_degree} must divide --degree {args.degree}; use one of {divisors(args.degree)}"
+        )
+    hybrid = (head_degree, args.degree // head_degree) if head_degree is not None else None
     try:
         check_heads(args.heads, spread.head_degree(args.degree, hybrid), args.method)
     except ValueError as error:
-        flag, value = ("--degree", args.degree) if number is None else (name, number)
-        raise ConfigError(f"{flag} {value} does not go with --heads {args.heads}: {error}") from None
+        option = f"--degree {args.degree}" if head_degree is None else f"--head-degree {head_degree}"
+        raise ConfigError(f"{option} does not go with --heads {args.heads}: {error}") from None
     return replace(options, method=args.method, hybrid_degrees=hybrid), ""
 
 
-def painter() -> Callable[[Case, Path, int | None], None]:
+def summary(case: Case, directions: Sequence[str] = DIRECTIONS) -> str:
+    """Return the summary of a case in these directions, at most 100 columns wide."""
+    shape, layout = case.shape, case.layout
+    pairs = [float(x) for x in case.pairs]
+    facts = {
+        "method": method_in_words(case),
+        "auto chose": case.reason,
+        "layout": layout_in_words(case),
+        "mask": f"{case.mask_name}; {100 * case.mask.area() / layout.length**2:.3g} % of the square of queries and "
+        "keys is computed",
+        "balance": f"compute of the busiest rank over the mean: {max(pairs) * len(pairs) / (sum(pairs) or 1):.3f}",
+        "heads": f"{shape.heads:,} query and {shape.kv_heads:,} key/value heads of size {shape.head_dim:,}, "
+        f"{shape.itemsize} bytes an element",
+    }
+    lines = [
+        f"{case.options.method} on {case.ranks_named}: {layout.length:,} tokens, one layer's attention, one sequence"
+    ]
+    for name, text in facts.items():
+        indents = {"initial_indent": f"  {name:<11}", "subsequent_indent": " " * 13}
+        lines += textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents) if text else []
+    lines += ["", *_table(case, directions)]
+    if len(case.planned) < case.degree:
+        lines.append(f"  These numbers are of {len(case.planned)} of the ranks: the outermost and some between.")
+    return "\n".join(lines)
+
+
+def method_in_words(case: Case) -> str:
+    """Return how the plan spreads attention, by what it does and not by its name."""
+    group, rings = case.head_degree, case.degree // case.head_degree
+    if case.degree == 1:
+        return "one rank has all heads and all tokens"
+    if rings == 1:
+        each = case.shape.heads // group
+        return (
+            f"the {group} ranks divide the heads, and each has {each:,} query head{'s' * (each > 1)} for the whole "
+            "sequence"
+        )
+    heads = f"groups of {group} ranks divide the heads" if group > 1 else "every rank has all heads"
+    others = "groups" if group > 1 else "ranks"
+    steps = max(len(case.stages(rank, direction)) for rank in case.planned for direction in DIRECTIONS) - 1
+    if not steps:
+        return f"{heads}; no K/V are sent, because no query sees keys of other {others}"
+    way = "while it computes" if case.options.spread.hidden or group > 1 else "of all others at once"
+    return f"{heads}; K/V of other {others} arrive in {steps:,} step{'s' * (steps > 1)}, {way}"
+
+
+def layout_in_words(case: Case) -> str:
+    """Return the name of the layout, and how many tokens, bytes of K/V and pieces a rank has."""
+    layout, shape = case.layout, case.shape
+    lengths = [layout.local_length(rank) for rank in range(case.degree)]
+    pieces = [len(ranges) for ranges in layout.ranges]
+    keys = in_unit(max(lengths) * 2 * shape.kv_heads * shape.head_dim * shape.itemsize, _BYTES)
+    return (
+        f"{layout.name}; a rank owns {_span(lengths)} tokens ({keys} of K/V) in "
+        f"{_span(pieces)} piece{'s' * (max(pieces) > 1)}"
+    )
+
+
+def in_unit(value: float, units: dict[str, float]) -> str:
+    """Return a number in the largest unit that is not larger than it."""
+    unit = [name for name, scale in units.items() if scale <= max(value, 1)][-1]
+    return f"{value:,.0f} {unit}" if units[unit] == 1 else f"{value / units[unit]:,.2f} {unit}"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _table(case: Case, directions: Sequence[str]) -> list[str]:
+    """Return rows of the busiest and of the mean rank, in each direction."""
+    rows: dict[str, tuple[Callable[[Cost], float], Callable[[float], str]]] = {
+        "computes": (lambda cost: cost.flops, lambda value: in_unit(value, _FLOPS)),
+        "sends": (lambda cost: cost.bytes_sent.total(), lambda value: in_unit(value, _BYTES)),
+        "receives": (lambda cost: cost.bytes_received.total(), lambda value: in_unit(value, _BYTES)),
+        "exchanges": (lambda cost: cost.calls.total(), lambda value: f"{value:,.4g}"),
+        "buffers": (lambda cost: cost.workspace, lambda value: in_unit(value, _BYTES)),
+    }
+    lines = [
+        f"  {'':<11}" + "".join(f"{direction:>28}" for direction in directions),
+        f"  {'a rank':<11}" + f"{'busiest':>15}{'mean':>13}" * len(directions),
+    ]
+    for name, (of, form) in rows.items():
+        cells = [
+            f"{form(most):>15}{form(mean):>13}" for most, mean in (busiest_and_mean(case, d, of) for d in directions)
+        ]
+        lines.append(f"  {name:<11}" + "".join(cells))
+    stages = [max(len(case.stages(rank, d)) for rank in case.planned) for d in directions]
+    return [*lines, (f"  {'stages':<11}" + "".join(f"{most:>15,}{'':>13}" for most in stages)).rstrip()]
+
+
+def busiest_and_mean(case: Case, direction: str, of: Callable[[Cost], float]) -> tuple[float, float]:
+    """Return the most of the planned ranks, and the mean of those that stand for all."""
+    most = max(of(case.cost(rank, direction)) for rank in case.planned)
+    return most, fmean(of(case.cost(rank, direction)) for rank in case.middles)
+
+
+def painter(args: argparse.Namespace) -> Callable[[Case, Path], None]:
     """Return the function that draws; it is imported at its use, because matplotlib is optional.
 
     Raises:
-        ConfigError: matplotlib is missing.
+        ConfigError: --output cannot be drawn, or matplotlib is missing.
     """
+    if args.output.suffix not in OUTPUTS:
+        raise ConfigError(f"--output {args.output} must end in {' or '.join(OUTPUTS)}, the two kinds of picture")
+    if not args.output.parent.is_dir():
+        raise ConfigError(f"--output {args.output} lies in no folder: make {args.output.parent} first")
+    if args.degree > MOST_RANKS:
+        raise ConfigError(f"--output draws at most {MOST_RANKS} ranks, and --degree is {args.degree}; draw fewer ranks")
     try:
         from trainer.commands.plan_picture import draw
     except ModuleNotFoundError as error:
@@ -182,34 +267,15 @@ def painter() -> Callable[[Case, Path, int | None], None]:
     return draw
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see lct plan --help\n")
-
-
-_EXAMPLES = """examples:
-  lct plan --seq-len 1048576 --degree 64 --method auto
-      a summary, with the method that training would choose
-  lct plan --seq-len 65536 --degree 8 --mask window:4096 --load-balancer contiguous --tables ranks stages
-      a sliding window, with tables of ranks and stages
-  lct plan --seq-len 65536 --degree 4 --mask document --load-balancer balanced --output plan.svg
-      packed documents, as a picture
-"""
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of the options."""
-    described = _Parser(
-        prog="lct plan",
-        description=__doc__.splitlines()[0],
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    described = Parser(
+        "plan", __doc__.splitlines()[0], epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    some = number(int, 1)
     add = described.add_argument_group("sequence and ranks").add_argument
-    add("--seq-len", type=int, required=True, metavar="TOKENS", help="tokens of the sequence")
-    add("--degree", type=int, required=True, metavar="RANKS", help="ranks that share the sequence")
+    add("--seq-len", type=some, required=True, metavar="TOKENS", help="tokens of the sequence")
+    add("--degree", type=some, required=True, metavar="RANKS", help="ranks that share the sequence")
     add("--mask", default="causal", help="causal (default), full, window:4096, or document (causal within documents)")
     add("--documents", metavar="LENGTHS", help="with --mask document: 5000,3000,... or random:SEED (default random:0)")
     add = described.add_argument_group("method and layout").add_argument
@@ -219,38 +285,30 @@ def parser() -> argparse.ArgumentParser:
         default="ring",
         help="how attention reaches other ranks' keys (default: ring); auto: the choice of training, with its reason",
     )
-    add("--head-degree", type=int, metavar="RANKS", help="with --method hybrid: ranks that divide the heads")
+    add("--head-degree", type=some, metavar="RANKS", help="with --method hybrid: ranks that divide the heads")
     add("--load-balancer", choices=("auto", *LOAD_BALANCERS), default="auto", help="who owns which tokens (auto)")
     add = described.add_argument_group("attention, by default that of Llama 3 8B in bfloat16").add_argument
-    add("--heads", type=int, default=32, metavar="N", help="query heads (32)")
-    add("--kv-heads", type=int, default=8, metavar="N", help="key/value heads (8)")
-    add("--head-dim", type=int, default=128, metavar="N", help="size of a head (128)")
-    add("--bytes", type=int, default=2, metavar="N", help="bytes of an element of q, k, v (2)")
-    add = described.add_argument_group("what is shown, beside a summary").add_argument
-    add("--tables", choices=TABLES, nargs="+", default=[], help="tables; of many ranks or stages they list some")
-    add("--rank", type=int, help="all stages and tiles of this rank; in a picture, the others are pale")
-    add("--direction", choices=DIRECTIONS, help="only this one (default: the summary has both, the rest is forward)")
+    add("--heads", type=some, default=32, metavar="N", help="query heads (32)")
+    add("--kv-heads", type=some, default=8, metavar="N", help="key/value heads (8)")
+    add("--head-dim", type=some, default=128, metavar="N", help="size of a head (128)")
+    add("--bytes", type=some, default=2, metavar="N", help="bytes of an element of q, k, v (2)")
+    add = described.add_argument_group("what is shown").add_argument
+    add("--direction", choices=DIRECTIONS, help="only this one (default: both in the summary, forward in the picture)")
     add("--output", type=Path, metavar="FILE", help="picture to write, .svg or .png")
     return described
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what the arguments ask for, write the picture, and return the exit code."""
-    args = parser().parse_args(argv)
+    """Print the summary, write the picture if it is asked for, and return the exit code."""
     try:
+        args = parser().parse_args(argv)
         case = build(args)
-        draw = None if args.output is None else painter()
+        draw = None if args.output is None else painter(args)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(summary(case, [args.direction] if args.direction else DIRECTIONS))
-    if wanted := args.tables or (TABLES if args.rank is not None else ()):
-        print(f"\n{tables(case, wanted, args.rank)}")
     if draw is not None:
-        draw(case, args.output, args.rank)
+        draw(case, args.output)
         print(f"\n{args.output}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,32 +1,29 @@
 """The case that `lct plan` shows: layout, mask and method, with the plans and costs of its ranks. Torch-free."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
-from trainer.distributed.context_parallel.planning.mask import ANY, Band, Mask
+from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
-from trainer.distributed.context_parallel.planning.tiles import Tile
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import Range, Ranges, union
-
-MOST_RANKS = 64
-"""Up to so many ranks are all planned."""
-_SAMPLES = 16
+from trainer.distributed.sharding.ranges import Ranges, union
 
 DIRECTIONS = ("forward", "backward")
+MOST_RANKS = 64
+"""Up to so many ranks are all planned and drawn; of more, some stand for all."""
+_SAMPLES = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """One attention call of one sequence, with the plan and the cost of each rank, made at first use.
 
-    direction: of stages, tiles and the picture. reason: why `auto` chose the method, or empty.
+    direction: of the stages and the picture. reason: why `auto` chose the method, or empty.
     """
 
     layout: AxisLayout
@@ -96,28 +93,3 @@ class Case:
     def _queries(self) -> list[Ranges]:
         firsts = range(0, self.degree, self.head_degree)
         return [union(sum(self.layout.ranges[first : first + self.head_degree], ())) for first in firsts]
-
-    def bands(self, rank: int, stage: Stage, tile: Tile) -> Iterator[Band]:
-        """Yield a tile in tokens of the sequence: one band for each piece of its queries and of its keys."""
-        between = tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
-        for q_place, q_start, q_stop in spread(tile.q, self.queries(rank)):
-            for kv_place, kv_start, kv_stop in spread(tile.kv, stage.held):
-                # Where place j - place i is 0, in tokens.
-                diagonal = kv_start - q_start - (kv_place - tile.kv[0]) + (q_place - tile.q[0])
-                lower = diagonal if tile.relation.lower else -ANY
-                upper = diagonal + between if tile.relation.upper else ANY
-                band = Band(q_start, q_stop, kv_start, kv_stop, lower, upper)
-                if len(range(*band.hull(q_start, q_stop))):
-                    yield band
-
-
-def spread(places: Range, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
-    """Yield (place, start, stop) of the numbers at `places`, if the ranges are laid one after another."""
-    before = 0
-    for start, stop in ranges:
-        first, last = max(places[0], before), min(places[1], before + stop - start)
-        if first < last:
-            yield first, start + first - before, start + last - before
-        before += stop - start
-        if before >= places[1]:
-            return

@@ -1,6 +1,6 @@
 """Draw a plan: the square of queries and keys by rank and stage, and who owns the sequence. See plan.py."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -13,15 +13,17 @@ from matplotlib.path import Path as Outline
 
 from trainer.commands.plan_case import Case
 from trainer.distributed.context_parallel.planning.mask import ANY, Band
+from trainer.distributed.context_parallel.planning.plan import Stage
+from trainer.distributed.context_parallel.planning.tiles import Tile
+from trainer.distributed.sharding.ranges import Range, Ranges
 
 Color = tuple[float, ...]
 Point = tuple[float, float]
 
 _SETTINGS = {"svg.hashsalt": "plan", "font.family": "DejaVu Sans", "font.size": 9, "axes.linewidth": 0.6}
-# Of Okabe and Ito: told apart by the colour-blind as well.
+# Of Okabe and Ito: the colour-blind can distinguish them, too.
 _RANKS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#999999")
-_PALE, _GREY = (0.93, 0.93, 0.93), (0.8, 0.8, 0.8)
-_PALE, _GREY = (0.93, 0.93, 0.93), (0.8, 0.8, 0.8)
+_GREY = (0.8, 0.8, 0.8)
 _FEW = 16
 """Up to so many ranks have a line of numbers each; more have a chart."""
 _MOST_OUTLINES = 3000
@@ -30,15 +32,15 @@ _SMALLEST_LABEL = 0.05
 """A piece whose width or height is less than this share of the sequence gets no number."""
 
 
-def draw(case: Case, output: Path, rank: int | None = None) -> None:
-    """Write the picture, SVG or PNG by the file's ending; the same case gives the same file. rank: others are pale."""
+def draw(case: Case, output: Path) -> None:
+    """Write the picture, SVG or PNG by the file's ending; the same case gives the same file."""
     with matplotlib.rc_context(_SETTINGS):
         # No date, and no version of the program that drew it. White behind all, so that it can be read on any page.
         metadata = {"Date": None, "Creator": None} if output.suffix == ".svg" else {"Software": None}
-        picture(case, rank).savefig(output, dpi=160, metadata=metadata, facecolor="white")
+        picture(case).savefig(output, dpi=160, metadata=metadata, facecolor="white")
 
 
-def picture(case: Case, rank: int | None = None) -> Figure:
+def picture(case: Case) -> Figure:
     """Return the figure: the square with strips of owners on the left, the ranks' numbers on the right."""
     width, height, side = 9.7, 6.05, 4.7  # inches
     strip, gap, left, bottom = 0.15, 0.04, 0.75, 0.15
@@ -49,16 +51,16 @@ def picture(case: Case, rank: int | None = None) -> Figure:
             return figure.add_axes((x / width, y / height, w / width, h / height))
 
         inner = left + strip + gap
-        _draw_square(place(inner, bottom, side, side), case, rank)
+        _draw_square(place(inner, bottom, side, side), case)
         _draw_owners(place(left, bottom, strip, side), case, is_upright=True)
         _draw_owners(place(inner, bottom + side + gap, side, strip), case, is_upright=False)
         right = inner + side
         if case.degree <= _FEW:
-            _draw_stages(place(right, bottom, width - right, side), case, rank)
+            _draw_stages(place(right, bottom, width - right, side), case)
         else:
             chart = place(right + 0.85, bottom + 1.1, 1.5, side - 1.6)
             loads = [place(right + x, bottom + 1.1, 0.5, side - 1.6) for x in (2.45, 3.05)]
-            _draw_chart(chart, loads, case, rank)
+            _draw_chart(chart, loads, case)
         for text, y, size in ((_title(case), 0.985, 11), (f"{case.mask_name}, {case.layout.name} layout", 0.945, 9)):
             figure.text(left / width, y, text, ha="left", va="top", fontsize=size)
     return figure
@@ -68,23 +70,22 @@ def _title(case: Case) -> str:
     return f"{case.options.method}, {case.direction}: {case.layout.length:,} tokens on {case.ranks_named}"
 
 
-def _draw_square(axes: Axes, case: Case, rank: int | None) -> None:
+def _draw_square(axes: Axes, case: Case) -> None:
     seq_len = case.layout.length
-    fields: list[tuple[Color, bool, int, list[list[Point]]]] = []
+    fields: list[tuple[Color, int, list[list[Point]]]] = []
     for r in range(0, case.degree, case.head_degree):  # ranks of a head group compute the same pairs, for other heads
-        is_pale = rank is not None and rank // case.head_degree != r // case.head_degree
         for number, stage in enumerate(case.stages(r)):
-            bands = [band for tile in stage.tiles for band in case.bands(r, stage, tile)]
+            bands = [band for tile in stage.tiles for band in bands_of(case, r, stage, tile)]
             outlines = [outline for band in bands if len(outline := polygon(band)) > 2]
             if outlines:
-                fields.append((_stage_color(case, r, number, is_pale=is_pale), is_pale, number, outlines))
+                fields.append((_stage_color(case, r, number), number, outlines))
     is_image = sum(len(outlines) for *_, outlines in fields) > _MOST_OUTLINES
-    for color, is_pale, number, outlines in fields:
+    for color, number, outlines in fields:
         _fill(axes, outlines, color, linewidth=0 if is_image else 0.12, is_image=is_image)
         for outline in outlines:
             x, y = zip(*outline, strict=True)
             is_large = min(max(x) - min(x), max(y) - min(y)) >= _SMALLEST_LABEL * seq_len
-            if is_large and not is_pale and case.head_degree < case.degree and case.degree <= _FEW:
+            if is_large and case.head_degree < case.degree and case.degree <= _FEW:
                 middle = sum(x) / len(x), sum(y) / len(y)
                 axes.text(*middle, str(number), ha="center", va="center", fontsize=8, color=_ink(color))
     axes.set(xlim=(0, seq_len), ylim=(seq_len, 0), xticks=[], yticks=[])
@@ -97,6 +98,32 @@ def _fill(
     whole = Outline.make_compound_path(*(Outline([*corners, corners[0]], closed=True) for corners in outlines))
     patch = PathPatch(whole, facecolor=color, edgecolor="white", linewidth=linewidth, rasterized=is_image)
     axes.add_artist(patch)  # add_patch would walk all corners to find the limits, which are set
+
+
+def bands_of(case: Case, rank: int, stage: Stage, tile: Tile) -> Iterator[Band]:
+    """Yield a tile in tokens of the sequence: one band for each piece of its queries and of its keys."""
+    between = tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
+    for q_place, q_start, q_stop in _pieces(tile.q, case.queries(rank)):
+        for kv_place, kv_start, kv_stop in _pieces(tile.kv, stage.held):
+            # Where place j - place i is 0, in tokens.
+            diagonal = kv_start - q_start - (kv_place - tile.kv[0]) + (q_place - tile.q[0])
+            lower = diagonal if tile.relation.lower else -ANY
+            upper = diagonal + between if tile.relation.upper else ANY
+            band = Band(q_start, q_stop, kv_start, kv_stop, lower, upper)
+            if len(range(*band.hull(q_start, q_stop))):
+                yield band
+
+
+def _pieces(places: Range, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
+    """Yield (place, start, stop) of the numbers at `places`, if the ranges are laid one after another."""
+    before = 0
+    for start, stop in ranges:
+        first, last = max(places[0], before), min(places[1], before + stop - start)
+        if first < last:
+            yield first, start + first - before, start + last - before
+        before += stop - start
+        if before >= places[1]:
+            return
 
 
 def polygon(band: Band) -> list[Point]:
@@ -148,7 +175,7 @@ def _tokens(numbers: Sequence[int]) -> list[str]:
     return [f"{n >> 10}k" if n and not n % 1024 else f"{n:,}" for n in numbers]
 
 
-def _draw_stages(axes: Axes, case: Case, rank: int | None) -> None:
+def _draw_stages(axes: Axes, case: Case) -> None:
     """A legend with numbers: each rank's visible pairs at each stage, as a share of the mean rank's, and what it sends.
 
     One unit is the width of all stages together across, and one rank's row down.
@@ -160,7 +187,7 @@ def _draw_stages(axes: Axes, case: Case, rank: int | None) -> None:
         axes.text(-0.09, r + 0.5, f"rank {r}", ha="right", va="center", fontsize=8)
         axes.add_patch(Rectangle((-0.065, r + 0.25), 0.035, 0.5, facecolor=rank_color(case, r)))
         for number, stage in enumerate(case.stages(r)):
-            color = _stage_color(case, r, number, is_pale=rank not in (None, r))
+            color = _stage_color(case, r, number)
             corner = number / stages, r
             axes.add_patch(Rectangle(corner, 1 / stages, 1, facecolor=color, edgecolor="white", linewidth=0.8))
             if has_text:
@@ -180,7 +207,7 @@ def _draw_stages(axes: Axes, case: Case, rank: int | None) -> None:
     axes.axis("off")
 
 
-def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case, rank: int | None) -> None:
+def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
     """Charts for many ranks, which run down: the pairs of each stage as darkness, and two profiles."""
     stages = max(len(case.stages(r)) for r in range(case.degree))
     share = np.zeros((case.degree, stages))
@@ -188,7 +215,7 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case, rank: int | None)
         share[r, : len(case.stages(r))] = [stage.pairs for stage in case.stages(r)]
     image = np.ones((case.degree, stages, 3))
     for r in range(case.degree):
-        color = np.array(_PALE if rank not in (None, r) else rank_color(case, r))
+        color = np.array(rank_color(case, r))
         image[r] -= (1 - color) * (share[r] / (share.max() or 1))[:, None]
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, stages, case.degree, 0))
     for r in range(case.degree):  # the legend of colours
@@ -239,10 +266,8 @@ def rank_color(case: Case, rank: int) -> Color:
     return tuple(float(part + white * (1 - part)) for part in (red, green, blue))
 
 
-def _stage_color(case: Case, rank: int, stage: int, *, is_pale: bool) -> Color:
+def _stage_color(case: Case, rank: int, stage: int) -> Color:
     """Return the colour of a rank, or of the first rank of its head group; of few ranks lighter with each stage."""
-    if is_pale:
-        return _PALE
     if case.head_degree == case.degree > 1:
         return _GREY  # nobody's
     white = 0.75 * stage / max(len(case.stages(rank)) - 1, 1) * (case.degree <= _FEW)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trainer.commands.start import ROOT
 from trainer.config.errors import ConfigError
@@ -16,6 +16,11 @@ from trainer.runtime.nodes import Nodes
 
 if TYPE_CHECKING:
     import torch
+
+_CPP_LOGS = "TORCH_CPP_LOG_LEVEL"
+W = TypeVar("W")
+Checked = Callable[[list[str]], tuple[W, ResolvedJob]]
+Work = Callable[[W, ResolvedJob, "torch.device"], str]
 
 
 def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
@@ -37,6 +42,15 @@ def start_tokenizing(arguments: list[str]) -> subprocess.Popen[bytes]:
     Ranks find them, so that no collective waits for hours.
     """
     return subprocess.Popen([sys.executable, "-m", "trainer.commands.tokenize_text", *arguments])
+def launch(arguments: list[str]) -> int:
+    """Start the launcher, and return the exit code of the job."""
+    given = os.environ.get(_CPP_LOGS)
+    os.environ.setdefault(_CPP_LOGS, "ERROR")  # torch reads it once; the store of a node that ends prints C++ traces
+    from trainer.runtime.launch import main
+
+    if given is None:
+        del os.environ[_CPP_LOGS]  # the ranks log as usual
+    return main(arguments)
 
 
 def all_ranks(here: int) -> int:
@@ -48,28 +62,38 @@ def all_ranks(here: int) -> int:
     return here * Nodes.from_environment(os.environ).count
 
 
-def run_on_ranks(module: str, arguments: list[str], job: ResolvedJob, here: int) -> int:
-    """Start a command of the program on several ranks of this machine, and return the exit code.
+def run(module: str, checked: Checked, work: Work, argv: list[str]) -> int:
+    """Run a command on the ranks of this machine, and return the exit code.
 
-    module: of the command. Each rank runs it as a program, with these arguments.
+    module: of the command, which each of several ranks runs as a program; checked: returns what is wanted and the job
+    of all ranks; work: of one rank, returns what rank 0 prints.
     """
-    options = launch_options(job.config, here, job.device_type)
-    from trainer.runtime.launch import main as launch
+    try:
+        _, job = checked(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if job.degrees.world_size == 1:
+        return work_on_rank(checked, work, argv)
+    here = job.degrees.world_size // all_ranks(1)
+    return launch([*launch_options(job.config, here, job.device_type), "--program", module, *argv])
 
-    return launch([*options, "--program", module, *arguments])
 
-
-def work_on_rank(prepare: Callable[[], "tuple[ResolvedJob, Callable[[ResolvedJob, torch.device], None]]"]) -> int:
-    """Do a command's work on this rank, and return the exit code. prepare: returns the job and the work.
-
-    A wrong setting, which every rank finds, is told by rank 0.
-    """
+def work_on_rank(checked: Checked, work: Work, argv: list[str], *, launched: bool = False) -> int:
+    """Do the work of one rank of a command, see `run`, and return the exit code. Rank 0 reports a wrong setting."""
     from trainer.commands.rank import on_rank
 
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
-        job, work = prepare()
+        wanted, job = checked(argv)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first:
             report(f"error: {error}")
         return 2
-    return on_rank(job, work)
+
+    def print_work(job: ResolvedJob, device: "torch.device") -> None:
+        text = work(wanted, job, device)
+        if is_first:
+            print(text, flush=True)
+
+    return on_rank(job, print_work)

@@ -14,7 +14,6 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.runtime import check_creatable, folders_of
 from trainer.runtime.devices import Machine
-from trainer.runtime.meeting import addresses_of
 from trainer.runtime.nodes import Nodes, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +56,7 @@ def check_here(config: JobConfig) -> None:
     """
     nodes = Nodes.from_environment(os.environ)
     if nodes.count > 1:
-        addresses_of(nodes)
+        nodes.check_address()
     for key, folder in folders_of(config).items():
         check_creatable(folder, key)
 

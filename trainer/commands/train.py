@@ -12,7 +12,7 @@ from contextlib import suppress
 from trainer.checkpoint.folder import checkpoint_folder, saved_steps
 from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
-from trainer.commands.ranks import launch_options, start_tokenizing
+from trainer.commands.ranks import launch, launch_options, start_tokenizing
 from trainer.commands.start import Start, check_here, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line
@@ -41,8 +41,6 @@ def main(argv: list[str]) -> int:
         return _WRONG
     tokenizing = start_tokenizing(start.arguments)
     say_waiting("importing PyTorch, here and in the ranks")
-    from trainer.runtime.launch import main as launch
-
     if tokenizing.wait() != 0:  # it has reported why
         return _WRONG
     code = launch([*launch_arguments, *start.arguments])

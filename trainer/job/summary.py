@@ -8,7 +8,6 @@ from trainer.config.errors import MissingFile
 from trainer.config.writable import is_address
 from trainer.job.lora import adapter_sizes
 from trainer.job.memory import rank_memory
-from trainer.job.mesh_picture import mesh_picture
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import size_words
 from trainer.models.registry import is_folder
@@ -29,7 +28,7 @@ def summary(job: ResolvedJob, width: int = WIDTH) -> str:
         "weights": [_weights(job)],
         "data": of_task.pop("data"),
         "step": [_step(job)],
-        "mesh": [_mesh(job), *mesh_picture(job.degrees)],
+        "mesh": [_mesh(job)],
         **of_task,
         "precision": [_precision(job)],
         "recomputed": [_recomputed(job)],

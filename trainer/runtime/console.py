@@ -5,15 +5,16 @@ A terminal also has a last line that changes: what the run waits for, or the ste
 
 import logging
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import wrap
 
 logger = logging.getLogger("trainer")
-_COLORS = {logging.WARNING: "yellow", logging.ERROR: "bold red"}
+_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[1;31m"}
 _NAMES = r"(?<=[\d.) ])(tok/s|mfu|GiB|MiB|s)\b|\b(step|loss|max|grad|lr|eta)\b"
 _PROGRESS = {"live": True, "terminal_only": True}
 _WAIT = {"live": True}
@@ -41,12 +42,11 @@ class _Lines(logging.Handler):
 
 
 class _Terminal(_Lines):
-    """On a terminal: lines of its width, in colours where rich is installed, and a last line that changes."""
+    """On a terminal: lines of its width, in colours if they are wanted, and a last line that changes."""
 
     def __init__(self, rank: int, *, color: bool) -> None:
         super().__init__(rank)
-        self.live = ""
-        self.styled = _styled() if color else None
+        self.live, self.color = "", color
 
     def emit(self, record: logging.LogRecord) -> None:
         message, width = self.prefix + record.getMessage(), shutil.get_terminal_size().columns
@@ -56,7 +56,7 @@ class _Terminal(_Lines):
             return
         self.erase()  # the next step shows it again
         text = "".join(f"{part}\n" for line in message.splitlines() for part in _wrapped(line, width))
-        self.put(text if self.styled is None else self.styled(text, record.levelno))
+        self.put(_colored(text, record.levelno) if self.color else text)
 
     def erase(self) -> None:
         """Erase the last line of the terminal, if it is one that changes."""
@@ -77,25 +77,14 @@ def _wrapped(line: str, width: int) -> list[str]:
     return wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
-def _styled() -> Callable[[str, int], str] | None:
-    """Return a function that colours a text by its level, or None if rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        return None
-    console = Console(file=sys.stdout, force_terminal=True, color_system="standard", highlight=False)
-
-    def styled(message: str, level: int) -> str:
-        text = Text(message, style=_COLORS.get(level, ""), end="")
-        if "  loss " in message:
-            text.highlight_regex(_NAMES, "dim")
-            text.highlight_regex(r"(?<=loss )[\d.]+", "bold")
-        with console.capture() as captured:
-            console.print(text, soft_wrap=True, end="")  # lines are broken already
-        return captured.get()
-
-    return styled
+def _colored(text: str, level: int) -> str:
+    """Return the text in the colour of its level; in the line of a step names are dim, and the loss is bold."""
+    if level in _COLORS:
+        return f"{_COLORS[level]}{text}{_PLAIN}"
+    if "  loss " in text:
+        text = re.sub(r"(?<=loss )[\d.]+", f"{_BOLD}\\g<0>{_PLAIN}", text)
+        text = re.sub(_NAMES, f"{_DIM}\\g<0>{_PLAIN}", text)
+    return text
 
 
 def set_up_logging(rank: int, *, color: bool) -> None:

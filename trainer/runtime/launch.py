@@ -4,7 +4,8 @@
 returns the failing rank's exit code and names the rank in one line. It passes SIGTERM and SIGINT on to the ranks, which
 finish their step, save, and end in good order; a second signal ends them at once. When a rank has failed, the others
 have a few seconds to end. A rank that hangs is asked for its stack and killed. When the launcher is killed, its ranks
-end at once (`runtime/launcher_watch.py`). Several nodes meet before their ranks start (`runtime/meeting.py`).
+end at once (`runtime/launcher_watch.py`). Several nodes wait for each other before their ranks start
+(`runtime/job_store.py`).
 
 With NCCL a rank that waits too long for its peers is ended by NCCL's watchdog: it writes the rank's last collectives to
 a file and aborts the process (SIGABRT). By this file the launcher tells such a rank from one that crashed.
@@ -24,16 +25,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.config.errors import ConfigError
 from trainer.runtime.console import report
-from trainer.runtime.meeting import NodesMissing, meet
+from trainer.runtime.job_store import NodesMissing, open_store
 from trainer.runtime.nodes import Nodes, whole_number
 from trainer.runtime.process_group import LOST_PEERS, flight_record
 
@@ -43,13 +43,6 @@ _GRACE_SECONDS = 10.0
 # If the first rank to end has lost its peers, it has waited for the others already.
 _GRACE_AFTER_LOST_PEERS_SECONDS = 2.0
 _STACK_SECONDS = 0.5
-_LOOPBACK = "127.0.0.1"
-_VARIABLES = {
-    "NNODES": ("--nnodes", "nodes of the job"),
-    "MASTER_ADDR": ("--master-addr", "first node"),
-    "MASTER_PORT": ("--master-port", "port on the first node where the nodes meet"),
-    "RDZV_ID": ("--rdzv-id", "name of the job"),
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,11 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     After a signal the code is 0 if all ranks ended in good order, else 128 + the signal's number.
     """
     given, train_arguments = _parser().parse_known_args(argv)
-    variables = {variable: getattr(given, variable) for variable in _VARIABLES if getattr(given, variable) is not None}
     try:
         ranks = whole_number("--nproc-per-node", given.nproc_per_node, such_as="--nproc-per-node 2")
         timeout = whole_number("--start-timeout", given.start_timeout, such_as="--start-timeout 300")
-        nodes = Nodes.from_environment(os.environ | variables)
+        nodes = Nodes.from_environment(os.environ)
     except ConfigError as error:
         report(f"error: {error}")
         return 2
@@ -78,23 +70,11 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[LaunchConfig]:
-    """Meet the other nodes, and yield what the agent of this node needs; the store of the job lives inside."""
-    stores: list[TCPStore] = []
-    alone = nodes.count == 1
-    nodes = replace(nodes, address=_LOOPBACK) if alone else nodes
-
-    def open_store() -> int:
-        """Open the store on a free port; the agent of the first node, in this process, shares it (multi_tenant)."""
-        where: dict[str, Any] = {"port": 0}
-        if alone:  # a store that opens its own socket listens on all networks
-            listener = socket.create_server((nodes.address, 0))
-            where = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
-        stores.append(TCPStore(nodes.address, is_master=True, wait_for_workers=False, multi_tenant=True, **where))
-        return stores[0].port
-
-    rank, port = (0, open_store()) if alone else meet(nodes, ranks, timeout_seconds, open_store)
-    if alone:
+    """Wait for the other nodes, and yield what the agent of this node needs; the store of the job lives inside."""
+    if nodes.count == 1:
+        nodes = replace(nodes, address="127.0.0.1")
         _keep_gloo_on_this_machine()
+    store, port = open_store(nodes, ranks, timeout_seconds)
     yield LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
@@ -105,9 +85,10 @@ def _configured(nodes: Nodes, ranks: int, timeout_seconds: int) -> Iterator[Laun
         # Not "c10d": its state is a pickle in the store, and whoever reaches the store could have code run here.
         rdzv_backend="static",
         rdzv_endpoint=replace(nodes, port=port).place,
-        rdzv_configs={"rank": rank, "timeout": timeout_seconds},
+        rdzv_configs={"rank": nodes.rank, "timeout": timeout_seconds},
         **_signals_left_to_us(),
     )
+    del store  # the job has ended
 
 
 def _keep_gloo_on_this_machine() -> None:
@@ -292,8 +273,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--program", help="module that each rank runs (default: the training of train.py)")
     text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is told as one that crashed"
     parser.add_argument("--flight-records", type=Path, help=text)
-    for variable, (option, text) in _VARIABLES.items():
-        parser.add_argument(option, dest=variable, help=f"{text}; in place of the variable {variable}")
     return parser
 
 

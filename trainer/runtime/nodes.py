@@ -3,23 +3,27 @@
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.config.errors import ConfigError
 
 _DEFAULT_JOB = "trainer"
 _HIGHEST_PORT = 65535
+_RANKS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of one job and where they meet.
+    """The nodes of one job.
 
-    count: nodes of the job; address, port: the first node; job: the job's name, which keeps two jobs apart;
-    names: the host names of all nodes in the order of their ranks, if they are known; here: the name of this node.
+    count: nodes of the job; rank: of this node; address, port: of the first node; job: the job's name, which
+    distinguishes two jobs at one address; names: the host names of all nodes in the order of their ranks, if known;
+    here: the name of this node.
     """
 
     count: int = 1
+    rank: int = 0
     address: str = "localhost"
     port: int = 29500
     job: str = _DEFAULT_JOB
@@ -28,10 +32,12 @@ class Nodes:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> "Nodes":
-        """Read NNODES, MASTER_ADDR, MASTER_PORT, RDZV_ID and NODE_NAMES; an empty variable counts as missing.
+        """Read NNODES, MASTER_ADDR, MASTER_PORT, RDZV_ID, NODE_NAMES, and the rank of this node if there are several.
+
+        The rank is NODE_RANK, GROUP_RANK or SLURM_NODEID. An empty variable counts as missing.
 
         Raises:
-            ConfigError: a value is wrong, or several nodes have no MASTER_ADDR.
+            ConfigError: a value is wrong, or several nodes have no MASTER_ADDR or rank.
         """
         given = {name: value.strip() for name, value in variables.items() if value.strip()}
         count = whole_number("NNODES", given.get("NNODES", "1"), such_as="NNODES=2")
@@ -54,8 +60,9 @@ class Nodes:
                 f"NODE_NAMES = {given['NODE_NAMES']!r} has {len(names)} names, but NNODES = {count}; name each "
                 "node once"
             )
+        rank = _rank(given, count) if count > 1 else 0
         here = given.get("SLURMD_NODENAME", socket.gethostname())  # Slurm's own name of this node, if Slurm starts it
-        return cls(count, address, port, given.get("RDZV_ID", _DEFAULT_JOB), names, here)
+        return cls(count, rank, address, port, given.get("RDZV_ID", _DEFAULT_JOB), names, here)
 
     @property
     def place(self) -> str:
@@ -66,7 +73,50 @@ class Nodes:
     def command(self) -> str:
         """The variables with which the other nodes start the same command."""
         job = f" RDZV_ID={self.job}" if self.job != _DEFAULT_JOB else ""
-        return f"NNODES={self.count} MASTER_ADDR={self.address} MASTER_PORT={self.port}{job}"
+        return f"NNODES={self.count} MASTER_ADDR={self.address} MASTER_PORT={self.port}{job} and a NODE_RANK of its own"
+
+    def named(self, rank: int) -> str:
+        """Return a node in words: its rank, with its name if that is known."""
+        return f"{rank} ({self.names[rank]})" if self.names else str(rank)
+
+    def check_address(self) -> None:
+        """Check that MASTER_ADDR is known here, and on the first node that it is an address of this machine.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        try:
+            found = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_ADDR = {self.address!r} is not known on {self.here} ({error.strerror}); give the "
+                "host name or IP address of the first node, the same on every node"
+            ) from None
+        if self.rank == 0 and not any(_is_ours(family, address[0]) for family, _, _, _, address in found):
+            raise ConfigError(
+                f"MASTER_ADDR = {self.address!r} is no address of {self.here}, which has NODE_RANK = 0; "
+                "NODE_RANK=0 belongs on the node of MASTER_ADDR"
+            )
+
+
+def _rank(given: Mapping[str, str], count: int) -> int:
+    name = next((name for name in _RANKS if name in given), None)
+    if name is None:
+        raise ConfigError(
+            f"NNODES = {count} needs NODE_RANK on each node (or {', '.join(_RANKS[1:])}): NODE_RANK=0 on the node of "
+            f"MASTER_ADDR, up to NODE_RANK={count - 1}"
+        )
+    if not re.fullmatch(r"[0-9]{1,9}", given[name]) or int(given[name]) >= count:
+        raise ConfigError(f"{name} = {given[name]!r} must be a number from 0 to {count - 1}, because NNODES = {count}")
+    return int(given[name])
+
+
+def _is_ours(family: socket.AddressFamily, address: str) -> bool:
+    """Return whether an address belongs to this machine: only such an address can be bound."""
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def whole_number(name: str, text: str, *, such_as: str) -> int:

@@ -1,7 +1,7 @@
 """Run two configurations, or two commits, from one seed and compare loss and gradient norm step by step.
 
-    lct compare A.toml B.toml --ngpu 1 8 -- --parallelism.context_parallel_degree 2
-    lct compare main~1:train_configs/debug_model.toml train_configs/debug_model.toml
+    python scripts/compare.py A.toml B.toml --ngpu 1 8 -- --parallelism.context_parallel_degree 2
+    python scripts/compare.py main~1:train_configs/debug_model.toml train_configs/debug_model.toml
 
 REV:FILE is the configuration and the program of that commit, from a worktree of its own. What stands after `--` goes to
 both runs; --a and --b give one override to one of them. Exit code: 0 the runs agree, 1 they differ, 2 a run failed or
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class CompareError(Exception):
@@ -86,11 +86,9 @@ def execute(run: Run, steps: int, seed: int) -> list[dict]:
         settings = {"job.dump_folder": folder, "training.seed": seed, "training.steps": steps, "metrics.log_freq": 1}
         arguments = [*(f"--{key}={value}" for key, value in settings.items()), *run.overrides]
         variables = {"NGPU": str(run.ranks), "CONFIG_FILE": str(config.resolve()), "PYTHON": sys.executable}
-        script = root / "run_llama_train.sh"  # of the commit; a package that was installed has none
-        program = [str(script)] if script.is_file() else [sys.executable, "-m", "trainer", "train"]
         inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         result = subprocess.run(
-            [*program, *arguments],
+            [str(root / "run_llama_train.sh"), *arguments],
             env=inherited | variables,
             capture_output=True,
             text=True,
@@ -133,7 +131,7 @@ _EXAMPLE = "train_configs/debug_model.toml"
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Run]]:
     cut = argv.index("--") if "--" in argv else len(argv)
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="lct compare", description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__, formatter_class=layout)
     parser.add_argument("first", metavar="A", help=f"[REV:]FILE, such as {_EXAMPLE}")
     parser.add_argument("second", metavar="B", help="[REV:]FILE")
     parser.add_argument("--ngpu", type=int, nargs="+", default=[2], help="ranks of both runs, or of each (default: 2)")

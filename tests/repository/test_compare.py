@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.commands import compare as loss_compare
-from trainer.commands.compare import CompareError, Step, compare, main, table
+from scripts import compare as loss_compare
+from scripts.compare import CompareError, Step, compare, main, table
 
 CONFIG = "train_configs/debug_model.toml"
 TINY = ["--training.seq_len=32", "--training.global_batch_size=2", "--training.local_batch_size=2"]

@@ -1,0 +1,118 @@
+"""Laws of the launcher, seen with ranks that have no torch: exit codes, signals, a killed rank, a killed launcher.
+
+tests/integration/test_launch.py has a real job for each of them.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_launch import ROOT, environment
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen:
+    """Start a launcher with a rank for each word."""
+    launcher = [sys.executable, "-m", "trainer.runtime.launch", f"--nproc-per-node={len(words)}"]
+    return subprocess.Popen(
+        [*launcher, "--program", "tests.integration.stub_rank", str(folder), *words],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ranks_of(folder: Path, count: int, launcher: subprocess.Popen) -> list[int]:
+    """Return the process ids of the ranks, once all have started."""
+    files = [folder / f"rank-{rank}" for rank in range(count)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.01)
+    return [int(file.read_text()) for file in files]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_all_ranks_end_well(tmp_path: Path) -> None:
+    process = start(tmp_path, "exit-0", "exit-0")
+    assert (process.communicate(timeout=60), process.returncode) == (("", ""), 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (1, "error: rank 1 failed first (exit code 1); the other ranks were stopped\n"),
+        (2, ""),  # the rank has named the wrong setting
+        (7, "error: rank 1 failed first (exit code 7); the other ranks were stopped\n"),
+        (3, "error: the ranks of this node lost their peers; the cause is on another node\n"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path, code: int, line: str) -> None:
+    process = start(tmp_path, "wait", f"exit-{code}")
+    started = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code if code != 3 else 1, line)
+    assert time.monotonic() - started < 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_ends_the_job(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, "wait", "wait")
+    ranks = ranks_of(tmp_path, 2, process)
+    os.kill(ranks[1], number)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 15
+    assert process.returncode == 128 + number
+    why = "SIGKILL, mostly for lack of host memory" if number == signal.SIGKILL else "SIGSEGV"
+    assert err == f"error: rank 1 failed first ({why}); the other ranks were stopped\n"
+    assert not any(map(runs, ranks))
+
+
+def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path) -> None:
+    """When its peer has given it up."""
+    process = start(tmp_path, "leave", "hang")
+    ranks_of(tmp_path, 2, process)
+    (tmp_path / "leave").touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "error: rank 1 hung, and was killed when its peers had given it up"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_rank(tmp_path: Path, number: signal.Signals) -> None:
+    """They end in good order: exit code 0."""
+    process = start(tmp_path, "wait", "wait")
+    ranks_of(tmp_path, 2, process)
+    process.send_signal(number)
+    assert (process.communicate(timeout=60), process.returncode) == (("", ""), 0)
+
+
+def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        process = start(folder, "wait", "hang")
+        ranks = ranks_of(folder, 2, process)
+        time.sleep(draw.uniform(0, 0.3))
+        process.kill()
+        killed = time.monotonic()
+        process.communicate()
+        while any(map(runs, ranks)):
+            assert time.monotonic() - killed < 5
+            time.sleep(0.01)

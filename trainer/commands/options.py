@@ -1,0 +1,50 @@
+"""What the options of all commands share: numbers with bounds, and errors of one sentence. Torch-free."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
+
+from trainer.config.errors import ConfigError
+
+Number = TypeVar("Number", int, float)
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a command's options. It raises ConfigError where argparse would end the process."""
+
+    def __init__(self, command: str, description: str, **settings: object) -> None:
+        super().__init__(prog=f"lct {command}", description=description, allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+
+def number(
+    kind: type[Number], least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf
+) -> Callable[[str], Number]:
+    """Return the `type` of an option that takes a finite number from `least` to `most`, and more than `above`."""
+    bounds = ((least, f"at least {least:g}"), (above, f"above {above:g}"), (most, f"at most {most:g}"))
+    rule = " and ".join(text for bound, text in bounds if math.isfinite(bound))
+
+    def read(text: str) -> Number:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a {'whole ' * (kind is int)}number") from None
+        if not (least <= value <= most and above < value and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"{text} must be {rule}")
+        return value
+
+    return read
+
+
+@contextmanager
+def given_as(**options: str) -> Iterator[None]:
+    """Add to an error about a key the option under which the user gave its value. options: the last word of keys."""
+    try:
+        yield
+    except ConfigError as error:
+        named = [f"{key} is {option} here" for key, option in options.items() if f".{key} =" in str(error)]
+        raise type(error)("; ".join([str(error), *named])) from None

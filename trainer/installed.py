@@ -1,0 +1,19 @@
+"""A clone whose packages are not installed says so in one sentence. Only the standard library is imported."""
+
+import sys
+from importlib.util import find_spec
+
+_EVERY_COMMAND = ("numpy", "tomli_w", "tomllib" if sys.version_info >= (3, 11) else "tomli")
+_TRAINING = ("torch", "tiktoken")
+
+
+def check_installed(*, training: bool) -> None:
+    """End the process with exit code 2 if a package is missing. training: also those that only training needs."""
+    missing = [name for name in (*_EVERY_COMMAND, *_TRAINING * training) if find_spec(name) is None]
+    if missing:
+        print(
+            f"error: {sys.executable} lacks {' '.join(missing)}; run `make train` once, which installs them into "
+            ".venv, or `pip install -r requirements.txt` for this Python",
+            file=sys.stderr,
+        )
+        sys.exit(2)

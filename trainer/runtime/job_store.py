@@ -1,0 +1,222 @@
+"""The store of a job, in which its nodes find each other before torchrun's static rendezvous starts the ranks.
+
+The first node (NODE_RANK = 0) serves a TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun and the ranks use, too. A
+job on one node serves it on a free port of the loopback interface. Its keys are plain text; nothing is unpickled:
+
+    job            set by the first node: the name of the job
+    node/RANK      set by each node: its host name, NNODES and NGPU
+    verdict        set by the first node: empty when all nodes are there, else why the job does not start
+
+While nodes are missing, each launcher prints one line every ten seconds.
+"""
+
+import errno
+import json
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch.distributed import DistError, TCPStore
+
+from trainer.config.errors import ConfigError
+from trainer.runtime.nodes import Nodes
+
+LINE_SECONDS = 10.0
+ANSWER_SECONDS = 5.0
+"""So long another program may keep the port, and a store may take to answer."""
+_PAUSE_SECONDS = 0.2
+_MOST_NAMES = 8
+
+
+class NodesMissing(Exception):
+    """Not all nodes came in time. The message is one sentence: who is missing, where, and what to do."""
+
+
+def open_store(nodes: Nodes, ranks: int, timeout_seconds: float) -> tuple[TCPStore, int]:
+    """Return the store of the job and its port, when all nodes are there. ranks: on this node.
+
+    Raises:
+        ConfigError: MASTER_ADDR is wrong, MASTER_PORT is taken, or nodes disagree.
+        NodesMissing: a node is missing after `timeout_seconds`.
+    """
+    if nodes.count == 1:  # a store that opens its own socket listens on all networks
+        return _serve("127.0.0.1", socket.create_server(("127.0.0.1", 0)))
+    nodes.check_address()
+    me = {"name": nodes.here, "NNODES": nodes.count, "NGPU": ranks}
+    waiting = _Waiting(nodes, timeout_seconds)
+    if nodes.rank == 0:
+        store, port = _serve(nodes.address, _listener(nodes))
+        _gather(store, nodes, me, waiting)
+        return store, port
+    while True:
+        store = _reach(nodes, waiting)
+        with suppress(DistError):  # the first node has ended: wait for it again
+            _join(store, nodes, me, waiting)
+            return store, nodes.port
+
+
+def _serve(address: str, listener: socket.socket) -> tuple[TCPStore, int]:
+    """Return a store that listens there; the agent of the first node, in this process, shares it (multi_tenant)."""
+    port = listener.getsockname()[1]
+    settings = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    return TCPStore(address, port, master_listen_fd=listener.detach(), **settings), port
+
+
+def _listener(nodes: Nodes) -> socket.socket:
+    """Return a socket that listens on MASTER_PORT of all networks."""
+    deadline = time.monotonic() + ANSWER_SECONDS  # a launcher that is just ending may hold the port
+    while True:
+        try:
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(("", nodes.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+            return socket.create_server(("", nodes.port), backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(
+                    f"MASTER_PORT = {nodes.port} cannot be used on {nodes.here} ({error.strerror}); name a "
+                    "free port from 1024 up, the same on every node, such as MASTER_PORT=29500"
+                ) from None
+        if time.monotonic() > deadline:
+            _taken(nodes)
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _gather(store: TCPStore, nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
+    """Be the first node: wait for the others, and set the verdict."""
+    store.set("job", nodes.job)
+    store.set("node/0", json.dumps(me))
+    unchecked = {*range(nodes.count)}
+    try:
+        while unchecked:
+            for rank in unchecked - {*waiting.missing(store)}:
+                _check_numbers(json.loads(store.get(f"node/{rank}")), me)
+                unchecked.remove(rank)
+            if unchecked:
+                waiting.pause(store)
+    except (ConfigError, NodesMissing) as error:
+        store.set("verdict", json.dumps([isinstance(error, ConfigError), str(error)]))
+        time.sleep(5 * _PAUSE_SECONDS)  # the store ends with this process
+        raise
+    store.set("verdict", "")
+
+
+def _check_numbers(node: dict[str, Any], me: dict[str, Any]) -> None:
+    """Check that a node has the same NNODES and NGPU as this one."""
+    for variable in ("NNODES", "NGPU"):
+        if node[variable] != me[variable]:
+            raise ConfigError(
+                f"{variable} on {node['name']} is {node[variable]}, but {variable} on {me['name']} is "
+                f"{me[variable]}; give {variable} the same value on all nodes of a job"
+            )
+
+
+def _reach(nodes: Nodes, waiting: "_Waiting") -> TCPStore:
+    """Return the store of the first node; wait until it listens."""
+    while True:
+        try:
+            with socket.create_connection((nodes.address, nodes.port), timeout=3) as probe:
+                probe.settimeout(_PAUSE_SECONDS)
+                with suppress(TimeoutError):
+                    if probe.recv(1):  # a store waits until it is asked
+                        _taken(nodes)
+                    raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
+        except OSError as error:
+            waiting.pause(None, error.strerror or str(error))
+            continue
+        found: list[TCPStore] = []
+
+        def connect(found: list[TCPStore] = found) -> None:
+            answer = timedelta(seconds=ANSWER_SECONDS)
+            with suppress(DistError):
+                store = TCPStore(nodes.address, nodes.port, is_master=False, wait_for_workers=False, timeout=answer)
+                store.wait(["job"], answer)
+                found.append(store)
+
+        # A program that listens and is silent would block torch's store without an end.
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(2 * ANSWER_SECONDS)
+        if not found:
+            _taken(nodes)
+        return found[0]
+
+
+def _join(store: TCPStore, nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
+    """Be another node: register with the first one, and wait for its verdict.
+
+    Raises:
+        DistError: the first node has ended.
+    """
+    if (job := store.get("job").decode()) != nodes.job:
+        raise ConfigError(
+            f"the job {job!r} gathers at this MASTER_ADDR and MASTER_PORT, but this is {nodes.job!r}; give each job a "
+            "MASTER_PORT of its own, or all nodes of a job the same RDZV_ID"
+        )
+    if store.check(["verdict"]) and not store.get("verdict"):
+        raise ConfigError(
+            f"the job {job!r} at {nodes.place} has all of its nodes; start the command once on each node, or give each "
+            "job a MASTER_PORT of its own"
+        )
+    key, text = f"node/{nodes.rank}", json.dumps(me)
+    if (other := json.loads(store.compare_set(key, "", text)))["name"] != me["name"]:
+        raise ConfigError(
+            f"NODE_RANK = {nodes.rank} is that of {other['name']}, too, and this is {me['name']}; give each node a "
+            "NODE_RANK of its own"
+        )
+    store.set(key, text)  # this node may have been started again
+    while not store.check(["verdict"]):
+        waiting.pause(store)
+    if verdict := store.get("verdict"):
+        is_setting, text = json.loads(verdict)
+        raise (ConfigError if is_setting else NodesMissing)(text)
+
+
+class _Waiting:
+    """The time-out of a node that waits for others, and the lines that it prints."""
+
+    def __init__(self, nodes: Nodes, timeout_seconds: float) -> None:
+        self.nodes, self.timeout = nodes, timeout_seconds
+        self.started, self.lines = time.monotonic(), 0
+
+    def missing(self, store: TCPStore) -> list[int]:
+        """Return the ranks of the nodes that have not come."""
+        return [rank for rank in range(self.nodes.count) if not store.check([f"node/{rank}"])]
+
+    def pause(self, store: TCPStore | None, reason: str = "") -> None:
+        """Wait a moment, and print a line if it is time. store: None if the first node cannot be reached.
+
+        Raises:
+            NodesMissing: the time is over; on other nodes than the first a little later, because its words count.
+        """
+        time.sleep(_PAUSE_SECONDS)
+        nodes, passed = self.nodes, time.monotonic() - self.started
+        is_over = passed >= self.timeout + (0 if store is None or nodes.rank == 0 else ANSWER_SECONDS)
+        if not is_over and passed < (self.lines + 1) * LINE_SECONDS:
+            return
+        if store is None:
+            who = f"the first node at {nodes.place} ({reason}; this is node {nodes.named(nodes.rank)})"
+        else:
+            missing = self.missing(store)
+            named = ", ".join(nodes.named(rank) for rank in missing[:_MOST_NAMES])
+            named += f" and {len(missing) - _MOST_NAMES} more" * (len(missing) > _MOST_NAMES)
+            who = f"{len(missing)} of {nodes.count} nodes at {nodes.place} (missing: NODE_RANK {named})"
+        if is_over:
+            raise NodesMissing(
+                f"waited {self.timeout:g} s in vain for {who}; MASTER_ADDR and MASTER_PORT must name the first node "
+                f"and a port that all nodes can reach, and the same command must run on every node with {nodes.command}"
+            )
+        self.lines = int(passed / LINE_SECONDS)
+        line = f"waiting for {who}, {passed:.0f} s of {self.timeout:g} s; start the same command there with "
+        sys.stderr.write(f"{line}{nodes.command}\n")  # in one piece: other launchers may write there too
+        sys.stderr.flush()
+
+
+def _taken(nodes: Nodes) -> NoReturn:
+    raise ConfigError(
+        f"MASTER_PORT = {nodes.port} is taken by another program on {nodes.address}; name a free port of the first "
+        f"node, the same on every node, such as MASTER_PORT={nodes.port + 1 if nodes.port < 65535 else 29500}"
+    )
