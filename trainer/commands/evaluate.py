@@ -22,7 +22,8 @@ from trainer.commands.ranks import all_ranks, run, work_on_rank
 from trainer.commands.start import CPU_RANKS
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.datasets import DATASETS, Reading, check_source
+from trainer.data.sources.registry import DATASETS, DataSettings
+from trainer.data.token_files.catalog import check_data
 from trainer.job import ResolvedJob, resolve
 from trainer.job.training import check_batch
 from trainer.runtime.devices import this_machine
@@ -164,8 +165,7 @@ def _resolved(wanted: Wanted, ngpu: int | None, config: JobConfig) -> ResolvedJo
             check_batch(replace(config, training=replace(config.training, seq_len=length)), job.degrees)
     if "positions" in wanted.tasks:
         with given_as(dataset="--dataset", dataset_path="--dataset-path"):
-            how = Reading.of(config.training, config.model.tokenizer_file)
-            check_source(wanted.dataset, wanted.dataset_path, how=how)
+            check_data(DataSettings.of(wanted.dataset, wanted.dataset_path, config.model, config.training))
     return job
 
 

@@ -193,7 +193,7 @@ def method_in_words(case: Case) -> str:
     steps = max(len(case.stages(rank, direction)) for rank in case.planned for direction in DIRECTIONS) - 1
     if not steps:
         return f"{heads}; no K/V are sent, because no query sees keys of other {others}"
-    way = "while it computes" if case.options.spread.hidden or group > 1 else "of all others at once"
+    way = "while it computes" if case.options.spread.overlaps or group > 1 else "of all others at once"
     return f"{heads}; K/V of other {others} arrive in {steps:,} step{'s' * (steps > 1)}, {way}"
 
 

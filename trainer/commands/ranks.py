@@ -42,6 +42,8 @@ def start_tokenizing(arguments: list[str]) -> subprocess.Popen[bytes]:
     Ranks find them, so that no collective waits for hours.
     """
     return subprocess.Popen([sys.executable, "-m", "trainer.commands.tokenize_text", *arguments])
+
+
 def launch(arguments: list[str]) -> int:
     """Start the launcher, and return the exit code of the job."""
     given = os.environ.get(_CPP_LOGS)
