@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.sources.files import cache_folder
+from trainer.data.sources.files import DataKeys, cache_folder
 from trainer.data.sources.registry import DataSettings, files_of, source_of
 from trainer.data.token_files.made import described
 
@@ -13,13 +13,16 @@ from trainer.data.token_files.made import described
 def training_data(config: JobConfig) -> list[DataSettings]:
     """Return the data sets that a job trains on: one, or the sources of a mixture."""
     training = config.training
-    paths = config.mixture.paths if config.mixture.names else (training.dataset_path,)
-    return [DataSettings.of(training.dataset, path, config.model, training) for path in paths]
+    paths, keys = (training.dataset_path,), DataKeys()
+    if config.mixture.names:
+        paths, keys = config.mixture.paths, DataKeys(path="mixture.paths")
+    return [DataSettings.of(training.dataset, path, config.model, training, keys) for path in paths]
 
 
 def validation_data(config: JobConfig) -> DataSettings:
     """Return the data set that the loss is validated on."""
-    return DataSettings.of(*config.validation.source(config.training), config.model, config.training)
+    keys = DataKeys("validation.dataset", "validation.dataset_path")
+    return DataSettings.of(*config.validation.source(config.training), config.model, config.training, keys)
 
 
 def all_data(config: JobConfig) -> list[DataSettings]:

@@ -49,12 +49,7 @@ def check_training_data(config: JobConfig) -> None:
     if config.mixture.names and not has_files(config.training.dataset):
         return  # refused by `check_mixture`
     for settings in training_data(config):
-        try:
-            check_data(settings, config.training.data_streams)
-        except ConfigError as error:
-            if not config.mixture.names:
-                raise
-            raise type(error)(str(error).replace("training.dataset_path =", "mixture.paths, of which")) from None
+        check_data(settings, config.training.data_streams)
 
 
 def has_files(dataset: str) -> bool:

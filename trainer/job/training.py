@@ -69,8 +69,8 @@ def check_profiling(config: JobConfig) -> None:
         )
 
 
-def check_batch(config: JobConfig, degrees: Degrees) -> None:
-    """Check that batch and sequence length can be divided among the ranks."""
+def check_batch(config: JobConfig, degrees: Degrees, *, length_key: str = "training.seq_len") -> None:
+    """Check that batch and sequence length can be divided among the ranks. length_key: of the length, for messages."""
     training = config.training
     micro_batch = training.local_batch_size * degrees.dp
     factors = f"training.local_batch_size = {training.local_batch_size} x data-parallel degree {degrees.dp}"
@@ -83,13 +83,13 @@ def check_batch(config: JobConfig, degrees: Degrees) -> None:
         )
     if training.seq_len % degrees.tp:
         raise ConfigError(
-            f"training.seq_len = {training.seq_len} must be a multiple of parallelism.tensor_parallel_degree = "
+            f"{length_key} = {training.seq_len} must be a multiple of parallelism.tensor_parallel_degree = "
             f"{degrees.tp}; use {_nearest_multiples(training.seq_len, degrees.tp)}"
         )
     if training.seq_len < degrees.cp * degrees.tp:
         per_rank = f" x parallelism.tensor_parallel_degree = {degrees.tp}" if degrees.tp > 1 else ""
         raise ConfigError(
-            f"training.seq_len = {training.seq_len} gives some of parallelism.context_parallel_degree = "
+            f"{length_key} = {training.seq_len} gives some of parallelism.context_parallel_degree = "
             f"{degrees.cp}{per_rank} ranks no token; use a length of at least {degrees.cp * degrees.tp}, or fewer ranks"
         )
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -60,10 +61,20 @@ def _has_text(file: Path) -> bool:
     return False
 
 
-def find_files(path: str, endings: tuple[str, ...], *, dataset: str, others: dict[str, str]) -> list[str]:
+@dataclass(frozen=True)
+class DataKeys:
+    """The keys with which a user names a data set and its path, for messages."""
+
+    dataset: str = "training.dataset"
+    path: str = "training.dataset_path"
+
+
+def find_files(
+    path: str, endings: tuple[str, ...], *, dataset: str, others: dict[str, str], keys: DataKeys
+) -> list[str]:
     """Return the sorted files of `path`: itself, all files with an ending below a folder, or the matches of a glob.
 
-    dataset: kind of data, and others: endings -> other kinds of data, for the message.
+    dataset: kind of data, others: endings -> other kinds of data, and keys: for the message.
 
     Raises:
         MissingFile: there are none.
@@ -74,20 +85,20 @@ def find_files(path: str, endings: tuple[str, ...], *, dataset: str, others: dic
         return [expanded]
     is_folder = os.path.isdir(expanded)
     if is_folder:
-        _check_folders_can_be_read(path, expanded)
+        _check_folders_can_be_read(path, expanded, keys)
     there = _files_below(expanded) if is_folder else glob.glob(expanded, recursive=True)
     there = sorted({file for file in there if os.path.isfile(file)})
     found = [file for file in there if file.endswith(endings)] if is_folder else there
     if found:
         return found
-    _check_folders_can_be_read(path, expanded)
+    _check_folders_can_be_read(path, expanded, keys)
     what = f"a folder without *{' and *'.join(endings)} files" if is_folder else "neither a file nor a folder"
     what = "a glob that matches no file" if glob.has_magic(path) and not is_folder else what
     other = next((other for end, other in others.items() if any(file.endswith(end) for file in there)), None)
-    advice = f"for training.dataset = {dataset!r} give a {' or '.join(endings)} file, a folder of them, or a glob"
+    advice = f"for {keys.dataset} = {dataset!r} give a {' or '.join(endings)} file, a folder of them, or a glob"
     if other is not None:
-        advice = f"use training.dataset = {other!r} for the files that are there, or give another folder"
-    raise MissingFile(f"training.dataset_path = {path!r} is {what}; {advice}")
+        advice = f"use {keys.dataset} = {other!r} for the files that are there, or give another folder"
+    raise MissingFile(f"{keys.path} = {path!r} is {what}; {advice}")
 
 
 def _files_below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
@@ -110,7 +121,7 @@ def _files_below(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
             yield from _files_below(path, above)
 
 
-def _check_folders_can_be_read(path: str, expanded: str) -> None:
+def _check_folders_can_be_read(path: str, expanded: str, keys: DataKeys) -> None:
     """Refuse folders that this user may not read, on the way to the data or below: `glob` would find nothing there."""
     parts = (expanded, *map(str, Path(expanded).absolute().parents))
     way = [next(part for part in parts if os.path.isdir(part))]
@@ -118,7 +129,7 @@ def _check_folders_can_be_read(path: str, expanded: str) -> None:
     for folder in (*way, *below):
         if not os.access(folder, os.R_OK | os.X_OK):
             raise ConfigError(
-                f"training.dataset_path = {path!r}: the folder {folder} cannot be read (permission denied); "
+                f"{keys.path} = {path!r}: the folder {folder} cannot be read (permission denied); "
                 "change its permissions, or give data that you may read"
             )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from trainer.config.registry import Registry
 from trainer.config.schema import Model, Training
 from trainer.data.sources.bad_records import Skipped
 from trainer.data.sources.compressed import COMPRESSED, STREAMED, records_of
-from trainer.data.sources.files import find_files, stdlib_files
+from trainer.data.sources.files import DataKeys, find_files, stdlib_files
 from trainer.data.sources.hub import HubData
 from trainer.data.sources.records import TextFile, lines_of
 from trainer.data.tokenizers.encoders import ConversationEncoder, Encoder, TextEncoder
@@ -32,7 +32,8 @@ class DataSettings:
     """A data set, and how its documents become token ids.
 
     path: file, folder or glob; for the hub NAME[:CONFIGURATION[:SPLIT]][@REVISION]. text_field: of a line of JSON, or
-    column; skips: bad records are left out; token_dtype: of flat files of ids, "auto": by the vocabulary.
+    column; skips: bad records are left out; token_dtype: of flat files of ids, "auto": by the vocabulary; keys: of the
+    configuration, for messages.
     """
 
     dataset: str
@@ -42,9 +43,17 @@ class DataSettings:
     text_field: str = "text"
     skips: bool = False
     token_dtype: str = "auto"
+    keys: DataKeys = field(default=DataKeys(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, dataset: str, path: str | None, model: Model = _MODEL, training: Training = _TRAINING) -> DataSettings:
+    def of(
+        cls,
+        dataset: str,
+        path: str | None,
+        model: Model = _MODEL,
+        training: Training = _TRAINING,
+        keys: DataKeys = DataKeys(),  # noqa: B008 (frozen)
+    ) -> DataSettings:
         """Return what the tables [model] and [training] say."""
         return cls(
             dataset,
@@ -54,6 +63,7 @@ class DataSettings:
             training.dataset_text_field,
             training.on_bad_record == "skip",
             training.token_dtype,
+            keys,
         )
 
 
@@ -96,22 +106,22 @@ def files_of(settings: DataSettings) -> list[str]:
     Raises:
         ConfigError: an unknown data set, or a path that is missing, superfluous, unreadable or matches nothing.
     """
-    name, path, source = settings.dataset, settings.path, source_of(settings)
+    name, path, source, keys = settings.dataset, settings.path, source_of(settings), settings.keys
     if source.own_files is not None:
         if path:
             others = " or ".join(repr(other) for other, source in DATASETS.items() if source.endings)
             raise ConfigError(
-                f"training.dataset_path = {path!r} would do nothing, {name} needs none; leave it out, or choose"
-                f" training.dataset = {others}"
+                f"{keys.path} = {path!r} would do nothing, {name} needs none; leave it out, or choose"
+                f" {keys.dataset} = {others}"
             )
         return source.own_files()
     if not path:
         what = f"a {' or '.join(source.endings)} file, a folder, or a glob" if source.endings else "the data set's name"
-        raise ConfigError(f"training.dataset = {name!r} needs training.dataset_path; give {what}")
+        raise ConfigError(f"{keys.dataset} = {name!r} needs {keys.path}; give {what}")
     if not source.endings:
         return []
     others = {end: other for other, source in reversed(DATASETS.items()) for end in source.endings}
-    files = find_files(path, source.endings, dataset=name, others=others)
+    files = find_files(path, source.endings, dataset=name, others=others, keys=keys)
     return files if source.token_files else [file for file in files if os.path.getsize(file)]
 
 
@@ -121,22 +131,21 @@ def source_of(settings: DataSettings) -> Source:
     Raises:
         ConfigError: there is no such kind.
     """
-    name = settings.dataset
+    name, keys = settings.dataset, settings.keys
     if name in DATASETS:
         return DATASETS[name]
     if name == "c4_test":
         raise ConfigError(
-            "training.dataset = 'c4_test' means the 2,000 documents in torchtitan's repository; use "
-            "training.dataset = 'jsonl' and training.dataset_path = 'torchtitan/tests/assets/c4_test/data.json', "
-            "where your clone of it lies"
+            f"{keys.dataset} = 'c4_test' means the 2,000 documents in torchtitan's repository; use {keys.dataset} = "
+            f"'jsonl' and {keys.path} = 'torchtitan/tests/assets/c4_test/data.json', where your clone of it lies"
         )
     if name.startswith("c4") or "/" in name:
         path = "allenai/c4:en" if name.startswith("c4") else name
         raise ConfigError(
-            f"training.dataset = {name!r} lies on the Hugging Face hub; use training.dataset = 'hub' and "
-            f"training.dataset_path = {path!r}"
+            f"{keys.dataset} = {name!r} lies on the Hugging Face hub; use {keys.dataset} = 'hub' and {keys.path} = "
+            f"{path!r}"
         )
-    raise ConfigError(f"training.dataset = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
+    raise ConfigError(f"{keys.dataset} = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
 
 
 def documents_of(settings: DataSettings, part: Part, skipped: Skipped) -> Iterator[Any]:
@@ -171,9 +180,8 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
             `check_streams`. The documents of compressed files, and of the hub, are not counted.
     """
     source, files = source_of(settings), files_of(settings)
-    where = (
-        f"training.dataset_path = {settings.path!r}" if settings.path else f"training.dataset = {settings.dataset!r}"
-    )
+    keys = settings.keys
+    where = f"{keys.path} = {settings.path!r}" if settings.path else f"{keys.dataset} = {settings.dataset!r}"
     if settings.dataset == "hub":
         HubData.of(settings.path or "")
         return

@@ -92,7 +92,7 @@ def check_data(settings: DataSettings, data_streams: int | None = None) -> None:
             documents += len(lengths)
             if documents >= (data_streams or 1):
                 break
-    check_streams(f"training.dataset_path = {settings.path!r}", documents, data_streams)
+    check_streams(f"{settings.keys.path} = {settings.path!r}", documents, data_streams)
 
 
 def _of_cache(settings: DataSettings) -> Catalog:
