@@ -31,7 +31,7 @@ _REDUCTIONS = {
 
 
 class LostRankError(RuntimeError):
-    """Another rank failed, so that this one waits in vain."""
+    """Another rank failed, so that this one waits without success."""
 
 
 @dataclass

@@ -81,7 +81,7 @@ def test_the_time_out_is_told_on_every_node() -> None:
     lasts = [said(each, code=1)[-1] for each in nodes]
     assert lasts[0] == lasts[1]
     assert lasts[0].startswith(
-        f"error: waited 2 s in vain for 1 of 3 nodes at localhost:{port} (missing: NODE_RANK 2); "
+        f"error: waited 2 s without success for 1 of 3 nodes at localhost:{port} (missing: NODE_RANK 2); "
     )
 
 

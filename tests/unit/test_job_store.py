@@ -76,8 +76,8 @@ def test_nodes_wait_for_the_first_one(capfd: pytest.CaptureFixture[str]) -> None
     assert isinstance(error, NodesMissing)
     who = f"the first node at {nodes.place} (Connection refused; this is node 1)"
     assert str(error) == (
-        f"waited 1 s in vain for {who}; MASTER_ADDR and MASTER_PORT must name the first node and a port that all "
-        f"nodes can reach, and the same command must run on every node with {nodes.command}"
+        f"waited 1 s without success for {who}; MASTER_ADDR and MASTER_PORT must name the first node and a port "
+        f"that all nodes can reach, and the same command must run on every node with {nodes.command}"
     )
     assert f"waiting for {who}, " in capfd.readouterr().err
 
@@ -91,7 +91,7 @@ def test_lines_and_time_out_name_who_is_missing(capfd: pytest.CaptureFixture[str
     assert [type(error) for error in errors] == [NodesMissing] * 2
     assert str(errors[0]) == str(errors[1])
     who = f"1 of 3 nodes at {nodes[0].place} (missing: NODE_RANK 2 (node-c))"
-    assert str(errors[0]).startswith(f"waited 1.8 s in vain for {who}; ")
+    assert str(errors[0]).startswith(f"waited 1.8 s without success for {who}; ")
     lines = capfd.readouterr().err.splitlines()
     assert 3 <= len(lines) <= 9, lines  # at most every 0.4 s on each
     ends = f"there with NNODES=3 MASTER_ADDR=localhost MASTER_PORT={nodes[0].port} and a NODE_RANK of its own"

@@ -298,7 +298,7 @@ def test_what_may_surprise_gets_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "checkpoint" / "step-40").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-40" / "state.json").write_text("{}")
     (left,) = job_notes(quiet, Machine(0, None, None), 1)
-    assert "has a checkpoint of step 40, and checkpoint.enable is off: this run starts anew" in left
+    assert "has a checkpoint of step 40, and checkpoint.enable is off: this run starts from the beginning" in left
     monkeypatch.setitem(os.environ, "LOG_RANK", "2,5")
     *_, spoken = job_notes(quiet, Machine(0, None, None), 1)
     assert spoken == "LOG_RANK names '2', '5', and there are the ranks 0 to 0: no rank logs its steps"

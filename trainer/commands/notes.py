@@ -28,7 +28,7 @@ def job_notes(job: ResolvedJob, machine: Machine, ranks_here: int) -> list[str]:
     if available is not None and job.device_type == "cpu":
         available //= ranks_here
     check_memory(job, available)
-    notes = (machine.note, _left_checkpoints(job), _spoken(job.degrees.world_size), _little_memory(job, available))
+    notes = (machine.note, _left_checkpoints(job), _log_rank(job.degrees.world_size), _little_memory(job, available))
     return [note for note in notes if note]
 
 
@@ -43,19 +43,19 @@ def _left_checkpoints(job: ResolvedJob) -> str:
     if not steps:
         return ""
     return (
-        f"{folder} has a checkpoint of step {steps[-1]:,}, and checkpoint.enable is off: this run starts anew and "
-        "saves none; --checkpoint.enable resumes"
+        f"{folder} has a checkpoint of step {steps[-1]:,}, and checkpoint.enable is off: this run starts from "
+        "the beginning and saves none; --checkpoint.enable resumes"
     )
 
 
-def _spoken(ranks: int) -> str:
+def _log_rank(ranks: int) -> str:
     """Return a note if LOG_RANK names ranks that do not exist."""
     words = [word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")]
-    strange = [word for word in words if not (word.isdecimal() and int(word) < ranks)]
-    if not strange:
+    unknown = [word for word in words if not (word.isdecimal() and int(word) < ranks)]
+    if not unknown:
         return ""
-    silent = "no rank logs its steps" if strange == words else "the others log"
-    return f"LOG_RANK names {', '.join(map(repr, strange))}, and there are the ranks 0 to {ranks - 1}: {silent}"
+    silent = "no rank logs its steps" if unknown == words else "the others log"
+    return f"LOG_RANK names {', '.join(map(repr, unknown))}, and there are the ranks 0 to {ranks - 1}: {silent}"
 
 
 def _little_memory(job: ResolvedJob, available: int | None) -> str:

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         # The launcher has looked at the data, or else the first rank of the node does: there may be very many files.
         job = resolve(command.config, world_size, device_type, data_checked=launched or local_rank > 0)
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)
-        # Our launcher has told all this, but not the launchers of several nodes.
+        # Our launcher on one node has printed all this already.
         if not launched or ranks_here < world_size:
             logger.info(opening(command.config, world_size, job.device_type))
             logger.info(summary(job, line_width()))

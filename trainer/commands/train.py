@@ -72,11 +72,11 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     set_up_logging(0, color=config.metrics.enable_color_printing)
     logger.info(opening(config, ranks, device_type))
     job = resolve(config, ranks, device_type)
-    told = [
+    lines = [
         summary(job, line_width()),
         *(f"note: {note}" for note in (*command.notes, *job.notes, *job_notes(job, machine, here))),
     ]
-    for text in told if nodes.count == 1 else ():  # of several nodes rank 0 tells it, once
+    for text in lines if nodes.count == 1 else ():  # of several nodes rank 0 prints them, once
         logger.info(text)
     check_here(config)
     if taken := holder_of(folders_of(config)):

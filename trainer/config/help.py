@@ -72,10 +72,10 @@ def help_text(schema: type, width: int, topics: Sequence[str] = ()) -> str:
     keys, lines = keys_of(schema), [] if topics else [_USAGE]
     wanted = {name for topic in topics for name in _keys_of_topic(topic, schema)}
     for table, kind in get_type_hints(schema).items():
-        told = [field for field in docstrings(kind) if not topics or f"{table}.{field}" in wanted]
-        if told:
+        fields = [field for field in docstrings(kind) if not topics or f"{table}.{field}" in wanted]
+        if fields:
             lines += ["", fill(f"[{table}] {kind.__doc__}", width)]
-        for field in told:
+        for field in fields:
             lines += _entry(f"{table}.{field}", keys[f"{table}.{field}"], docstrings(kind)[field], width)
     return "\n".join(lines).lstrip("\n")
 

@@ -30,7 +30,7 @@ class Registry(dict[str, T]):
         """Return the choice that the value `name` of a key stands for.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: no choice has that name.
         """
         if name not in self:
             raise ConfigError(f"{key} = {name!r} is not a known {self._kind}{did_you_mean(name, self)}")

@@ -1,4 +1,4 @@
-"""Find a folder that a user can write to, for messages that refuse another one; tell addresses from paths."""
+"""Find a folder that a user can write to, for messages that refuse another one; distinguish addresses from paths."""
 
 import os
 import tempfile

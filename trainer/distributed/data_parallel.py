@@ -189,7 +189,7 @@ class ReduceScatterOver(_Over):
 
 
 def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:
-    """Tell each unit which units to gather while it runs.
+    """Set which units each unit prefetches while it runs.
 
     last_is_apart: the last unit runs after the model's forward. There FSDP waits for all layers before it gathers, so
     that the unit before always gathers it.

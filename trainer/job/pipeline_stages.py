@@ -167,7 +167,7 @@ def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> t
         return _listed(parallelism.pipeline_parallel_module_fqns, modules)
     if parallelism.pipeline_parallel_split_points:
         return _split(parallelism.pipeline_parallel_split_points, modules)
-    return _dealt(parallelism, modules, default)
+    return _divided(parallelism, modules, default)
 
 
 def _check_names(way: str, names: Sequence[str], modules: Sequence[str]) -> None:
@@ -202,8 +202,8 @@ def _split(points: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ..
     return tuple(tuple(modules[a:b]) for a, b in pairwise(edges))
 
 
-def _dealt(parallelism: Parallelism, modules: Sequence[str], number: int) -> tuple[tuple[str, ...], ...]:
-    """Deal layers to stages so that the fullest stage is as light as possible; both ends count as some layers."""
+def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> tuple[tuple[str, ...], ...]:
+    """Assign layers to stages so that the fullest stage is as light as possible; both ends count as some layers."""
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first, last = modules.index(layers[0]), modules.index(layers[-1]) + 1
     before = parallelism.pipeline_parallel_first_stage_less_layers

@@ -101,12 +101,12 @@ def _step(job: ResolvedJob) -> str:
     millions = (
         f"{whole:,}" if whole < 1e6 else f"{whole / 1e6:,.1f} million" if whole < 1e9 else f"{whole / 1e9:,.1f} billion"
     )
-    dealt = ", documents assigned for equal work" * job.balances
+    balanced = ", documents assigned for equal work" * job.balances
     return (
         f"{tokens:,} {position}: {sequences} {sample}s of {job.positions:,} = {job.micro_batches} micro-batch"
         f"{'es' * (job.micro_batches > 1)} x {training.local_batch_size} "
         f"{sample}{'s' * (training.local_batch_size > 1)} x {job.degrees.dp} data-parallel "
-        f"rank{'s' * (job.degrees.dp > 1)}{dealt}; {training.steps:,} steps are {millions} {position}"
+        f"rank{'s' * (job.degrees.dp > 1)}{balanced}; {training.steps:,} steps are {millions} {position}"
     )
 
 

@@ -30,7 +30,7 @@ class Machine:
         """Return 'cuda' or 'cpu' for `job.device`.
 
         Raises:
-            ConfigError: a GPU is wanted, and there is none.
+            ConfigError: job.device asks for a GPU, and no GPU is visible.
         """
         if wanted == "cuda" and not self.gpus and not any(map(os.path.exists, _OTHER_GPUS)):
             raise ConfigError(

@@ -206,8 +206,9 @@ class _Waiting:
             who = f"{len(missing)} of {nodes.count} nodes at {nodes.place} (missing: NODE_RANK {named})"
         if is_over:
             raise NodesMissing(
-                f"waited {self.timeout:g} s in vain for {who}; MASTER_ADDR and MASTER_PORT must name the first node "
-                f"and a port that all nodes can reach, and the same command must run on every node with {nodes.command}"
+                f"waited {self.timeout:g} s without success for {who}; MASTER_ADDR and MASTER_PORT must name the first "
+                f"node and a port that all nodes can reach, and the same command must run on every node with "
+                f"{nodes.command}"
             )
         self.lines = int(passed / LINE_SECONDS)
         line = f"waiting for {who}, {passed:.0f} s of {self.timeout:g} s; start the same command there with "

@@ -8,7 +8,7 @@ end at once (`runtime/launcher_watch.py`). Several nodes wait for each other bef
 (`runtime/job_store.py`).
 
 With NCCL a rank that waits too long for its peers is ended by NCCL's watchdog: it writes the rank's last collectives to
-a file and aborts the process (SIGABRT). By this file the launcher tells such a rank from one that crashed.
+a file and aborts the process (SIGABRT). The launcher recognises such a rank by this file.
 """
 
 import argparse
@@ -271,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nproc-per-node", required=True, help="ranks on this node")
     parser.add_argument("--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)")
     parser.add_argument("--program", help="module that each rank runs (default: the training of train.py)")
-    text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is told as one that crashed"
+    text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is reported as crashed"
     parser.add_argument("--flight-records", type=Path, help=text)
     return parser
 

@@ -67,7 +67,7 @@ def backend_settings(device: torch.device, *, cpu_tensors: bool) -> dict[str, ob
     """Return `backend` and `device_id` of the job's process group; all groups of a mesh inherit them.
 
     NCCL alone on GPUs: with gloo beside it, each group of each rank would open sockets that nobody uses. The device
-    lets NCCL connect at once, and split groups off instead of connecting them anew. cpu_tensors: with offloaded
+    lets NCCL connect at once, and split groups off instead of connecting each again. cpu_tensors: with offloaded
     parameters, gradients may be reduced in host memory, which takes both backends; PyTorch cannot split off these.
     """
     if device.type != "cuda":

@@ -42,22 +42,22 @@ class Reports:
     def failed(self, error: Exception) -> None:
         """Report that this rank has failed by itself."""
         cause = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
-        self._tell_and_hear(f"failed ({cause[:_CAUSE_LENGTH]})", patience_seconds=0)
+        self._exchange(f"failed ({cause[:_CAUSE_LENGTH]})", patience_seconds=0)
 
     def lost(self, error: Exception) -> str | None:
         """Report that this rank lost its peers by `error`, read their reports, and return one line for the user.
 
         None: a lower rank lost its peers, too, and prints the line.
         """
-        told = self._tell_and_hear(_LOST, self.patience_seconds)
+        reports = self._exchange(_LOST, self.patience_seconds)
         mine, place = self.process.rank, _place(error)
-        if not told:
+        if not reports:
             reason = str(error).partition("\n")[0]
             return f"rank {mine} lost its peers {place}, and the store of the job too: {reason}"
-        if mine != min(rank for rank, how in told.items() if how == _LOST):
+        if mine != min(rank for rank, how in reports.items() if how == _LOST):
             return None
-        causes = [f"rank {rank} {how}" for rank, how in told.items() if how != _LOST]
-        silent = [rank for rank in range(self.process.world_size) if rank not in told]
+        causes = [f"rank {rank} {how}" for rank, how in reports.items() if how != _LOST]
+        silent = [rank for rank in range(self.process.world_size) if rank not in reports]
         if silent and not causes:
             limit = self._limit(error)
             how = f"did not answer within {limit}" if limit else "went away without a word"
@@ -75,9 +75,9 @@ class Reports:
         names = [name for name in order if getattr(self.comm, f"{name}_timeout_seconds") == seconds]
         return f"{seconds:,g} s" + (f" (comm.{names[-1]}_timeout_seconds)" if names else "")
 
-    def _tell_and_hear(self, how: str, patience_seconds: float) -> dict[int, str]:
+    def _exchange(self, how: str, patience_seconds: float) -> dict[int, str]:
         """Return rank -> how it ended, of the ranks that reported in time; empty if the store does not answer."""
-        told: dict[int, str] = {}
+        reports: dict[int, str] = {}
 
         def talk() -> None:
             try:
@@ -92,13 +92,13 @@ class Reports:
                 lines = self._reports.get("lines").decode().splitlines()
             except RuntimeError:  # the launcher, and the store with it, has ended
                 return
-            told.update((int(rank), text) for rank, _, text in (line.partition(" ") for line in lines))
+            reports.update((int(rank), text) for rank, _, text in (line.partition(" ") for line in lines))
 
         # The store has no time-out of its own for a machine that no longer answers.
         talker = threading.Thread(target=talk, daemon=True)
         talker.start()
         talker.join(patience_seconds + 2)
-        return dict(sorted(told.items()))
+        return dict(sorted(reports.items()))
 
 
 def _place(error: Exception) -> str:

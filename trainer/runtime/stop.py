@@ -16,7 +16,7 @@ _SAME_SIGNAL_SECONDS = 2.0
 
 
 class Stop:
-    """A context in which a first signal only asks for a stop, which `reason` tells all ranks.
+    """A context in which a first signal only asks for a stop, which `reason` reports to all ranks.
 
     A second signal, or the end of `timeout_seconds` after the first, ends the process at once with 128 + the signal's
     number. The exit restores the handlers. In another thread than the main thread the context does nothing.
@@ -37,7 +37,7 @@ class Stop:
         return [float(over), *(float(self.signal == number) for number in SIGNALS)]
 
     def reason(self, votes: Sequence[float]) -> str | None:
-        """Return why all ranks stop after this step, by the votes of all of them; None: they go on."""
+        """Return why all ranks stop after this step, by the votes of all of them; None if they continue."""
         over, *signals = votes
         for number, asked in zip(SIGNALS, signals, strict=True):
             if asked:

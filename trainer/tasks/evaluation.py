@@ -21,7 +21,7 @@ from trainer.distributed.sharding.exchange import all_reduce
 from trainer.models.model_spec import Decoder
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
-from trainer.tasks.validation import dealt, forward_only, tensors_of
+from trainer.tasks.validation import forward_only, own_batches, tensors_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Evaluation:
                 sums[number, 0] += losses.where(counted, 0).sum()
                 sums[number, 1] += counted.sum()
 
-        batches = (self._batch(arrays) for _, arrays in dealt(sequences, self.rows, self.dims))
+        batches = (self._batch(arrays) for _, arrays in own_batches(sequences, self.rows, self.dims))
         forward_only(self.task, [self.model], None, batches, measure)
         totals = self._total(sums).tolist()
         return [Bucket(*place, round(n), total / max(n, 1)) for place, (total, n) in zip(places, totals, strict=True)]
@@ -88,7 +88,7 @@ class Evaluation:
         rows: list[torch.Tensor] = []
 
         def batches() -> Iterator[TextBatch]:
-            for mine, arrays in dealt((prompt.sequence for prompt in prompts), self.rows, self.dims):
+            for mine, arrays in own_batches((prompt.sequence for prompt in prompts), self.rows, self.dims):
                 numbers.append(mine)
                 yield self._batch(arrays)
 

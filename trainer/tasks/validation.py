@@ -35,7 +35,7 @@ Measure = Callable[[Decoder, torch.Tensor, RankInputs], None]
 """What is done with the hidden states of a forward: (part with the output, hidden states, this rank's share)."""
 
 
-def dealt(
+def own_batches(
     sequences: Iterable[PackedSequence], rows: int, dims: ParallelDims
 ) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
     """Yield the forwards of this rank, as many as of every other rank: the numbers of its sequences, and arrays.
@@ -119,12 +119,12 @@ class Validation:
         while not wanted or stream.samples < wanted:
             sequence = stream.next_sequence()
             if stream.passes > 1 or (stream.passes == 1 and stream.state.get("token")):
-                return  # it begins at the end of the last document and goes on with the first
+                return  # it begins at the end of the last document and continues with the first
             yield sequence
 
     def batches(self) -> Iterator[TextBatch]:
         """Yield this rank's batches, as many as every other rank has; rows that fill up the last one have no label."""
-        for _, arrays in dealt(self.sequences(), self._rows, self.dims):
+        for _, arrays in own_batches(self.sequences(), self._rows, self.dims):
             yield self._batch(arrays)
 
     def _batch(self, arrays: Mapping[str, np.ndarray]) -> TextBatch:

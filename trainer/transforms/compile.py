@@ -84,7 +84,7 @@ def compiled_loss(loss: F, options: CompileOptions) -> F:
 
 
 def rows_vary(*tensors: torch.Tensor) -> None:
-    """Tell the compiler that other calls have these tensors with other numbers of rows: one graph serves them all."""
+    """Mark the rows of these tensors as dynamic, so that one graph serves all numbers of rows."""
     from torch._dynamo import maybe_mark_dynamic
 
     for tensor in tensors:

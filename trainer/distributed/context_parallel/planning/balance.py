@@ -58,7 +58,7 @@ def balanced(mask: Mask, degree: int, *, multiple_of: int = 1) -> AxisLayout:
     work = Work(mask, max(block * _TILE // _BLOCK, 1))
     everything = np.array([[0, mask.q_len]])[: mask.q_len]
     halving = _Halving(work, block, rows, work.of(everything).sum() / degree)
-    parts = halving.deal(everything, 0, degree)
+    parts = halving.assign(everything, 0, degree)
     return AxisLayout("balanced", mask.q_len, tuple(tuple(map(tuple, part.tolist())) for part in parts))
 
 
@@ -141,8 +141,8 @@ class _Circle:
         work, first, keys, short = (np.split(x, 2, axis=-1) for x in cuts)
         inside = work[1] - work[0] + np.where(starts + length >= self.length, self.all_work, 0)
         # Of two cuts in one document, the side without its last token needs the keys before the second cut, no others.
-        travel = np.where(first[0] == first[1], np.maximum(*keys), sum(keys))
-        return _Arcs(starts, inside, travel.sum(axis=0), short[0] | short[1])
+        sent = np.where(first[0] == first[1], np.maximum(*keys), sum(keys))
+        return _Arcs(starts, inside, sent.sum(axis=0), short[0] | short[1])
 
     def _cuts(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return what cuts at `places` (n,) in [0, length) mean.
@@ -176,14 +176,14 @@ class _Circle:
 
 @dataclass(frozen=True, eq=False)
 class _Halving:
-    """Deals tokens to ranks. rows: tokens of each rank; share: the mean work of a rank."""
+    """Assigns tokens to ranks. rows: tokens of each rank; share: the mean work of a rank."""
 
     work: Work
     block: int
     rows: np.ndarray
     share: float
 
-    def deal(self, parts: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
+    def assign(self, parts: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
         """Yield the parts (n, 2) of each of the ranks [first, last), which together own `parts`."""
         if last - first == 1 or not len(parts):
             yield from [parts] * (last - first)
@@ -194,8 +194,8 @@ class _Halving:
         limit = 1 + TOLERANCE * (1 - left / (len(self.rows) - 1).bit_length())
         ranks = middle - first, last - middle
         halves = self._halves(self._at_borders(parts), int(self.rows[first:middle].sum()), ranks, limit * self.share)
-        yield from self.deal(halves[0], first, middle)
-        yield from self.deal(halves[1], middle, last)
+        yield from self.assign(halves[0], first, middle)
+        yield from self.assign(halves[1], middle, last)
 
     def _at_borders(self, parts: np.ndarray) -> np.ndarray:
         """Return `parts` cut at the borders of documents."""
