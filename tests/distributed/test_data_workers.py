@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import trainer_in
-from trainer.checkpoint.folder import saved_steps
+from trainer.checkpoint.store import LocalStore
 from trainer.components.step_totals import StepTotals
 from trainer.config.errors import ConfigError
 from trainer.trainer import Trainer
@@ -66,7 +66,7 @@ def test_a_worker_that_dies_stops_all_ranks_after_a_checkpoint(pool: WorkerPool,
     assert " ended by SIGKILL" in told
     (steps,) = {len(losses) for _, losses, *_ in stopped}
     assert KILLED_AFTER <= steps <= KILLED_AFTER + 2
-    assert saved_steps(Path(folder) / "checkpoint")[-1] == steps
+    assert LocalStore(Path(folder) / "checkpoint").steps()[-1] == steps
     on = pool.run(2, train, folder, given, None)
     for first, second, third in zip(stopped, on, whole, strict=True):
         assert second[0] == ""

@@ -35,38 +35,37 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a checkpoint in a store is half removed while it still looks whole",
-        "trainer/checkpoint/publishing.py",
-        """        (path / STATE_FILE).unlink()
-    if ours""",
-        """        pass
-    if ours""",
+        "trainer/checkpoint/remote.py",
+        """            self.remove_file(path / STATE_FILE)
+        if ours""",
+        """            pass
+        if ours""",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "a save in a store does not say that it has begun",
-        "trainer/checkpoint/publishing.py",
-        """        _remove_objects(unfinished)
-        (unfinished / SAVING_FILE).write_text(claim, encoding="utf-8")""",
-        "        _remove_objects(unfinished)",
+        "trainer/checkpoint/remote.py",
+        "        self.write(self.step(step) / SAVING_FILE, claim.encode())\n",
+        "",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "of two jobs that save to one name in a store both are published",
-        "trainer/checkpoint/publishing.py",
+        "trainer/checkpoint/remote.py",
         'raise OSError(errno.EBUSY, "another job saves there, too")',
         "pass",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "half an object appears in a store after an error",
-        "trainer/checkpoint/files.py",
+        "trainer/checkpoint/remote.py",
         "                stream.discard()",
         "                stream.close()",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "the latest checkpoints are removed, not the oldest",
-        "trainer/checkpoint/publishing.py",
+        "trainer/checkpoint/folder.py",
         "of_this_run[: -k or None]",
         "of_this_run[k:]",
         "tests/unit/test_checkpoint_folder.py",
@@ -88,8 +87,29 @@ CHECKPOINTS = (
     Mutant(
         "the check sum of the metadata is not compared",
         "trainer/checkpoint/files.py",
-        "if self._sums.get(_METADATA) not in (None, zlib.crc32(content)):",
-        "if self._sums is None:",
+        "if state.sums.get(METADATA) not in (None, zlib.crc32(content)):",
+        "if state.sums is None:",
+        "tests/unit/test_checkpoint_files.py",
+    ),
+    Mutant(
+        "every rank reads the metadata of a checkpoint",
+        "trainer/checkpoint/weights.py",
+        "    content = once(read)",
+        "    content = read()",
+        f"{_CHECKPOINT}::test_a_rank_that_is_no_reader_opens_files_of_tensors_alone",
+    ),
+    Mutant(
+        "a rank that is no reader lists the checkpoints",
+        "trainer/checkpoint/checkpointer.py",
+        'looks = self._dims["world"], Process.from_environment().local_rank == 0',
+        'looks = self._dims["world"], True',
+        f"{_CHECKPOINT}::test_a_rank_that_is_no_reader_opens_files_of_tensors_alone",
+    ),
+    Mutant(
+        "a file has its name before it is on the disk",
+        "trainer/checkpoint/store.py",
+        "        sync(unfinished)\n        unfinished.replace(file)",
+        "        unfinished.replace(file)",
         "tests/unit/test_checkpoint_files.py",
     ),
     Mutant(
@@ -116,8 +136,8 @@ CHECKPOINTS = (
     Mutant(
         "initial weights are read in place of the run's own checkpoint",
         "trainer/checkpoint/checkpointer.py",
-        "(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)",
-        "(0 if initial else raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)",
+        "step = self._step_to_load()",
+        "step = 0 if initial else self._step_to_load()",
         "tests/distributed/test_hugging_face.py",
     ),
     Mutant(

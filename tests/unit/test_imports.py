@@ -24,6 +24,7 @@ ROOMS = (
         "trainer.data.sentencepiece_format",
         "trainer.models.hf_config",
         *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial", "trainer.checkpoint.remote"),
+        "trainer.checkpoint.store",
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.sharding.errors", "trainer.distributed.sharding.alignment"),
         *("trainer.distributed.pipeline_stages", f"{_CP}.planning"),

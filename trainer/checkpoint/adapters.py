@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
 from trainer.checkpoint.hf_writer import unfinished_output
-from trainer.checkpoint.publishing import sync_folder
 from trainer.checkpoint.safetensors import plan_files
+from trainer.checkpoint.store import sync
 from trainer.config.schema import JobConfig
 from trainer.job.lora import adapter_sizes
 from trainer.models.args import DecoderArgs
@@ -109,9 +109,9 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, read: ReadTen
         "inference_mode": True,
     }
     (unfinished / "adapter_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    sync_folder(unfinished)
+    sync(unfinished)
     unfinished.rename(output)
-    sync_folder(output.parent)
+    sync(output.parent)
 
 
 def _of_peft(config: JobConfig, args: DecoderArgs, read: ReadTensor) -> tuple[dict[str, torch.Tensor], list[str]]:

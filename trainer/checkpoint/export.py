@@ -31,7 +31,7 @@ def export(job: ResolvedJob, dims: ParallelDims, model_parts: Sequence[nn.Module
         SharedConfigError: on every rank, if the folder cannot be written.
     """
     config, writes = job.config, dims.rank("world") == 0
-    output = checkpoint_folder(config) / f"step-{step}-hf"
+    output = checkpoint_folder(config).path / f"step-{step}-hf"
     dtype = getattr(torch, config.checkpoint.export_dtype)
     gathered, error, writer = _Gathered(job, dims, model_parts), None, None
 

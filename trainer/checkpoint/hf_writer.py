@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import torch
 
 from trainer.checkpoint.hf_reader import DTYPES
-from trainer.checkpoint.publishing import sync_folder
 from trainer.checkpoint.safetensors import INDEX, plan_files
+from trainer.checkpoint.store import sync
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizer import open_tokenizer
@@ -98,11 +98,11 @@ class HFWriter:
             carry(carried_from, self._unfinished)
         content = self._content(carried_from)
         (self._unfinished / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        sync_folder(self._unfinished)
+        sync(self._unfinished)
         if self._output.is_dir():
             shutil.rmtree(self._output)
         self._unfinished.rename(self._output)
-        sync_folder(self._output.parent)
+        sync(self._output.parent)
 
     def discard(self) -> None:
         """Remove what was written."""

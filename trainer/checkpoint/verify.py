@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from trainer.checkpoint.folder import check_same_model, read_state, unreadable
-from trainer.checkpoint.remote import Place
+from trainer.checkpoint.store import Store
 from trainer.checkpoint.weights import load_tensors, names_of, reader_of
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
@@ -33,7 +33,7 @@ class Verified:
     tensors: int
 
 
-def verify_step(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
+def verify_step(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
     """Read all that a saved step in `folder` holds; run: the configuration and the model that it must be of.
 
     Raises:
@@ -47,7 +47,7 @@ def verify_step(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | Non
         raise unreadable(folder, step, f"{type(error).__name__}: {error}") from None
 
 
-def _verified(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
+def _verified(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
     state = read_state(folder, step)
     reader = reader_of(folder, state)
     entries = reader.read_metadata().state_dict_metadata

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.folder import checkpoint_folder, step_folder, step_to_load
+from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.commands.evaluate_options import Wanted, checked
 from trainer.commands.evaluate_report import Cell, Findings, tables, write
 from trainer.commands.finished_run import loaded_model
@@ -80,7 +80,7 @@ def evaluate(wanted: Wanted, job: ResolvedJob, device: "torch.device") -> Findin
     settings |= {"weights": job.config.checkpoint.initial_load_path, "compute_dtype": job.compute_dtype}
     settings |= {"ranks": job.degrees.world_size}
     if job.config.lora.rank:
-        settings["adapters"] = str(step_folder(checkpoint_folder(job.config), step_to_load(job.config)))
+        settings["adapters"] = str(checkpoint_folder(job.config).step(step_to_load(job.config)))
     return Findings(
         settings,
         positions(wanted, evaluation, job) if "positions" in wanted.tasks else (),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.folder import checkpoint_folder, step_folder, step_to_load
+from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import (
@@ -101,7 +101,7 @@ def text_configuration(
         saved = replace(given, job=replace(given.job, dump_folder=str(folder)), checkpoint=own)
         weights = _saved_weights(saved)
         if given.lora.rank and step_to_load(saved) is not None:  # adapters, beside the weights that they adapt
-            there = str(checkpoint_folder(saved).absolute())  # wherever a command writes
+            there = str(checkpoint_folder(saved).path.absolute())  # wherever a command writes
             adapted = {"checkpoint": replace(own, folder=there), "lora": given.lora}
     training = given.training
     data = given.validation.source(training) if given.validation.enable else (training.dataset, training.dataset_path)
@@ -136,7 +136,7 @@ def _saved_weights(config: JobConfig) -> str:
     """Return the folder with the weights of a run: its checkpoint, or what it starts from if it has saved none."""
     step = step_to_load(config)
     if step is not None:
-        return str(step_folder(checkpoint_folder(config), step))
+        return str(checkpoint_folder(config).step(step))
     if config.checkpoint.initial_load_path is None:
         raise ConfigError(
             f"{checkpoint_folder(config)} holds no checkpoint; train with --checkpoint.enable to save the last step"

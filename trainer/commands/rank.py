@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         if command.print_config or command.check_config:
             return acted(command, Start(ranks_here, "0", [], of_job=world_size)) if rank == 0 else 0
         machine = this_machine()
-        job = resolve(command.config, world_size, machine.device_type(command.config.job.device))
+        device_type = machine.device_type(command.config.job.device)
+        # Our launcher has just read these files, once for all ranks of this machine.
+        job = resolve(command.config, world_size, device_type, reads_weights=not launched)
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)
         # Our launcher has told all this, but not the launchers of several nodes.
         if not launched or ranks_here < world_size:

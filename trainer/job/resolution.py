@@ -21,11 +21,17 @@ from trainer.models.registry import from_path
 
 
 def resolve(
-    config: JobConfig, world_size: int, device_type: str = "cuda", *, missing: list[str] | None = None
+    config: JobConfig,
+    world_size: int,
+    device_type: str = "cuda",
+    *,
+    missing: list[str] | None = None,
+    reads_weights: bool = True,
 ) -> ResolvedJob:
     """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
 
-    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere.
+    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere;
+    reads_weights: whether to check the files of weights and checkpoints; ranks do so when they load them.
 
     Raises:
         ConfigError: all wrong settings, a sentence each: the value, the rule, what would work. A check that counts on
@@ -49,8 +55,9 @@ def resolve(
     notes += tuple(problems.check(task.check, config, model, degrees) or ())
     for check in task.data_checks(config):
         problems.check(check, config)
-    problems.check(check_initial_weights, config, model)
-    problems.check(check_checkpoint, config, model)
+    if reads_weights:
+        problems.check(check_initial_weights, config, model)
+        problems.check(check_checkpoint, config, model)
     decisions = problems.check(task.decide, config, model, device_type) or TaskDecisions()
     pipeline, attention = decisions.pipeline, decisions.attention
     compilation = problems.check(
@@ -86,7 +93,11 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
     Raises:
         ConfigError: a kernel that cannot run there.
     """
-    return job if device_type == job.device_type else resolve(job.given, job.degrees.world_size, device_type)
+    return (
+        job
+        if device_type == job.device_type
+        else resolve(job.given, job.degrees.world_size, device_type, reads_weights=False)
+    )
 
 
 def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Degrees:

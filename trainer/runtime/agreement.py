@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.distributed.sharding.exchange import all_gather, all_reduce
+from trainer.distributed.sharding.exchange import all_gather, all_reduce, broadcast
 
 T = TypeVar("T")
 _MESSAGE_BYTES = 2048
@@ -60,3 +60,18 @@ def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | dist.Proces
             if message:
                 raise SharedConfigError(message)
     return result
+
+
+def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:
+    """Call `function` on the first rank of a 1-D mesh, and return its result on every rank. A collective.
+
+    Raises:
+        SharedConfigError: on every rank, if the call raised a ConfigError.
+    """
+    first = over.get_local_rank() == 0
+    content = raise_on_all_ranks(lambda: function() if first else b"", over)
+    length = all_reduce(torch.tensor(len(content), device=over.device_type), over, "max")
+    if not length:
+        return b""
+    copy = torch.frombuffer(bytearray(content.ljust(int(length))), dtype=torch.uint8).to(over.device_type)
+    return broadcast(copy, over).cpu().numpy().tobytes()
