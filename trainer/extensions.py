@@ -20,10 +20,10 @@ from typing import Any
 
 from trainer.config.registry import TABLES, TASK_OF_DATASET
 from trainer.data.datasets import DATASETS, Source
+from trainer.hugging_face.config_json import HFConfig
 from trainer.job.record import TaskSpec
 from trainer.job.tasks import TASKS
 from trainer.models.args import ModelArgs
-from trainer.models.hf_config import HFConfig
 from trainer.models.registry import HF_CONFIGS, MODELS
 from trainer.observer import OBSERVERS
 

@@ -17,14 +17,14 @@ from tests.distributed.test_parity import degrees
 from tests.hf_experts import hf_experts
 from tests.unit.test_expert_hugging_face import GPT_OSS, QWEN, logits_there, relative, whole_folder
 from trainer.checkpoint.export import export
-from trainer.checkpoint.hf_reader import HFReader
 from trainer.checkpoint.weights import load_weights
 from trainer.components import generation
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
+from trainer.hugging_face.reader import HFReader
 from trainer.job import resolve
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.model_spec import model_spec
+from trainer.models.model_spec import hf_model, model_spec
 from trainer.runtime.process_group import Process, process_group
 
 MODELS = {"qwen3_moe": replace(QWEN, vocab_size=4354), "gpt_oss": GPT_OSS}
@@ -33,7 +33,7 @@ MODELS = {"qwen3_moe": replace(QWEN, vocab_size=4354), "gpt_oss": GPT_OSS}
 def here_case(family: str, folder: str, texts: list[list[int]]) -> torch.Tensor:
     """Logits of the token after each text."""
     with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
-        load_weights(HFReader(Path(folder), model_spec(family), job.model), [part])
+        load_weights([HFReader(Path(folder), hf_model(model_spec(family), job.model))], [part])
         return next(islice(generation._again(part, job, dims, texts), 1))
 
 

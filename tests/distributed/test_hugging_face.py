@@ -23,18 +23,19 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged
 from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model, in_float64
+from tests.hf_tensors import to_hf
 from tests.slow import slow
-from trainer.checkpoint import hf_reader, hf_writer
+from trainer.checkpoint import export as checkpoint_export
 from trainer.checkpoint.export import export
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
+from trainer.hugging_face import reader as hf_reader
 from trainer.job import resolve
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.model_spec import model_spec
 from trainer.models.registry import HF_CONFIGS
-from trainer.models.state_dict import to_hf
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 
@@ -166,7 +167,7 @@ def check(pool: WorkerPool, folder: Path, model: str, dtype: str, layout: str) -
         assert error(got["logits"], before) < TOLERANCE[dtype]
     # The export: bit for bit the weights of the run.
     exported = safetensors.torch.load_file(got["output"] / "model.safetensors")
-    wanted = dict(to_hf(model_spec(FAMILIES[model]), MODELS[model], got["weights"].items()))
+    wanted = to_hf(model_spec(FAMILIES[model]), MODELS[model], got["weights"].items())
     assert exported.keys() == wanted.keys()
     assert [name for name, x in wanted.items() if not torch.equal(x, exported[name])] == []
     loaded = AutoModelForCausalLM.from_pretrained(got["output"], dtype=getattr(torch, dtype))
@@ -203,7 +204,7 @@ def unmoved(folder: str, hf: str) -> float:
 
 
 def unmoved_rows(reader: hf_reader.HFReader, name: str, offsets: list[int], lengths: list[int]) -> torch.Tensor:
-    return hf_reader._read_part(reader._stored[reader.pairs[name].hf.name], offsets, lengths)
+    return hf_reader._read_part(reader._stored[reader.pairs[name][1].name], offsets, lengths)
 
 
 def test_the_test_sees_rotary_rows_in_the_wrong_order(pool: WorkerPool, tmp_path: Path) -> None:
@@ -273,7 +274,9 @@ def test_a_wrong_file_is_the_same_sentence_on_every_rank(pool: WorkerPool, tmp_p
 
 
 def failed_export(folder: str, hf: str, arguments: list[str], at: str) -> tuple[str, list[str]]:
-    full = mock.patch.object(hf_writer.HFWriter, at, side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    full = mock.patch.object(
+        checkpoint_export.HFWriter, at, side_effect=OSError(errno.ENOSPC, "No space left on device")
+    )
     with trainer_from(folder, hf, arguments) as trainer, full:
         try:
             export(trainer.job, trainer.dims, trainer.model_parts, 1)

@@ -120,8 +120,22 @@ CHECKPOINTS = (
         "tests/distributed/test_verify.py",
     ),
     Mutant(
+        "names in headers are compared with those of another model",
+        "trainer/models/common/decoder_tensors.py",
+        '["attention.q_norm.weight", "attention.k_norm.weight"] * args.qk_norm',
+        '["attention.q_norm.weight"] * args.qk_norm',
+        "tests/unit/test_hugging_face.py",
+    ),
+    Mutant(
+        "adapters are read where the weights are that they adapt",
+        "trainer/checkpoint/weights.py",
+        "here = here if reader is not readers[-1] else dict(tensors)",
+        "here = {} if reader is not readers[-1] else dict(tensors)",
+        "tests/distributed/test_lora.py",
+    ),
+    Mutant(
         "a rank reads the first columns of a matrix",
-        "trainer/checkpoint/hf_reader.py",
+        "trainer/hugging_face/reader.py",
         "part = _read_part(stored, [first, *offsets[1:]],",
         "part = _read_part(stored, [first, *[0 for _ in offsets[1:]]],",
         "tests/unit/test_hugging_face.py",

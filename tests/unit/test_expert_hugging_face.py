@@ -12,21 +12,21 @@ import transformers
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.hf_experts import hf_experts, in_float64
-from trainer.checkpoint import hf_reader
-from trainer.checkpoint.hf_reader import HFReader
-from trainer.checkpoint.hf_writer import HFWriter
+from trainer.checkpoint.export import HFWriter
 from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.hugging_face import reader as hf_reader
+from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.reader import HFReader
 from trainer.models.common.auxiliary_loss import AuxiliaryLoss
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.common.moe import routers_of
 from trainer.models.common.rotary import rope_frequencies
 from trainer.models.common.shapes import RopeScaling
-from trainer.models.hf_config import read_config
 from trainer.models.initialization import initialize
-from trainer.models.model_spec import model_spec
+from trainer.models.model_spec import hf_model, model_spec
 from trainer.models.registry import hf_config
 
 QWEN = TransformerArgs(
@@ -112,7 +112,7 @@ def read_here(folder: Path, family: str, args: TransformerArgs) -> torch.nn.Modu
     with torch.device("meta"):
         model = model_spec(family).build(args).double()
     initialize(model, seed=0, device=torch.device("cpu"))
-    reader = HFReader(folder, model_spec(family), args)
+    reader = HFReader(folder, hf_model(model_spec(family), args))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(reader.read(name))
@@ -135,9 +135,9 @@ def write_here(folder: Path, family: str, args: TransformerArgs, model: torch.nn
     config = parse_command_line([f"--model.name={family}"]).config
     writer = HFWriter(folder, config, args, torch.float64, most_bytes=20_000)
     state = model.state_dict()
-    for name in writer.names:
+    for name in writer.pairs:
         writer.put(name, state[name])
-    writer.finish(None)
+    writer.finish()
 
 
 def whole_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -150,7 +150,7 @@ def test_any_part_is_read_and_a_rank_reads_no_other_experts(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, args, _ = saved(tmp_path, name)
-    reader = HFReader(tmp_path, model_spec(family), args)
+    reader = HFReader(tmp_path, hf_model(model_spec(family), args))
     read: list[int] = []
     real = hf_reader._read_part
 

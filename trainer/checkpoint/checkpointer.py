@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import export
@@ -44,15 +43,13 @@ from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.writable import nearest_existing
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_gather, all_reduce
+from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.lora import adapter_sizes
 from trainer.job.record import ResolvedJob
-from trainer.runtime.agreement import raise_on_all_ranks, read_once
+from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.full_disk import full_disk
 from trainer.runtime.process_group import Process, is_peer_failure, set_group_timeout, set_timeout
-
-_WORD = 63  # bits of a number that an int64 holds
 
 
 class CheckpointError(RuntimeError):
@@ -134,7 +131,7 @@ class Checkpointer:
         if initial is not None and (step == 0 or adapts):
             say_waiting(f"reading the weights in {initial}")
             base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
-            raise_on_all_ranks(lambda: load_weights(base, self._model_parts, adapters=False), world)
+            raise_on_all_ranks(lambda: load_weights([base], self._model_parts, adapters=False), world)
             logger.info(f"the weights are those of {initial}" + "; optimizer, data and steps start anew" * (step == 0))
         if step == 0:
             return 0, 0
@@ -344,10 +341,8 @@ class Checkpointer:
 
     def _all_streams(self) -> Mapping[int, Mapping[str, int]]:
         """Return the position of every data stream of all data-parallel ranks."""
-        mine = self._loader.state_dict()
-        keys = sorted(next(iter(mine.values())))
-        rows = _rows_of_all_ranks([[s, *(entry[key] for key in keys)] for s, entry in mine.items()], self._dims["dp"])
-        return {row[0]: dict(zip(keys, row[1:], strict=True)) for row in sorted(rows)}
+        streams = of_all_ranks(self._loader.state_dict(), self._dims["dp"])
+        return {int(stream): position for entries in streams for stream, position in entries.items()}
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -363,15 +358,3 @@ class Checkpointer:
             if kind is None:
                 raise
             logger.error(str(also))  # the run ends with the error that is being raised
-
-
-def _rows_of_all_ranks(rows: Sequence[Sequence[int]], over: DeviceMesh) -> list[list[int]]:
-    """Return the rows of all ranks of a mesh. A number is 0 or more, and may have more bits than one of a tensor."""
-    device, bits = over.device_type, max(number.bit_length() for row in rows for number in row)
-    words = int(all_reduce(torch.tensor(max(-(-bits // _WORD), 1), device=device), over, "max"))
-    shifts = [_WORD * i for i in range(words)]
-    cut = [[[number >> shift & 2**_WORD - 1 for shift in shifts] for number in row] for row in rows]
-    gathered = all_gather(torch.tensor(cut, dtype=torch.int64, device=device), over).flatten(0, 1).tolist()
-    return [
-        [sum(word << shift for word, shift in zip(number, shifts, strict=True)) for number in row] for row in gathered
-    ]

@@ -1,25 +1,127 @@
-"""The weights of a run as a Hugging Face folder, gathered from all ranks tensor by tensor."""
+"""The weights of a run in the formats of Hugging Face: of its checkpoint, or gathered from all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.adapters import merged_tensor
 from trainer.checkpoint.folder import checkpoint_folder
-from trainer.checkpoint.hf_writer import HFWriter
 from trainer.checkpoint.initial import hf_folder
 from trainer.checkpoint.weights import model_tensors, names_of
 from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.data.tokenizer import open_tokenizer
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import Transfer, all_gather, send_receive
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.hugging_face.writer import MOST_BYTES, NewFolder
+from trainer.job.lora import adapter_sizes
 from trainer.job.record import ResolvedJob
-from trainer.models.model_spec import model_spec
-from trainer.models.state_dict import pairs
+from trainer.models.args import DecoderArgs
+from trainer.models.model_spec import hf_model, model_spec
+from trainer.models.registry import hf_config
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.full_disk import full_disk
+from trainer.transforms.lora import A, B, merged
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+ReadTensor = Callable[[str, tuple[int, ...]], torch.Tensor]
+"""(our name, shape) -> the whole tensor."""
+
+
+def merged_tensor(
+    config: JobConfig, args: DecoderArgs, name: str, weight: torch.Tensor, read: ReadTensor
+) -> torch.Tensor:
+    """Return a whole weight with its adapter added, or itself if it has none; read: gives the adapter's tensors."""
+    module = name.removesuffix(".weight")
+    if not name.endswith(".weight") or module not in adapter_sizes(config, args):
+        return weight
+    rank, (outputs, inputs) = config.lora.rank, weight.shape
+    return merged(weight, read(f"{module}.{A}", (rank, inputs)), read(f"{module}.{B}", (outputs, rank)), config.lora)
+
+
+class HFWriter:
+    """Writes the weights of a run as a Hugging Face folder: `put` each tensor of `pairs` in order, then `finish`."""
+
+    def __init__(
+        self, output: Path, config: JobConfig, args: DecoderArgs, dtype: torch.dtype, most_bytes: int = MOST_BYTES
+    ) -> None:
+        """output: the folder; dtype: data type of the files; most_bytes: of the tensors of one file.
+
+        Raises:
+            ConfigError: transformers does not have the model.
+            OSError: nothing can be written.
+        """
+        self._content = hf_config(config.model.name).write(args)
+        self._config, self._dtype = config, str(dtype).removeprefix("torch.")
+        model = hf_model(model_spec(config.model.name), args)
+        self.pairs = model.pairs
+        self._folder = NewFolder(output, model.shapes(), dtype, most_bytes=most_bytes)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a whole tensor of ours. Beside it at most its like is in memory.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        for there, part in self.pairs[name][1].tensors(tensor.cpu()).items():
+            self._folder.put(there, part)
+
+    def finish(self) -> None:
+        """Write the small files, and give the folder its name; what had it before is replaced.
+
+        Raises:
+            OSError: something cannot be written.
+        """
+        # The second name is that of transformers 4.
+        content, carried = self._content | {"dtype": self._dtype, "torch_dtype": self._dtype}, hf_folder(self._config)
+        if carried is None:
+            tokenizer = open_tokenizer(self._config.model.tokenizer_file)
+            content |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        else:
+            there, longest = read_config(carried), "max_position_embeddings"
+            content |= {key: there.content[key] for key in _TOKENS if key in there.content}
+            content[longest] = max(there.whole(longest, 1), content[longest])
+        self._folder.finish(CONFIG_FILE, content, carried)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._folder.discard()
+
+
+def write_peft(output: Path, config: JobConfig, args: DecoderArgs, read: ReadTensor) -> None:
+    """Write the adapters of a run as a folder that peft's `PeftModel.from_pretrained` loads, in float32.
+
+    Raises:
+        ConfigError: the model has no counterpart at Hugging Face.
+        OSError: the folder cannot be written.
+    """
+    pairs, rank = hf_model(model_spec(config.model.name), args).pairs, config.lora.rank
+    tensors, modules = {}, set()
+    for module in adapter_sizes(config, args):
+        ours, hf = pairs[f"{module}.weight"]
+        there, (outputs, inputs) = hf.name.removesuffix(".weight"), ours.shape
+        modules.add(there.rpartition(".")[2])
+        a, b = read(f"{module}.{A}", (rank, inputs)), hf.to_hf(read(f"{module}.{B}", (outputs, rank)))  # rows as there
+        tensors |= {f"base_model.model.{there}.lora_{name}.weight": x for name, x in (("A", a), ("B", b))}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    folder = NewFolder(output, shapes, torch.float32, most_bytes=float("inf"), stem="adapter_model")
+    for name, tensor in tensors.items():
+        folder.put(name, tensor)
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(config.checkpoint.initial_load_path).absolute()),
+        "r": rank,
+        "lora_alpha": config.lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "inference_mode": True,
+    }
+    folder.finish("adapter_config.json", content)
 
 
 def export(job: ResolvedJob, dims: ParallelDims, model_parts: Sequence[nn.Module], step: int) -> Path:
@@ -47,7 +149,7 @@ def export(job: ResolvedJob, dims: ParallelDims, model_parts: Sequence[nn.Module
         try:
             if error is not None:
                 raise error
-            writer.finish(hf_folder(config))
+            writer.finish()
         except OSError as failure:
             cause = _not_written(output, failure)
             writer.discard()
@@ -78,10 +180,10 @@ class _Gathered:
     """Whole tensors of the model, of which a rank holds parts; of a pipeline's other stages rank 0 receives them."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims, model_parts: Sequence[nn.Module]) -> None:
-        shapes = {name: pair.ours.shape for name, pair in pairs(model_spec(job.config.model.name), job.model).items()}
-        self.names = tuple(shapes)
+        pairs = hf_model(model_spec(job.config.model.name), job.model).pairs
+        self.names = tuple(pairs)
         self._config, self._args = job.config, job.model
-        self._shapes, self._dtype = shapes, getattr(torch, job.config.training.dtype)
+        self._pairs, self._dtype = pairs, getattr(torch, job.config.training.dtype)
         self._tensors = model_tensors(names_of(model_parts))
         self._stages = dims["pp"]
         self._device = self._stages.device_type
@@ -110,7 +212,7 @@ class _Gathered:
         if stage == owner:
             tensor = tensor.to(self._device).contiguous()
         else:
-            tensor = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
+            tensor = torch.empty(self._pairs[name][0].shape, dtype=self._dtype, device=self._device)
         transfer = Transfer(tensor, 0 if stage == owner else owner, is_send=stage == owner)
         send_receive([transfer], self._stages.get_group(), kind="export").wait()
         return tensor

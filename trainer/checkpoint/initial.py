@@ -5,13 +5,13 @@ from pathlib import Path
 
 from trainer.checkpoint.folder import check_same_model, read_state, step_to_load
 from trainer.checkpoint.remote import named_step, saved_step
-from trainer.checkpoint.safetensors import read_folder
 from trainer.checkpoint.store import STATE_FILE
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig, LoRA
 from trainer.config.writable import is_address
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.hugging_face.files import read_folder
 from trainer.models.args import ModelArgs
-from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.registry import hf_config, is_folder
 
 _KEY = "checkpoint.initial_load_path"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar, Union
 
 from trainer.config.errors import ConfigError
+from trainer.config.writable import sync
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -176,15 +177,6 @@ class LocalStore(Store):
 def reason_of(error: OSError) -> str:
     """Return why an operation failed; errors of remote stores have a message alone."""
     return error.strerror or str(error).strip().split("\n")[0] or type(error).__name__
-
-
-def sync(path: Path) -> None:
-    """Have a file or folder on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def steps_of(names: Iterable[str]) -> list[int]:

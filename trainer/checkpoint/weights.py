@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trainer.checkpoint.adapters import AdaptedReader
 from trainer.checkpoint.files import METADATA, Reader, TensorsOnly, Writer, unpickled
 from trainer.checkpoint.folder import (
     RunState,
@@ -25,18 +24,18 @@ from trainer.checkpoint.folder import (
     step_to_load,
     unreadable,
 )
-from trainer.checkpoint.hf_reader import HFReader
 from trainer.checkpoint.initial import check_initial_weights
 from trainer.checkpoint.remote import named_step, saved_step
 from trainer.checkpoint.store import Store
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.hugging_face.reader import HFReader
 from trainer.models.args import ModelArgs
-from trainer.models.model_spec import ModelSpec, model_spec
+from trainer.models.model_spec import ModelSpec, hf_model, model_spec
 from trainer.transforms.float8 import without_float8_cast
 from trainer.transforms.lora import is_adapter
 
-WeightsReader = Reader | HFReader | AdaptedReader
+WeightsReader = Reader | HFReader
 Once = Callable[[Callable[[], bytes]], bytes]
 """Calls a function that reads, and returns what it returns: on this rank, or on one rank for all of them."""
 
@@ -108,23 +107,25 @@ def open_initial(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) 
 
     if text := once(look):
         return reader_of(folder, parse_state(text, step), once)
-    return HFReader(Path(given), model_spec(config.model.name), args)
+    return HFReader(Path(given), hf_model(model_spec(config.model.name), args))
 
 
-def open_weights(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) -> WeightsReader:
-    """Return a reader of the weights of a run: of its checkpoint, or of what it starts from if it has saved none.
+def open_weights(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) -> list[WeightsReader]:
+    """Return readers of the weights of a run: of its checkpoint, or of what it starts from if it has saved none.
+
+    Of adapters, the second one reads the weights that they adapt.
 
     Raises:
         ConfigError: they are damaged, or of another model.
     """
-    step = step_to_load(config)
+    step = step_to_load(config) if config.checkpoint.enable else None
     if step is None:
-        return open_initial(config, args, once)
+        return [open_initial(config, args, once)]
     saved = open_step(config, args, step, once=once)[1]
-    return AdaptedReader(saved, open_initial(config, args, once)) if config.lora.rank else saved
+    return [saved, open_initial(config, args, once)] if config.lora.rank else [saved]
 
 
-def load_weights(reader: WeightsReader, model_parts: Sequence[nn.Module], *, adapters: bool = True) -> None:
+def load_weights(readers: Sequence[WeightsReader], model_parts: Sequence[nn.Module], *, adapters: bool = True) -> None:
     """Load the weights of the model parts of this rank, in place; no collective. A rank reads what it holds.
 
     Buffers that have no counterpart in a Hugging Face folder stay as they are. adapters: whether to load adapters too.
@@ -132,24 +133,29 @@ def load_weights(reader: WeightsReader, model_parts: Sequence[nn.Module], *, ada
     Raises:
         ConfigError: files are damaged.
     """
-    named = {x: name for x, name in names_of(model_parts).items() if adapters or not is_adapter(name)}
-    if isinstance(reader, HFReader):
-        named = {x: name for x, name in named.items() if name in reader.pairs}
-    load_tensors(model_tensors(named), reader)
+    tensors = model_tensors({x: name for x, name in names_of(model_parts).items() if adapters or not is_adapter(name)})
+    if isinstance(readers[-1], HFReader):
+        held = {name for reader in readers for name in reader.read_metadata().state_dict_metadata}
+        tensors = {name: x for name, x in tensors.items() if name in held}
+    load_tensors(tensors, *readers)
 
 
-def load_tensors(tensors: dict[str, torch.Tensor], reader: WeightsReader) -> None:
-    """Load tensors in place, in their own data types.
+def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -> None:
+    """Load tensors in place, in their own data types, each by the first reader that has it.
 
     Raises:
         ConfigError: something is missing, damaged or of another shape.
     """
-    try:
-        with _by_itself():
-            dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
-    except CheckpointException as error:
-        reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
-        raise ConfigError(f"the weights in {reader.path} cannot be read ({reason}); take another copy") from None
+    for reader in readers:
+        here = {name: x for name, x in tensors.items() if name in reader.read_metadata().state_dict_metadata}
+        here = here if reader is not readers[-1] else dict(tensors)
+        tensors = {name: x for name, x in tensors.items() if name not in here}
+        try:
+            with _by_itself():
+                dcp.load(here, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+        except CheckpointException as error:
+            reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
+            raise ConfigError(f"the weights in {reader.path} cannot be read ({reason}); take another copy") from None
 
 
 def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
@@ -159,7 +165,7 @@ def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
         OSError: it cannot be written.
     """
     dtype, folder = getattr(torch, config.training.dtype), checkpoint_folder(config)
-    tensors = {name: torch.empty_like(pair.ours, dtype=dtype) for name, pair in reader.pairs.items()}
+    tensors = {name: torch.empty_like(ours, dtype=dtype) for name, (ours, _) in reader.pairs.items()}
     state = RunState(0, 0, model_description(config, args), streams={}, files={})
     writer = Writer(folder, state, keep_latest_k=0, file_per_tensor=True)
     others = _first_buffers(model_spec(config.model.name), args, dtype, without=reader.pairs)

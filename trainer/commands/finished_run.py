@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,10 @@ from trainer.config.schema import (
     Training,
     Validation,
 )
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob
 from trainer.job.resolution import on_device
 from trainer.job.tasks import TASKS
-from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.registry import hf_config, hf_family
 
 if TYPE_CHECKING:
@@ -183,11 +184,11 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     """
     import torch
 
-    from trainer.checkpoint.weights import load_weights, open_initial, open_weights
+    from trainer.checkpoint.weights import load_weights, open_weights
     from trainer.distributed.parallel_dims import ParallelDims
     from trainer.models.initialization import initialize
     from trainer.models.model_spec import model_spec
-    from trainer.runtime.agreement import raise_on_all_ranks
+    from trainer.runtime.agreement import raise_on_all_ranks, read_once
     from trainer.runtime.process_group import set_timeout
 
     spec, dims = model_spec(job.config.model.name), ParallelDims(job.degrees, device.type)
@@ -196,6 +197,6 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
         model = spec.build(job.model).to(getattr(torch, job.config.training.dtype))
     spec.parallelize(model, dims, job)
     initialize(model, seed=0, device=device, offload=job.config.training.enable_cpu_offload)
-    reader = open_weights if job.config.checkpoint.enable else open_initial
-    raise_on_all_ranks(lambda: load_weights(reader(job.config, job.model), [model]), dims["world"])
+    once = partial(read_once, over=dims["world"])
+    raise_on_all_ranks(lambda: load_weights(open_weights(job.config, job.model, once), [model]), dims["world"])
     return model, dims

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,22 @@ def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> 
     Raises:
         SharedConfigError: on every rank, if they differ; it has the names of the values that do.
     """
-    text = json.dumps(values).encode()
-    length = torch.tensor(len(text), device=over.device_type)
-    padded = text.ljust(int(all_reduce(length, over, "max")))
-    rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=over.device_type), over).cpu()
-    found = [json.loads(bytes(row.tolist())) for row in rows]
+    found = of_all_ranks(values, over)
     if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
         names = sorted(name for name in {*found[0], *found[other]} if found[0].get(name) != found[other].get(name))
         raise SharedConfigError(
             f"rank {other} has other {what} than rank 0 ({', '.join(names)}); every machine must have the same "
             "configuration, the same tokenizer and the same files"
         )
+
+
+def of_all_ranks(value: Any, over: DeviceMesh) -> list[Any]:
+    """Return the values of all ranks of a 1-D mesh, in its order, as JSON has them. A collective."""
+    text = json.dumps(value).encode()
+    length = torch.tensor(len(text), device=over.device_type)
+    padded = text.ljust(int(all_reduce(length, over, "max")))
+    rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=over.device_type), over).cpu()
+    return [json.loads(bytes(row.tolist())) for row in rows]
 
 
 def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | dist.ProcessGroup | torch.device) -> T:

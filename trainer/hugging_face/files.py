@@ -4,7 +4,8 @@
     header             {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [first, last + 1]}, ...}
     bytes of tensors   row-major, little-endian; offsets count from here
 
-Files are read and written here tensor by tensor, and by part of a tensor, so that no file is ever whole in memory.
+Files are read by part of a tensor and written tensor by tensor, so that no file is ever whole in memory. The package
+safetensors writes whole files, and maps those that it reads: one that is cut meanwhile kills the process (SIGBUS).
 """
 
 import json
@@ -14,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
-
-Shape = tuple[int, ...]
+from trainer.hugging_face.tensors import Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -110,10 +110,12 @@ class NewFile:
     tensors: tuple[str, ...]
 
 
-def plan_files(shapes: Mapping[str, Shape], dtype: str, most_bytes: int) -> tuple[list[NewFile], str]:
+def plan_files(
+    shapes: Mapping[str, Shape], dtype: str, most_bytes: float, stem: str = "model"
+) -> tuple[list[NewFile], str]:
     """Return files of at most so many bytes of tensors, and the index; "" if there is one file, which needs none.
 
-    A tensor that is larger has a file of its own.
+    A tensor that is larger has a file of its own. stem: what names of files begin with.
     """
     sizes = {name: math.prod(shape) * BYTES[dtype] for name, shape in shapes.items()}
     groups: list[list[str]] = [[]]
@@ -122,7 +124,8 @@ def plan_files(shapes: Mapping[str, Shape], dtype: str, most_bytes: int) -> tupl
             groups.append([])
         groups[-1].append(name)
     count = len(groups)
-    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE]
+    parts = [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else [""]
+    names = [f"{stem}{part}.safetensors" for part in parts]
     files = [
         NewFile(name, _header({tensor: shapes[tensor] for tensor in group}, dtype), tuple(group))
         for name, group in zip(names, groups, strict=True)
