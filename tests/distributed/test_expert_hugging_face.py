@@ -16,7 +16,6 @@ from tests.distributed.test_generation import opened
 from tests.distributed.test_parity import degrees
 from tests.hf_experts import hf_experts
 from tests.unit.test_expert_hugging_face import GPT_OSS, QWEN, logits_there, relative, whole_folder
-from trainer.checkpoint.export import export
 from trainer.checkpoint.weights import load_weights
 from trainer.components import generation
 from trainer.config.loader import parse_command_line
@@ -52,13 +51,18 @@ def test_logits_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, fami
 def through_case(family: str, folder: str, output: str, arguments: list[str]) -> str:
     """Take the weights of a folder, and export them without a step."""
     given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
-    given += [f"--job.dump_folder={output}", "--training.dtype=float64", "--checkpoint.export_dtype=float64"]
+    given += [
+        f"--job.dump_folder={output}",
+        "--training.dtype=float64",
+        "--checkpoint.export_dtype=float64",
+        *harness.EXPORTED,
+    ]
     config = parse_command_line([*BASE, *given, *arguments]).config
     process = Process.from_environment()
     with process_group(process, config.comm):
         job = resolve(config, process.world_size, process.device.type)
         trainer = RecordingTrainer(job, process.device, record=Record())
-        written = export(trainer.job, trainer.dims, trainer.model_parts, 0)
+        written = harness.exported(trainer, 1)
         trainer.metrics.close()
     return str(written)
 

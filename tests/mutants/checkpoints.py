@@ -134,6 +134,13 @@ CHECKPOINTS = (
         "tests/distributed/test_lora.py",
     ),
     Mutant(
+        "every rank reads the headers of a Hugging Face folder",
+        "trainer/checkpoint/weights.py",
+        "once(lambda: HFReader(Path(given), tensors).headers)",
+        "HFReader(Path(given), tensors).headers",
+        "tests/distributed/test_hugging_face.py::test_a_rank_reads_what_it_holds",
+    ),
+    Mutant(
         "a rank reads the first columns of a matrix",
         "trainer/hugging_face/reader.py",
         "part = _read_part(stored, [first, *offsets[1:]],",
@@ -155,10 +162,10 @@ CHECKPOINTS = (
         "tests/distributed/test_hugging_face.py",
     ),
     Mutant(
-        "the other stages of a pipeline are not exported",
-        "trainer/checkpoint/export.py",
-        '        send_receive([transfer], self._stages.get_group(), kind="export").wait()\n',
-        "",
+        "the export takes the weights that the run started from",
+        "trainer/checkpoint/checkpointer.py",
+        "config = replace(self._config, checkpoint=replace(self.settings, load_step=step))",
+        "config = replace(self._config, checkpoint=replace(self.settings, enable=False))",
         "tests/distributed/test_hugging_face.py",
     ),
     Mutant(

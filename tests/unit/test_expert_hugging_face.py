@@ -12,7 +12,7 @@ import transformers
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.hf_experts import hf_experts, in_float64
-from trainer.checkpoint.export import HFWriter
+from trainer.checkpoint import export
 from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -133,11 +133,10 @@ def logits_there(model: torch.nn.Module, args: TransformerArgs, tokens: torch.Te
 
 def write_here(folder: Path, family: str, args: TransformerArgs, model: torch.nn.Module) -> None:
     config = parse_command_line([f"--model.name={family}"]).config
-    writer = HFWriter(folder, config, args, torch.float64, most_bytes=20_000)
     state = model.state_dict()
-    for name in writer.pairs:
-        writer.put(name, state[name])
-    writer.finish()
+    in_memory = mock.patch.object(export, "_read", lambda _, shapes, readers: {name: state[name] for name in shapes})
+    with mock.patch.object(export, "open_weights"), in_memory:
+        export.write_hf(folder, config, args, torch.float64, most_bytes=20_000)
 
 
 def whole_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -274,7 +273,7 @@ def test_a_bias_that_chooses_begins_at_zero_with_pretrained_weights(tmp_path: Pa
 def test_a_bias_that_chooses_is_not_written(tmp_path: Path) -> None:
     args, config = replace(QWEN, router_bias_update_rate=0.01), parse_command_line(["--model.name=qwen3_moe"]).config
     with pytest.raises(ConfigError, match=r"leave out model\.router_bias_update_rate"):
-        HFWriter(tmp_path / "out", config, args, torch.float64)
+        export.write_hf(tmp_path / "out", config, args, torch.float64)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=r"leave out model\.router_bias_update_rate"):
         hf_config("qwen3_moe").write(replace(QWEN, router_bias_update_rate=0.01))

@@ -25,7 +25,6 @@ from scripts.benchmarks.teams import PeakBytes
 from tests.chat_files import chat_folder
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN3, SHAPES, changed, saved
 from tests.hf_tensors import from_hf
-from trainer.checkpoint import export
 from trainer.checkpoint.store import LocalStore
 from trainer.commands import convert
 from trainer.commands.generate import end_ids
@@ -36,6 +35,7 @@ from trainer.data.tokenizer import open_tokenizer
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.files import INDEX, SINGLE, plan_files, read_file, read_folder
 from trainer.hugging_face.reader import HFReader
+from trainer.hugging_face.writer import NewFolder
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.models.llama3 import spec as llama3
@@ -425,15 +425,14 @@ def test_another_data_type_is_rounded_once(tmp_path: Path, dtype: str) -> None:
 
 def test_what_a_full_disk_leaves_is_removed(tmp_path: Path) -> None:
     """Small tensors wait in a buffer, so that the error may come when the file is closed, and again."""
-    config = parse_command_line([]).config
-    writer = export.HFWriter(tmp_path / "out", config, LLAMA, torch.float32)
-    writer.put("tok_embeddings.weight", torch.zeros(4354, 32))
-    writer._folder._file.close()
-    writer._folder._file = open("/dev/full", "wb")  # noqa: SIM115
-    writer.put("norm.weight", torch.zeros(32))
+    folder = NewFolder(tmp_path / "out", {"a": (4354, 32), "b": (32,)}, torch.float32)
+    folder.put("a", torch.zeros(4354, 32))
+    folder._file.close()
+    folder._file = open("/dev/full", "wb")  # noqa: SIM115
+    folder.put("b", torch.zeros(32))
     with pytest.raises(OSError, match="No space left"):
-        writer.finish()
-    writer.discard()
+        folder.finish("config.json", {})
+    folder.discard()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -455,7 +454,7 @@ def test_what_the_command_refuses(tmp_path: Path, capsys) -> None:
     says("holds no run", "to-hf", hf, out)
     says("checkpoint.load_step = 7 is not in", "to-hf", run, out, "--step", 7)
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(export.HFWriter, "put", side_effect=full):
+    with mock.patch.object(NewFolder, "put", side_effect=full):
         says("could not be written (the disk is full", "to-hf", run, out)
     with mock.patch.object(LocalStore, "publish", side_effect=full):
         says("could not be written (the disk is full", "from-hf", hf, out)

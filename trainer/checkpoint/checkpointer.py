@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.checkpoint.export import export
+from trainer.checkpoint.export import write_hf
 from trainer.checkpoint.files import WholeState, Writer
 from trainer.checkpoint.folder import (
     BEST_FILE,
@@ -296,13 +297,27 @@ class Checkpointer:
             thread.shutdown(wait=False)
 
     def _export(self, step: int) -> None:
-        """Write the weights of the last step as a Hugging Face folder; the other ranks wait for the one that writes."""
+        """Write the weights of the last step, on rank 0 from their checkpoint, as a Hugging Face folder beside it."""
         set_timeout(self._config.comm.checkpoint_timeout_seconds, but_for=self.group)
+        output, dtype = self.folder.path / f"step-{step}-hf", getattr(torch, self.settings.export_dtype)
+        config = replace(self._config, checkpoint=replace(self.settings, load_step=step))
+
+        def write() -> None:
+            try:
+                if self._dims.rank("world") == 0:
+                    write_hf(output, config, self._model, dtype)
+            except OSError as error:
+                reason = full_disk(error, output.parent) or reason_of(error)
+                raise ConfigError(
+                    f"the Hugging Face folder {output} could not be written ({reason}); make room there, and make it "
+                    "from the checkpoint with lct convert to-hf"
+                ) from None
+
         try:
-            folder = export(self._job, self._dims, self._model_parts, step)
+            raise_on_all_ranks(write, self._dims["world"])
         except SharedConfigError as error:
             raise CheckpointError(str(error)) from None
-        logger.info(f"weights saved for Hugging Face in {folder}")
+        logger.info(f"weights saved for Hugging Face in {output}")
 
     def wait(self) -> None:
         """Wait for a save in the background.

@@ -1,7 +1,7 @@
 """Read a whole saved step: lengths, check sums, entries against the model, and values that must be finite."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from trainer.checkpoint.store import Store
 from trainer.checkpoint.weights import load_tensors, names_of, reader_of
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.hugging_face.files import grouped
 from trainer.models.args import ModelArgs
 from trainer.models.model_spec import model_spec
 from trainer.transforms.lora import apply_lora
@@ -60,8 +61,10 @@ def _verified(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None)
             raise unreadable(folder, step, f"{name} is no tensor")
         if not cover_once([_box(chunk) for chunk in entry.chunks], entry.size):
             raise unreadable(folder, step, f"the parts of {name} are not the whole of it")
-    for batch in _batches(entries):
-        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in batch.items()}
+    sizes = {name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in entries.items()}
+    for names in grouped(sizes, _AT_ONCE):
+        batch = ((name, entries[name]) for name in names)
+        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in batch}
         load_tensors(tensors, reader)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
@@ -112,15 +115,3 @@ def _difference(entries: Mapping[str, TensorStorageMetadata], expected: Mapping[
         if entries[name].size != shape:
             return f"{name} has the shape {tuple(entries[name].size)}, and {tuple(shape)} in the model"
     return next((f"it holds {name} and the model has none" for name in entries if name not in expected), "")
-
-
-def _batches(entries: Mapping[str, TensorStorageMetadata]) -> Iterator[dict[str, TensorStorageMetadata]]:
-    batch: dict[str, TensorStorageMetadata] = {}
-    size = 0
-    for name, entry in entries.items():
-        more = entry.size.numel() * entry.properties.dtype.itemsize
-        if batch and size + more > _AT_ONCE:
-            yield batch
-            batch, size = {}, 0
-        batch[name], size = entry, size + more
-    yield batch

@@ -107,7 +107,8 @@ def open_initial(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) 
 
     if text := once(look):
         return reader_of(folder, parse_state(text, step), once)
-    return HFReader(Path(given), hf_model(model_spec(config.model.name), args))
+    tensors = hf_model(model_spec(config.model.name), args)
+    return HFReader(Path(given), tensors, once(lambda: HFReader(Path(given), tensors).headers))
 
 
 def open_weights(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) -> list[WeightsReader]:

@@ -9,7 +9,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.checkpoint.folder import step_to_load
 from trainer.commands.finished_run import configuration
@@ -17,13 +16,10 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import to_toml
 from trainer.config.schema import Checkpoint, Job, JobConfig, Model, Training
 from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.files import check_output
 from trainer.job.tasks import resolve_model
 from trainer.models.registry import hf_config, hf_family
 from trainer.runtime.full_disk import full_disk
-
-if TYPE_CHECKING:
-    from trainer.checkpoint.export import ReadTensor
-    from trainer.checkpoint.weights import WeightsReader
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -41,20 +37,10 @@ def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: 
     args = resolve_model(config)
     import torch  # when the run is known to be there
 
-    from trainer.checkpoint.export import HFWriter, merged_tensor
-    from trainer.checkpoint.weights import open_weights
-    from trainer.hugging_face.writer import check_output
+    from trainer.checkpoint.export import write_hf
 
     check_output(output)
-    read = _reading(config, *open_weights(config, args))
-    writer = HFWriter(output, config, args, getattr(torch, dtype or config.training.dtype), most_bytes)
-    try:
-        for name, (ours, _) in writer.pairs.items():
-            writer.put(name, merged_tensor(config, args, name, read(name, ours.shape), read))
-        writer.finish()
-    except BaseException:
-        writer.discard()
-        raise
+    write_hf(output, config, args, getattr(torch, dtype or config.training.dtype), most_bytes)
 
 
 def to_peft(run: Path, output: Path, *, step: int) -> None:
@@ -71,25 +57,9 @@ def to_peft(run: Path, output: Path, *, step: int) -> None:
         raise ConfigError(f"{run} holds no adapters; train with --checkpoint.enable to save the last step")
     args = resolve_model(config)
     from trainer.checkpoint.export import write_peft
-    from trainer.checkpoint.weights import open_step
-    from trainer.hugging_face.writer import check_output
 
     check_output(output)
-    write_peft(output, config, args, _reading(config, open_step(config, args, saved)[1]))
-
-
-def _reading(config: JobConfig, *readers: "WeightsReader") -> "ReadTensor":
-    """Return a function that reads a whole tensor of ours, in the data type of the run."""
-    import torch
-
-    from trainer.checkpoint.weights import load_tensors
-
-    def read(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=getattr(torch, config.training.dtype))
-        load_tensors({f"model.{name}": tensor}, *readers)
-        return tensor
-
-    return read
+    write_peft(output, config, args, saved)
 
 
 def from_hf(folder: Path, output: Path, *, dtype: str, tokenizer: str | None) -> None:
@@ -105,7 +75,7 @@ def from_hf(folder: Path, output: Path, *, dtype: str, tokenizer: str | None) ->
     longest = hf_config(name).read(entries).max_seq_len
     from trainer.checkpoint.weights import save_initial
     from trainer.hugging_face.reader import HFReader
-    from trainer.hugging_face.writer import carry, check_output
+    from trainer.hugging_face.writer import carry
     from trainer.models.model_spec import hf_model, model_spec
 
     check_output(output)

@@ -10,6 +10,7 @@ safetensors writes whole files, and maps those that it reads: one that is cut me
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,18 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     return _without_tables(found)
 
 
+def headers_of(found: Mapping[str, Stored]) -> bytes:
+    """Return what `stored_of` turns into these tensors of a folder on another rank."""
+    return json.dumps({name: [x.file.name, x.dtype, x.shape, x.start] for name, x in found.items()}).encode()
+
+
+def stored_of(folder: Path, headers: bytes) -> dict[str, Stored]:
+    found = json.loads(headers)
+    return {
+        name: Stored(folder / file, dtype, tuple(shape), start) for name, (file, dtype, shape, start) in found.items()
+    }
+
+
 def _without_tables(found: dict[str, Stored]) -> dict[str, Stored]:
     """Leave out the tables of frequencies that transformers stored until 2023, and ignores since then."""
     return {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}
@@ -110,6 +123,19 @@ class NewFile:
     tensors: tuple[str, ...]
 
 
+def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
+    """Return the names in groups whose sizes add up to at most so much; a larger one is alone."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if groups[-1] and total + size > most:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += size
+    return groups
+
+
 def plan_files(
     shapes: Mapping[str, Shape], dtype: str, most_bytes: float, stem: str = "model"
 ) -> tuple[list[NewFile], str]:
@@ -118,11 +144,7 @@ def plan_files(
     A tensor that is larger has a file of its own. stem: what names of files begin with.
     """
     sizes = {name: math.prod(shape) * BYTES[dtype] for name, shape in shapes.items()}
-    groups: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if groups[-1] and sum(map(sizes.get, groups[-1])) + size > most_bytes:
-            groups.append([])
-        groups[-1].append(name)
+    groups = grouped(sizes, most_bytes)
     count = len(groups)
     parts = [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else [""]
     names = [f"{stem}{part}.safetensors" for part in parts]
@@ -146,3 +168,19 @@ def _header(shapes: Mapping[str, Shape], dtype: str) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     return len(text).to_bytes(8, "little") + text
+
+
+def unfinished_output(output: Path) -> Path:
+    """Return where a folder is written before it has its name."""
+    return output.with_name(f"{output.name}.tmp")
+
+
+def check_output(output: Path) -> None:
+    """Check that a folder that a command is to write is not there yet.
+
+    Raises:
+        ConfigError: it is, or what an interrupted command has left of it.
+    """
+    for path in (output, unfinished_output(output)):
+        if os.path.lexists(path):
+            raise ConfigError(f"{path} is there already; name another folder, or remove it")

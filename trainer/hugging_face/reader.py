@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from trainer.config.errors import ConfigError
-from trainer.hugging_face.files import BYTES, Stored, read_folder
+from trainer.hugging_face.files import BYTES, Stored, headers_of, read_folder, stored_of
 from trainer.hugging_face.tensors import HFModel, check_shapes
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -32,8 +32,19 @@ class HFReader(StorageReader):
         ConfigError: a file is missing or broken; a tensor is missing, unknown or of another shape.
     """
 
-    def __init__(self, folder: Path, model: HFModel) -> None:
-        self.path, self.pairs, self._stored = folder, model.pairs, read_folder(folder)
+    def __init__(self, folder: Path, model: HFModel, headers: bytes | None = None) -> None:
+        """headers: what the attribute of a reader of another rank holds, which has read and checked the files."""
+        self.path, self.pairs = folder, model.pairs
+        self._stored = read_folder(folder) if headers is None else stored_of(folder, headers)
+        if headers is None:
+            self._check(model)
+
+    @property
+    def headers(self) -> bytes:
+        """Names, shapes and places of all tensors, for readers of other ranks."""
+        return headers_of(self._stored)
+
+    def _check(self, model: HFModel) -> None:
         second_names = {name: first for name, first in model.second_names.items() if {name, first} <= {*self._stored}}
         found = {name: stored.shape for name, stored in self._stored.items() if name not in second_names}
         try:
@@ -41,7 +52,7 @@ class HFReader(StorageReader):
             for name, first in second_names.items():
                 self._check_equal(name, first)
         except ConfigError as error:
-            raise ConfigError(f"{folder}: {error}; the folder must hold the weights of this very model") from None
+            raise ConfigError(f"{self.path}: {error}; the folder must hold the weights of this very model") from None
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None

@@ -10,9 +10,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainer.config.errors import ConfigError
 from trainer.config.writable import sync
-from trainer.hugging_face.files import INDEX, plan_files
+from trainer.hugging_face.files import INDEX, plan_files, unfinished_output
 from trainer.hugging_face.reader import DTYPES
 from trainer.hugging_face.tensors import Shape
 
@@ -113,19 +112,3 @@ def carry(source: Path, target: Path, *more: str) -> None:
     for file in (file for pattern in (*_CARRIED, *more) for file in source.glob(pattern)):
         if file.is_file():
             shutil.copy(file, target)
-
-
-def unfinished_output(output: Path) -> Path:
-    """Return where a folder is written before it has its name."""
-    return output.with_name(f"{output.name}.tmp")
-
-
-def check_output(output: Path) -> None:
-    """Check that a folder that a command is to write is not there yet.
-
-    Raises:
-        ConfigError: it is, or what an interrupted command has left of it.
-    """
-    for path in (output, unfinished_output(output)):
-        if os.path.lexists(path):
-            raise ConfigError(f"{path} is there already; name another folder, or remove it")
