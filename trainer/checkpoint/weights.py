@@ -1,5 +1,6 @@
 """The weights of a model as a part of checkpoints: their names, and loading them alone."""
 
+import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,7 +120,7 @@ def open_weights(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) 
     Raises:
         ConfigError: they are damaged, or of another model.
     """
-    step = step_to_load(config) if config.checkpoint.enable else None
+    step = json.loads(once(lambda: json.dumps(step_to_load(config) if config.checkpoint.enable else None).encode()))
     if step is None:
         return [open_initial(config, args, once)]
     saved = open_step(config, args, step, once=once)[1]
