@@ -260,6 +260,10 @@ def test_a_store_that_does_not_answer_is_one_sentence(folder: RemoteStore, capsy
 
 def test_a_bucket_that_does_not_exist_is_named(store: None) -> None:
     assert "bucket does not exist); check address, credentials and network" in refused(configured("s3://buckte/run"))
+    start = parse_command_line(["--checkpoint.initial_load_path=s3://buckte/run/step-5"]).config
+    assert "step-5 cannot be read (" in refused(start)
+    start = parse_command_line([f"--checkpoint.initial_load_path={ADDRESS}/nobody/step-5"]).config
+    assert "is no folder here, and no checkpoint in a store" in refused(start)
 
 
 def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from trainer.checkpoint.remote import named_step, saved_step
 from trainer.checkpoint.store import STATE_FILE
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig, LoRA
-from trainer.config.writable import is_address
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.hugging_face.files import read_folder
 from trainer.models.args import ModelArgs
@@ -36,9 +35,10 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
     if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
         return  # a run with checkpoints resumes from them; those of adapters hold nothing else
     path, step = Path(given), saved_step(_KEY, given)
-    if step is None and not is_address(given) and not path.is_dir():
+    if step is None and not path.is_dir():
         raise MissingFile(
-            f"{_KEY} = {given!r} is no folder here; name a folder with weights (for a finished run, in its config.toml)"
+            f"{_KEY} = {given!r} is no folder here, and no checkpoint in a store; name a folder with weights (for a "
+            "finished run, in its config.toml)"
         )
     if not config.checkpoint.initial_load_model_only:
         _check_branch(config, given, step)

@@ -184,7 +184,5 @@ def saved_step(key: str, address: str) -> int | None:
     store, step = named_step(key, address)
     try:
         return step if step is not None and STATE_FILE in store.sizes(step) else None
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except OSError as error:
         raise MissingFile(f"{store.step(step)} cannot be read ({reason_of(error)}); {store.remedy}") from None

@@ -64,7 +64,7 @@ class Store(ABC):
 
     @abstractmethod
     def sizes(self, step: int) -> dict[str, int]:
-        """Return name and bytes of every file of a step."""
+        """Return name and bytes of every file of a step; none where there is no such step."""
 
     @abstractmethod
     def open(self, file: Place, mode: str) -> AbstractContextManager[IO[bytes]]:
@@ -123,6 +123,8 @@ class LocalStore(Store):
         return []
 
     def sizes(self, step: int) -> dict[str, int]:
+        if not self.step(step).is_dir():
+            return {}
         with os.scandir(self.step(step)) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
