@@ -423,16 +423,19 @@ def test_another_data_type_is_rounded_once(tmp_path: Path, dtype: str) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch_dtype
 
 
+def write_to_a_full_disk(output: Path) -> None:
+    with NewFolder(output, {"a": (4354, 32), "b": (32,)}, torch.float32) as folder:
+        folder.put("a", torch.zeros(4354, 32))
+        folder._file.close()
+        folder._file = open("/dev/full", "wb")  # noqa: SIM115
+        folder.put("b", torch.zeros(32))
+        folder.finish("config.json", {})
+
+
 def test_what_a_full_disk_leaves_is_removed(tmp_path: Path) -> None:
     """Small tensors wait in a buffer, so that the error may come when the file is closed, and again."""
-    folder = NewFolder(tmp_path / "out", {"a": (4354, 32), "b": (32,)}, torch.float32)
-    folder.put("a", torch.zeros(4354, 32))
-    folder._file.close()
-    folder._file = open("/dev/full", "wb")  # noqa: SIM115
-    folder.put("b", torch.zeros(32))
     with pytest.raises(OSError, match="No space left"):
-        folder.finish("config.json", {})
-    folder.discard()
+        write_to_a_full_disk(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -38,16 +38,12 @@ def write_hf(
     """
     content = _config_json(config, args, dtype)
     model, readers = hf_model(model_spec(config.model.name), args), open_weights(config, args)
-    folder = NewFolder(output, model.shapes(), dtype, most_bytes=most_bytes)
-    try:
-        shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
+    shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
+    with NewFolder(output, model.shapes(), dtype, most_bytes=most_bytes) as folder:
         for name, whole in _whole_tensors(config, args, shapes, readers):
             for there, part in model.pairs[name][1].tensors(whole).items():
                 folder.put(there, part)
         folder.finish(CONFIG_FILE, content, hf_folder(config))
-    except BaseException:
-        folder.discard()
-        raise
 
 
 def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
@@ -113,9 +109,6 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         theirs[f"base_model.model.{there}.lora_A.weight"] = ours[f"{module}.{A}"]
         theirs[f"base_model.model.{there}.lora_B.weight"] = hf.to_hf(ours[f"{module}.{B}"])  # rows as there
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-    folder = NewFolder(output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model")
-    for name, tensor in theirs.items():
-        folder.put(name, tensor)
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -127,4 +120,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         "target_modules": sorted(modules),
         "inference_mode": True,
     }
-    folder.finish("adapter_config.json", content)
+    with NewFolder(output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model") as folder:
+        for name, tensor in theirs.items():
+            folder.put(name, tensor)
+        folder.finish("adapter_config.json", content)

@@ -33,7 +33,8 @@ _BLOCK = 2**20  # elements that are converted to another data type at once
 class NewFolder:
     """Writes tensors to a new folder, which has its name when all of it is on the disk.
 
-    `put` each tensor in the order of `shapes`, then `finish`.
+    As a context manager it removes what was written before an error. `put` each tensor in the order of `shapes`, then
+    `finish`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class NewFolder:
             self._close()
             self._file = (self._unfinished / file.name).open("wb")
             self._file.write(file.header)
-        for block in tensor.cpu().reshape(-1).split(_BLOCK):
+        for block in tensor.reshape(-1).split(_BLOCK):
             self._file.write(memoryview(block.to(self._dtype).view(torch.uint8).numpy()))
 
     def finish(self, name: str, content: Mapping[str, Any], carried_from: Path | None = None) -> None:
@@ -92,8 +93,12 @@ class NewFolder:
         self._unfinished.rename(self._output)
         sync(self._output.parent)
 
-    def discard(self) -> None:
-        """Remove what was written."""
+    def __enter__(self) -> "NewFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            return
         if self._file is not None:
             with contextlib.suppress(OSError):  # what is left in its buffer cannot be written either
                 self._file.close()
