@@ -43,6 +43,7 @@ def write_hf(
         for name, whole in _whole_tensors(config, args, shapes, readers):
             for there, part in model.pairs[name][1].tensors(whole).items():
                 folder.put(there, part)
+            del whole, part  # before the next ones are read
         folder.finish(CONFIG_FILE, content, hf_folder(config))
 
 
@@ -71,10 +72,10 @@ def _whole_tensors(
         beside = {name: shape for name, shape in adapters.items() if name.rpartition(".")[0] in modules}
         tensors = _read(config, {name: shapes[name] for name in names} | beside, readers)
         for name, module in zip(names, modules, strict=True):
-            whole = tensors.pop(name)
             if module in adapted and name != module:
-                whole = merged(whole, tensors[f"{module}.{A}"], tensors[f"{module}.{B}"], config.lora)
-            yield name, whole
+                a, b = tensors[f"{module}.{A}"], tensors[f"{module}.{B}"]
+                tensors[name] = merged(tensors[name], a, b, config.lora)
+            yield name, tensors.pop(name)
 
 
 def _adapter_shapes(config: JobConfig, args: DecoderArgs) -> dict[str, Shape]:
