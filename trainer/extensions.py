@@ -22,10 +22,10 @@ from trainer.config.errors import ConfigError
 from trainer.config.registry import CHOICES, OPTIMIZERS, TABLES, TASK_OF_DATASET
 from trainer.data.sources.registry import DATASETS, Source
 from trainer.distributed.context_parallel.planning.methods import METHODS, Method
+from trainer.hugging_face.config_json import HFConfig
 from trainer.job.record import TaskSpec
 from trainer.job.tasks import TASKS
 from trainer.models.args import ModelArgs
-from trainer.models.hf_config import HFConfig
 from trainer.models.registry import HF_CONFIGS, MODELS
 from trainer.observer import OBSERVERS
 

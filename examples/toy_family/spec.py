@@ -8,9 +8,10 @@ from examples.toy_family.args import ToyArgs
 from examples.toy_family.model import ToyDecoder
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.hugging_face.tensors import HFTensor
 from trainer.models.common.parallelize import parallelize_decoder
 from trainer.models.common.stages import keep_stage
-from trainer.models.model_spec import Counterpart, ModelSpec
+from trainer.models.model_spec import ModelSpec
 from trainer.observer import Observer
 
 
@@ -27,11 +28,11 @@ class ChannelBalance(Observer):
             layer.counts.zero_()
 
 
-def counterpart(args: ToyArgs, name: str) -> Counterpart:
+def hf_tensor(args: ToyArgs, name: str) -> HFTensor:
     """Another name; the matrices of attention are transposed."""
     if ".attention.w" in name and name.endswith(".weight"):
-        return Counterpart(f"toy.{name}", torch.t, torch.t)
-    return Counterpart(f"toy.{name}")
+        return HFTensor(f"toy.{name}", torch.t, torch.t)
+    return HFTensor(f"toy.{name}")
 
 
 SPEC = ModelSpec(
@@ -40,6 +41,6 @@ SPEC = ModelSpec(
     keep_stage=keep_stage,
     parallelize=parallelize_decoder,
     cp_buffers=lambda part: [(part.freqs_cis, 0)],
-    state_dict_adapter=counterpart,
+    state_dict_adapter=hf_tensor,
     observer=ChannelBalance,
 )

@@ -118,6 +118,17 @@ class Rows:
         return {}
 
 
+EXPORTED = ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
+_POSITION = {0: {"samples": 0, "seed": 0, "data_streams": 8}}
+
+
+def exported(trainer: Trainer, step: int) -> Path:
+    """Save the last step of a job with `EXPORTED`, and return the Hugging Face folder beside it."""
+    with mock.patch.object(Rows, "state_dict", return_value=_POSITION):
+        trainer.checkpoint.save(step, tokens_seen=0, last=True)
+    return trainer.checkpoint.folder.path / f"step-{step}-hf"
+
+
 class MadeRows(LanguageTask):
     """The real task on made-up rows."""
 

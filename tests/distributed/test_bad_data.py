@@ -13,7 +13,8 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import main_case, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint.folder import read_state, saved_steps
+from trainer.checkpoint.folder import read_state
+from trainer.checkpoint.store import LocalStore
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
@@ -79,13 +80,13 @@ def test_a_damaged_document_stops_or_is_left_out(pool: WorkerPool, tmp_path: Pat
     assert told.startswith(f"{damaged}/shard-00000.bin, document {bad_document()}, is damaged: its check sum is wrong")
     assert {done for _, done, _ in stopped} == {steps}
     folder = tmp_path / "stop" / "checkpoint"
-    assert saved_steps(folder) == [steps]
-    streams = read_state(folder, steps).streams
+    assert LocalStore(folder).steps() == [steps]
+    streams = read_state(LocalStore(folder), steps).streams
     assert sorted(streams) == list(range(STREAMS))
 
     again = pool.run(ranks, train, str(tmp_path / "stop"), given)  # nothing is trained, nothing lost
     assert [(told, done) for told, done, _ in again] == [(stopped[0][0], 0)] * ranks
-    assert saved_steps(folder) == [steps]
+    assert LocalStore(folder).steps() == [steps]
     on = pool.run(ranks, train, str(tmp_path / "stop"), [*given, "--training.on_bad_record=skip"])
     assert [(told, done) for told, done, _ in on] == [("", 12 - steps)] * ranks
     whole = pool.run(ranks, train, str(tmp_path / "skip"), [*given, "--training.on_bad_record=skip"])
@@ -133,7 +134,7 @@ def test_files_that_shrink_stop_all_ranks_after_a_checkpoint(pool: WorkerPool, t
     ((told, saved), other) = pool.run(2, lose_the_ids, str(tmp_path / "run"), str(damaged))
     assert other == (told, saved)
     assert "shard-00000.bin is shorter than when the run began to read it" in told
-    assert saved_steps(tmp_path / "run" / "checkpoint") == [saved]
+    assert LocalStore(tmp_path / "run" / "checkpoint").steps() == [saved]
 
 
 def test_changed_data_start_anew_on_purpose(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
@@ -191,7 +192,7 @@ def test_ranks_that_read_different_data_stop_before_the_first_step(pool: WorkerP
         results = pool.run(2, of_one_rank_case, str(tmp_path), given, [different])
         assert [code for code, _ in results] == [2, 2]
         assert told in "".join(err for _, err in results)
-    assert not saved_steps(tmp_path / "checkpoint")
+    assert not LocalStore(tmp_path / "checkpoint").steps()
 
 
 def found_case(ranks_of_a_node: int) -> tuple[str, int]:

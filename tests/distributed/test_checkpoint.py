@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import product
@@ -20,8 +21,8 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.checkpoint import files as checkpoint_files
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
-from trainer.checkpoint.folder import saved_steps
 from trainer.checkpoint.host_copies import _local
+from trainer.checkpoint.store import LocalStore
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.sharding import exchange
@@ -167,10 +168,10 @@ def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, 
             assert trainer.checkpoint.save(1, tokens_seen=0)
             for step in (2, 3):
                 trainer.train_step(step)
-            meanwhile = saved_steps(path)
+            meanwhile = LocalStore(path).steps()
             trained.set()
             trainer.checkpoint.wait()
-        return wanted, whole_state(trainer), meanwhile, saved_steps(path)
+        return wanted, whole_state(trainer), meanwhile, LocalStore(path).steps()
 
 
 @pytest.mark.parametrize(
@@ -219,14 +220,14 @@ def test_the_memory_of_copies_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
 
 def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str, str, list[int]]:
     """Rank `rank` cannot write, with this error; where it arrives, and how it reads."""
-    broken = checkpoint_files.Writer.write_data if rank else checkpoint_files.publish
+    target = (checkpoint_files.Writer, "write_data") if rank else (LocalStore, "publish")
+    broken = getattr(*target)
 
     def no_space(*_: object) -> None:
         if Process.from_environment().rank == rank:
             raise OSError(number, os.strerror(number))
         return broken(*_)
 
-    target = (checkpoint_files.Writer, "write_data") if rank else (checkpoint_files, "publish")
     with trainer_in(folder, [f"--checkpoint.async_mode={mode}", *LAYOUTS["fsdp2"][1]]) as trainer:
         trainer.train_step(1)
         where, text = "nowhere", ""
@@ -239,7 +240,7 @@ def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str,
                 trainer.checkpoint.save(1000, tokens_seen=0)
             except CheckpointError as error:
                 text = str(error)
-        return where, text, saved_steps(Path(folder) / "checkpoint")
+        return where, text, LocalStore(Path(folder) / "checkpoint").steps()
 
 
 ROOM_ERRORS = {errno.ENOSPC: "the disk is full (", errno.EDQUOT: "the quota of this user is used up (about "}
@@ -337,7 +338,8 @@ def test_folders_that_cannot_be_made_are_one_sentence(pool: WorkerPool, tmp_path
 def steps_seen_case(folder: str) -> str:
     """Rank 1 does not see the checkpoints of rank 0: a folder that is not shared."""
     if Process.from_environment().rank == 1:
-        with mock.patch("trainer.checkpoint.checkpointer.step_to_load", return_value=None):
+        elsewhere = mock.patch.dict(os.environ, {"LOCAL_RANK": "0"})  # of another machine
+        with elsewhere, mock.patch("trainer.checkpoint.checkpointer.step_to_load", return_value=None):
             return main_case(folder, LAYOUTS["fsdp2"][1])
     return main_case(folder, LAYOUTS["fsdp2"][1])
 
@@ -351,6 +353,37 @@ def test_ranks_that_see_different_folders_stop(pool: WorkerPool, tmp_path: Path)
 
 
 # ---- cost
+
+
+def read_case(folder: str, arguments: list[str]) -> list[str]:
+    """The files and folders of checkpoints that this rank opens and lists, from its start to its first step."""
+    seen: list[str] = []
+    counting = [True]
+
+    def note(event: str, args: tuple) -> None:
+        if counting and event in ("open", "os.scandir", "os.listdir") and f"{folder}/checkpoint" in str(args[0]):
+            seen.append(Path(str(args[0])).name)
+
+    process = Process.from_environment()
+    config = parse_command_line([*SETTINGS, f"--job.dump_folder={folder}", *arguments]).config
+    sys.addaudithook(note)
+    with process_group(process, config.comm):
+        device = process.device
+        job = resolve(config, process.world_size, device.type, weights_checked=True)
+        with Trainer(job, device).checkpoint:
+            counting.clear()
+            return seen
+
+
+def test_a_rank_that_is_no_reader_opens_files_of_tensors_alone(pool: WorkerPool, tmp_path: Path) -> None:
+    """Of a thousand ranks one reads the metadata, once, and lists the files."""
+    arguments = LAYOUTS["fsdp2"][1]
+    pool.run(2, load_step_save, str(tmp_path), arguments, 1)
+    first, other = pool.run(2, read_case, str(tmp_path), arguments)
+    assert first.count(".metadata") == 1
+    assert {"checkpoint", "step-1", "state.json"} <= {*first}
+    assert {*other} <= {"__0_0.distcp", "__1_0.distcp"}
+    assert len(other) == len({*other}) > 0
 
 
 def stop_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], dict[str, int]]:

@@ -12,7 +12,8 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, main_case, merged, same, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint.folder import read_state, saved_steps
+from trainer.checkpoint.folder import read_state
+from trainer.checkpoint.store import LocalStore
 from trainer.checkpoint.verify import verify_step
 from trainer.runtime.process_group import Process
 
@@ -28,7 +29,7 @@ def timed_case(folder: str, arguments: list[str], passed: dict[int, int]) -> lis
                 checkpoint._saved_at -= 1001
             trainer.train_step(step)
             checkpoint.save(step, tokens_seen=0, due=trainer.save_is_due)
-        return saved_steps(Path(folder) / "checkpoint")
+        return LocalStore(Path(folder) / "checkpoint").steps()
 
 
 def test_one_rank_whose_time_is_up_makes_all_save(pool: WorkerPool, tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_load_only_resumes_and_writes_no_checkpoint(pool: WorkerPool, tmp_path: 
     assert contents(tmp_path / "a") == before
     assert len((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()) == 2
     assert [code for code, _ in pool.run(2, main_case, str(tmp_path / "b"), arguments)] == [0, 0]
-    assert saved_steps(tmp_path / "a" / "checkpoint") == [2, 3, 4]  # a control: without it, there are more
+    assert LocalStore(tmp_path / "a" / "checkpoint").steps() == [2, 3, 4]  # a control: without it, there are more
 
 
 @pytest.mark.parametrize("anew", [["optimizer"], *slow(["dataloader"], ["optimizer", "dataloader"])])
@@ -102,15 +103,15 @@ def test_a_run_continues_another_one_and_then_itself(pool: WorkerPool, tmp_path:
         else:
             assert same(got[name], value), name
     assert contents(tmp_path / "a") == before
-    assert saved_steps(tmp_path / "b" / "checkpoint") == [3]
+    assert LocalStore(tmp_path / "b" / "checkpoint").steps() == [3]
     after = merged(results, "after")
     again = merged(pool.run(2, load_step_save, str(tmp_path / "b"), [*FSDP2, *branch], 0), "before")
     assert [name for name in after if not same(after[name], again[name])] == []
 
 
 def best_unreadable_case(folder: str, arguments: list[str]) -> tuple[int, str]:
-    """Rank 1 cannot read which checkpoint is the best one."""
-    failing = OSError(errno.EIO, os.strerror(errno.EIO)) if Process.from_environment().rank == 1 else None
+    """Rank 0 cannot read which checkpoint is the best one."""
+    failing = OSError(errno.EIO, os.strerror(errno.EIO)) if Process.from_environment().rank == 0 else None
     with mock.patch("trainer.checkpoint.checkpointer.best_saved", side_effect=failing, return_value=None):
         return main_case(folder, arguments)
 
@@ -120,21 +121,21 @@ def test_a_mark_of_the_best_that_one_rank_cannot_read_stops_all(pool: WorkerPool
     results = pool.run(2, best_unreadable_case, str(tmp_path), [*FSDP2, "--training.steps=2"])
     assert all(code != 0 for code, _ in results)
     assert "best.json cannot be read (Input/output error)" in "".join(text for _, text in results)
-    assert saved_steps(tmp_path / "checkpoint") == [1]
+    assert LocalStore(tmp_path / "checkpoint").steps() == [1]
 
 
 def test_the_last_save_may_be_of_weights_alone(pool: WorkerPool, tmp_path: Path) -> None:
     """No run goes on from them by itself; other commands take them, and an optimizer may start anew with them."""
     run, arguments = str(tmp_path), [*FSDP2, "--checkpoint.last_save_model_only", "--checkpoint.interval=1"]
     wanted = merged(pool.run(2, load_step_save, run, [*arguments, "--training.steps=2"], 2), "after")
-    state = read_state(tmp_path / "checkpoint", 2)
+    state = read_state(LocalStore(tmp_path / "checkpoint"), 2)
     assert state.model_only
     whole = pool.run(2, load_step_save, str(tmp_path / "stopped"), [*arguments, "--training.steps=3"], 2)
     assert same(merged(whole, "after")["model.norm.weight"], wanted["model.norm.weight"])
-    stopped = read_state(tmp_path / "stopped" / "checkpoint", 2)  # before its last step
+    stopped = read_state(LocalStore(tmp_path / "stopped" / "checkpoint"), 2)  # before its last step
     assert not stopped.model_only
     assert sum(state.files.values()) < 0.5 * sum(stopped.files.values())
-    verified = verify_step(tmp_path / "checkpoint", 2, None)
+    verified = verify_step(LocalStore(tmp_path / "checkpoint"), 2, None)
     assert verified.tensors == sum(name.startswith("model.") for name in wanted)
 
     results = pool.run(2, main_case, run, [*arguments, "--training.steps=3"])
@@ -149,4 +150,4 @@ def test_the_last_save_may_be_of_weights_alone(pool: WorkerPool, tmp_path: Path)
     assert results[0]["step"] == 2
     assert [name for name in wanted if name.startswith("model.") and not same(got[name], wanted[name])] == []
     assert not any(got[name].any() for name in got if name.startswith("optimizer."))
-    assert not read_state(tmp_path / "checkpoint", 3).model_only
+    assert not read_state(LocalStore(tmp_path / "checkpoint"), 3).model_only

@@ -16,15 +16,14 @@ from tests.distributed.test_generation import opened
 from tests.distributed.test_parity import degrees
 from tests.hf_experts import hf_experts
 from tests.unit.test_expert_hugging_face import GPT_OSS, QWEN, logits_there, relative, whole_folder
-from trainer.checkpoint.export import export
-from trainer.checkpoint.hf_reader import HFReader
 from trainer.checkpoint.weights import load_weights
 from trainer.components import generation
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
+from trainer.hugging_face.reader import HFReader
 from trainer.job import resolve
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.model_spec import model_spec
+from trainer.models.model_spec import hf_model, model_spec
 from trainer.runtime.process_group import Process, process_group
 
 MODELS = {"qwen3_moe": replace(QWEN, vocab_size=4354), "gpt_oss": GPT_OSS}
@@ -33,7 +32,7 @@ MODELS = {"qwen3_moe": replace(QWEN, vocab_size=4354), "gpt_oss": GPT_OSS}
 def here_case(family: str, folder: str, texts: list[list[int]]) -> torch.Tensor:
     """Logits of the token after each text."""
     with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
-        load_weights(HFReader(Path(folder), model_spec(family), job.model), [part])
+        load_weights([HFReader(Path(folder), hf_model(model_spec(family), job.model))], [part])
         return next(islice(generation._again(part, job, dims, texts), 1))
 
 
@@ -52,13 +51,18 @@ def test_logits_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, fami
 def through_case(family: str, folder: str, output: str, arguments: list[str]) -> str:
     """Take the weights of a folder, and export them without a step."""
     given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
-    given += [f"--job.dump_folder={output}", "--training.dtype=float64", "--checkpoint.export_dtype=float64"]
+    given += [
+        f"--job.dump_folder={output}",
+        "--training.dtype=float64",
+        "--checkpoint.export_dtype=float64",
+        *harness.EXPORTED,
+    ]
     config = parse_command_line([*BASE, *given, *arguments]).config
     process = Process.from_environment()
     with process_group(process, config.comm):
         job = resolve(config, process.world_size, process.device.type)
         trainer = RecordingTrainer(job, process.device, record=Record())
-        written = export(trainer.job, trainer.dims, trainer.model_parts, 0)
+        written = harness.exported(trainer, 1)
         trainer.metrics.close()
     return str(written)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.distributed.pool import WorkerPool
 from tests.hf_decoders import hf_model
+from tests.hf_tensors import to_hf
 from tests.slow import slow
 from trainer.commands import generate as command
 from trainer.commands.finished_run import loaded_model
@@ -36,7 +37,6 @@ from trainer.models.common.shapes import RopeScaling
 from trainer.models.initialization import initialize
 from trainer.models.llama3.args import TransformerArgs
 from trainer.models.model_spec import model_spec
-from trainer.models.state_dict import to_hf
 from trainer.runtime.process_group import Process, process_group
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +177,7 @@ def hugging_face_case(family: str, prompts: list[list[int]], tokens: int) -> tup
         args = job.model
         theirs = hf_model(family, args).eval()
         theirs.generation_config.eos_token_id = None
-        weights = dict(to_hf(model_spec(family), args, part.named_parameters()))
+        weights = to_hf(model_spec(family), args, part.named_parameters())
         theirs.load_state_dict(weights, strict=not args.tie_embeddings)
         found = []
         for prompt in prompts:

@@ -23,18 +23,19 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged
 from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model, in_float64
+from tests.hf_tensors import to_hf
 from tests.slow import slow
-from trainer.checkpoint import hf_reader, hf_writer
-from trainer.checkpoint.export import export
+from trainer.checkpoint.checkpointer import CheckpointError
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.hugging_face import reader as hf_reader
+from trainer.hugging_face.writer import NewFolder
 from trainer.job import resolve
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.shapes import RopeScaling
 from trainer.models.model_spec import model_spec
 from trainer.models.registry import HF_CONFIGS
-from trainer.models.state_dict import to_hf
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 
@@ -63,7 +64,7 @@ def train(folder: str, hf: str, dtype: str, arguments: list[str]) -> dict:
     """On each rank: start from the weights in `hf`, train, export; losses, weights, logits before the first step."""
     process = Process.from_environment()
     given = ["--model.flavor=debugmodel", f"--model.path={hf}", f"--training.dtype={dtype}"]
-    given += [f"--job.dump_folder={folder}", f"--checkpoint.export_dtype={dtype}", *arguments]
+    given += [f"--job.dump_folder={folder}", f"--checkpoint.export_dtype={dtype}", *harness.EXPORTED, *arguments]
     config = parse_command_line([*SETTINGS, *given]).config
     with mock.patch.object(harness, "VOCAB", LLAMA.vocab_size), process_group(process, config.comm):
         trainer = RecordingTrainer(resolved(config, process), process.device, record=Record())
@@ -75,7 +76,7 @@ def train(folder: str, hf: str, dtype: str, arguments: list[str]) -> dict:
         for step in range(1, STEPS + 1):
             trainer.train_step(step)
         weights = trainer.of_all_stages(lambda p: p)
-        output = export(trainer.job, trainer.dims, trainer.model_parts, STEPS)
+        output = harness.exported(trainer, STEPS)
         trainer.metrics.close()
     if process.rank:
         return {}
@@ -166,7 +167,7 @@ def check(pool: WorkerPool, folder: Path, model: str, dtype: str, layout: str) -
         assert error(got["logits"], before) < TOLERANCE[dtype]
     # The export: bit for bit the weights of the run.
     exported = safetensors.torch.load_file(got["output"] / "model.safetensors")
-    wanted = dict(to_hf(model_spec(FAMILIES[model]), MODELS[model], got["weights"].items()))
+    wanted = to_hf(model_spec(FAMILIES[model]), MODELS[model], got["weights"].items())
     assert exported.keys() == wanted.keys()
     assert [name for name, x in wanted.items() if not torch.equal(x, exported[name])] == []
     loaded = AutoModelForCausalLM.from_pretrained(got["output"], dtype=getattr(torch, dtype))
@@ -203,7 +204,7 @@ def unmoved(folder: str, hf: str) -> float:
 
 
 def unmoved_rows(reader: hf_reader.HFReader, name: str, offsets: list[int], lengths: list[int]) -> torch.Tensor:
-    return hf_reader._read_part(reader._stored[reader.pairs[name].hf.name], offsets, lengths)
+    return hf_reader._read_part(reader._stored[reader.pairs[name][1].name], offsets, lengths)
 
 
 def test_the_test_sees_rotary_rows_in_the_wrong_order(pool: WorkerPool, tmp_path: Path) -> None:
@@ -216,17 +217,20 @@ def test_the_test_sees_rotary_rows_in_the_wrong_order(pool: WorkerPool, tmp_path
 # ---- what a rank reads, and what goes wrong
 
 
-def bytes_read(folder: str, hf: str, arguments: list[str]) -> tuple[int, int]:
-    """Bytes that this rank reads from the weights' files, and those that its part of the model has."""
+def bytes_read(folder: str, hf: str, arguments: list[str]) -> tuple[int, int, int]:
+    """Bytes that this rank reads from the weights' files, those that its part has, and readings of all headers."""
     read, real = [], hf_reader._read_exactly
+    headers = mock.patch.object(hf_reader, "read_folder", side_effect=hf_reader.read_folder)
 
     def counted(file, start: int, into: memoryview) -> None:
         read.append(len(into))
         real(file, start, into)
 
-    with mock.patch.object(hf_reader, "_read_exactly", counted), trainer_from(folder, hf, arguments) as trainer:
+    count = mock.patch.object(hf_reader, "_read_exactly", counted)
+    with count, headers as folders, trainer_from(folder, hf, arguments) as trainer:
         parameters = [p for part in trainer.model_parts for p in part.parameters()]
-        return sum(read), sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
+        return sum(read), held, folders.call_count
 
 
 @contextmanager
@@ -247,7 +251,9 @@ def test_a_rank_reads_what_it_holds(pool: WorkerPool, tmp_path: Path, layout: st
     world_size, arguments = LAYOUTS[layout]
     arguments = [*arguments, "--training.dtype=float64"]  # as the file
     whole = sum(x.nbytes for x in safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors").values())
-    for read, held in pool.run(world_size, bytes_read, str(tmp_path / "run"), str(tmp_path / "hf"), arguments):
+    results = pool.run(world_size, bytes_read, str(tmp_path / "run"), str(tmp_path / "hf"), arguments)
+    assert [folders for _, _, folders in results] == [1] + [0] * (world_size - 1)  # one rank reads the headers
+    for read, held, _ in results:
         assert read == held
         assert read < 0.6 * whole
 
@@ -273,11 +279,11 @@ def test_a_wrong_file_is_the_same_sentence_on_every_rank(pool: WorkerPool, tmp_p
 
 
 def failed_export(folder: str, hf: str, arguments: list[str], at: str) -> tuple[str, list[str]]:
-    full = mock.patch.object(hf_writer.HFWriter, at, side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with trainer_from(folder, hf, arguments) as trainer, full:
+    full = mock.patch.object(NewFolder, at, side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with trainer_from(folder, hf, [*harness.EXPORTED, *arguments]) as trainer, full:
         try:
-            export(trainer.job, trainer.dims, trainer.model_parts, 1)
-        except ConfigError as error:
+            trainer.checkpoint.save(1, tokens_seen=0, last=True)
+        except CheckpointError as error:
             return str(error), [path.name for path in (Path(folder) / "checkpoint").iterdir()]
     return "", []
 
@@ -285,12 +291,11 @@ def failed_export(folder: str, hf: str, arguments: list[str], at: str) -> tuple[
 @pytest.mark.parametrize("at", ["put", *slow("__init__", "finish")])
 def test_a_full_disk_at_the_export_is_told_on_every_rank(pool: WorkerPool, tmp_path: Path, at: str) -> None:
     initial("plain").save_pretrained(tmp_path / "hf")
-    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
     case = (failed_export, str(tmp_path / "run"), str(tmp_path / "hf"), LAYOUTS["pp2"][1], at)
     for said, left in pool.run(2, *case):
         assert "step-1-hf could not be written (the disk is full (" in said
         assert "\n" not in said
-        assert left == []
+        assert left == ["step-1"]
 
 
 # ---- from a checkpoint of ours

@@ -18,7 +18,7 @@ from tests.distributed import test_bad_data
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import merged, same, trainer_in, whole_state
 from tests.distributed.test_checkpoint_layouts import LAYOUTS
-from trainer.checkpoint.folder import saved_steps
+from trainer.checkpoint.store import LocalStore
 from trainer.components.source_losses import SourceLosses
 from trainer.components.step_guard import TrainingError
 from trainer.components.step_totals import StepTotals
@@ -107,7 +107,7 @@ def test_the_run_is_that_of_steps_that_are_read_at_once(pool: WorkerPool, tmp_pa
     for seen in stopped:  # the signal came in the step before
         assert seen["reads"][-2:] == [(STOPPED, STOPPED - 1), (STOPPED, STOPPED)]
     assert all(seen["pending"] == [] for seen in (*at_once, *late, *stopped, *resumed))
-    assert saved_steps(tmp_path / "stopped" / "checkpoint") == [INTERVAL, STOPPED, 2 * INTERVAL, STEPS]
+    assert LocalStore(tmp_path / "stopped" / "checkpoint").steps() == [INTERVAL, STOPPED, 2 * INTERVAL, STEPS]
 
     wanted = merged(at_once, "state")
     assert any(name.endswith("selection_bias") and x.any() for name, x in wanted.items())
@@ -156,7 +156,7 @@ def test_a_step_that_ends_the_run_is_followed_by_no_update(pool: WorkerPool, tmp
         assert begun == [1, 2, 3, 4]
         assert launched == [1, 2, 3]
         assert unchanged
-    assert saved_steps(tmp_path / "checkpoint") == []
+    assert LocalStore(tmp_path / "checkpoint").steps() == []
 
 
 def due_case(folder: str) -> list[int]:
@@ -179,7 +179,7 @@ def test_a_checkpoint_by_the_time_is_that_of_the_step_that_runs_when_it_is_known
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     assert pool.run(2, due_case, str(tmp_path)) == [[6], [6]]
-    assert 6 in saved_steps(tmp_path / "checkpoint")
+    assert 6 in LocalStore(tmp_path / "checkpoint").steps()
 
 
 def test_bad_data_stop_the_run_after_the_same_step(pool: WorkerPool, tmp_path: Path, damaged: Path) -> None:
@@ -188,7 +188,7 @@ def test_bad_data_stop_the_run_after_the_same_step(pool: WorkerPool, tmp_path: P
     late = pool.run(2, test_bad_data.train, str(tmp_path / "late"), [*given, FUSED])
     assert late == at_once
     assert f"document {test_bad_data.bad_document()}, is damaged" in late[0][0]
-    assert saved_steps(tmp_path / "late" / "checkpoint") == [late[0][1]]
+    assert LocalStore(tmp_path / "late" / "checkpoint").steps() == [late[0][1]]
 
 
 def slow_case(folder: str) -> None:

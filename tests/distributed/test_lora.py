@@ -21,7 +21,6 @@ from tests.distributed.test_checkpoint import load_step_save, merged, trainer_in
 from tests.distributed.test_hugging_face import LLAMA, SETTINGS, STEPS, error, initial, logits_of, precise, rows
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint.export import export
 from trainer.commands import convert
 from trainer.commands.evaluate import checked
 from trainer.commands.finished_run import loaded_model, text_configuration
@@ -35,8 +34,7 @@ from trainer.transforms import lora
 
 RANK, ALPHA = 4, 8.0
 LORA = [f"--lora.rank={RANK}", f"--lora.alpha={ALPHA}"]
-POSITION = {0: {"samples": 0, "seed": 0, "data_streams": 8}}
-SAVED = ["--checkpoint.enable", "--training.data_streams=8"]
+SAVED = [*harness.EXPORTED, "--training.data_streams=8"]
 
 
 def sums_of_one_rank(module: nn.Linear, linear: lora.Linear, scale: float, x: DTensor) -> DTensor:
@@ -56,16 +54,14 @@ def train(folder: str, hf: str, arguments: list[str], fault: bool = False) -> di
     config = parse_command_line([*SETTINGS, *given]).config
     planted = mock.patch.object(lora, "_row_wise", sums_of_one_rank) if fault else nullcontext()
     made = mock.patch.object(harness, "VOCAB", LLAMA.vocab_size)
-    position = mock.patch.object(harness.Rows, "state_dict", return_value=POSITION)
-    with made, position, planted, process_group(process, config.comm):
+    with made, planted, process_group(process, config.comm):
         record = Record()
         trainer = RecordingTrainer(resolved(config, process), process.device, record=record)
         before = trainer.of_all_stages(lambda p: p)
         for step in range(1, STEPS + 1):
             trainer.train_step(step)
         after = trainer.of_all_stages(lambda p: p)
-        trainer.checkpoint.save(STEPS, tokens_seen=0, last=True)
-        output = export(trainer.job, trainer.dims, trainer.model_parts, STEPS)
+        output = harness.exported(trainer, STEPS)
         trainer.metrics.close()
     if process.rank:
         return {}

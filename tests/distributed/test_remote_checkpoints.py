@@ -15,8 +15,7 @@ from tests.distributed.test_checkpoint import load_step_save, main_case, merged,
 from tests.distributed.test_parity import LAYOUTS
 from tests.s3_server import ADDRESS, reached_by, s3_server
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
-from trainer.checkpoint.folder import saved_steps
-from trainer.checkpoint.remote import Place, objects, place_of
+from trainer.checkpoint.remote import RemoteStore, store_of
 from trainer.commands import convert, verify
 from trainer.models.registry import MODELS
 from trainer.runtime.process_group import Process
@@ -32,8 +31,8 @@ def server() -> Iterator[Variables]:
 
 
 @pytest.fixture
-def folder(server: Variables, tmp_path: Path) -> Place:
-    return place_of("checkpoint.folder", f"{ADDRESS}/{tmp_path.name}")
+def folder(server: Variables, tmp_path: Path) -> RemoteStore:
+    return store_of("checkpoint.folder", f"{ADDRESS}/{tmp_path.name}")
 
 
 def at(variables: Variables, case: Callable[..., Any], *args: Any) -> Any:
@@ -56,14 +55,14 @@ def different(got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     ],
 )
 def test_any_layout_goes_on_from_what_another_saved(
-    pool: WorkerPool, server: Variables, folder: Place, tmp_path: Path, mode: str
+    pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, mode: str
 ) -> None:
     there = [f"--checkpoint.folder={folder}", f"--checkpoint.async_mode={mode}", "--checkpoint.interval=1"]
     there += ["--checkpoint.keep_latest_k=2", "--training.steps=3"]
     run = str(tmp_path / "run")
     assert [code for code, _ in pool.run(2, at, server, main_case, run, [*FSDP2, *there])] == [0, 0]
-    assert saved_steps(folder) == [2, 3]
-    assert {name.split("/")[0] for name in objects(folder)} == {"step-2", "step-3"}
+    assert folder.steps() == [2, 3]
+    assert {name.split("/")[0] for name in folder.objects()} == {"step-2", "step-3"}
     assert not (tmp_path / "run" / "checkpoint").exists()
     locally = str(tmp_path / "control")
     assert [code for code, _ in pool.run(2, main_case, locally, [*FSDP2, "--training.steps=3"])] == [0, 0]
@@ -77,7 +76,9 @@ def test_any_layout_goes_on_from_what_another_saved(
 
 def killed_case(folder: str, arguments: list[str], rank: int) -> None:
     """Rank `rank` is killed in the second save: 0 before it publishes, another one before it has written."""
-    target = "trainer.checkpoint.files.publish" if rank == 0 else "trainer.checkpoint.files.Writer.write_data"
+    target = (
+        "trainer.checkpoint.remote.RemoteStore.publish" if rank == 0 else "trainer.checkpoint.files.Writer.write_data"
+    )
     with trainer_in(folder, arguments) as trainer:
         trainer.train_step(1)
         trainer.checkpoint.save(1, tokens_seen=0, due=True)
@@ -90,16 +91,16 @@ def killed_case(folder: str, arguments: list[str], rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_while_it_saves_loses_nothing(
-    pool: WorkerPool, server: Variables, folder: Place, tmp_path: Path, rank: int
+    pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, rank: int
 ) -> None:
     arguments = [*FSDP2, f"--checkpoint.folder={folder}"]
     with pytest.raises(RankFailedError):
         pool.run(2, at, server, killed_case, str(tmp_path), arguments, rank)
-    assert saved_steps(folder) == [1]
-    assert "step-2/saving" in objects(folder)
+    assert folder.steps() == [1]
+    assert "step-2/saving" in folder.objects()
     results = pool.run(2, at, server, load_step_save, str(tmp_path), arguments, 0)
     assert results[0]["step"] == 1
-    assert {name.split("/")[0] for name in objects(folder)} == {"step-1"}
+    assert {name.split("/")[0] for name in folder.objects()} == {"step-1"}
 
 
 def gone_case(folder: str, arguments: list[str], mode: str) -> tuple[str, str]:
@@ -109,7 +110,9 @@ def gone_case(folder: str, arguments: list[str], mode: str) -> tuple[str, str]:
         trainer.checkpoint.save(1, tokens_seen=0, due=True)
         trainer.checkpoint.wait()
         trainer.train_step(2)
-        away = mock.patch.object(type(trainer.checkpoint.folder.fs), "_call_s3", side_effect=RuntimeError("no answer"))
+        away = mock.patch.object(
+            type(trainer.checkpoint.folder.path.fs), "_call_s3", side_effect=RuntimeError("no answer")
+        )
         where = "save"
         with away:
             try:
@@ -123,7 +126,7 @@ def gone_case(folder: str, arguments: list[str], mode: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("mode", "found"), [("disabled", "save"), ("async", "wait")])
 def test_a_store_that_stops_to_answer_ends_the_run_on_every_rank(
-    pool: WorkerPool, server: Variables, folder: Place, tmp_path: Path, mode: str, found: str
+    pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, mode: str, found: str
 ) -> None:
     results = pool.run(2, at, server, gone_case, str(tmp_path), [*FSDP2, f"--checkpoint.folder={folder}"], mode)
     for where, text in results:
@@ -132,13 +135,13 @@ def test_a_store_that_stops_to_answer_ends_the_run_on_every_rank(
             f"the checkpoint of step 2 could not be written to {folder} (rank 0: no answer); when the cause is gone, "
             "run the same command again"
         )
-    assert saved_steps(folder) == [1]
+    assert folder.steps() == [1]
 
 
 def test_commands_read_a_run_whose_checkpoints_are_there(
     pool: WorkerPool,
     server: Variables,
-    folder: Place,
+    folder: RemoteStore,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -161,8 +164,8 @@ def test_commands_read_a_run_whose_checkpoints_are_there(
     weights = branch[:1]
     assert pool.run(1, at, server, load_step_save, str(tmp_path / "weights"), weights, 1)[0]["step"] == 0
 
-    (name,) = (name for name in objects(folder / "step-2") if name.endswith(".distcp"))
-    damaged = folder / "step-2" / name
+    (name,) = (name for name in folder.sizes(2) if name.endswith(".distcp"))
+    damaged = folder.step(2) / name
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(bytes(content))
@@ -185,9 +188,14 @@ def requests_case(folder: str, arguments: list[str]) -> tuple[int, int]:
         return asked.count("get_object"), len(tensors_of(trainer.model_parts, trainer.optimizer))
 
 
-def test_a_part_of_a_tensor_is_one_request(pool: WorkerPool, server: Variables, folder: Place, tmp_path: Path) -> None:
+def test_a_part_of_a_tensor_is_one_request(
+    pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path
+) -> None:
     arguments = [*FSDP2, f"--checkpoint.folder={folder}"]
     pool.run(2, at, server, load_step_save, str(tmp_path), arguments, 1)
-    for asked, tensors in pool.run(2, at, server, requests_case, str(tmp_path), arguments):
+    results = pool.run(2, at, server, requests_case, str(tmp_path), arguments)
+    for asked, tensors, more in zip(*zip(*results, strict=True), (3, 1), strict=True):
         assert tensors > 50
-        assert asked == tensors + 4  # the metadata twice; state.json before the job starts, and when it loads
+        assert (
+            asked == tensors + more
+        )  # state.json before the job starts; on rank 0 also when it loads, and the metadata

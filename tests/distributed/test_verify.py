@@ -87,7 +87,7 @@ def cut_short(path: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "one wrong bit": (lambda path: damaged(path, "one wrong bit"), "__1_0.distcp is damaged: a check sum is wrong"),
     "a file cut short": (cut_short, "__1_0.distcp has "),
-    "a missing file": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
+    "a missing file": (lambda path: (path / "__0_0.distcp").unlink(), "'__0_0.distcp' is missing"),
     "metadata garbage": (lambda path: damaged(path, "metadata garbage"), "cannot be read"),
 }
 

@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.integration.test_resume import SETTINGS, layout_of, logged, run_main
 from tests.slow import slow
-from trainer.checkpoint.folder import saved_steps
+from trainer.checkpoint.store import LocalStore
 from trainer.checkpoint.verify import verify_step
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
@@ -85,10 +85,10 @@ def test_a_run_that_is_killed_while_it_saves_loses_nothing(
         finally:
             killer.done.set()
             killer.join()
-        steps = saved_steps(folder)
+        steps = LocalStore(folder).steps()
         assert newest <= max(steps, default=0), f"lost by kill {kill}"
         for step in steps:
-            verify_step(folder, step, None)
+            verify_step(LocalStore(folder), step, None)
         newest, interrupted = max(steps, default=0), interrupted + any(folder.glob("*.tmp"))
     assert newest >= kills // 2
     assert interrupted >= kills // 3, "too few kills came in a save"

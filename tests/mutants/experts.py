@@ -43,14 +43,14 @@ EXPERTS = (
     ),
     Mutant(
         "a rank reads the rows of the first experts",
-        "trainer/checkpoint/hf_reader.py",
+        "trainer/hugging_face/reader.py",
         "zip(part, names[offsets[0] : offsets[0] + lengths[0]], strict=True)",
         "zip(part, names[: lengths[0]], strict=True)",
         "tests/unit/test_expert_hugging_face.py::test_any_part_is_read_and_a_rank_reads_no_other_experts",
     ),
     Mutant(
         "a gpt-oss without RoPE keys has none of its class",
-        "trainer/models/common/decoder_hf_config.py",
+        "trainer/models/common/decoder_config_json.py",
         "{**self.defaults, **given}",
         "given | {'sliding_window': given.get('sliding_window')}",
         "tests/unit/test_hugging_face_config.py",

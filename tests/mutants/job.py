@@ -679,7 +679,7 @@ PROCESSES = (
     Mutant(
         "a failed run does not say that it resumes",
         "trainer/commands/train.py",
-        "if steps := saved_steps(folder):",
+        "if steps := folder.steps():",
         "if steps := ():",
         "tests/unit/test_start.py::test_a_run_that_failed_says_how_it_resumes",
     ),

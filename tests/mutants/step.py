@@ -420,14 +420,14 @@ FAMILIES = (
     ),
     Mutant(
         "rotary rows of keys keep their order",
-        "trainer/models/common/decoder_state_dict.py",
+        "trainer/models/common/decoder_tensors.py",
         '_ROTATED = ("attention.wq", "attention.wk",',
         '_ROTATED = ("attention.wq",',
         "tests/unit/test_state_dict.py",
     ),
     Mutant(
         "rotary rows of the norm of keys keep their order",
-        "trainer/models/common/decoder_state_dict.py",
+        "trainer/models/common/decoder_tensors.py",
         ', "attention.q_norm", "attention.k_norm")',
         ', "attention.q_norm")',
         "tests/unit/test_state_dict.py",
@@ -448,10 +448,10 @@ FAMILIES = (
     ),
     Mutant(
         "a tensor that is missing is not told",
-        "trainer/models/state_dict.py",
-        "if missing := list(missing):",
-        "if not (missing := list(missing)):",
-        "tests/unit/test_state_dict.py",
+        "trainer/hugging_face/tensors.py",
+        "if missing := [name for name in wanted if name not in found]:",
+        "if missing := [name for name in wanted if name in ()]:",
+        "tests/unit/test_hugging_face.py",
     ),
 )
 

@@ -173,11 +173,6 @@ PRIVATE = {
         lambda: getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm,
     ),
     # checkpoints and the schedule of the learning rate
-    "_slice_file": Private(
-        "trainer/checkpoint/files.py",
-        "check sums of what is loaded",
-        lambda: dist.checkpoint.FileSystemReader._slice_file,
-    ),
     # the compiler
     "enable_symm_mem_for_group": Private(
         _COMPILE,

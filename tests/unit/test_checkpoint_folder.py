@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import publishing
+from trainer.checkpoint import store
 from trainer.checkpoint.folder import (
     RunState,
     check_fits,
+    keep_latest,
+    mark_best,
     model_description,
     read_state,
-    saved_steps,
-    step_folder,
+    state_text,
     step_to_load,
 )
-from trainer.checkpoint.publishing import keep_latest, mark_best, publish, remove_unfinished, unfinished_folder
+from trainer.checkpoint.store import LocalStore
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -42,15 +43,17 @@ def shape_of(config: JobConfig):
 def save(folder: Path, step: int, config: JobConfig | None = None) -> Path:
     """A checkpoint as far as files go: two of them, and the state."""
     config = config or JobConfig()
-    unfinished = unfinished_folder(folder, step)
+    here = LocalStore(folder)
+    unfinished = here.unfinished(step)
     unfinished.mkdir(parents=True)
     contents = {".metadata": b"m" * 10, "__0_0.distcp": bytes(100 + step)}
     for name, content in contents.items():
         (unfinished / name).write_bytes(content)
     files = {name: len(content) for name, content in contents.items()}
     model = model_description(config, shape_of(config))
-    publish(unfinished, RunState(step, 1000 * step, model, dict.fromkeys(range(64), STREAM), files))
-    return step_folder(folder, step)
+    state = RunState(step, 1000 * step, model, dict.fromkeys(range(64), STREAM), files)
+    here.publish(step, state_text(state), here.begin(step))
+    return here.step(step)
 
 
 def refused(config: JobConfig) -> str:
@@ -62,11 +65,11 @@ def refused(config: JobConfig) -> str:
 
 def test_what_is_published_is_read_back(tmp_path: Path):
     save(tmp_path, 12)
-    state = read_state(tmp_path, 12)
+    state = read_state(LocalStore(tmp_path), 12)
     assert (state.step, state.tokens_seen) == (12, 12000)
     assert state.streams == dict.fromkeys(range(64), STREAM)
     assert state.files == {".metadata": 10, "__0_0.distcp": 112}
-    assert not unfinished_folder(tmp_path, 12).exists()
+    assert not LocalStore(tmp_path).unfinished(12).exists()
 
 
 def foreign(folder: Path) -> list[Path]:
@@ -87,11 +90,15 @@ def test_foreign_files_neither_crash_nor_count_nor_go(tmp_path: Path):
     others = foreign(tmp_path)
     for step in (1, 2, 3, 4, 5):
         save(tmp_path, step)
-        keep_latest(tmp_path, 2, step)
-        assert saved_steps(tmp_path) == list(range(max(1, step - 1), step + 1))
-        remove_unfinished(tmp_path)
-    assert saved_steps(tmp_path) == [4, 5]
-    mine = {path for step in (4, 5) for path in (step_folder(tmp_path, step), *step_folder(tmp_path, step).iterdir())}
+        keep_latest(LocalStore(tmp_path), 2, step)
+        assert LocalStore(tmp_path).steps() == list(range(max(1, step - 1), step + 1))
+        LocalStore(tmp_path).remove_unfinished()
+    assert LocalStore(tmp_path).steps() == [4, 5]
+    mine = {
+        path
+        for step in (4, 5)
+        for path in (LocalStore(tmp_path).step(step), *LocalStore(tmp_path).step(step).iterdir())
+    }
     assert sorted(set(tmp_path.rglob("*")) - mine) == others
 
 
@@ -99,7 +106,7 @@ def test_a_name_that_is_taken_is_moved_aside(tmp_path: Path):
     foreign(tmp_path)
     for step in (7, 8, 11):
         save(tmp_path, step)
-        assert read_state(tmp_path, step).step == step
+        assert read_state(LocalStore(tmp_path), step).step == step
     assert (tmp_path / "step-7.other1" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "step-8.other1").read_text() == "mine"
     assert (tmp_path / "step-11.other1").is_symlink()
@@ -116,18 +123,18 @@ def test_an_interrupted_save_is_no_checkpoint_and_is_removed(tmp_path: Path, mon
     save(tmp_path, 1)
     if done == "publish":
         save(tmp_path, 2)
-        monkeypatch.setattr(publishing.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(store.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            keep_latest(tmp_path, 1, 2)
-        assert saved_steps(tmp_path) == [2]
+            keep_latest(LocalStore(tmp_path), 1, 2)
+        assert LocalStore(tmp_path).steps() == [2]
         monkeypatch.undo()
     else:
-        unfinished_folder(tmp_path, 2).mkdir()
-        (unfinished_folder(tmp_path, 2) / "__0_0.distcp").write_bytes(b"half")
+        LocalStore(tmp_path).unfinished(2).mkdir()
+        (LocalStore(tmp_path).unfinished(2) / "__0_0.distcp").write_bytes(b"half")
         if done == "state":
-            (unfinished_folder(tmp_path, 2) / "state.json").write_text((tmp_path / "step-1/state.json").read_text())
-        assert saved_steps(tmp_path) == [1]
-    remove_unfinished(tmp_path)
+            (LocalStore(tmp_path).unfinished(2) / "state.json").write_text((tmp_path / "step-1/state.json").read_text())
+        assert LocalStore(tmp_path).steps() == [1]
+    LocalStore(tmp_path).remove_unfinished()
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -136,12 +143,12 @@ def test_retention_counts_up_to_the_one_just_written(tmp_path: Path):
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
     save(tmp_path, 15)
-    keep_latest(tmp_path, 2, 15)
-    assert saved_steps(tmp_path) == [10, 15, 20, 30, 40]
-    keep_latest(tmp_path, 1, 15)
-    assert saved_steps(tmp_path) == [15, 20, 30, 40]
-    keep_latest(tmp_path, 0, 40)
-    assert saved_steps(tmp_path) == [15, 20, 30, 40]
+    keep_latest(LocalStore(tmp_path), 2, 15)
+    assert LocalStore(tmp_path).steps() == [10, 15, 20, 30, 40]
+    keep_latest(LocalStore(tmp_path), 1, 15)
+    assert LocalStore(tmp_path).steps() == [15, 20, 30, 40]
+    keep_latest(LocalStore(tmp_path), 0, 40)
+    assert LocalStore(tmp_path).steps() == [15, 20, 30, 40]
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -149,10 +156,10 @@ def test_every_nth_step_stays(tmp_path: Path, k: int):
     """Beside the best and the last k; the one just written is never removed."""
     for step in range(1, 12):
         save(tmp_path, step)
-        mark_best(tmp_path, step, 0.5 if step == 2 else None)
-        keep_latest(tmp_path, k, step, every=4)
+        mark_best(LocalStore(tmp_path), step, 0.5 if step == 2 else None)
+        keep_latest(LocalStore(tmp_path), k, step, every=4)
         others = {2, 4, 8} & {*range(1, step)}
-        assert saved_steps(tmp_path) == sorted(others | {*range(max(1, step - k + 1), step + 1)})
+        assert LocalStore(tmp_path).steps() == sorted(others | {*range(max(1, step - k + 1), step + 1)})
 
 
 def test_the_latest_or_the_one_asked_for(tmp_path: Path):
@@ -187,8 +194,8 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path):
         ),
         (["--checkpoint.load_only"], "holds no checkpoint to resume from; name a folder that does"),
         (["--checkpoint.folder="], "checkpoint.folder = '' must name a folder"),
-        (["--checkpoint.folder=file"], "file is a file; name a folder, such as 'checkpoint'"),
-        (["--checkpoint.folder=broken"], "broken is a file; name a folder"),
+        (["--checkpoint.folder=file"], "file cannot be read (it is a file); name a folder that can"),
+        (["--checkpoint.folder=broken"], "broken cannot be read (it is a file); name a folder"),
     ],
 )
 def test_settings_that_cannot_work(tmp_path: Path, arguments: list[str], part: str):
@@ -223,29 +230,29 @@ DAMAGE = {
     "a position that is none": (changed(streams={"0": {"epoch": "x"}}), "cannot be read"),
     "tokens of another kind": (changed(tokens_seen="1"), "cannot be read"),
     "files elsewhere": (changed(files={"../../secret": 3}), "no name of a file"),
-    "data missing": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
+    "data missing": (lambda path: (path / "__0_0.distcp").unlink(), "'__0_0.distcp' is missing"),
     "data cut short": (lambda path: (path / "__0_0.distcp").write_bytes(b"x"), "__0_0.distcp has 1 bytes of 104"),
-    "metadata missing": (lambda path: (path / ".metadata").unlink(), ".metadata: No such file"),
+    "metadata missing": (lambda path: (path / ".metadata").unlink(), "'.metadata' is missing"),
 }
 
 
 def test_a_flipped_bit_in_the_state_changes_nothing_silently(tmp_path: Path):
     path = save(tmp_path / "checkpoint", 4)
-    state, content = read_state(path.parent, 4), (path / "state.json").read_bytes()
+    state, content = read_state(LocalStore(path.parent), 4), (path / "state.json").read_bytes()
     accepted = 0
     for place in range(0, 8 * len(content), 97):
         flipped = bytearray(content)
         flipped[place // 8] ^= 1 << place % 8
         (path / "state.json").write_bytes(flipped)
         try:
-            assert read_state(path.parent, 4) == state
+            assert read_state(LocalStore(path.parent), 4) == state
             accepted += 1
         except ConfigError:
             pass
     assert accepted < 0.05 * len(content)  # white space may change
     (path / "state.json").write_bytes(content)
     changed()(path)
-    assert read_state(path.parent, 4) == state  # older checkpoints have no sum
+    assert read_state(LocalStore(path.parent), 4) == state  # older checkpoints have no sum
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -288,7 +295,7 @@ def test_what_may_change(tmp_path: Path):
     save(tmp_path / "checkpoint", 4)
     changes = ["--training.seq_len=64", "--model.rope_theta=1e6", "--optimizer.lr=1e-4", "--training.steps=7"]
     config = configured(tmp_path, *changes)
-    check_fits(read_state(tmp_path / "checkpoint", 4), config, replace(shape_of(config), max_seq_len=64))
+    check_fits(read_state(LocalStore(tmp_path / "checkpoint"), 4), config, replace(shape_of(config), max_seq_len=64))
     resolve(config, 1)
 
 
@@ -302,7 +309,7 @@ def test_data_that_start_anew_may_be_other_data(tmp_path: Path):
 
 def test_a_checkpoint_from_before_a_key_has_what_the_key_defaults_to(tmp_path: Path):
     save(tmp_path / "checkpoint", 4)
-    state = read_state(tmp_path / "checkpoint", 4)
+    state = read_state(LocalStore(tmp_path / "checkpoint"), 4)
     older = replace(state, model={key: x for key, x in state.model.items() if key != "attention_sinks"})
     config = configured(tmp_path)
     check_fits(older, config, shape_of(config))

@@ -12,21 +12,21 @@ import transformers
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.hf_experts import hf_experts, in_float64
-from trainer.checkpoint import hf_reader
-from trainer.checkpoint.hf_reader import HFReader
-from trainer.checkpoint.hf_writer import HFWriter
+from trainer.checkpoint import export
 from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.hugging_face import reader as hf_reader
+from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.reader import HFReader
 from trainer.models.common.auxiliary_loss import AuxiliaryLoss
 from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.common.moe import routers_of
 from trainer.models.common.rotary import rope_frequencies
 from trainer.models.common.shapes import RopeScaling
-from trainer.models.hf_config import read_config
 from trainer.models.initialization import initialize
-from trainer.models.model_spec import model_spec
+from trainer.models.model_spec import hf_model, model_spec
 from trainer.models.registry import hf_config
 
 QWEN = TransformerArgs(
@@ -112,7 +112,7 @@ def read_here(folder: Path, family: str, args: TransformerArgs) -> torch.nn.Modu
     with torch.device("meta"):
         model = model_spec(family).build(args).double()
     initialize(model, seed=0, device=torch.device("cpu"))
-    reader = HFReader(folder, model_spec(family), args)
+    reader = HFReader(folder, hf_model(model_spec(family), args))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(reader.read(name))
@@ -133,11 +133,10 @@ def logits_there(model: torch.nn.Module, args: TransformerArgs, tokens: torch.Te
 
 def write_here(folder: Path, family: str, args: TransformerArgs, model: torch.nn.Module) -> None:
     config = parse_command_line([f"--model.name={family}"]).config
-    writer = HFWriter(folder, config, args, torch.float64, most_bytes=20_000)
     state = model.state_dict()
-    for name in writer.names:
-        writer.put(name, state[name])
-    writer.finish(None)
+    in_memory = mock.patch.object(export, "_read", lambda _, shapes, readers: {name: state[name] for name in shapes})
+    with mock.patch.object(export, "open_weights"), in_memory:
+        export.write_hf(folder, config, args, torch.float64, most_bytes=20_000)
 
 
 def whole_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -150,7 +149,7 @@ def test_any_part_is_read_and_a_rank_reads_no_other_experts(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, args, _ = saved(tmp_path, name)
-    reader = HFReader(tmp_path, model_spec(family), args)
+    reader = HFReader(tmp_path, hf_model(model_spec(family), args))
     read: list[int] = []
     real = hf_reader._read_part
 
@@ -274,7 +273,7 @@ def test_a_bias_that_chooses_begins_at_zero_with_pretrained_weights(tmp_path: Pa
 def test_a_bias_that_chooses_is_not_written(tmp_path: Path) -> None:
     args, config = replace(QWEN, router_bias_update_rate=0.01), parse_command_line(["--model.name=qwen3_moe"]).config
     with pytest.raises(ConfigError, match=r"leave out model\.router_bias_update_rate"):
-        HFWriter(tmp_path / "out", config, args, torch.float64)
+        export.write_hf(tmp_path / "out", config, args, torch.float64)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=r"leave out model\.router_bias_update_rate"):
         hf_config("qwen3_moe").write(replace(QWEN, router_bias_update_rate=0.01))

@@ -22,10 +22,11 @@ import torch, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from trainer.checkpoint.files import Writer
 from trainer.checkpoint.folder import RunState
+from trainer.checkpoint.store import LocalStore
 from trainer.runtime.full_disk import full_disk
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-writer = Writer(Path(sys.argv[1]), RunState(1, 0, {}, {}, {}), keep_latest_k=0)
+writer = Writer(LocalStore(Path(sys.argv[1])), RunState(1, 0, {}, {}, {}), keep_latest_k=0)
 try:
     dcp.save({"x": torch.zeros(1 << 20)}, storage_writer=writer, no_dist=True)
 except CheckpointException as error:

@@ -24,21 +24,23 @@ from examples.toy_family.args import FLAVORS
 from scripts.benchmarks.teams import PeakBytes
 from tests.chat_files import chat_folder
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN3, SHAPES, changed, saved
-from trainer.checkpoint import hf_reader, hf_writer
-from trainer.checkpoint.hf_reader import HFReader
-from trainer.checkpoint.safetensors import INDEX, SINGLE, plan_files, read_file, read_folder
+from tests.hf_tensors import from_hf
+from trainer.checkpoint.store import LocalStore
 from trainer.commands import convert
 from trainer.commands.generate import end_ids
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.hugging_face import reader as hf_reader
+from trainer.hugging_face.files import INDEX, SINGLE, plan_files, read_file, read_folder
+from trainer.hugging_face.reader import HFReader
+from trainer.hugging_face.writer import NewFolder
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.models.llama3 import spec as llama3
-from trainer.models.model_spec import model_spec
+from trainer.models.model_spec import hf_model, model_spec
 from trainer.models.registry import MODELS, hf_config
-from trainer.models.state_dict import from_hf, pairs
 
 
 @pytest.fixture
@@ -61,8 +63,8 @@ def test_every_tensor_is_read_as_it_is(tmp_path: Path, shape: str, dtype: torch.
     args = SHAPES[shape]
     saved(tmp_path, args, dtype)
     assert (tmp_path / INDEX).is_file()
-    wanted = dict(from_hf(llama3.SPEC, args, tensors(tmp_path).items()))
-    reader = HFReader(tmp_path, llama3.SPEC, args)
+    wanted = from_hf(llama3.SPEC, args, tensors(tmp_path))
+    reader = HFReader(tmp_path, hf_model(llama3.SPEC, args))
     assert reader.pairs.keys() == wanted.keys()
     for name, x in wanted.items():
         got = reader.read(name)
@@ -72,7 +74,7 @@ def test_every_tensor_is_read_as_it_is(tmp_path: Path, shape: str, dtype: torch.
 
 def test_parts_are_parts_of_the_whole_and_nothing_far_is_read(folder: Path) -> None:
     """A part is read with at most the rest of its heads."""
-    reader, choose, read = HFReader(folder, llama3.SPEC, LLAMA), random.Random(0), []
+    reader, choose, read = HFReader(folder, hf_model(llama3.SPEC, LLAMA)), random.Random(0), []
     real = hf_reader._read_exactly
 
     def counted(file, start: int, into: memoryview) -> None:
@@ -100,7 +102,7 @@ def test_a_layout_that_moves_more_than_rows_is_read_whole(tmp_path: Path) -> Non
     ours = {name: torch.randn(shape) for name, shape in shapes.items()}
     there = {f"toy.{name}": (x.t() if ".attention.w" in name and x.ndim == 2 else x) for name, x in ours.items()}
     safetensors.torch.save_file({name: x.contiguous() for name, x in there.items()}, tmp_path / SINGLE)
-    reader = HFReader(tmp_path, toy.SPEC, args)
+    reader = HFReader(tmp_path, hf_model(toy.SPEC, args))
     for name, x in ours.items():
         assert torch.equal(reader.read(name), x)
     wq = "layers.0.attention.wq.weight"
@@ -131,7 +133,7 @@ def test_a_wrong_tensor_is_named(folder: Path, change: Callable, message: str) -
         file.unlink()
     safetensors.torch.save_file(found, folder / SINGLE)
     with pytest.raises(ConfigError) as error:
-        HFReader(folder, llama3.SPEC, LLAMA)
+        HFReader(folder, hf_model(llama3.SPEC, LLAMA))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -145,12 +147,12 @@ def test_a_second_name_of_a_tied_tensor_may_be_there_with_the_same_values(tmp_pa
         file.unlink()
     found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
     safetensors.torch.save_file(found, tmp_path / SINGLE)
-    reader = HFReader(tmp_path, llama3.SPEC, args)
+    reader = HFReader(tmp_path, hf_model(llama3.SPEC, args))
     assert "output.weight" not in reader.pairs
     found["lm_head.weight"][-1, -1] += 1
     safetensors.torch.save_file(found, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match=r"lm_head.weight and model.embed_tokens.weight differ, and"):
-        HFReader(tmp_path, llama3.SPEC, args)
+        HFReader(tmp_path, hf_model(llama3.SPEC, args))
 
 
 def damage(folder: Path, kind: str) -> None:
@@ -312,14 +314,14 @@ def test_the_start_says_where_the_weights_come_from(folder: Path) -> None:
 @pytest.mark.parametrize(("family", "shape"), CONFIGS)
 def test_names_in_headers_are_known_without_torch(family: str, shape: str) -> None:
     args = CONFIGS[family, shape]
-    wanted = {name for pair in pairs(model_spec(family), args).values() for name in pair.hf.names}
+    wanted = {name for _, hf in hf_model(model_spec(family), args).pairs.values() for name in hf.names}
     assert hf_config(family).tensor_names(args) == wanted
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_names_of_experts_in_headers_are_known_without_torch(family: str) -> None:
     args = MODELS[family][0]["debugmodel"]
-    wanted = {name for pair in pairs(model_spec(family), args).values() for name in pair.hf.names}
+    wanted = {name for _, hf in hf_model(model_spec(family), args).pairs.values() for name in hf.names}
     assert hf_config(family).tensor_names(args) == wanted
 
 
@@ -338,7 +340,7 @@ def test_rotary_tables_of_old_files_are_ignored(folder: Path) -> None:
         file.unlink()
     safetensors.torch.save_file(whole, folder / SINGLE)
     resolved(f"--model.path={folder}")
-    assert HFReader(folder, llama3.SPEC, LLAMA).pairs
+    assert HFReader(folder, hf_model(llama3.SPEC, LLAMA)).pairs
 
 
 def test_every_end_that_a_model_names_ends_a_text(tmp_path: Path) -> None:
@@ -401,7 +403,7 @@ def test_there_and_back_bit_for_bit_one_tensor_at_a_time(tmp_path: Path, capsys)
 def test_the_peak_is_seen_to_grow(tmp_path: Path) -> None:
     """Negative control of the measurement: whole models are larger."""
     hf = saved(tmp_path / "hf", LLAMA)
-    reader = HFReader(hf, llama3.SPEC, LLAMA)
+    reader = HFReader(hf, hf_model(llama3.SPEC, LLAMA))
     largest = max(x.nbytes for x in tensors(hf).values())
     with PeakOfData() as peak:
         everything = [reader.read(name) for name in reader.pairs]
@@ -421,17 +423,19 @@ def test_another_data_type_is_rounded_once(tmp_path: Path, dtype: str) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch_dtype
 
 
+def write_to_a_full_disk(output: Path) -> None:
+    with NewFolder(output, {"a": (4354, 32), "b": (32,)}, torch.float32) as folder:
+        folder.put("a", torch.zeros(4354, 32))
+        folder._file.close()
+        folder._file = open("/dev/full", "wb")  # noqa: SIM115
+        folder.put("b", torch.zeros(32))
+        folder.finish("config.json", {})
+
+
 def test_what_a_full_disk_leaves_is_removed(tmp_path: Path) -> None:
     """Small tensors wait in a buffer, so that the error may come when the file is closed, and again."""
-    config = parse_command_line([]).config
-    writer = hf_writer.HFWriter(tmp_path / "out", config, LLAMA, torch.float32)
-    writer.put("tok_embeddings.weight", torch.zeros(4354, 32))
-    writer._file.close()
-    writer._file = open("/dev/full", "wb")  # noqa: SIM115
-    writer.put("norm.weight", torch.zeros(32))
     with pytest.raises(OSError, match="No space left"):
-        writer.finish(None)
-    writer.discard()
+        write_to_a_full_disk(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -453,9 +457,9 @@ def test_what_the_command_refuses(tmp_path: Path, capsys) -> None:
     says("holds no run", "to-hf", hf, out)
     says("checkpoint.load_step = 7 is not in", "to-hf", run, out, "--step", 7)
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(hf_writer.HFWriter, "put", side_effect=full):
+    with mock.patch.object(NewFolder, "put", side_effect=full):
         says("could not be written (the disk is full", "to-hf", run, out)
-    with mock.patch("trainer.checkpoint.files.publish", side_effect=full):
+    with mock.patch.object(LocalStore, "publish", side_effect=full):
         says("could not be written (the disk is full", "from-hf", hf, out)
     assert not list(tmp_path.glob("out*"))
     data = max((run / "checkpoint" / "step-0").glob("*.distcp"), key=lambda file: file.stat().st_size)

@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, saved
 from trainer.config.errors import ConfigError
+from trainer.hugging_face.config_json import Entries, read_config
 from trainer.models.common.shapes import RopeScaling
-from trainer.models.hf_config import Entries, read_config
 from trainer.models.registry import HF_CONFIGS, hf_config
 
 # Entries of config.json that files may lack.

@@ -9,17 +9,17 @@ _CP = "trainer.distributed.context_parallel"
 ROOMS = (
     ("trainer", "trainer.lazy", "trainer.observer", "trainer.installed"),
     ("trainer.config",),
+    ("trainer.hugging_face",),
     # What the job reads of other rooms, torch-free: shapes, plans, lists of data, names of checkpoints.
     (
         *("trainer.models.args", "trainer.models.common.expert_args", "trainer.models.common.shapes"),
-        *("trainer.models.common.decoder_args", "trainer.models.common.decoder_hf_config"),
-        "trainer.models.common.decoder_hf_names",
+        *("trainer.models.common.decoder_args", "trainer.models.common.decoder_config_json"),
+        "trainer.models.common.decoder_tensors",
         *("trainer.models.llama3.args", "trainer.models.qwen3.args", "trainer.models.qwen2.args"),
         *("trainer.models.mistral.args", "trainer.models.qwen3_moe.args", "trainer.models.gpt_oss.args"),
         *("trainer.models.registry", "trainer.data.sources", "trainer.data.tokenizers"),
         *("trainer.data.token_files", "trainer.data.settings"),
-        "trainer.models.hf_config",
-        *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial", "trainer.checkpoint.remote"),
+        *("trainer.checkpoint.initial", "trainer.checkpoint.remote", "trainer.checkpoint.store"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),
         *("trainer.distributed.sharding.errors", "trainer.distributed.sharding.alignment"),
         f"{_CP}.planning",

@@ -9,19 +9,18 @@ import pytest
 
 from tests.s3_server import ADDRESS, reached_by, s3_server
 from tests.unit.test_checkpoint_folder import refused, shape_of
-from trainer.checkpoint import publishing
-from trainer.checkpoint.files import _Objects
-from trainer.checkpoint.folder import RunState, best_saved, model_description, read_state, saved_steps, step_to_load
-from trainer.checkpoint.publishing import (
-    begin,
+from trainer.checkpoint.folder import (
+    RunState,
+    best_saved,
     keep_latest,
     mark_best,
-    prepare_folder,
-    publish,
-    remove_unfinished,
-    unfinished_folder,
+    model_description,
+    read_state,
+    state_text,
+    step_to_load,
 )
-from trainer.checkpoint.remote import Place, objects, place_of
+from trainer.checkpoint.remote import SAVING_FILE, RemoteStore, store_of
+from trainer.checkpoint.store import Place
 from trainer.commands import verify
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.loader import parse_command_line
@@ -38,22 +37,21 @@ def store() -> Iterator[None]:
 
 
 @pytest.fixture
-def folder(store: None, request: pytest.FixtureRequest) -> Place:
+def folder(store: None, request: pytest.FixtureRequest) -> RemoteStore:
     """A folder of checkpoints that has nothing in it."""
-    return place_of("checkpoint.folder", f"{ADDRESS}/{abs(hash(request.node.name))}")
+    return store_of("checkpoint.folder", f"{ADDRESS}/{abs(hash(request.node.name))}")
 
 
 def configured(folder: object, *arguments: str) -> JobConfig:
     return parse_command_line(["--checkpoint.enable", f"--checkpoint.folder={folder}", *arguments]).config
 
 
-def save(folder: Place, step: int, *, done: str = "all") -> None:
+def save(folder: RemoteStore, step: int, *, done: str = "all") -> None:
     """A checkpoint as far as objects go; done: after what the process is killed."""
-    place = unfinished_folder(folder, step)
-    claim = begin(place)
+    place, claim = folder.step(step), folder.begin(step)
     contents = {".metadata": b"m" * 10, "__0_0.distcp": bytes(100 + step), "__1_0.distcp": bytes(50)}
     for name, content in contents.items():
-        (place / name).write_bytes(content)
+        folder.write(place / name, content)
     if done == "data":
         return
     files = {name: len(content) for name, content in contents.items()}
@@ -61,56 +59,56 @@ def save(folder: Place, step: int, *, done: str = "all") -> None:
     state = RunState(step, 1000 * step, model, dict.fromkeys(range(64), STREAM), files)
     if done == "state":  # killed before `saving` is removed
         with mock.patch.object(type(place), "unlink", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            publish(place, state, claim)
+            folder.publish(step, state_text(state), claim)
         return
-    publish(place, state, claim)
+    folder.publish(step, state_text(state), claim)
 
 
-def test_what_is_published_is_read_back_and_found_by_a_run(folder: Place) -> None:
-    prepare_folder(folder)
-    assert objects(folder) == {}
+def test_what_is_published_is_read_back_and_found_by_a_run(folder: RemoteStore) -> None:
+    folder.prepare()
+    assert folder.objects() == {}
     for step in (500, 1500, 1000):
         save(folder, step)
     state = read_state(folder, 1000)
     assert (state.step, state.tokens_seen, state.files["__0_0.distcp"]) == (1000, 1_000_000, 1100)
-    assert saved_steps(folder) == [500, 1000, 1500]
+    assert folder.steps() == [500, 1000, 1500]
     assert step_to_load(configured(folder)) == 1500
     assert step_to_load(configured(folder, "--checkpoint.load_step=500")) == 500
-    assert not any("saving" in name or name.endswith(".tmp") for name in objects(folder))
+    assert not any("saving" in name or name.endswith(".tmp") for name in folder.objects())
     resolve(configured(folder), 1)
     assert "use one of the saved steps: 500, 1000, 1500" in refused(configured(folder, "--checkpoint.load_step=7"))
 
 
-def test_what_is_saved_by_another_process_is_seen_at_once(folder: Place) -> None:
-    assert saved_steps(folder) == []
-    type(folder.fs).clear_instance_cache()
-    other = place_of("checkpoint.folder", str(folder))
-    assert other.fs is not folder.fs
+def test_what_is_saved_by_another_process_is_seen_at_once(folder: RemoteStore) -> None:
+    assert folder.steps() == []
+    type(folder.path.fs).clear_instance_cache()
+    other = store_of("checkpoint.folder", str(folder))
+    assert other.path.fs is not folder.path.fs
     save(other, 500)
-    assert saved_steps(folder) == [500]
+    assert folder.steps() == [500]
 
 
 @pytest.mark.parametrize("address", [f"{ADDRESS}/slashes/", "s3://whole", "s3://whole/"])
 def test_an_address_may_end_with_a_slash_and_may_be_a_whole_bucket(store: None, address: str) -> None:
-    folder = place_of("checkpoint.folder", address)
-    folder.fs.makedirs("whole", exist_ok=True)
+    folder = store_of("checkpoint.folder", address)
+    folder.path.fs.makedirs("whole", exist_ok=True)
     save(folder, 500)
-    assert saved_steps(folder) == [500]
+    assert folder.steps() == [500]
     keep_latest(folder, 1, 500)
     read_state(folder, 500)
-    begin(unfinished_folder(folder, 500))
-    assert objects(folder).keys() == {"step-500/saving"}
+    folder.begin(500)
+    assert folder.objects().keys() == {"step-500/saving"}
 
 
 @pytest.mark.parametrize("done", ["data", "state"])
-def test_an_interrupted_save_is_whole_or_removed(folder: Place, done: str) -> None:
+def test_an_interrupted_save_is_whole_or_removed(folder: RemoteStore, done: str) -> None:
     save(folder, 500)
     save(folder, 1000, done=done)
     whole = [500, 1000] if done == "state" else [500]
-    assert saved_steps(folder) == whole
-    prepare_folder(folder)
-    assert saved_steps(folder) == whole
-    names = {name for name in objects(folder) if name.startswith("step-1000/")}
+    assert folder.steps() == whole
+    folder.prepare()
+    assert folder.steps() == whole
+    names = {name for name in folder.objects() if name.startswith("step-1000/")}
     assert names == (
         {f"step-1000/{n}" for n in ("state.json", ".metadata", "__0_0.distcp", "__1_0.distcp")}
         if done == "state"
@@ -119,7 +117,9 @@ def test_an_interrupted_save_is_whole_or_removed(folder: Place, done: str) -> No
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 3])
-def test_a_removal_that_is_killed_at_any_request_leaves_no_half_of_a_checkpoint(folder: Place, calls: int) -> None:
+def test_a_removal_that_is_killed_at_any_request_leaves_no_half_of_a_checkpoint(
+    folder: RemoteStore, calls: int
+) -> None:
     """It is whole still, or it is none and the next run removes the rest."""
     for step in (500, 1000):
         save(folder, step)
@@ -133,77 +133,76 @@ def test_a_removal_that_is_killed_at_any_request_leaves_no_half_of_a_checkpoint(
 
         return call
 
-    kind = type(folder)
+    kind = RemoteStore
     with (
-        mock.patch.object(kind, "write_bytes", until_then(kind.write_bytes)),
-        mock.patch.object(folder.fs, "rm", until_then(folder.fs.rm)),
+        mock.patch.object(kind, "write", until_then(kind.write)),
+        mock.patch.object(folder.path.fs, "rm", until_then(folder.path.fs.rm)),
         pytest.raises(KeyboardInterrupt),
     ):
         keep_latest(folder, 1, 1000)
-    assert saved_steps(folder) == ([500, 1000] if calls < 2 else [1000])
-    for step in saved_steps(folder):
+    assert folder.steps() == ([500, 1000] if calls < 2 else [1000])
+    for step in folder.steps():
         read_state(folder, step)
-    prepare_folder(folder)
-    assert saved_steps(folder) == ([500, 1000] if calls < 2 else [1000])
-    assert not any("saving" in name for name in objects(folder))
+    folder.prepare()
+    assert folder.steps() == ([500, 1000] if calls < 2 else [1000])
+    assert not any("saving" in name for name in folder.objects())
     keep_latest(folder, 1, 1000)
-    assert {name.split("/")[0] for name in objects(folder)} == {"step-1000"}
+    assert {name.split("/")[0] for name in folder.objects()} == {"step-1000"}
 
 
 @pytest.mark.parametrize("other", ["begins", "is done", "starts"])
-def test_of_two_jobs_that_save_to_one_name_the_last_that_began_is_published(folder: Place, other: str) -> None:
+def test_of_two_jobs_that_save_to_one_name_the_last_that_began_is_published(folder: RemoteStore, other: str) -> None:
     """The first one is told, and none of its objects is taken for one of the other's."""
-    place, theirs = unfinished_folder(folder, 500), place_of("checkpoint.folder", str(folder))
-    claim = begin(place)
-    (place / f"__{claim}_0_0.distcp").write_bytes(b"of the first")
-    state = RunState(500, 0, {}, {}, {f"__{claim}_0_0.distcp": 12})
+    theirs = store_of("checkpoint.folder", str(folder))
+    claim = folder.begin(500)
+    folder.write(folder.step(500) / f"{claim}0_0.distcp", b"of the first")
+    state = RunState(500, 0, {}, {}, {f"{claim}0_0.distcp": 12})
     if other == "starts":
-        remove_unfinished(theirs)
+        theirs.remove_unfinished()
     else:
-        last = begin(unfinished_folder(theirs, 500))
+        last = theirs.begin(500)
         assert last != claim
     if other == "is done":
         save(theirs, 500)
     with pytest.raises(OSError, match="another job saves there, too"):
-        publish(place, state, claim)
-    assert saved_steps(folder) == ([500] if other == "is done" else [])
+        folder.publish(500, state_text(state), claim)
+    assert folder.steps() == ([500] if other == "is done" else [])
     save(theirs, 500)
     assert read_state(folder, 500).files["__0_0.distcp"] == 600
 
 
-def test_the_best_and_the_latest_stay(folder: Place) -> None:
+def test_the_best_and_the_latest_stay(folder: RemoteStore) -> None:
     for step in (1, 2, 3, 4, 5):
         save(folder, step)
         mark_best(folder, step, 0.5 if step == 2 else None)
         keep_latest(folder, 2, step, every=3)
-    assert saved_steps(folder) == [2, 3, 4, 5]
+    assert folder.steps() == [2, 3, 4, 5]
     assert best_saved(folder) == (2, 0.5)
     save(folder, 2)  # of another history
     mark_best(folder, 2, None)
     assert best_saved(folder) is None
 
 
-def test_a_step_of_another_history_is_replaced(folder: Place) -> None:
+def test_a_step_of_another_history_is_replaced(folder: RemoteStore) -> None:
     save(folder, 500)
-    (folder / "step-500" / "__2_0.distcp").write_bytes(b"of a third rank")
-    (folder / "step-500" / "notes.txt").write_bytes(b"of a person")
-    place = unfinished_folder(folder, 500)
-    begin(place)
-    assert saved_steps(folder) == []
-    assert objects(place).keys() == {"saving", "notes.txt"}
+    (folder.path / "step-500" / "__2_0.distcp").write_bytes(b"of a third rank")
+    (folder.path / "step-500" / "notes.txt").write_bytes(b"of a person")
+    folder.begin(500)
+    assert folder.steps() == []
+    assert folder.sizes(500).keys() == {"saving", "notes.txt"}
 
 
-def test_what_others_have_put_there_stays_and_a_step_of_theirs_is_refused(folder: Place) -> None:
+def test_what_others_have_put_there_stays_and_a_step_of_theirs_is_refused(folder: RemoteStore) -> None:
     for name in ("step-7.old/x", "best", "step-007/x", "my-step-9/x"):
-        (folder / name).write_bytes(b"of a person")
-    before = objects(folder)
-    prepare_folder(folder)
+        (folder.path / name).write_bytes(b"of a person")
+    before = folder.objects()
+    folder.prepare()
     keep_latest(folder, 1, 10)
-    assert objects(folder) == before
-    (folder / "step-12" / ".metadata").write_bytes(b"of another program")
+    assert folder.objects() == before
+    (folder.path / "step-12" / ".metadata").write_bytes(b"of another program")
     with pytest.raises(ConfigError, match="step-12 in it is no checkpoint of this program"):
-        prepare_folder(folder)
-    assert saved_steps(folder) == []
+        folder.prepare()
+    assert folder.steps() == []
 
 
 @pytest.mark.parametrize(
@@ -214,43 +213,42 @@ def test_what_others_have_put_there_stays_and_a_step_of_theirs_is_refused(folder
         ("state.json", b"{", "Expecting property name"),
     ],
 )
-def test_a_damaged_step_is_one_sentence(folder: Place, name: str, content: bytes | None, told: str) -> None:
+def test_a_damaged_step_is_one_sentence(folder: RemoteStore, name: str, content: bytes | None, told: str) -> None:
     save(folder, 500)
     save(folder, 400)
-    place = folder / "step-500" / name
+    place = folder.path / "step-500" / name
     place.unlink() if content is None else place.write_bytes(content)
     text = refused(configured(folder))
     assert f"{folder}/step-500 cannot be read ({told}" in text
     assert "use another with checkpoint.load_step (there are 400)" in text
 
 
-def fails_after(files: _Objects, place: Place, size: int) -> None:
-    with files.create_stream(place, "wb") as stream:
+def fails_after(folder: RemoteStore, size: int) -> None:
+    with folder.open(folder.path / "part", "wb") as stream:
         stream.blocksize = 5 * 2**20
         stream.write(bytes(size))
         raise KeyError
 
 
-def test_an_object_of_a_failed_write_never_appears(folder: Place) -> None:
+def test_an_object_of_a_failed_write_never_appears(folder: RemoteStore) -> None:
     """Not even when the garbage collector closes it, and no part of it is left that would be billed."""
-    files = _Objects()
     for size in (1000, 12 * 2**20):  # in one request, and in parts
         with pytest.raises(KeyError):
-            fails_after(files, folder / "part", size)
-        assert objects(folder) == {}
-        assert folder.fs.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads") is None
-    with files.create_stream(folder / "part", "wb") as stream:
+            fails_after(folder, size)
+        assert folder.objects() == {}
+        assert folder.path.fs.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads") is None
+    with folder.open(folder.path / "part", "wb") as stream:
         stream.write(bytes(1000))
-    assert objects(folder) == {"part": 1000}
+    assert folder.objects() == {"part": 1000}
 
 
-def test_a_store_that_does_not_answer_is_one_sentence(folder: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_does_not_answer_is_one_sentence(folder: RemoteStore, capsys: pytest.CaptureFixture[str]) -> None:
     with reached_by({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}):
         with pytest.raises(MissingFile, match=r"cannot be read \(Could not connect to the endpoint"):
             step_to_load(configured(folder))
-        away = place_of("checkpoint.folder", str(folder))
+        away = store_of("checkpoint.folder", str(folder))
         with pytest.raises(OSError, match="Could not connect"):
-            prepare_folder(away)
+            away.prepare()
         with pytest.raises(OSError, match="Could not connect"):  # and no checkpoint is taken for none
             best_saved(away)
         assert verify.main([str(folder)]) == 2
@@ -262,6 +260,10 @@ def test_a_store_that_does_not_answer_is_one_sentence(folder: Place, capsys: pyt
 
 def test_a_bucket_that_does_not_exist_is_named(store: None) -> None:
     assert "bucket does not exist); check address, credentials and network" in refused(configured("s3://buckte/run"))
+    start = parse_command_line(["--checkpoint.initial_load_path=s3://buckte/run/step-5"]).config
+    assert "step-5 cannot be read (" in refused(start)
+    start = parse_command_line([f"--checkpoint.initial_load_path={ADDRESS}/nobody/step-5"]).config
+    assert "is no folder here, and no checkpoint in a store" in refused(start)
 
 
 def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:
@@ -285,30 +287,23 @@ def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:
     assert "use lct convert to-hf after the run" in refused(configured(ADDRESS, "--checkpoint.last_save_in_hf"))
 
 
-def test_saving_is_written_first_and_removed_last(folder: Place) -> None:
+def test_saving_is_written_first_and_removed_last(folder: RemoteStore) -> None:
     """What a killed process leaves is always known as this program's."""
     seen = []
-    kind = type(folder)
-    remove = folder.fs.rm
+    write, remove = RemoteStore.write, folder.path.fs.rm
 
-    def noting(write):
-        def noted(place: Place, *args, **options) -> None:
-            seen.append(place.name)
-            write(place, *args, **options)
-
-        return noted
+    def noted(store: RemoteStore, file: Place, content: bytes) -> None:
+        seen.append(file.name)
+        write(store, file, content)
 
     def removed(names: list[str] | str, **options) -> None:
         seen.append("objects" if isinstance(names, list) else Path(names).name)
-        assert f"{folder.path}/step-500/{publishing.SAVING_FILE}" in folder.fs.find(folder.path)
+        assert f"{folder.path.path}/step-500/{SAVING_FILE}" in folder.path.fs.find(folder.path.path)
         remove(names, **options)
 
-    with (
-        mock.patch.object(kind, "write_bytes", noting(kind.write_bytes)),
-        mock.patch.object(kind, "write_text", noting(kind.write_text)),
-    ):
+    with mock.patch.object(RemoteStore, "write", noted):
         save(folder, 500)
-        with mock.patch.object(folder.fs, "rm", removed):
+        with mock.patch.object(folder.path.fs, "rm", removed):
             save(folder, 500)
     assert seen == [
         *("saving", ".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"),

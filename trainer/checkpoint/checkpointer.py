@@ -4,11 +4,14 @@ Entries are named by parameter, never by rank: `model.<name>`, `optimizer.<name>
 a checkpoint of one layout loads on every other. `folder.py` has the files and their names.
 """
 
+import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +20,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.checkpoint.export import export
+from trainer.checkpoint.export import write_hf
 from trainer.checkpoint.files import WholeState, Writer
 from trainer.checkpoint.folder import (
     BEST_FILE,
@@ -28,30 +30,27 @@ from trainer.checkpoint.folder import (
     best_saved,
     checkpoint_folder,
     model_description,
-    saved_steps,
-    step_folder,
     step_to_load,
     unreadable,
 )
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.initial import check_initial_weights, saved_step
-from trainer.checkpoint.publishing import prepare_folder, unfinished_folder
-from trainer.checkpoint.remote import Place, is_remote, place_of, reason_of, remedy_of
+from trainer.checkpoint.initial import check_initial_weights
+from trainer.checkpoint.remote import named_step
+from trainer.checkpoint.store import Place, Store, reason_of
 from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
 from trainer.config.errors import ConfigError, SharedConfigError
+from trainer.config.writable import nearest_existing
 from trainer.data.loader import BatchLoader
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import all_gather, all_reduce
+from trainer.distributed.sharding.exchange import all_reduce
 from trainer.job.lora import adapter_sizes
 from trainer.job.record import ResolvedJob
-from trainer.runtime.agreement import raise_on_all_ranks
+from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.full_disk import full_disk
-from trainer.runtime.process_group import is_peer_failure, set_group_timeout, set_timeout
-
-_WORD = 63  # bits of a number that an int64 holds
+from trainer.runtime.process_group import Process, is_peer_failure, set_group_timeout, set_timeout
 
 
 class CheckpointError(RuntimeError):
@@ -122,51 +121,51 @@ class Checkpointer:
         """
         world, step, initial = self._dims["world"], 0, self.settings.initial_load_path
         if self.settings.enable:
-            step = self._same_on_all_ranks(raise_on_all_ranks(lambda: step_to_load(self._config), world) or 0)
+            step = self._step_to_load()
             if not self.settings.load_only:
                 raise_on_all_ranks(self._prepare_folder, world)
         if step == 0 and initial is not None and not self.settings.initial_load_model_only:
-            raise_on_all_ranks(lambda: check_initial_weights(self._config, self._model), world)
-            return self._branch_off(place_of("checkpoint.initial_load_path", initial).absolute())
+            self._once(lambda: check_initial_weights(self._config, self._model) or b"")
+            folder, step = named_step("checkpoint.initial_load_path", initial)
+            return step, self._resume(folder, step, without=True)
         adapts = self._config.lora.rank > 0
         if initial is not None and (step == 0 or adapts):
             say_waiting(f"reading the weights in {initial}")
-            base = raise_on_all_ranks(lambda: open_initial(self._config, self._model), world)
-            raise_on_all_ranks(lambda: load_weights(base, self._model_parts, adapters=False), world)
+            base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
+            raise_on_all_ranks(lambda: load_weights([base], self._model_parts, adapters=False), world)
             logger.info(f"the weights are those of {initial}" + "; optimizer, data and steps start anew" * (step == 0))
         if step == 0:
             return 0, 0
         if initial is not None and not adapts:
             logger.info(f"checkpoint.initial_load_path = {initial!r} is not read: this run has checkpoints of its own")
         tokens_seen = self._resume(self.folder, step, without=self.settings.load_step != -1)
-        best = raise_on_all_ranks(self._best_of_before, world)
-        loss = best[1] if best is not None and best[0] <= step else math.inf  # a later one is of another history
         # One value for all: a rank that sees an older file would save when the others do not.
-        found = torch.tensor(loss, dtype=torch.float64, device=world.device_type)
-        self._best = all_reduce(found, world, "min").item()
+        best_step, loss = json.loads(self._once(self._best_of_before))
+        self._best = loss if best_step <= step else math.inf  # a later one is of another history
         self._last_step = step
         return step, tokens_seen
 
-    def _branch_off(self, path: Place) -> tuple[int, int]:
-        """Go on with the run of another folder after a step, whose checkpoint is at `path`; return as `load`."""
-        step = raise_on_all_ranks(lambda: saved_step(path), self._dims["world"])
-        return step, self._resume(path.parent, step, without=True)
+    def _once(self, read: Callable[[], bytes]) -> bytes:
+        """Return on every rank what rank 0 reads: files are not opened by a thousand ranks at once."""
+        return read_once(read, self._dims["world"])
 
-    def _best_of_before(self) -> tuple[int, float] | None:
+    def _best_of_before(self) -> bytes:
         try:
-            return best_saved(self.folder)
+            return json.dumps(best_saved(self.folder) or (0, math.inf)).encode()
         except OSError as error:
             raise ConfigError(
-                f"{self.folder / BEST_FILE} cannot be read ({reason_of(error)}); {remedy_of(self.folder)}"
+                f"{self.folder.path / BEST_FILE} cannot be read ({reason_of(error)}); {self.folder.remedy}"
             ) from None
 
-    def _resume(self, folder: Place, step: int, *, without: bool) -> int:
+    def _resume(self, folder: Store, step: int, *, without: bool) -> int:
         """Load a saved step of a folder of checkpoints, and return the tokens seen up to it.
 
         without: what `checkpoint.exclude_from_loading` names starts anew.
         """
         world, started = self._dims["world"], time.monotonic()
-        state, reader = raise_on_all_ranks(lambda: open_step(self._config, self._model, step, folder), world)
+        state, reader = raise_on_all_ranks(
+            lambda: open_step(self._config, self._model, step, folder, self._once), world
+        )
         anew = {*self.settings.exclude_from_loading} if without else set()
         tensors = tensors_of(self._model_parts, self._optimizer)
         anew |= {"optimizer"} if state.model_only else set()
@@ -182,25 +181,32 @@ class Checkpointer:
         logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s){new}")
         return state.tokens_seen
 
-    def _same_on_all_ranks(self, step: int) -> int:
-        ends = torch.tensor([step, -step], dtype=torch.int64, device=self._dims["world"].device_type)
-        most, least = all_reduce(ends, self._dims["world"], "max").tolist()
+    def _step_to_load(self) -> int:
+        """Return the step to resume from, 0 for none. One process of each machine looks for it.
+
+        Raises:
+            SharedConfigError: machines find different steps.
+        """
+        world, looks = self._dims["world"], Process.from_environment().local_rank == 0
+        step = raise_on_all_ranks(lambda: (step_to_load(self._config) or 0) if looks else None, world)
+        found = [0, -(2**62)] if step is None else [step, -step]
+        most, least = all_reduce(torch.tensor(found, device=world.device_type), world, "max").tolist()
         if most != -least:
             raise SharedConfigError(
                 f"checkpoint.folder = {self.settings.folder!r}: one rank finds step {most} in {self.folder}, another "
                 f"step {-least}; job.dump_folder must be one folder that all machines share"
             )
-        return step
+        return most
 
     def _prepare_folder(self) -> None:
         if self._dims.rank("world") != 0:
             return
         try:
-            prepare_folder(self.folder)
+            self.folder.prepare()
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.folder = {self.settings.folder!r}: {error.filename or self.folder} cannot be written "
-                f"({reason_of(error)}); {remedy_of(self.folder)}"
+                f"({reason_of(error)}); {self.folder.remedy}"
             ) from None
 
     # ---- saving
@@ -208,7 +214,7 @@ class Checkpointer:
     @property
     def saved(self) -> Place | None:
         """The folder of the last checkpoint that this run saved or resumed from; None: there is none."""
-        return step_folder(self.folder, self._last_step) if self._last_step else None
+        return self.folder.step(self._last_step) if self._last_step else None
 
     def vote(self) -> float:
         """Return 1 if this rank's clock says that `checkpoint.interval_seconds` have passed, else 0.
@@ -253,7 +259,7 @@ class Checkpointer:
         state = RunState(step, tokens_seen, described, self._all_streams(), files={}, model_only=model_only)
         say_waiting(f"saving the checkpoint of step {step}")
         kept = {"keep_latest_k": self.settings.keep_latest_k, "keep_every": self.settings.keep_every}
-        writer = Writer(unfinished_folder(self.folder, step), state, best=best, **kept)
+        writer = Writer(self.folder, state, best=best, **kept)
         self._last_step = step
         tensors = tensors_of(self._model_parts, self._optimizer)
         if model_only:
@@ -291,13 +297,27 @@ class Checkpointer:
             thread.shutdown(wait=False)
 
     def _export(self, step: int) -> None:
-        """Write the weights of the last step as a Hugging Face folder; the other ranks wait for the one that writes."""
+        """Write the weights of the last step, on rank 0 from their checkpoint, as a Hugging Face folder beside it."""
         set_timeout(self._config.comm.checkpoint_timeout_seconds, but_for=self.group)
+        output, dtype = self.folder.path / f"step-{step}-hf", getattr(torch, self.settings.export_dtype)
+        config = replace(self._config, checkpoint=replace(self.settings, load_step=step))
+
+        def write() -> None:
+            try:
+                if self._dims.rank("world") == 0:
+                    write_hf(output, config, self._model, dtype)
+            except OSError as error:
+                reason = full_disk(error, output.parent) or reason_of(error)
+                raise ConfigError(
+                    f"the Hugging Face folder {output} could not be written ({reason}); make room there, and make it "
+                    "from the checkpoint with lct convert to-hf"
+                ) from None
+
         try:
-            folder = export(self._job, self._dims, self._model_parts, step)
+            raise_on_all_ranks(write, self._dims["world"])
         except SharedConfigError as error:
             raise CheckpointError(str(error)) from None
-        logger.info(f"weights saved for Hugging Face in {folder}")
+        logger.info(f"weights saved for Hugging Face in {output}")
 
     def wait(self) -> None:
         """Wait for a save in the background.
@@ -315,18 +335,17 @@ class Checkpointer:
 
     def _not_written(self, step: int, error: CheckpointException) -> CheckpointError:
         cause, rank = cause_of(error), min(error.failures)
-        remote = is_remote(self.folder)
-        full = "" if remote else full_disk(cause, self.folder, needed=self._size())
+        full = full_disk(cause, nearest_existing(Path(str(self.folder))), needed=self._size())
         reason = reason_of(cause) if isinstance(cause, OSError) else str(cause).strip().split("\n")[0]
         try:
-            kept = [earlier for earlier in saved_steps(self.folder) if earlier < step]
+            kept = [earlier for earlier in self.folder.steps() if earlier < step]
         except OSError:  # a store that does not answer
             kept = []
         room = "make room there and" if kept else "make room, or name another job.dump_folder, and"
-        first = "when the cause is gone," if remote else room
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.folder} (rank {rank}: {full or reason}); "
-            f"{first} run the same command again" + (f", which resumes after step {kept[-1]}" if kept else "")
+            f"{room if full else 'when the cause is gone,'} run the same command again"
+            + (f", which resumes after step {kept[-1]}" if kept else "")
         )
 
     def _size(self) -> int:
@@ -337,10 +356,8 @@ class Checkpointer:
 
     def _all_streams(self) -> Mapping[int, Mapping[str, int]]:
         """Return the position of every data stream of all data-parallel ranks."""
-        mine = self._loader.state_dict()
-        keys = sorted(next(iter(mine.values())))
-        rows = _rows_of_all_ranks([[s, *(entry[key] for key in keys)] for s, entry in mine.items()], self._dims["dp"])
-        return {row[0]: dict(zip(keys, row[1:], strict=True)) for row in sorted(rows)}
+        streams = of_all_ranks(self._loader.state_dict(), self._dims["dp"])
+        return {int(stream): position for entries in streams for stream, position in entries.items()}
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -356,15 +373,3 @@ class Checkpointer:
             if kind is None:
                 raise
             logger.error(str(also))  # the run ends with the error that is being raised
-
-
-def _rows_of_all_ranks(rows: Sequence[Sequence[int]], over: DeviceMesh) -> list[list[int]]:
-    """Return the rows of all ranks of a mesh. A number is 0 or more, and may have more bits than one of a tensor."""
-    device, bits = over.device_type, max(number.bit_length() for row in rows for number in row)
-    words = int(all_reduce(torch.tensor(max(-(-bits // _WORD), 1), device=device), over, "max"))
-    shifts = [_WORD * i for i in range(words)]
-    cut = [[[number >> shift & 2**_WORD - 1 for shift in shifts] for number in row] for row in rows]
-    gathered = all_gather(torch.tensor(cut, dtype=torch.int64, device=device), over).flatten(0, 1).tolist()
-    return [
-        [sum(word << shift for word, shift in zip(number, shifts, strict=True)) for number in row] for row in gathered
-    ]

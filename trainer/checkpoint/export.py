@@ -1,116 +1,127 @@
-"""The weights of a run as a Hugging Face folder, gathered from all ranks tensor by tensor."""
+"""The weights of a run in the formats of Hugging Face, read from its checkpoint tensor by tensor."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.adapters import merged_tensor
-from trainer.checkpoint.folder import checkpoint_folder
-from trainer.checkpoint.hf_writer import HFWriter
 from trainer.checkpoint.initial import hf_folder
-from trainer.checkpoint.weights import model_tensors, names_of
-from trainer.config.errors import ConfigError
-from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.exchange import Transfer, all_gather, send_receive
-from trainer.job.record import ResolvedJob
-from trainer.models.model_spec import model_spec
-from trainer.models.state_dict import pairs
-from trainer.runtime.agreement import raise_on_all_ranks
-from trainer.runtime.full_disk import full_disk
+from trainer.checkpoint.weights import WeightsReader, load_tensors, open_step, open_weights
+from trainer.config.schema import JobConfig
+from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.hugging_face.files import grouped
+from trainer.hugging_face.tensors import Shape
+from trainer.hugging_face.writer import MOST_BYTES, NewFolder
+from trainer.job.lora import adapter_sizes
+from trainer.models.args import DecoderArgs
+from trainer.models.model_spec import hf_model, model_spec
+from trainer.models.registry import hf_config
+from trainer.transforms.lora import A, B, merged
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def export(job: ResolvedJob, dims: ParallelDims, model_parts: Sequence[nn.Module], step: int) -> Path:
-    """Write the weights to the folder `step-N-hf` beside the checkpoints, and return it. A collective; rank 0 writes.
+def write_hf(
+    output: Path, config: JobConfig, args: DecoderArgs, dtype: torch.dtype, most_bytes: int = MOST_BYTES
+) -> None:
+    """Write the weights of a run as a Hugging Face folder; what had its name before is replaced.
 
-    A rank has one whole tensor at a time in memory, rank 0 at most two.
+    output: the folder; dtype: data type of the files; most_bytes: of the tensors of one file. As many bytes of tensors
+    as the largest has are in memory, twice.
 
     Raises:
-        SharedConfigError: on every rank, if the folder cannot be written.
+        ConfigError: transformers does not have the model, or the weights are damaged, or of another model.
+        OSError: the folder cannot be written.
     """
-    config, writes = job.config, dims.rank("world") == 0
-    output = checkpoint_folder(config) / f"step-{step}-hf"
-    dtype = getattr(torch, config.checkpoint.export_dtype)
-    gathered, error, writer = _Gathered(job, dims, model_parts), None, None
-
-    def make() -> HFWriter | None:
-        try:
-            return HFWriter(output, config, job.model, dtype) if writes else None
-        except OSError as failure:
-            raise _not_written(output, failure) from None
-
-    def finish() -> None:
-        if not writes:
-            return
-        try:
-            if error is not None:
-                raise error
-            writer.finish(hf_folder(config))
-        except OSError as failure:
-            cause = _not_written(output, failure)
-            writer.discard()
-            raise cause from None
-
-    writer = raise_on_all_ranks(make, dims["world"])
-    for name in gathered.names:
-        whole = gathered.whole(name)
-        if writes and error is None:
-            try:
-                writer.put(name, whole)
-            except OSError as failure:  # the other ranks go on, and hear of it at the end
-                error = failure
-        del whole
-    raise_on_all_ranks(finish, dims["world"])
-    return output
+    content = _config_json(config, args, dtype)
+    model, readers = hf_model(model_spec(config.model.name), args), open_weights(config, args)
+    shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
+    with NewFolder(output, model.shapes(), dtype, most_bytes=most_bytes) as folder:
+        for name, whole in _whole_tensors(config, args, shapes, readers):
+            for there, part in model.pairs[name][1].tensors(whole).items():
+                folder.put(there, part)
+            del whole, part  # before the next ones are read
+        folder.finish(CONFIG_FILE, content, hf_folder(config))
 
 
-def _not_written(output: Path, error: OSError) -> ConfigError:
-    reason = full_disk(error, output.parent) or error.strerror or str(error)
-    return ConfigError(
-        f"the Hugging Face folder {output} could not be written ({reason}); make room there, and make it from the "
-        f"checkpoint with lct convert to-hf"
-    )
+def _config_json(config: JobConfig, args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
+    content, name = hf_config(config.model.name).write(args), str(dtype).removeprefix("torch.")
+    content |= {"dtype": name, "torch_dtype": name}  # the second name is that of transformers 4
+    if (source := hf_folder(config)) is None:
+        tokenizer = open_tokenizer(config.model.tokenizer_file)
+        return content | {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    there, longest = read_config(source), "max_position_embeddings"
+    content[longest] = max(there.whole(longest, 1), content[longest])
+    return content | {key: there.content[key] for key in _TOKENS if key in there.content}
 
 
-class _Gathered:
-    """Whole tensors of the model, of which a rank holds parts; of a pipeline's other stages rank 0 receives them."""
+def _whole_tensors(
+    config: JobConfig, args: DecoderArgs, shapes: Mapping[str, Shape], readers: list[WeightsReader]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole weights with their adapters added, as many at a time as have the bytes of the largest.
 
-    def __init__(self, job: ResolvedJob, dims: ParallelDims, model_parts: Sequence[nn.Module]) -> None:
-        shapes = {name: pair.ours.shape for name, pair in pairs(model_spec(job.config.model.name), job.model).items()}
-        self.names = tuple(shapes)
-        self._config, self._args = job.config, job.model
-        self._shapes, self._dtype = shapes, getattr(torch, job.config.training.dtype)
-        self._tensors = model_tensors(names_of(model_parts))
-        self._stages = dims["pp"]
-        self._device = self._stages.device_type
-        self._receives = self._stages.mesh[0].item() == 0
-        """Whether rank 0 is the first stage of this rank's pipeline."""
-        held = torch.tensor([f"model.{name}" in self._tensors for name in self.names], device=self._device)
-        self._owners = dict(zip(self.names, all_gather(held.int(), self._stages).argmax(0).tolist(), strict=True))
+    A file of a checkpoint is opened once for them: there may be thousands.
+    """
+    adapters, adapted = _adapter_shapes(config, args), adapter_sizes(config, args)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    for names in grouped(sizes, max(sizes.values())):
+        modules = [name.removesuffix(".weight") for name in names]
+        beside = {name: shape for name, shape in adapters.items() if name.rpartition(".")[0] in modules}
+        tensors = _read(config, {name: shapes[name] for name in names} | beside, readers)
+        for name, module in zip(names, modules, strict=True):
+            if module in adapted and name != module:
+                a, b = tensors[f"{module}.{A}"], tensors[f"{module}.{B}"]
+                tensors[name] = merged(tensors[name], a, b, config.lora)
+            yield name, tensors.pop(name)
 
-    def _own(self, name: str) -> torch.Tensor | None:
-        """Return the whole tensor of a parameter of this stage, with its adapter added; a collective of the stage."""
-        if f"model.{name}" not in self._tensors:
-            return None
 
-        def read(name: str, _: tuple[int, ...] = ()) -> torch.Tensor:
-            tensor = self._tensors[f"model.{name}"]
-            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _adapter_shapes(config: JobConfig, args: DecoderArgs) -> dict[str, Shape]:
+    """Return name and shape of every tensor of adapters."""
+    shapes, rank = args.linear_shapes(), config.lora.rank
+    pairs = ((module, shapes[module]) for module in adapter_sizes(config, args))
+    return {f"{m}.{x}": shape for m, (n, k) in pairs for x, shape in ((A, (rank, k)), (B, (n, rank)))}
 
-        return merged_tensor(self._config, self._args, name, read(name), read)
 
-    def whole(self, name: str) -> torch.Tensor | None:
-        """Return the whole tensor, on rank 0 and where the rank has a part of it; a collective."""
-        owner, stage = self._owners[name], self._stages.get_local_rank()
-        tensor = self._own(name)
-        if owner == 0 or not self._receives or stage not in (0, owner):
-            return tensor
-        if stage == owner:
-            tensor = tensor.to(self._device).contiguous()
-        else:
-            tensor = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
-        transfer = Transfer(tensor, 0 if stage == owner else owner, is_send=stage == owner)
-        send_receive([transfer], self._stages.get_group(), kind="export").wait()
-        return tensor
+def _read(config: JobConfig, shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, torch.Tensor]:
+    """Return whole tensors of ours, in the data type of the run."""
+    dtype = getattr(torch, config.training.dtype)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    load_tensors({f"model.{name}": x for name, x in tensors.items()}, *readers)
+    return tensors
+
+
+def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) -> None:
+    """Write the adapters of a saved step as a folder that peft's `PeftModel.from_pretrained` loads, in float32.
+
+    Raises:
+        ConfigError: the model has no counterpart at Hugging Face, or the checkpoint is damaged.
+        OSError: the folder cannot be written.
+    """
+    pairs = hf_model(model_spec(config.model.name), args).pairs
+    ours = _read(config, _adapter_shapes(config, args), [open_step(config, args, step)[1]])
+    theirs, modules = {}, set()
+    for module in adapter_sizes(config, args):
+        hf = pairs[f"{module}.weight"][1]
+        there = hf.name.removesuffix(".weight")
+        modules.add(there.rpartition(".")[2])
+        theirs[f"base_model.model.{there}.lora_A.weight"] = ours[f"{module}.{A}"]
+        theirs[f"base_model.model.{there}.lora_B.weight"] = hf.to_hf(ours[f"{module}.{B}"])  # rows as there
+    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(config.checkpoint.initial_load_path).absolute()),
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "inference_mode": True,
+    }
+    with NewFolder(output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model") as folder:
+        for name, tensor in theirs.items():
+            folder.put(name, tensor)
+        folder.finish("adapter_config.json", content)

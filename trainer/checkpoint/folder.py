@@ -1,4 +1,4 @@
-"""The checkpoint folder as files: find steps, check that they are whole and fit the run. Torch-free.
+"""The checkpoint folder: steps are published, kept, found, and checked whether they fit the run. Torch-free.
 
     checkpoint/
       step-500/            one checkpoint; the name appears by a rename, when everything in it is on the disk
@@ -8,29 +8,30 @@
       best.json            the step with the lowest validation loss, and that loss, if it is kept
       step-1000.tmp/       being written, or left by a run that was killed while saving: never read, removed later
 
-A folder in a remote store has the same files, but for step-N.tmp: see `publishing.py`, which writes both.
+A folder in a remote store has the same files, but for step-N.tmp: see `remote.py`.
 Other names, and folders step-N without a state.json, belong to somebody else: never read, never removed.
 """
 
 import json
-import os
-import re
+import logging
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of, remedy_of, store_errors
-from trainer.config.errors import ConfigError, MissingFile
+from trainer.checkpoint.remote import store_of
+from trainer.checkpoint.store import STATE_FILE, Place, Store, reason_of
+from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.models.args import ModelArgs
 
-STATE_FILE, BEST_FILE = "state.json", "best.json"
+BEST_FILE = "best.json"
 FORMAT = 1
 LATEST = -1
-_SAVED = re.compile(r"step-([1-9]\d*)")
+
+logger = logging.getLogger("trainer")
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,14 @@ def check_sum(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def checkpoint_folder(config: JobConfig) -> Place:
+def checkpoint_folder(config: JobConfig) -> Store:
     """Return the folder of all checkpoints of a run.
 
     Raises:
         ConfigError: it is in a store that cannot be opened.
     """
-    if is_address(config.checkpoint.folder):
-        return place_of("checkpoint.folder", config.checkpoint.folder)
-    return Path(config.job.dump_folder) / config.checkpoint.folder
+    folder = config.checkpoint.folder
+    return store_of("checkpoint.folder", folder if is_address(folder) else str(Path(config.job.dump_folder) / folder))
 
 
 def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
@@ -80,44 +80,20 @@ def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
     return {"name": config.model.name, **fixed, "dtype": config.training.dtype, **adapters}
 
 
-def step_folder(folder: Place, step: int) -> Place:
-    return folder / f"step-{step}"
-
-
-def saved_steps(folder: Place) -> list[int]:
-    """Return the steps of the complete checkpoints in `folder`, in order; none where there is no such folder.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    if is_remote(folder):
-        names = (name.partition("/") for name in objects(folder))
-        matches = [_SAVED.fullmatch(step) for step, _, name in names if name == STATE_FILE]
-        return sorted(int(match[1]) for match in matches if match)
-    if not folder.is_dir():
-        return []
-    matches = [(_SAVED.fullmatch(path.name), path) for path in folder.iterdir()]
-    return sorted(int(match[1]) for match, path in matches if match and (path / STATE_FILE).is_file())
-
-
 def step_to_load(config: JobConfig) -> int | None:
     """Return the step to resume from; None: start from the beginning.
 
     Raises:
-        ConfigError: the folder is a file or cannot be read, or `checkpoint.load_step` is not there.
+        ConfigError: the folder cannot be read, or `checkpoint.load_step` is not there.
         MissingFile: the folder is in a store that does not answer from here.
     """
     folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
-    if not is_remote(folder) and os.path.lexists(folder) and not folder.is_dir():
-        raise ConfigError(
-            f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} is a file; name a folder, such as 'checkpoint'"
-        )
     try:
-        steps = saved_steps(folder)
+        steps = folder.steps()
     except OSError as error:
-        raise (MissingFile if is_remote(folder) else ConfigError)(
+        raise folder.unreachable(
             f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} cannot be read ({reason_of(error)}); "
-            f"{remedy_of(folder)}"
+            f"{folder.remedy}"
         ) from None
     if wanted == LATEST:
         return steps[-1] if steps else None
@@ -128,66 +104,73 @@ def step_to_load(config: JobConfig) -> int | None:
     raise ConfigError(f"checkpoint.load_step = {wanted} is not in {folder}; {remedy}")
 
 
-def read_state(folder: Place, step: int) -> RunState:
+def read_state(folder: Store, step: int) -> RunState:
     """Return the state of a saved step, and check that all its files are there in full length.
 
     Raises:
         ConfigError: the state is unreadable or of another format, or a file is missing or cut short.
     """
-    path = step_folder(folder, step)
     try:
-        sizes = objects(path) if is_remote(path) else {}
-        with store_errors(path):
-            text = (path / STATE_FILE).read_text(encoding="utf-8")
-        content = json.loads(text)
-        sum_of_content = content.pop("check_sum", None)  # older checkpoints have none
-        if sum_of_content is not None and sum_of_content != check_sum(content):
-            raise ValueError(f"the check sum of {STATE_FILE} is wrong")
-        if content.pop("format") != FORMAT:
-            raise ValueError("another version of this program wrote it")
-        content["streams"] = {
-            int(stream): {key: int(value) for key, value in entry.items()}
-            for stream, entry in content["streams"].items()
-        }
-        state = RunState(**content)
-        if not (state.step == step and isinstance(state.tokens_seen, int)):
-            raise ValueError("it is of another step")
+        sizes = folder.sizes(step)
+        state = parse_state(folder.read(folder.step(step) / STATE_FILE), step)
         for name, size in state.files.items():
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is no name of a file in it")
-            found = sizes[name] if is_remote(path) else (path / name).stat().st_size
-            if found != size:
-                raise ValueError(f"{name} has {found} bytes of {size}")
+            if sizes[name] != size:
+                raise ValueError(f"{name} has {sizes[name]} bytes of {size}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise unreadable(folder, step, error) from None
     return state
 
 
-def unreadable(folder: Place, step: int, error: BaseException | str) -> ConfigError:
+def parse_state(text: bytes, step: int) -> RunState:
+    """Return the state of a step that a `state.json` holds.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: it is damaged, or of another format.
+    """
+    content = json.loads(text.decode())
+    sum_of_content = content.pop("check_sum", None)  # older checkpoints have none
+    if sum_of_content is not None and sum_of_content != check_sum(content):
+        raise ValueError(f"the check sum of {STATE_FILE} is wrong")
+    if content.pop("format") != FORMAT:
+        raise ValueError("another version of this program wrote it")
+    content["streams"] = {
+        int(stream): {key: int(value) for key, value in entry.items()} for stream, entry in content["streams"].items()
+    }
+    state = RunState(**content)
+    if not (state.step == step and isinstance(state.tokens_seen, int)):
+        raise ValueError("it is of another step")
+    return state
+
+
+def state_text(state: RunState) -> bytes:
+    """Return the content of `state.json`."""
+    content = json.loads(json.dumps({"format": FORMAT, **asdict(state)}))  # as it is when it is read
+    return json.dumps(content | {"check_sum": check_sum(content)}).encode()
+
+
+def unreadable(folder: Store, step: int, error: BaseException | str) -> ConfigError:
     """Return the error for a checkpoint that cannot be loaded."""
     reason = str(error).strip().split("\n")[0].removesuffix(".")
-    if isinstance(error, OSError) and error.filename and not is_remote(folder):
-        reason = f"{Path(error.filename).name}: {error.strerror}"
-    elif isinstance(error, OSError):
-        reason = reason_of(error)
+    if isinstance(error, OSError):
+        reason = f"{Path(error.filename).name}: " * isinstance(error.filename, str) + reason_of(error)
     elif isinstance(error, KeyError):
         reason = f"{reason} is missing"
+    damaged = f"the checkpoint {folder.step(step)} cannot be read ({reason})"
     try:
-        others = [other for other in saved_steps(folder) if other != step]
+        others = [str(other) for other in folder.steps() if other != step]
     except OSError:  # the store does not answer
-        return ConfigError(
-            f"the checkpoint {step_folder(folder, step)} cannot be read ({reason}); run this again later"
-        )
-    works = (
-        f"use another with checkpoint.load_step (there are {', '.join(map(str, others[-8:]))}), or remove it"
-        if others
-        else "remove it to start anew"
+        return ConfigError(f"{damaged}; run this again later")
+    if not others:
+        return ConfigError(f"{damaged}; remove it to start anew")
+    return ConfigError(
+        f"{damaged}; use another with checkpoint.load_step (there are {', '.join(others[-8:])}), or remove it"
     )
-    return ConfigError(f"the checkpoint {step_folder(folder, step)} cannot be read ({reason}); {works}")
 
 
 def check_same_model(
-    state: RunState, config: JobConfig, model: ModelArgs, path: Place, *, remedy: str, dtype: bool = True
+    state: RunState, config: JobConfig, model: ModelArgs, path: Place | str, *, remedy: str, dtype: bool = True
 ) -> None:
     """Check that the tensors of `state`, which is in `path`, are those of this model; dtype: of its data type too.
 
@@ -210,7 +193,7 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     Raises:
         ConfigError: another model, data type, seed or number of data streams, or no optimizer for the steps to come.
     """
-    path = step_folder(checkpoint_folder(config), state.step)
+    path = checkpoint_folder(config).step(state.step)
     elsewhere = "or start anew in another checkpoint.folder"
     check_same_model(state, config, model, path, remedy=f"resume with that, {elsewhere}")
     anew, left = config.checkpoint.exclude_from_loading, config.training.steps - state.step
@@ -232,17 +215,44 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
             )
 
 
-def best_saved(folder: Place) -> tuple[int, float] | None:
+def best_saved(folder: Store) -> tuple[int, float] | None:
     """Return step and validation loss of the best checkpoint; None: no checkpoint is marked as that.
 
     Raises:
         OSError: the folder cannot be read.
     """
     try:
-        with store_errors(folder):
-            text = (folder / BEST_FILE).read_text(encoding="utf-8")
-        best = json.loads(text)
+        best = json.loads(folder.read(folder.path / BEST_FILE).decode())
         step, loss = int(best["step"]), float(best["validation_loss"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
-    return (step, loss) if step in saved_steps(folder) else None
+    return (step, loss) if step in folder.steps() else None
+
+
+def mark_best(folder: Store, step: int, loss: float | None) -> None:
+    """Note that this new checkpoint is the best one so far; loss: None if it is not.
+
+    A checkpoint of that step of another history, which it has replaced, is no longer the best one.
+    """
+    if loss is not None:
+        folder.write(folder.path / BEST_FILE, json.dumps({"step": step, "validation_loss": loss}).encode())
+    elif (best := best_saved(folder)) is not None and best[0] == step:
+        folder.remove_file(folder.path / BEST_FILE)
+
+
+def keep_latest(folder: Store, k: int, written: int, *, every: int = 0) -> None:
+    """Remove all but the best and the last k checkpoints up to and including step `written`; k = 0 keeps all.
+
+    every: steps that are a multiple of it stay too; 0: none.
+
+    Later steps belong to a history that this run has left; each is removed when this run reaches it.
+    """
+    best = best_saved(folder)
+    of_this_run = [step for step in folder.steps() if step <= written]
+    for step in of_this_run[: -k or None] if k else ():
+        if (best is not None and step == best[0]) or (every and step % every == 0):
+            continue
+        try:
+            folder.remove(step)
+        except OSError as error:
+            logger.warning(f"the old checkpoint {folder.step(step)} could not be removed ({reason_of(error)})")

@@ -1,33 +1,19 @@
 """Where a new run may take its weights from, and whether they fit its model. Torch-free."""
 
-import re
 from dataclasses import fields, replace
 from pathlib import Path
 
-from trainer.checkpoint.folder import STATE_FILE, check_same_model, read_state, step_to_load
-from trainer.checkpoint.remote import Place, is_remote, objects, place_of, reason_of, remedy_of
-from trainer.checkpoint.safetensors import read_folder
+from trainer.checkpoint.folder import check_same_model, read_state, step_to_load
+from trainer.checkpoint.remote import named_step, saved_step
+from trainer.checkpoint.store import STATE_FILE
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig, LoRA
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
+from trainer.hugging_face.files import read_folder
 from trainer.models.args import ModelArgs
-from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.registry import hf_config, is_folder
 
-_STEP = re.compile(r"step-(\d+)")
-
-
-def saved_step(path: Place) -> int | None:
-    """Return the step of a checkpoint folder `step-N` of this program; None: it is something else.
-
-    Raises:
-        MissingFile: it is in a store that does not answer from here.
-    """
-    match = _STEP.fullmatch(path.absolute().name)
-    try:
-        saved = match and (STATE_FILE in objects(path) if is_remote(path) else (path / STATE_FILE).is_file())
-    except OSError as error:
-        raise MissingFile(f"{path} cannot be read ({reason_of(error)}); {remedy_of(path)}") from None
-    return int(match[1]) if saved else None
+_KEY = "checkpoint.initial_load_path"
 
 
 def hf_folder(config: JobConfig) -> Path | None:
@@ -48,36 +34,29 @@ def check_initial_weights(config: JobConfig, model: ModelArgs) -> None:
         return
     if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
         return  # a run with checkpoints resumes from them; those of adapters hold nothing else
-    path = place_of("checkpoint.initial_load_path", given)
-    if not is_remote(path) and not path.is_dir():
+    path, step = Path(given), saved_step(_KEY, given)
+    if step is None and not path.is_dir():
         raise MissingFile(
-            f"checkpoint.initial_load_path = {given!r} is no folder here; name a folder with weights (for a finished "
-            "run, in its config.toml)"
-        )
-    step = saved_step(path)
-    if is_remote(path) and step is None:
-        raise ConfigError(
-            f"checkpoint.initial_load_path = {given!r} holds no checkpoint; name a step-N of a run's "
-            "checkpoint.folder, or copy a Hugging Face folder to this machine"
+            f"{_KEY} = {given!r} is no folder here, and no checkpoint in a store; name a folder with weights (for a "
+            "finished run, in its config.toml)"
         )
     if not config.checkpoint.initial_load_model_only:
         _check_branch(config, given, step)
     if step is not None:
-        state = read_state(path.absolute().parent, step)
+        state = read_state(named_step(_KEY, given)[0], step)
         if state.model.get("lora.rank"):
             raise ConfigError(
-                f"checkpoint.initial_load_path = {given!r} holds adapters only; merge them into a Hugging Face folder "
-                f"with lct convert to-hf, and name that"
+                f"{_KEY} = {given!r} holds adapters only; merge them into a Hugging Face folder with lct convert "
+                "to-hf, and name that"
             )
-        base = replace(config, lora=LoRA())
-        check_same_model(state, base, model, path, remedy="take that model", dtype=False)
+        check_same_model(state, replace(config, lora=LoRA()), model, given, remedy="take that model", dtype=False)
     elif (path / CONFIG_FILE).is_file():
         _check_hf(config, model, path)
         _check_names(config, model, path)
     else:
         raise ConfigError(
-            f"checkpoint.initial_load_path = {given!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a "
-            f"{STATE_FILE} of a checkpoint; name a Hugging Face folder, or a folder step-N of a run's checkpoints"
+            f"{_KEY} = {given!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a {STATE_FILE} of a "
+            "checkpoint; name a Hugging Face folder on this machine, or a folder step-N of a run's checkpoints"
         )
 
 
@@ -86,7 +65,7 @@ def _check_branch(config: JobConfig, given: str, step: int | None) -> None:
     key = "checkpoint.initial_load_model_only = false"
     if step is None:
         raise ConfigError(
-            f"{key} continues another run, and checkpoint.initial_load_path = {given!r} holds weights alone; name a "
+            f"{key} continues another run, and {_KEY} = {given!r} holds weights alone; name a "
             "folder step-N of a run's checkpoints, or leave the key out"
         )
     if config.lora.rank:
@@ -124,6 +103,6 @@ def _check_hf(config: JobConfig, model: ModelArgs, path: Path) -> None:
     if different:
         name = "the folder" if is_folder(config.model.flavor) else f"model.flavor = {config.model.flavor!r}"
         raise ConfigError(
-            f"{name} is not the model in checkpoint.initial_load_path = {str(path)!r}: {', '.join(different)}; set "
+            f"{name} is not the model in {_KEY} = {str(path)!r}: {', '.join(different)}; set "
             f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(path.absolute())!r}"
         )

@@ -1,17 +1,18 @@
 """Read a whole saved step: lengths, check sums, entries against the model, and values that must be finite."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from trainer.checkpoint.folder import check_same_model, read_state, unreadable
-from trainer.checkpoint.remote import Place
+from trainer.checkpoint.store import Store
 from trainer.checkpoint.weights import load_tensors, names_of, reader_of
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.hugging_face.files import grouped
 from trainer.models.args import ModelArgs
 from trainer.models.model_spec import model_spec
 from trainer.transforms.lora import apply_lora
@@ -33,7 +34,7 @@ class Verified:
     tensors: int
 
 
-def verify_step(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
+def verify_step(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
     """Read all that a saved step in `folder` holds; run: the configuration and the model that it must be of.
 
     Raises:
@@ -47,7 +48,7 @@ def verify_step(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | Non
         raise unreadable(folder, step, f"{type(error).__name__}: {error}") from None
 
 
-def _verified(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
+def _verified(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None) -> Verified:
     state = read_state(folder, step)
     reader = reader_of(folder, state)
     entries = reader.read_metadata().state_dict_metadata
@@ -60,8 +61,10 @@ def _verified(folder: Place, step: int, run: tuple[JobConfig, ModelArgs] | None)
             raise unreadable(folder, step, f"{name} is no tensor")
         if not cover_once([_box(chunk) for chunk in entry.chunks], entry.size):
             raise unreadable(folder, step, f"the parts of {name} are not the whole of it")
-    for batch in _batches(entries):
-        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in batch.items()}
+    sizes = {name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in entries.items()}
+    for names in grouped(sizes, _AT_ONCE):
+        batch = ((name, entries[name]) for name in names)
+        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in batch}
         load_tensors(tensors, reader)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
@@ -112,15 +115,3 @@ def _difference(entries: Mapping[str, TensorStorageMetadata], expected: Mapping[
         if entries[name].size != shape:
             return f"{name} has the shape {tuple(entries[name].size)}, and {tuple(shape)} in the model"
     return next((f"it holds {name} and the model has none" for name in entries if name not in expected), "")
-
-
-def _batches(entries: Mapping[str, TensorStorageMetadata]) -> Iterator[dict[str, TensorStorageMetadata]]:
-    batch: dict[str, TensorStorageMetadata] = {}
-    size = 0
-    for name, entry in entries.items():
-        more = entry.size.numel() * entry.properties.dtype.itemsize
-        if batch and size + more > _AT_ONCE:
-            yield batch
-            batch, size = {}, 0
-        batch[name], size = entry, size + more
-    yield batch

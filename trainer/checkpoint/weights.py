@@ -1,8 +1,10 @@
 """The weights of a model as a part of checkpoints: their names, and loading them alone."""
 
+import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,30 +13,36 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trainer.checkpoint.adapters import AdaptedReader
-from trainer.checkpoint.files import Reader, TensorsOnly, Writer
+from trainer.checkpoint.files import METADATA, Reader, TensorsOnly, Writer, unpickled
 from trainer.checkpoint.folder import (
     RunState,
     check_fits,
     checkpoint_folder,
     model_description,
+    parse_state,
     read_state,
-    step_folder,
+    state_text,
     step_to_load,
     unreadable,
 )
-from trainer.checkpoint.hf_reader import HFReader
-from trainer.checkpoint.initial import check_initial_weights, saved_step
-from trainer.checkpoint.publishing import unfinished_folder
-from trainer.checkpoint.remote import Place, place_of
+from trainer.checkpoint.initial import check_initial_weights
+from trainer.checkpoint.remote import named_step, saved_step
+from trainer.checkpoint.store import Store
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.hugging_face.reader import HFReader
 from trainer.models.args import ModelArgs
-from trainer.models.model_spec import ModelSpec, model_spec
+from trainer.models.model_spec import ModelSpec, hf_model, model_spec
 from trainer.transforms.float8 import without_float8_cast
 from trainer.transforms.lora import is_adapter
 
-WeightsReader = Reader | HFReader | AdaptedReader
+WeightsReader = Reader | HFReader
+Once = Callable[[Callable[[], bytes]], bytes]
+"""Calls a function that reads, and returns what it returns: on this rank, or on one rank for all of them."""
+
+
+def on_this_rank(read: Callable[[], bytes]) -> bytes:
+    return read()
 
 
 def names_of(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
@@ -51,60 +59,75 @@ def model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
     return {f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()}
 
 
-def open_step(config: JobConfig, model: ModelArgs, step: int, folder: Place | None = None) -> tuple[RunState, Reader]:
+def open_step(
+    config: JobConfig, model: ModelArgs, step: int, folder: Store | None = None, once: Once = on_this_rank
+) -> tuple[RunState, Reader]:
     """Return the state of a saved step, and a reader of its tensors. folder: of another run's checkpoints.
 
     Raises:
         ConfigError: the checkpoint is damaged, or of another model or other data.
     """
     folder = folder or checkpoint_folder(config)
-    state = read_state(folder, step)
+    state = parse_state(once(lambda: state_text(read_state(folder, step))), step)
     check_fits(state, config, model)
-    return state, reader_of(folder, state)
+    return state, reader_of(folder, state, once)
 
 
-def reader_of(folder: Place, state: RunState) -> Reader:
+def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Reader:
     """Return a reader of the tensors of a saved step in `folder`, which has its metadata.
 
     Raises:
         ConfigError: the checkpoint is damaged.
     """
-    reader = Reader(step_folder(folder, state.step), files=state.files, sums=state.sums)
+
+    def read() -> bytes:
+        try:
+            return folder.read(folder.step(state.step) / METADATA)
+        except OSError as error:
+            raise unreadable(folder, state.step, error) from None
+
+    content = once(read)
     try:
-        reader.read_metadata()
+        return Reader(folder, state, unpickled(content, state))
     except Exception as error:  # a damaged pickle may raise anything
         raise unreadable(folder, state.step, error) from None
-    return reader
 
 
-def open_initial(config: JobConfig, args: ModelArgs) -> Reader | HFReader:
+def open_initial(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) -> Reader | HFReader:
     """Return a reader of the weights in `checkpoint.initial_load_path`.
 
     Raises:
         ConfigError: they are damaged, or of another model.
     """
-    check_initial_weights(config, args)
-    path = place_of("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
-    step = saved_step(path)
-    if step is None:
-        return HFReader(path, model_spec(config.model.name), args)
-    return reader_of(path.absolute().parent, read_state(path.absolute().parent, step))
+    key, given = "checkpoint.initial_load_path", config.checkpoint.initial_load_path
+    folder, step = named_step(key, given)
+
+    def look() -> bytes:
+        check_initial_weights(config, args)
+        return b"" if saved_step(key, given) is None else state_text(read_state(folder, step))
+
+    if text := once(look):
+        return reader_of(folder, parse_state(text, step), once)
+    tensors = hf_model(model_spec(config.model.name), args)
+    return HFReader(Path(given), tensors, once(lambda: HFReader(Path(given), tensors).headers))
 
 
-def open_weights(config: JobConfig, args: ModelArgs) -> WeightsReader:
-    """Return a reader of the weights of a run: of its checkpoint, or of what it starts from if it has saved none.
+def open_weights(config: JobConfig, args: ModelArgs, once: Once = on_this_rank) -> list[WeightsReader]:
+    """Return readers of the weights of a run: of its checkpoint, or of what it starts from if it has saved none.
+
+    Of adapters, the second one reads the weights that they adapt.
 
     Raises:
         ConfigError: they are damaged, or of another model.
     """
-    step = step_to_load(config)
+    step = json.loads(once(lambda: json.dumps(step_to_load(config) if config.checkpoint.enable else None).encode()))
     if step is None:
-        return open_initial(config, args)
-    saved = open_step(config, args, step)[1]
-    return AdaptedReader(saved, open_initial(config, args)) if config.lora.rank else saved
+        return [open_initial(config, args, once)]
+    saved = open_step(config, args, step, once=once)[1]
+    return [saved, open_initial(config, args, once)] if config.lora.rank else [saved]
 
 
-def load_weights(reader: WeightsReader, model_parts: Sequence[nn.Module], *, adapters: bool = True) -> None:
+def load_weights(readers: Sequence[WeightsReader], model_parts: Sequence[nn.Module], *, adapters: bool = True) -> None:
     """Load the weights of the model parts of this rank, in place; no collective. A rank reads what it holds.
 
     Buffers that have no counterpart in a Hugging Face folder stay as they are. adapters: whether to load adapters too.
@@ -112,24 +135,29 @@ def load_weights(reader: WeightsReader, model_parts: Sequence[nn.Module], *, ada
     Raises:
         ConfigError: files are damaged.
     """
-    named = {x: name for x, name in names_of(model_parts).items() if adapters or not is_adapter(name)}
-    if isinstance(reader, HFReader):
-        named = {x: name for x, name in named.items() if name in reader.pairs}
-    load_tensors(model_tensors(named), reader)
+    tensors = model_tensors({x: name for x, name in names_of(model_parts).items() if adapters or not is_adapter(name)})
+    if isinstance(readers[-1], HFReader):
+        held = {name for reader in readers for name in reader.read_metadata().state_dict_metadata}
+        tensors = {name: x for name, x in tensors.items() if name in held}
+    load_tensors(tensors, *readers)
 
 
-def load_tensors(tensors: dict[str, torch.Tensor], reader: WeightsReader) -> None:
-    """Load tensors in place, in their own data types.
+def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -> None:
+    """Load tensors in place, in their own data types, each by the first reader that has it.
 
     Raises:
         ConfigError: something is missing, damaged or of another shape.
     """
-    try:
-        with _by_itself():
-            dcp.load(tensors, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
-    except CheckpointException as error:
-        reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
-        raise ConfigError(f"the weights in {reader.path} cannot be read ({reason}); take another copy") from None
+    for reader in readers:
+        here = {name: x for name, x in tensors.items() if name in reader.read_metadata().state_dict_metadata}
+        here = here if reader is not readers[-1] else dict(tensors)
+        tensors = {name: x for name, x in tensors.items() if name not in here}
+        try:
+            with _by_itself():
+                dcp.load(here, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+        except CheckpointException as error:
+            reason = str(cause_of(error)).strip().split("\n")[0].removesuffix(".")
+            raise ConfigError(f"the weights in {reader.path} cannot be read ({reason}); take another copy") from None
 
 
 def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
@@ -139,9 +167,9 @@ def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
         OSError: it cannot be written.
     """
     dtype, folder = getattr(torch, config.training.dtype), checkpoint_folder(config)
-    tensors = {name: torch.empty_like(pair.ours, dtype=dtype) for name, pair in reader.pairs.items()}
+    tensors = {name: torch.empty_like(ours, dtype=dtype) for name, (ours, _) in reader.pairs.items()}
     state = RunState(0, 0, model_description(config, args), streams={}, files={})
-    writer = Writer(unfinished_folder(folder, 0), state, keep_latest_k=0, file_per_tensor=True)
+    writer = Writer(folder, state, keep_latest_k=0, file_per_tensor=True)
     others = _first_buffers(model_spec(config.model.name), args, dtype, without=reader.pairs)
     tensors |= {name: torch.empty_like(x, device="meta") for name, x in others.items()}
 
@@ -150,7 +178,7 @@ def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
         return others[name] if name in others else reader.read(name).to(dtype)
 
     planner = _Streamed(read)
-    folder.mkdir(parents=True)
+    folder.prepare()
     try:
         with _by_itself():
             named = {f"model.{name}": tensor for name, tensor in tensors.items()}

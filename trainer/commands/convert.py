@@ -9,21 +9,17 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.checkpoint.folder import step_to_load
 from trainer.commands.finished_run import configuration
 from trainer.config.errors import ConfigError
 from trainer.config.loader import to_toml
 from trainer.config.schema import Checkpoint, Job, JobConfig, Model, Training
+from trainer.hugging_face.config_json import read_config
+from trainer.hugging_face.files import check_output
 from trainer.job.tasks import resolve_model
-from trainer.models.hf_config import read_config
 from trainer.models.registry import hf_config, hf_family
 from trainer.runtime.full_disk import full_disk
-
-if TYPE_CHECKING:
-    from trainer.checkpoint.adapters import ReadTensor
-    from trainer.checkpoint.weights import WeightsReader
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -41,24 +37,10 @@ def to_hf(run: Path, output: Path, *, step: int, dtype: str | None, most_bytes: 
     args = resolve_model(config)
     import torch  # when the run is known to be there
 
-    from trainer.checkpoint.adapters import merged_tensor
-    from trainer.checkpoint.hf_writer import HFWriter, check_output
-    from trainer.checkpoint.initial import hf_folder
-    from trainer.checkpoint.weights import open_weights
-    from trainer.models.model_spec import model_spec
-    from trainer.models.state_dict import pairs
+    from trainer.checkpoint.export import write_hf
 
     check_output(output)
-    shapes = pairs(model_spec(config.model.name), args)
-    read = _reading(config, open_weights(config, args))
-    writer = HFWriter(output, config, args, getattr(torch, dtype or config.training.dtype), most_bytes)
-    try:
-        for name in writer.names:
-            writer.put(name, merged_tensor(config, args, name, read(name, shapes[name].ours.shape), read))
-        writer.finish(hf_folder(config))
-    except BaseException:
-        writer.discard()
-        raise
+    write_hf(output, config, args, getattr(torch, dtype or config.training.dtype), most_bytes)
 
 
 def to_peft(run: Path, output: Path, *, step: int) -> None:
@@ -74,26 +56,10 @@ def to_peft(run: Path, output: Path, *, step: int) -> None:
     if (saved := step_to_load(config)) is None:
         raise ConfigError(f"{run} holds no adapters; train with --checkpoint.enable to save the last step")
     args = resolve_model(config)
-    from trainer.checkpoint.adapters import write_peft
-    from trainer.checkpoint.hf_writer import check_output
-    from trainer.checkpoint.weights import open_step
+    from trainer.checkpoint.export import write_peft
 
     check_output(output)
-    write_peft(output, config, args, _reading(config, open_step(config, args, saved)[1]))
-
-
-def _reading(config: JobConfig, reader: "WeightsReader") -> "ReadTensor":
-    """Return a function that reads a whole tensor of ours, in the data type of the run."""
-    import torch
-
-    from trainer.checkpoint.weights import load_tensors
-
-    def read(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=getattr(torch, config.training.dtype))
-        load_tensors({f"model.{name}": tensor}, reader)
-        return tensor
-
-    return read
+    write_peft(output, config, args, saved)
 
 
 def from_hf(folder: Path, output: Path, *, dtype: str, tokenizer: str | None) -> None:
@@ -107,10 +73,10 @@ def from_hf(folder: Path, output: Path, *, dtype: str, tokenizer: str | None) ->
     """
     name = hf_family(entries := read_config(folder))
     longest = hf_config(name).read(entries).max_seq_len
-    from trainer.checkpoint.hf_reader import HFReader
-    from trainer.checkpoint.hf_writer import carry, check_output
     from trainer.checkpoint.weights import save_initial
-    from trainer.models.model_spec import model_spec
+    from trainer.hugging_face.reader import HFReader
+    from trainer.hugging_face.writer import carry
+    from trainer.models.model_spec import hf_model, model_spec
 
     check_output(output)
     copied = output.absolute() / "hf"
@@ -120,7 +86,7 @@ def from_hf(folder: Path, output: Path, *, dtype: str, tokenizer: str | None) ->
         training=Training(dtype=dtype, seq_len=min(longest, Training.seq_len)),
         checkpoint=Checkpoint(initial_load_path=str(output.absolute() / "checkpoint" / "step-0")),
     )
-    reader = HFReader(folder, model_spec(name), args := resolve_model(config))
+    reader = HFReader(folder, hf_model(model_spec(name), args := resolve_model(config)))
     try:
         copied.mkdir(parents=True)
         carry(folder, copied, "config.json")

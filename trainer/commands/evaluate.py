@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.folder import checkpoint_folder, step_folder, step_to_load
+from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.commands.evaluate_report import Cell, Findings, check_output, tables, write
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
@@ -240,7 +240,7 @@ def evaluate(wanted: Wanted, job: ResolvedJob, device: "torch.device") -> Findin
     settings |= {"weights": job.config.checkpoint.initial_load_path, "compute_dtype": job.compute_dtype}
     settings |= {"ranks": job.degrees.world_size}
     if job.config.lora.rank:
-        settings["adapters"] = str(step_folder(checkpoint_folder(job.config), step_to_load(job.config)))
+        settings["adapters"] = str(checkpoint_folder(job.config).step(step_to_load(job.config)))
     return Findings(
         settings,
         positions(wanted, evaluation, job) if "positions" in wanted.tasks else (),

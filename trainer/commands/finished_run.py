@@ -3,10 +3,11 @@
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.folder import checkpoint_folder, step_folder, step_to_load
+from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -22,9 +23,9 @@ from trainer.config.schema import (
     Training,
     Validation,
 )
+from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob
 from trainer.job.tasks import TASKS
-from trainer.models.hf_config import CONFIG_FILE, read_config
 from trainer.models.registry import hf_config, hf_family
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def text_configuration(
         saved = replace(given, job=replace(given.job, dump_folder=str(folder)), checkpoint=own)
         weights = _saved_weights(saved)
         if given.lora.rank and step_to_load(saved) is not None:  # adapters, beside the weights that they adapt
-            there = str(checkpoint_folder(saved).absolute())  # wherever a command writes
+            there = str(checkpoint_folder(saved).path.absolute())  # wherever a command writes
             adapted = {"checkpoint": replace(own, folder=there), "lora": given.lora}
     training = given.training
     data = given.validation.source(training) if given.validation.enable else (training.dataset, training.dataset_path)
@@ -143,7 +144,7 @@ def _saved_weights(config: JobConfig) -> str:
     """Return the folder with the weights of a run: its checkpoint, or what it starts from if it has saved none."""
     step = step_to_load(config)
     if step is not None:
-        return str(step_folder(checkpoint_folder(config), step))
+        return str(checkpoint_folder(config).step(step))
     if config.checkpoint.initial_load_path is None:
         raise ConfigError(
             f"{checkpoint_folder(config)} holds no checkpoint; train with --checkpoint.enable to save the last step"
@@ -175,11 +176,11 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     """
     import torch
 
-    from trainer.checkpoint.weights import load_weights, open_initial, open_weights
+    from trainer.checkpoint.weights import load_weights, open_weights
     from trainer.distributed.parallel_dims import ParallelDims
     from trainer.models.initialization import initialize
     from trainer.models.model_spec import model_spec
-    from trainer.runtime.agreement import raise_on_all_ranks
+    from trainer.runtime.agreement import raise_on_all_ranks, read_once
     from trainer.runtime.process_group import set_timeout
 
     spec, dims = model_spec(job.config.model.name), ParallelDims(job.degrees, device.type)
@@ -188,6 +189,6 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
         model = spec.build(job.model).to(getattr(torch, job.config.training.dtype))
     spec.parallelize(model, dims, job)
     initialize(model, seed=0, device=device, offload=job.config.training.enable_cpu_offload)
-    reader = open_weights if job.config.checkpoint.enable else open_initial
-    raise_on_all_ranks(lambda: load_weights(reader(job.config, job.model), [model]), dims["world"])
+    once = partial(read_once, over=dims["world"])
+    raise_on_all_ranks(lambda: load_weights(open_weights(job.config, job.model, once), [model]), dims["world"])
     return model, dims

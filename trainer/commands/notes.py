@@ -2,7 +2,7 @@
 
 import os
 
-from trainer.checkpoint.folder import checkpoint_folder, saved_steps
+from trainer.checkpoint.folder import checkpoint_folder
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.job import ResolvedJob
@@ -37,7 +37,7 @@ def _left_checkpoints(job: ResolvedJob) -> str:
         return ""
     folder = checkpoint_folder(job.config)
     try:
-        steps = saved_steps(folder)
+        steps = folder.steps()
     except OSError:
         return ""
     if not steps:

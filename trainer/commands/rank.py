@@ -50,8 +50,9 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
             return acted(command, Start(ranks_here, "0", [], of_job=world_size)) if rank == 0 else 0
         machine = this_machine()
         device_type = machine.device_type(command.config.job.device)
-        # The launcher has looked at the data, or else the first rank of the node does: there may be very many files.
-        job = resolve(command.config, world_size, device_type, data_checked=launched or local_rank > 0)
+        # Our launcher has looked at all files; else the first rank of the node looks at the data's, which may be many.
+        checked = {"data_checked": launched or local_rank > 0, "weights_checked": launched}
+        job = resolve(command.config, world_size, device_type, **checked)
         set_up_logging(rank, color=job.config.metrics.enable_color_printing)
         # Our launcher on one node has printed all this already.
         if not launched or ranks_here < world_size:

@@ -9,7 +9,7 @@ on each (docs/several_nodes.md). Torch is imported when everything has been chec
 import os
 from contextlib import suppress
 
-from trainer.checkpoint.folder import checkpoint_folder, saved_steps
+from trainer.checkpoint.folder import checkpoint_folder
 from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
 from trainer.commands.ranks import launch, launch_options, start_tokenizing
@@ -57,7 +57,7 @@ def _to_resume(config: JobConfig) -> str:
         return "nothing is saved: with --checkpoint.enable a run saves, and the same command resumes it"
     folder = checkpoint_folder(config)
     with suppress(OSError):
-        if steps := saved_steps(folder):
+        if steps := folder.steps():
             return f"step {steps[-1]:,} is saved in {folder}: the same command resumes from it"
     return f"no step is saved yet in {folder}: the same command starts again"
 

@@ -10,10 +10,11 @@ The exit code is 0 if all steps are whole, 1 if one is damaged, and 2 if there i
 import argparse
 import sys
 import time
+from pathlib import Path
 
-from trainer.checkpoint.folder import checkpoint_folder, saved_steps, step_folder
-from trainer.checkpoint.initial import saved_step
-from trainer.checkpoint.remote import Place, is_remote, place_of, reason_of
+from trainer.checkpoint.folder import checkpoint_folder
+from trainer.checkpoint.remote import named_step, saved_step, store_of
+from trainer.checkpoint.store import Store, reason_of
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -23,22 +24,22 @@ from trainer.models.args import ModelArgs
 _RUN_FILE = "config.toml"
 
 
-def steps_of(path: Place) -> tuple[Place, list[int], Place]:
+def steps_of(given: str) -> tuple[Store, list[int], Path]:
     """Return the folder of checkpoints that a path means, the steps in it, and the file of its run's configuration.
 
     Raises:
         ConfigError: nothing is saved there.
     """
-    path = path.absolute()
-    own = path / _RUN_FILE
-    if (step := saved_step(path)) is not None:
-        return path.parent, [step], path.parent.parent / _RUN_FILE
-    if not is_remote(path) and own.is_file():
-        config = parse_command_line(["--job.config_file", str(own), "--job.dump_folder", str(path)]).config
+    own = Path(given).absolute() / _RUN_FILE
+    if (step := saved_step("path", given)) is not None:
+        folder = named_step("path", given)[0]
+        return folder, [step], Path(str(folder)).parent / _RUN_FILE
+    if own.is_file():
+        config = parse_command_line(["--job.config_file", str(own), "--job.dump_folder", given]).config
         folder, run = checkpoint_folder(config), own
     else:
-        folder, run = path, path.parent / _RUN_FILE
-    steps = saved_steps(folder)
+        folder, run = store_of("path", given), Path(given).absolute().parent / _RUN_FILE
+    steps = folder.steps()
     if not steps:
         raise ConfigError(
             f"{folder} holds no whole checkpoint: there is no step-N with a state.json; name the job.dump_folder of a "
@@ -47,10 +48,10 @@ def steps_of(path: Place) -> tuple[Place, list[int], Place]:
     return folder, steps, run
 
 
-def model_of(run: Place) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
+def model_of(run: Path) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
     """Return configuration and model of a run, or None and why they are not known."""
-    if is_remote(run) or not run.is_file():
-        return None, f"{run} is missing"
+    if not run.is_file():
+        return None, f"its {run.name} is missing"
     missing: list[str] = []
     try:
         config = parse_command_line(["--job.config_file", str(run)]).config
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print a line for each saved step, and return 1 if one is damaged."""
     args = parser().parse_args(argv)
     try:
-        folder, steps, file = steps_of(place_of("path", args.path))
+        folder, steps, file = steps_of(args.path)
     except (ConfigError, OSError) as error:
         text = error if isinstance(error, ConfigError) else f"{args.path} cannot be read ({reason_of(error)})"
         print(f"error: {text}", file=sys.stderr)
@@ -87,11 +88,11 @@ def main(argv: list[str] | None = None) -> int:
         try:
             found = verify_step(folder, step, run)
         except ConfigError as error:
-            print(f"{step_folder(folder, step).name}: damaged: {error}", flush=True)
+            print(f"{folder.step(step).name}: damaged: {error}", flush=True)
             damaged = True
             continue
         what = f"{found.files} files, {found.size / 2**20:,.1f} MiB, {found.tensors:,} tensors"
-        print(f"{step_folder(folder, step).name}: whole: {what} ({time.monotonic() - started:.1f} s)", flush=True)
+        print(f"{folder.step(step).name}: whole: {what} ({time.monotonic() - started:.1f} s)", flush=True)
     return int(damaged)
 
 

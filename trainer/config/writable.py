@@ -1,4 +1,4 @@
-"""Find a folder that a user can write to, for messages that refuse another one; distinguish addresses from paths."""
+"""Find a folder that a user can write to, for messages that refuse another one; addresses; files on the disk."""
 
 import os
 import tempfile
@@ -29,3 +29,12 @@ def writable_folder(refused: Path) -> str:
         if is_writable(folder) and refused.absolute() not in (folder.absolute(), *folder.absolute().parents):
             return f", such as {str(folder) if folder.is_absolute() else f'./{folder}'!r}"
     return ""
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -27,11 +27,12 @@ def resolve(
     *,
     missing: list[str] | None = None,
     data_checked: bool = False,
+    weights_checked: bool = False,
 ) -> ResolvedJob:
     """Make all decisions for `world_size` ranks, and check everything that can be checked before they start.
 
-    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere; data_checked:
-    another process of this machine has checked the data.
+    missing: takes the messages about files that are not on this machine, for a check of a job elsewhere; data_checked,
+    weights_checked: another process of this machine has checked the data, or the files of weights and checkpoints.
 
     Raises:
         ConfigError: all wrong settings, a sentence each: the value, the rule, what would work. A check that counts on
@@ -55,8 +56,9 @@ def resolve(
     notes += tuple(problems.check(task.check, config, model, degrees) or ())
     for check in () if data_checked else task.data_checks(config):
         problems.check(check, config)
-    problems.check(check_initial_weights, config, model)
-    problems.check(check_checkpoint, config, model)
+    if not weights_checked:
+        problems.check(check_initial_weights, config, model)
+        problems.check(check_checkpoint, config, model)
     decisions = problems.check(task.decide, config, model, device_type) or TaskDecisions()
     pipeline, attention = decisions.pipeline, decisions.attention
     compilation = problems.check(
@@ -94,7 +96,7 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
     """
     if device_type == job.device_type:
         return job
-    return resolve(job.given, job.degrees.world_size, device_type, data_checked=True)
+    return resolve(job.given, job.degrees.world_size, device_type, data_checked=True, weights_checked=True)
 
 
 def _degrees(config: JobConfig, world_size: int, model: ModelArgs | None) -> Degrees:

@@ -1,13 +1,15 @@
 """The interface of a model family to the trainer."""
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from trainer.config.errors import ConfigError
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.hugging_face.tensors import HFModel, HFTensor
 from trainer.job.record import ResolvedJob
 from trainer.models.registry import MODELS
 from trainer.observer import Observer
@@ -50,53 +52,6 @@ class Decoder(Model, Protocol):
         """
 
 
-def _unchanged(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-@dataclass(frozen=True)
-class Counterpart:
-    """The tensor of a Hugging Face model that has the values of one of ours: its name, and the change of layout.
-
-    Or several tensors: `stacked` has the names for each row of ours (dim 0), whose equal parts (dim 1) they are. Then
-    no layout changes.
-    """
-
-    name: str = ""
-    to_hf: Callable[[torch.Tensor], torch.Tensor] = _unchanged
-    """Whole tensor -> whole tensor, also on meta."""
-    from_hf: Callable[[torch.Tensor], torch.Tensor] = _unchanged
-    moves_rows: bool = False
-    """Whether both change nothing but the order of the rows (dim 0), also of a 1-D tensor, and move no row far: a rank
-    then reads what is near its own rows, in place of the whole tensor."""
-
-    keeps_rows: bool = False
-    """Whether both change each row (dim 0) by itself: a rank then reads its own rows, in place of the whole tensor."""
-    stacked: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def same_layout(self) -> bool:
-        return self.from_hf is _unchanged
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names there."""
-        return sum(self.stacked, ()) or (self.name,)
-
-    def tensors(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors there, by name, possibly as views. x: whole, also on meta."""
-        if not self.stacked:
-            return {self.name: self.to_hf(x)}
-        rows = zip(self.stacked, x, strict=True)
-        return {name: part for names, row in rows for name, part in zip(names, row.chunk(len(names)), strict=True)}
-
-    def joined(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return our tensor; the reverse of `tensors`."""
-        if not self.stacked:
-            return self.from_hf(tensors[self.name])
-        return torch.stack([torch.cat([tensors[name] for name in names]) for names in self.stacked])
-
-
 @dataclass(frozen=True)
 class ModelSpec:
     """One model family: everything that the trainer calls."""
@@ -111,9 +66,9 @@ class ModelSpec:
     the forward takes the previous stage's hidden states instead of tokens."""
     cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]] = lambda part: []
     """Of decoders: model part -> its buffers that have a row per position, each with the dimension of the positions."""
-    state_dict_adapter: Callable[[Any, str], Counterpart | None] | None = None
-    """(model arguments, name of a parameter or persistent buffer) -> its counterpart at Hugging Face. None: a buffer
-    that has none there; it then starts with its first value."""
+    state_dict_adapter: Callable[[Any, str], HFTensor | None] | None = None
+    """(model arguments, name of a parameter or persistent buffer) -> its tensor at Hugging Face. None: a buffer that
+    has none there; it then starts with its first value."""
     observer: Callable[[Sequence[Model], ParallelDims], Observer] = lambda model_parts, dims: Observer()
     """(model parts of this rank, meshes) -> what prepares, updates and reports state without gradients in each step.
 
@@ -125,3 +80,24 @@ class ModelSpec:
 def model_spec(name: str) -> ModelSpec:
     """Return the spec of a model family."""
     return importlib.import_module(MODELS[name][1]).SPEC
+
+
+def hf_model(spec: ModelSpec, args: Any) -> HFModel:
+    """Return the tensors of a model with arguments `args` that have one at Hugging Face.
+
+    Raises:
+        ConfigError: the family, or a feature of it, is not in transformers.
+    """
+    if spec.state_dict_adapter is None:
+        raise ConfigError(f"model.name = {spec.name!r} has no counterpart in Hugging Face's transformers")
+    with torch.device("meta"):
+        state = spec.build(args).state_dict(keep_vars=True)
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, x in state.items():
+        names.setdefault(x, []).append(name)
+    pairs, second_names = {}, {}
+    for x, (first, *others) in names.items():
+        if (there := spec.state_dict_adapter(args, first)) is not None:
+            pairs[first] = x, there
+            second_names |= {spec.state_dict_adapter(args, other).name: there.name for other in others}
+    return HFModel(pairs, second_names)

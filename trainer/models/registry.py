@@ -7,9 +7,9 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig, Model
+from trainer.hugging_face.config_json import Entries, HFConfig, folder_hint, read_config
 from trainer.models.args import DecoderArgs, ModelArgs
 from trainer.models.gpt_oss import args as gpt_oss
-from trainer.models.hf_config import Entries, HFConfig, folder_hint, read_config
 from trainer.models.llama3 import args as llama3
 from trainer.models.mistral import args as mistral
 from trainer.models.qwen2 import args as qwen2

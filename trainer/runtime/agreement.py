@@ -3,14 +3,14 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.distributed.sharding.exchange import all_gather, all_reduce
+from trainer.distributed.sharding.exchange import all_gather, all_reduce, broadcast
 
 T = TypeVar("T")
 _MESSAGE_BYTES = 2048
@@ -22,11 +22,7 @@ def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> 
     Raises:
         SharedConfigError: on every rank, if they differ; it has the names of the values that do.
     """
-    text = json.dumps(values).encode()
-    length = torch.tensor(len(text), device=over.device_type)
-    padded = text.ljust(int(all_reduce(length, over, "max")))
-    rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=over.device_type), over).cpu()
-    found = [json.loads(bytes(row.tolist())) for row in rows]
+    found = of_all_ranks(values, over)
     if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
         names = sorted(name for name in {*found[0], *found[other]} if found[0].get(name) != found[other].get(name))
         raise SharedConfigError(
@@ -42,11 +38,17 @@ def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
         SharedConfigError: on every rank, if a call raised a ConfigError.
     """
     local_rank, rank = int(os.environ.get("LOCAL_RANK", "0")), dist.get_rank()
-    text = raise_on_all_ranks(find if local_rank == 0 else str, over).encode()
+    text = raise_on_all_ranks(find if local_rank == 0 else str, over)
+    return of_all_ranks(text, over)[rank - local_rank]
+
+
+def of_all_ranks(value: Any, over: DeviceMesh) -> list[Any]:
+    """Return the values of all ranks of a 1-D mesh, in its order, as JSON has them. A collective."""
+    text = json.dumps(value).encode()
     length = torch.tensor(len(text), device=over.device_type)
-    padded = text.ljust(int(all_reduce(length, over, "max")), b"\0")
+    padded = text.ljust(int(all_reduce(length, over, "max")))
     rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=over.device_type), over).cpu()
-    return bytes(rows[rank - local_rank].tolist()).rstrip(b"\0").decode()
+    return [json.loads(bytes(row.tolist())) for row in rows]
 
 
 def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | dist.ProcessGroup | torch.device) -> T:
@@ -75,3 +77,18 @@ def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | dist.Proces
             if message:
                 raise SharedConfigError(message)
     return result
+
+
+def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:
+    """Call `function` on the first rank of a 1-D mesh, and return its result on every rank. A collective.
+
+    Raises:
+        SharedConfigError: on every rank, if the call raised a ConfigError.
+    """
+    first = over.get_local_rank() == 0
+    content = raise_on_all_ranks(lambda: function() if first else b"", over)
+    length = all_reduce(torch.tensor(len(content), device=over.device_type), over, "max")
+    if not length:
+        return b""
+    copy = torch.frombuffer(bytearray(content.ljust(int(length))), dtype=torch.uint8).to(over.device_type)
+    return broadcast(copy, over).cpu().numpy().tobytes()

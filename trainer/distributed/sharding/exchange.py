@@ -24,7 +24,7 @@ from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, differen
 
 # kind -> calls of this process; tests compare them with the cost of a plan
 calls: Counter[str] = Counter()
-# kind -> bytes that this process sent to others; `all_reduce` and `all_gather` move a few numbers and are not counted
+# kind -> bytes that this process sent to others; `all_reduce`, `all_gather` and `broadcast` are not counted
 bytes_sent: Counter[str] = Counter()
 
 
@@ -49,6 +49,14 @@ def all_gather(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.T
         return gathered.copy_(x.detach())
     all_gather_single(gathered.view(-1), x.reshape(-1), group=_group(over))
     return gathered
+
+
+def broadcast(x: torch.Tensor, over: DeviceMesh | dist.ProcessGroup) -> torch.Tensor:
+    """Copy the `x` of the first rank of a 1-D mesh or a group to all others, in place, and return it."""
+    if over.size() > 1:
+        _count("broadcast")
+        dist.broadcast(x, group=_group(over), group_src=0)
+    return x
 
 
 def _group(over: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:

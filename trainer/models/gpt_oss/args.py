@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.hugging_face.config_json import Entries
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.decoder_hf_config import HFDecoder, read_balance, read_windows, write_windows
+from trainer.models.common.decoder_config_json import HFDecoder, read_balance, read_windows, write_windows
 from trainer.models.common.expert_args import ExpertArgs
 from trainer.models.common.shapes import RopeScaling
-from trainer.models.hf_config import Entries
 
 
 def _experts(number: int, per_token: int, hidden_dim: int) -> ExpertArgs:

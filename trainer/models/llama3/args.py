@@ -5,10 +5,10 @@ Sources: "The Llama 3 Herd of Models" (arXiv 2407.21783) and the model cards of 
 
 from typing import Any
 
+from trainer.hugging_face.config_json import Entries
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.decoder_hf_config import HFDecoder
+from trainer.models.common.decoder_config_json import HFDecoder
 from trainer.models.common.shapes import RopeScaling
-from trainer.models.hf_config import Entries
 
 # The published 8B and 70B are Llama 3 here (no scaling); `model.rope_scaling = 8.0` makes them Llama 3.1.
 FLAVORS: dict[str, TransformerArgs] = {

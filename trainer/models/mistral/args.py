@@ -6,9 +6,9 @@ Source: "Mistral 7B" (arXiv 2310.06825); version 0.1, whose tokens see 4,096 tok
 from dataclasses import replace
 from typing import Any
 
+from trainer.hugging_face.config_json import Entries
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.decoder_hf_config import HFDecoder
-from trainer.models.hf_config import Entries
+from trainer.models.common.decoder_config_json import HFDecoder
 
 _7B = TransformerArgs(
     dim=4096,

@@ -6,9 +6,9 @@ Source: "Qwen3 Technical Report" (arXiv 2505.09388), and the configurations of i
 from dataclasses import replace
 from typing import Any
 
+from trainer.hugging_face.config_json import Entries
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.decoder_hf_config import HFDecoder, read_windows, write_windows
-from trainer.models.hf_config import Entries
+from trainer.models.common.decoder_config_json import HFDecoder, read_windows, write_windows
 
 _8B = TransformerArgs(
     dim=4096,

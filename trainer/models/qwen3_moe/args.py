@@ -6,10 +6,10 @@ Source: "Qwen3 Technical Report" (arXiv 2505.09388) and the model cards.
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.hugging_face.config_json import Entries
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.decoder_hf_config import HFDecoder, read_balance
+from trainer.models.common.decoder_config_json import HFDecoder, read_balance
 from trainer.models.common.expert_args import ExpertArgs
-from trainer.models.hf_config import Entries
 
 _COMMON = {"qk_norm": True, "norm_eps": 1e-6, "head_size": 128, "vocab_size": 151936}
 

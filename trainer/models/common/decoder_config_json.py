@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.hugging_face.config_json import Entries, HFConfig
 from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.decoder_hf_names import tensor_names
+from trainer.models.common.decoder_tensors import hf_names
 from trainer.models.common.shapes import RopeScaling
-from trainer.models.hf_config import Entries, HFConfig
 
 _ROPE = ("rope_parameters", "rope_scaling")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -34,7 +34,7 @@ class HFDecoder:
     """Entries that the architecture's class assumes where the file lacks them, if they are not those of Llama's."""
 
     def config(self) -> HFConfig:
-        return HFConfig(self.model_type, self._read, self._write, self.check_start, tensor_names)
+        return HFConfig(self.model_type, self._read, self._write, self.check_start, hf_names)
 
     def check_features(self, args: TransformerArgs) -> None:
         """Check that the architecture can compute what the model computes: what is written must be read as it was.

@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
-from trainer.checkpoint.safetensors import BYTES, Stored, read_folder
 from trainer.config.errors import ConfigError
-from trainer.models.model_spec import ModelSpec
-from trainer.models.state_dict import check_shapes, pairs, ties
+from trainer.hugging_face.files import BYTES, Stored, headers_of, read_folder, stored_of
+from trainer.hugging_face.tensors import HFModel, check_shapes
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS = 4096  # that are compared at once
@@ -33,17 +32,27 @@ class HFReader(StorageReader):
         ConfigError: a file is missing or broken; a tensor is missing, unknown or of another shape.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, args: Any) -> None:
-        self.path, self.pairs, self._stored = folder, pairs(spec, args), read_folder(folder)
-        wanted = {name: shape for pair in self.pairs.values() for name, shape in pair.hf_shapes.items()}
-        found = {name: stored.shape for name, stored in self._stored.items()}
-        second_names = {name: first for name, first in ties(spec, args).items() if {name, first} <= found.keys()}
+    def __init__(self, folder: Path, model: HFModel, headers: bytes | None = None) -> None:
+        """headers: what the attribute of a reader of another rank holds, which has read and checked the files."""
+        self.path, self.pairs = folder, model.pairs
+        self._stored = read_folder(folder) if headers is None else stored_of(folder, headers)
+        if headers is None:
+            self._check(model)
+
+    @property
+    def headers(self) -> bytes:
+        """Names, shapes and places of all tensors, for readers of other ranks."""
+        return headers_of(self._stored)
+
+    def _check(self, model: HFModel) -> None:
+        second_names = {name: first for name, first in model.second_names.items() if {name, first} <= {*self._stored}}
+        found = {name: stored.shape for name, stored in self._stored.items() if name not in second_names}
         try:
-            check_shapes({name: shape for name, shape in found.items() if name not in second_names}, wanted)
+            check_shapes(found, model.shapes())
             for name, first in second_names.items():
                 self._check_equal(name, first)
         except ConfigError as error:
-            raise ConfigError(f"{folder}: {error}; the folder must hold the weights of this very model") from None
+            raise ConfigError(f"{self.path}: {error}; the folder must hold the weights of this very model") from None
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None
@@ -56,21 +65,20 @@ class HFReader(StorageReader):
         Raises:
             OSError: the file cannot be read, or is shorter than before.
         """
-        pair = self.pairs[name]
-        shape = pair.ours.shape
+        shape, hf = self.pairs[name][0].shape, self.pairs[name][1]
         offsets, lengths = offsets or [0] * len(shape), shape if lengths is None else lengths
-        if pair.hf.stacked:
-            return self._read_stacked(pair.hf.stacked, shape, offsets, lengths)
-        stored = self._stored[pair.hf.name]
-        if pair.hf.same_layout or 0 in lengths:
+        if hf.stacked:
+            return self._read_stacked(hf.stacked, shape, offsets, lengths)
+        stored = self._stored[hf.name]
+        if hf.same_layout or 0 in lengths:
             return _read_part(stored, offsets, lengths)
-        if pair.hf.keeps_rows:
+        if hf.keeps_rows:
             part = _read_part(stored, [offsets[0], *[0] * (len(stored.shape) - 1)], [lengths[0], *stored.shape[1:]])
-            return pair.hf.from_hf(part)[_places([0, *offsets[1:]], lengths)]
-        if not pair.hf.moves_rows:
-            whole = pair.hf.from_hf(_read_part(stored, [0] * len(stored.shape), stored.shape))
+            return hf.from_hf(part)[_places([0, *offsets[1:]], lengths)]
+        if not hf.moves_rows:
+            whole = hf.from_hf(_read_part(stored, [0] * len(stored.shape), stored.shape))
             return whole[_places(offsets, lengths)]
-        rows = pair.hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
+        rows = hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
         first = rows.min().item()
         part = _read_part(stored, [first, *offsets[1:]], [rows.max().item() + 1 - first, *lengths[1:]])
         return part[rows - first]
@@ -111,8 +119,8 @@ class HFReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         entries = {}
-        for name, pair in self.pairs.items():
-            dtype, shape = DTYPES[self._stored[pair.hf.names[0]].dtype], pair.ours.shape
+        for name, (ours, hf) in self.pairs.items():
+            dtype, shape = DTYPES[self._stored[hf.names[0]].dtype], ours.shape
             whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             entries[f"model.{name}"] = TensorStorageMetadata(TensorProperties(dtype), shape, [whole])
         return Metadata(entries)

@@ -4,18 +4,19 @@
     header             {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [first, last + 1]}, ...}
     bytes of tensors   row-major, little-endian; offsets count from here
 
-Files are read and written here tensor by tensor, and by part of a tensor, so that no file is ever whole in memory.
+Files are read by part of a tensor and written tensor by tensor, so that no file is ever whole in memory. The package
+safetensors writes whole files, and maps those that it reads: one that is cut meanwhile kills the process (SIGBUS).
 """
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
-
-Shape = tuple[int, ...]
+from trainer.hugging_face.tensors import Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -59,6 +60,18 @@ def read_folder(folder: Path) -> dict[str, Stored]:
         if name not in found or found[name].file.name != file:
             raise ConfigError(f"{folder / INDEX} says that {name} is in {file}, and it is not; copy both again")
     return _without_tables(found)
+
+
+def headers_of(found: Mapping[str, Stored]) -> bytes:
+    """Return what `stored_of` turns into these tensors of a folder on another rank."""
+    return json.dumps({name: [x.file.name, x.dtype, x.shape, x.start] for name, x in found.items()}).encode()
+
+
+def stored_of(folder: Path, headers: bytes) -> dict[str, Stored]:
+    found = json.loads(headers)
+    return {
+        name: Stored(folder / file, dtype, tuple(shape), start) for name, (file, dtype, shape, start) in found.items()
+    }
 
 
 def _without_tables(found: dict[str, Stored]) -> dict[str, Stored]:
@@ -110,19 +123,31 @@ class NewFile:
     tensors: tuple[str, ...]
 
 
-def plan_files(shapes: Mapping[str, Shape], dtype: str, most_bytes: int) -> tuple[list[NewFile], str]:
+def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
+    """Return the names in groups whose sizes add up to at most so much; a larger one is alone."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if groups[-1] and total + size > most:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += size
+    return groups
+
+
+def plan_files(
+    shapes: Mapping[str, Shape], dtype: str, most_bytes: float, stem: str = "model"
+) -> tuple[list[NewFile], str]:
     """Return files of at most so many bytes of tensors, and the index; "" if there is one file, which needs none.
 
-    A tensor that is larger has a file of its own.
+    A tensor that is larger has a file of its own. stem: what names of files begin with.
     """
     sizes = {name: math.prod(shape) * BYTES[dtype] for name, shape in shapes.items()}
-    groups: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if groups[-1] and sum(map(sizes.get, groups[-1])) + size > most_bytes:
-            groups.append([])
-        groups[-1].append(name)
+    groups = grouped(sizes, most_bytes)
     count = len(groups)
-    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE]
+    parts = [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else [""]
+    names = [f"{stem}{part}.safetensors" for part in parts]
     files = [
         NewFile(name, _header({tensor: shapes[tensor] for tensor in group}, dtype), tuple(group))
         for name, group in zip(names, groups, strict=True)
@@ -143,3 +168,19 @@ def _header(shapes: Mapping[str, Shape], dtype: str) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     return len(text).to_bytes(8, "little") + text
+
+
+def unfinished_output(output: Path) -> Path:
+    """Return where a folder is written before it has its name."""
+    return output.with_name(f"{output.name}.tmp")
+
+
+def check_output(output: Path) -> None:
+    """Check that a folder that a command is to write is not there yet.
+
+    Raises:
+        ConfigError: it is, or what an interrupted command has left of it.
+    """
+    for path in (output, unfinished_output(output)):
+        if os.path.lexists(path):
+            raise ConfigError(f"{path} is there already; name another folder, or remove it")
