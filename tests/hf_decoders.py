@@ -18,9 +18,8 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.rotary import rope_frequencies
-from trainer.models.common.shapes import RopeScaling
+from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.models.rotary import rope_frequencies
 
 THERE = {
     "llama3": ("Llama", modeling_llama),

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.registry import hf_config
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.registry import hf_config
 
 
 def hf_experts(family: str, args: TransformerArgs) -> nn.Module:

@@ -15,9 +15,9 @@ from scripts.provenance import commit, versions
 from tests.distributed.harness import BASE, FAMILY_FLAVORS, STEPS, TEST_FLAVORS, TINY, VOCAB
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.families.decoder_args import TransformerArgs
 from trainer.job import resolve
 from trainer.job.degrees import Degrees
-from trainer.models.common.decoder_args import TransformerArgs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECORD = DOCS / "measurements" / "support_matrix.json"

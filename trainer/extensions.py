@@ -22,11 +22,11 @@ from trainer.config.errors import ConfigError
 from trainer.config.registry import CHOICES, OPTIMIZERS, TABLES, TASK_OF_DATASET
 from trainer.data.sources.registry import DATASETS, Source
 from trainer.distributed.context_parallel.planning.methods import METHODS, Method
+from trainer.families.args import ModelArgs
+from trainer.families.registry import MODELS, Family
 from trainer.hugging_face.config_json import HFConfig
 from trainer.job.record import TaskSpec
 from trainer.job.tasks import TASKS
-from trainer.models.args import ModelArgs
-from trainer.models.registry import HF_CONFIGS, MODELS
 from trainer.observer import OBSERVERS
 
 
@@ -38,9 +38,7 @@ def register_model(
     flavors: sizes by name, for `model.flavor`; spec: the module that holds `SPEC`, a `ModelSpec`; hugging_face: how the
     family reads and writes a `config.json`, if transformers has it.
     """
-    MODELS.add(name, (flavors, spec))
-    if hugging_face is not None:
-        HF_CONFIGS.add(name, hugging_face)
+    MODELS.add(name, Family(flavors, spec, hugging_face))
 
 
 def register_dataset(name: str, source: Source) -> None:

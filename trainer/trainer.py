@@ -19,7 +19,7 @@ from trainer.components.saved_configuration import save_configuration
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
 from trainer.data.ahead import BatchesAhead
-from trainer.data.loader import check_same_data
+from trainer.data.loader import data_identity
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
@@ -28,7 +28,7 @@ from trainer.distributed.sharding.to_device import to_device
 from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.record import ResolvedJob
 from trainer.job.summary import closing
-from trainer.models.common.auxiliary_loss import normalise_auxiliary_losses
+from trainer.models.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
 from trainer.observer import Observer, registered_observers
@@ -81,7 +81,7 @@ class Trainer:
         say_waiting(f"reading the data {config.training.dataset_path or config.training.dataset}")
         self.task = self.build_task()
         self.data = BatchesAhead(self.task.build_loader(), job.micro_batches, self._to_device)
-        check_same_data(self.data.state_dict(), config.training, self.dims["world"])
+        check_same(data_identity(self.data.state_dict(), config.training), self.dims["world"], "data")
 
         self.spec = model_spec(config.model.name)
         say_waiting(f"making the model, {job.model.n_params():,} parameters")

@@ -109,4 +109,4 @@ _SHARDED = {
     "feed_forward.w2": 1,
 }
 
-SPEC = ModelSpec(name="nat", build=NAT, parallelize=partial(parallelize_fields, sharded=_SHARDED))
+SPEC = ModelSpec(build=NAT, parallelize=partial(parallelize_fields, sharded=_SHARDED))

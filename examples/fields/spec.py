@@ -9,9 +9,9 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.sources.registry import check_streams
 from trainer.distributed.sharding.layout import AxisLayout, contiguous, sized
+from trainer.families.args import ModelArgs
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory
-from trainer.models.args import ModelArgs
 
 _ASSUMED_SHAPE = (3, 256, 256)
 _AXES = ("height", "width")

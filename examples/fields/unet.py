@@ -98,4 +98,4 @@ class UNet(nn.Module):
             parameter.normal_(0.0, small / math.sqrt(fan_in), generator=generator)
 
 
-SPEC = ModelSpec(name="unet", build=UNet, parallelize=parallelize_fields)
+SPEC = ModelSpec(build=UNet, parallelize=parallelize_fields)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
-from trainer.models.common.shapes import decoder_linear_shapes, decoder_modules
+from trainer.families.decoder_args import decoder_linear_shapes, decoder_modules
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from examples.toy_family.args import ToyArgs
-from trainer.models.common.attention import Attention
-from trainer.models.common.auxiliary_loss import AuxiliaryLoss
-from trainer.models.common.feed_forward import FeedForward
-from trainer.models.common.rotary import apply_rope_to_halves, precompute_freqs_cis
+from trainer.models.attention import Attention
+from trainer.models.auxiliary_loss import AuxiliaryLoss
+from trainer.models.feed_forward import FeedForward
+from trainer.models.rotary import apply_rope_to_halves, precompute_freqs_cis
 
 
 class ToyBlock(nn.Module):

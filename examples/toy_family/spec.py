@@ -9,9 +9,8 @@ from examples.toy_family.model import ToyDecoder
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.hugging_face.tensors import HFTensor
-from trainer.models.common.parallelize import parallelize_decoder
-from trainer.models.common.stages import keep_stage
 from trainer.models.model_spec import ModelSpec
+from trainer.models.parallelize import keep_stage, parallelize_decoder
 from trainer.observer import Observer
 
 
@@ -36,7 +35,6 @@ def hf_tensor(args: ToyArgs, name: str) -> HFTensor:
 
 
 SPEC = ModelSpec(
-    name="toy",
     build=ToyDecoder,
     keep_stage=keep_stage,
     parallelize=parallelize_decoder,

@@ -16,7 +16,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, merged, same
 from tests.distributed.test_parity import degrees, reference
 from trainer.components.loss import count_valid, token_losses
-from trainer.models.common.auxiliary_loss import AuxiliaryLoss
+from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.transforms.compile import compiled_graphs
 
 TOY = ["--job.imports=examples.toy_family", "--model.name=toy", "--model.flavor=toy"]

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.config.schema import ActivationCheckpoint, Model
+from trainer.families.registry import model_args
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
-from trainer.models.registry import model_args
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 
 MODES = {

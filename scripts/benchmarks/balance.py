@@ -23,8 +23,8 @@ from scripts.provenance import made_with
 from trainer.data.balance import deal, document_costs
 from trainer.distributed.context_parallel.planning.mask import documents_of
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.families.llama3 import FLAVORS
 from trainer.job.training import BALANCE_GROWTH
-from trainer.models.llama3.args import FLAVORS
 
 
 def parser() -> argparse.ArgumentParser:

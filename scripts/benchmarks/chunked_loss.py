@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.components.loss import token_losses
 from trainer.components.metrics import peak_memory_gib
-from trainer.models.common.chunked_loss import Chunks, chunked_token_losses
+from trainer.models.chunked_loss import Chunks, chunked_token_losses
 
 
 def parser() -> argparse.ArgumentParser:

@@ -23,11 +23,11 @@ from torch import nn
 from scripts.benchmarks.teams import Row, Team, Times, span
 from trainer.distributed.expert_parallel import dispatched_sums, plan_dispatch
 from trainer.distributed.sharding import exchange
+from trainer.families.args import ExpertArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
-from trainer.models.common.expert_args import ExpertArgs
-from trainer.models.common.experts import ExpertWeights, expert_sums
-from trainer.models.common.feed_forward import FeedForward
-from trainer.models.common.moe import MoE
+from trainer.models.experts import ExpertWeights, expert_sums
+from trainer.models.feed_forward import FeedForward
+from trainer.models.moe import MoE
 
 
 def parser() -> argparse.ArgumentParser:

@@ -34,6 +34,7 @@ import torch
 from scripts.benchmarks.train_loops import WARMUP, Bare, Block, Rounds, Row, Work, free, memory_of, train, with_layers
 from scripts.provenance import made_with
 from trainer.components.metrics import peak_flops
+from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -41,7 +42,6 @@ from trainer.distributed.context_parallel.execution.kernels.choose import choose
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.job import resolve
 from trainer.job.attention import options_as_keys
-from trainer.runtime.out_of_memory import is_out_of_memory
 from trainer.transforms.compile import check_compiler
 from trainer.transforms.float8 import check_float8_machine
 

@@ -21,17 +21,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.components.optimizer import build_optimizer
+from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.schema import JobConfig, Model
 from trainer.data.loader import BatchLoader
 from trainer.data.mixture import open_training_data
+from trainer.families.args import ModelArgs
+from trainer.families.llama3 import FLAVORS
+from trainer.families.registry import model_args
 from trainer.job import ResolvedJob, resolve
-from trainer.models.args import ModelArgs
 from trainer.models.initialization import initialize
-from trainer.models.llama3.args import FLAVORS
 from trainer.models.model_spec import model_spec
-from trainer.models.registry import model_args
 from trainer.runtime.console import set_up_logging
-from trainer.runtime.out_of_memory import is_out_of_memory
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from scripts.gpu_blocks.block import Check
-from trainer.models.common.decoder import TransformerBlock
-from trainer.models.common.rotary import precompute_freqs_cis
-from trainer.models.llama3.args import FLAVORS
-from trainer.runtime.out_of_memory import is_out_of_memory
+from trainer.components.out_of_memory import is_out_of_memory
+from trainer.families.llama3 import FLAVORS
+from trainer.models.decoder import TransformerBlock
+from trainer.models.rotary import precompute_freqs_cis
 
 _FIRST, _LAST = 8192, 2**20  # tokens
 _DRY = 64, 128

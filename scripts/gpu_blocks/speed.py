@@ -16,7 +16,7 @@ from trainer.distributed.context_parallel.planning.capabilities import has_ragge
 from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.sharding.layout import head_tail
-from trainer.models.common.chunked_loss import Chunks, chunked_token_losses
+from trainer.models.chunked_loss import Chunks, chunked_token_losses
 
 _REPEATS = 5
 _LOSS_ERROR = 1e-2  # of gradients in bfloat16

@@ -29,11 +29,10 @@ from trainer.distributed.context_parallel.attention import ContextParallelAttent
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import RopeScaling, TransformerArgs
 from trainer.job import ResolvedJob, resolve
-from trainer.models.common.decoder import Transformer
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.expert_args import ExpertArgs
-from trainer.models.common.shapes import RopeScaling
+from trainer.models.decoder import Transformer
 from trainer.models.llama3 import spec as llama3
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks import Task
@@ -126,7 +125,7 @@ def exported(trainer: Trainer, step: int) -> Path:
     """Save the last step of a job with `EXPORTED`, and return the Hugging Face folder beside it."""
     with mock.patch.object(Rows, "state_dict", return_value=_POSITION):
         trainer.checkpoint.save(step, tokens_seen=0, last=True)
-    return trainer.checkpoint.folder.path / f"step-{step}-hf"
+    return trainer.stores.folder.path / f"step-{step}-hf"
 
 
 class MadeRows(LanguageTask):

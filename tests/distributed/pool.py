@@ -160,13 +160,13 @@ def _serve(connection: Connection, device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(tempfile.gettempdir())
     from tests.distributed.harness import FAMILY_FLAVORS, TEST_FLAVORS
-    from trainer.models.llama3.args import FLAVORS
-    from trainer.models.registry import MODELS
+    from trainer.families.llama3 import FLAVORS
+    from trainer.families.registry import MODELS
     from trainer.runtime.process_group import is_peer_failure
 
     FLAVORS.update(TEST_FLAVORS)
     for family, flavors in FAMILY_FLAVORS.items():
-        MODELS[family][0].update(flavors)
+        MODELS[family].flavors.update(flavors)
     torch.set_num_threads(1)
     faulthandler.enable()
     gc.freeze()  # a collection after each case would look at all that is imported

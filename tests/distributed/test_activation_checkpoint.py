@@ -16,7 +16,7 @@ from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
 from trainer.config.schema import ActivationCheckpoint
 from trainer.distributed.sharding import exchange
-from trainer.models.common.decoder import Transformer
+from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 

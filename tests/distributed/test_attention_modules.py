@@ -23,8 +23,8 @@ from trainer.distributed.context_parallel.planning.mask import Mask, causal, doc
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import rows_on
-from trainer.models.common.attention import InnerAttention
-from trainer.models.common.decoder import Transformer
+from trainer.models.attention import InnerAttention
+from trainer.models.decoder import Transformer
 from trainer.runtime.process_group import Process, process_group
 
 

@@ -13,8 +13,6 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import main_case, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint.folder import read_state
-from trainer.checkpoint.store import LocalStore
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
@@ -22,6 +20,8 @@ from trainer.data.order.streams import dealt, shuffled
 from trainer.data.token_files.format import open_pair
 from trainer.runtime.agreement import once_a_node
 from trainer.runtime.process_group import Process, process_group
+from trainer.stores.folder import read_state
+from trainer.stores.store import LocalStore
 
 ALL = ["--training.data_streams=None", "--training.steps=12"]
 JSONL = ["--training.dataset=jsonl", *ALL]

@@ -22,12 +22,12 @@ from tests.slow import slow
 from trainer.checkpoint import files as checkpoint_files
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
 from trainer.checkpoint.host_copies import _local
-from trainer.checkpoint.store import LocalStore
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.sharding import exchange
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
+from trainer.stores.store import LocalStore
 from trainer.trainer import Trainer
 
 SETTINGS = [

@@ -12,10 +12,10 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, main_case, merged, same, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint.folder import read_state
-from trainer.checkpoint.store import LocalStore
 from trainer.checkpoint.verify import verify_step
 from trainer.runtime.process_group import Process
+from trainer.stores.folder import read_state
+from trainer.stores.store import LocalStore
 
 FSDP2 = LAYOUTS["fsdp2"][1]
 

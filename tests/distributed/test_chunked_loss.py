@@ -16,7 +16,7 @@ from tests.distributed.test_parity import LAYOUTS, TOLERANCE, reference
 from tests.slow import slow
 from trainer.components.grad_norm import settle_gradients
 from trainer.distributed.sharding import exchange
-from trainer.models.common import chunked_loss
+from trainer.models import chunked_loss
 
 CHUNKED = "--training.loss_chunk_tokens=5"  # 32 tokens, or 16 with two ranks of cp: chunks of different lengths
 TIED = "--model.flavor=tiny_tied"

@@ -31,7 +31,7 @@ from trainer.distributed.context_parallel import (
 from trainer.distributed.context_parallel.marks import parallelised_modules
 from trainer.distributed.context_parallel.planning.lowering import lower
 from trainer.distributed.context_parallel.planning.methods import _plan
-from trainer.models.common.attention import InnerAttention
+from trainer.models.attention import InnerAttention
 from trainer.runtime.process_group import Process, process_group
 
 

@@ -20,9 +20,9 @@ from trainer.checkpoint.weights import load_weights
 from trainer.components import generation
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
+from trainer.families.decoder_args import TransformerArgs
 from trainer.hugging_face.reader import HFReader
 from trainer.job import resolve
-from trainer.models.common.decoder_args import TransformerArgs
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.runtime.process_group import Process, process_group
 

@@ -27,11 +27,11 @@ from trainer.distributed import expert_parallel
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.expert_parallel import ExpertParallel
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.models.common import moe
-from trainer.models.common.expert_args import ExpertArgs
-from trainer.models.common.experts import Experts
-from trainer.models.common.moe import Router
+from trainer.families.args import ExpertArgs
+from trainer.models import moe
+from trainer.models.experts import Experts
 from trainer.models.initialization import initialize
+from trainer.models.moe import Router
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks.task import Batch
 from trainer.transforms.compile import compiled_graphs

@@ -32,10 +32,10 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model, Parallelism, Training
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.families.decoder_args import RopeScaling
+from trainer.families.llama3 import TransformerArgs
 from trainer.job import ResolvedJob, resolve
-from trainer.models.common.shapes import RopeScaling
 from trainer.models.initialization import initialize
-from trainer.models.llama3.args import TransformerArgs
 from trainer.models.model_spec import model_spec
 from trainer.runtime.process_group import Process, process_group
 

@@ -29,13 +29,12 @@ from trainer.checkpoint.checkpointer import CheckpointError
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.registry import hf_families
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.writer import NewFolder
 from trainer.job import resolve
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.shapes import RopeScaling
 from trainer.models.model_spec import model_spec
-from trainer.models.registry import HF_CONFIGS
 from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 
@@ -52,7 +51,7 @@ MODELS: dict[str, TransformerArgs] = {
     "mistral": replace(LLAMA, sliding_window=5),
     "tied, scaled": replace(LLAMA, n_kv_heads=2, tie_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8)),
 }
-FAMILIES = {name: name if name in HF_CONFIGS else "llama3" for name in MODELS}
+FAMILIES = {name: name if name in hf_families() else "llama3" for name in MODELS}
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 SETTINGS = [*BASE, f"--training.steps={STEPS}", f"--training.seq_len={SEQ_LEN}", f"--training.global_batch_size={ROWS}"]
 

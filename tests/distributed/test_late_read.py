@@ -18,11 +18,11 @@ from tests.distributed import test_bad_data
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import merged, same, trainer_in, whole_state
 from tests.distributed.test_checkpoint_layouts import LAYOUTS
-from trainer.checkpoint.store import LocalStore
 from trainer.components.source_losses import SourceLosses
 from trainer.components.step_guard import TrainingError
 from trainer.components.step_totals import StepTotals
 from trainer.data.packing.sequence import IGNORE_INDEX
+from trainer.stores.store import LocalStore
 from trainer.trainer import Trainer
 
 data, damaged = test_bad_data.data, test_bad_data.damaged

@@ -24,7 +24,7 @@ from trainer.distributed.context_parallel.regions import Region, borrow, give_ba
 from trainer.distributed.sharding import exchange as door
 from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout, head_tail
-from trainer.models.common.attention import InnerAttention
+from trainer.models.attention import InnerAttention
 from trainer.runtime.process_group import Process, process_group
 
 DIM, HEADS, VOCAB = 16, 4, 32

@@ -15,10 +15,10 @@ from tests.distributed.test_checkpoint import load_step_save, main_case, merged,
 from tests.distributed.test_parity import LAYOUTS
 from tests.s3_server import ADDRESS, reached_by, s3_server
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
-from trainer.checkpoint.remote import RemoteStore, store_of
 from trainer.commands import convert, verify
-from trainer.models.registry import MODELS
+from trainer.families.registry import MODELS
 from trainer.runtime.process_group import Process
+from trainer.stores.remote import RemoteStore, store_of
 
 FSDP2, TP2 = LAYOUTS["fsdp2"][1], LAYOUTS["tp2"][1]
 Variables = dict[str, str]
@@ -76,9 +76,7 @@ def test_any_layout_goes_on_from_what_another_saved(
 
 def killed_case(folder: str, arguments: list[str], rank: int) -> None:
     """Rank `rank` is killed in the second save: 0 before it publishes, another one before it has written."""
-    target = (
-        "trainer.checkpoint.remote.RemoteStore.publish" if rank == 0 else "trainer.checkpoint.files.Writer.write_data"
-    )
+    target = "trainer.stores.remote.RemoteStore.publish" if rank == 0 else "trainer.checkpoint.files.Writer.write_data"
     with trainer_in(folder, arguments) as trainer:
         trainer.train_step(1)
         trainer.checkpoint.save(1, tokens_seen=0, due=True)
@@ -110,9 +108,7 @@ def gone_case(folder: str, arguments: list[str], mode: str) -> tuple[str, str]:
         trainer.checkpoint.save(1, tokens_seen=0, due=True)
         trainer.checkpoint.wait()
         trainer.train_step(2)
-        away = mock.patch.object(
-            type(trainer.checkpoint.folder.path.fs), "_call_s3", side_effect=RuntimeError("no answer")
-        )
+        away = mock.patch.object(type(trainer.stores.folder.path.fs), "_call_s3", side_effect=RuntimeError("no answer"))
         where = "save"
         with away:
             try:
@@ -147,7 +143,7 @@ def test_commands_read_a_run_whose_checkpoints_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another run branches off, the steps are verified, and the weights are those of a run with a folder."""
-    monkeypatch.setitem(MODELS["llama3"][0], "tiny", TINY)
+    monkeypatch.setitem(MODELS["llama3"].flavors, "tiny", TINY)
     there = f"--checkpoint.folder={folder}"
     for run, more in (("far", [there]), ("near", [])):
         assert pool.run(1, at, server, main_case, str(tmp_path / run), ["--training.steps=2", *more])[0][0] == 0

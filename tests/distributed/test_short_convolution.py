@@ -30,10 +30,10 @@ from trainer.distributed.context_parallel.planning.balance import build_layout
 from trainer.distributed.sharding import exchange
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import union
-from trainer.models.common.decoder import Transformer
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.short_convolution import InnerConvolution
+from trainer.families.decoder_args import TransformerArgs
+from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
+from trainer.models.short_convolution import InnerConvolution
 from trainer.runtime.process_group import Process, process_group
 
 TOLERANCE = 1e-12

@@ -9,8 +9,8 @@ from tests.distributed.harness import BASE, FAMILY_FLAVORS, TEST_FLAVORS, assert
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_parity import reference
 from tests.support_matrix import FEATURES, PAGE, Cell, Record, cells, page, refusal
-from trainer.models.llama3.args import FLAVORS
-from trainer.models.registry import MODELS
+from trainer.families.llama3 import FLAVORS
+from trainer.families.registry import MODELS
 
 # What every commit runs: what test_pairs.py does not combine. Cells that are refused cost nothing, and run too.
 QUICK = {("cp4", "CP hybrid"), ("cp2", "CP consistency checks")}
@@ -40,7 +40,7 @@ def test_flavors(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(FLAVORS, name, shape)
     for family, flavors in FAMILY_FLAVORS.items():
         for name, shape in flavors.items():
-            monkeypatch.setitem(MODELS[family][0], name, shape)
+            monkeypatch.setitem(MODELS[family].flavors, name, shape)
 
 
 def outcome(pool: WorkerPool, cell: Cell) -> str:

@@ -11,8 +11,8 @@ from examples.fields.tests.drifting import write_drifting_fields
 from tests.covering import Row, covering_array
 from tests.fake_cuda.machine import Gpu
 from trainer.config.loader import parse_command_line
+from trainer.families.registry import MODELS
 from trainer.job import ResolvedJob, resolve
-from trainer.models.registry import MODELS
 
 VOCABULARY = 128_256
 FIELDS = "fields.zarr"
@@ -113,7 +113,7 @@ class Job:
     def resolved(self) -> ResolvedJob:
         """Return the job, with fewer layers and the vocabulary of Llama 3."""
         keys = dict(arg[2:].split("=", 1) for arg in (*_BASE, *self.args))
-        flavors, flavor = MODELS[keys.get("model.name", "llama3")][0], keys["model.flavor"]
+        flavors, flavor = MODELS[keys.get("model.name", "llama3")].flavors, keys["model.flavor"]
         if on_fields := keys.get("training.dataset_path") == FIELDS:
             del keys["training.seq_len"]
             keys["training.dataset_path"] = _small_fields()

@@ -21,8 +21,8 @@ from trainer.distributed.context_parallel.execution.kernels import choose, cuda
 from trainer.distributed.domain_parallel import agreement
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding import placement
-from trainer.models.common import decoder
-from trainer.models.common.rotary import precompute_freqs_cis
+from trainer.models import decoder
+from trainer.models.rotary import precompute_freqs_cis
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import Batch, Task
@@ -80,7 +80,7 @@ def patches(gpu: Gpu) -> Iterator[Any]:
         if vars(module).get("raise_on_all_ranks") is raise_on_all_ranks:
             yield patch(module, "raise_on_all_ranks", lambda do, _over: do())
     yield patch(loop, "set_timeout", lambda *_a, **_k: None)
-    yield patch(loop, "check_same_data", lambda *_: None)
+    yield patch(loop, "check_same", lambda *_: None)
     yield patch(ParallelDims, "_gloo_group", lambda _self, mesh, _timeout: mesh.get_group())
     yield patch(agreement, "_are_equal", lambda *_: True)
     yield patch(MetricsLogger, "due", lambda _self, _step: False)

@@ -51,7 +51,7 @@ def plant(kind: str, place: str) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from trainer.checkpoint.files import Writer
-    from trainer.models.common.decoder import TransformerBlock
+    from trainer.models.decoder import TransformerBlock
     from trainer.trainer import Trainer
 
     if place == "start":

@@ -19,7 +19,7 @@ from tests.integration.faulty_train import CHECKPOINT_OF_FAULT
 from tests.integration.test_launch import ROOT, environment, losses
 from tests.integration.test_launcher_killed import ranks_in
 from tests.slow import slow
-from trainer.checkpoint.store import LocalStore
+from trainer.stores.store import LocalStore
 
 START_TIMEOUT_SECONDS, STEP_TIMEOUT_SECONDS, SAVING_TIMEOUT_SECONDS = 8, 4, 5
 # What comes on top: reports of the other ranks, the launcher's patience, the end of processes on a busy machine.

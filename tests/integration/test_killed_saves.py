@@ -14,11 +14,11 @@ import pytest
 from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.integration.test_resume import SETTINGS, layout_of, logged, run_main
 from tests.slow import slow
-from trainer.checkpoint.store import LocalStore
 from trainer.checkpoint.verify import verify_step
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
+from trainer.stores.store import LocalStore
 from trainer.trainer import Trainer
 
 RUN = ["--training.steps=5000", "--training.global_batch_size=-1"]  # more steps than all lives together have

@@ -21,8 +21,8 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.integration.console import lines_of
 from tests.integration.test_launch import ROOT, environment, launch, ranks_of
 from tests.slow import slow
-from trainer.checkpoint.store import LocalStore
 from trainer.runtime.process_group import set_timeout
+from trainer.stores.store import LocalStore
 from trainer.trainer import Trainer
 
 STEPS = 6

@@ -19,7 +19,7 @@ from tests.distributed.pool import free_port
 from tests.integration.test_launch import QUICK, ROOT, environment, losses
 from tests.integration.test_launcher_killed import ranks_in
 from tests.slow import slow
-from trainer.checkpoint.store import LocalStore
+from trainer.stores.store import LocalStore
 
 # A launcher that prints its waiting line every second.
 QUICK_LINES = (

@@ -13,8 +13,8 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import main_case
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
-from trainer.checkpoint.store import LocalStore
 from trainer.checkpoint.verify import verify_step
+from trainer.stores.store import LocalStore
 
 CHECKPOINT = 7.2
 """MiB of a checkpoint of the tests' small model, about."""

@@ -378,7 +378,7 @@ EXECUTION = (
     ),
     Mutant(
         "positions are turned the other way",
-        "trainer/models/common/rotary.py",
+        "trainer/models/rotary.py",
         "even * cos - odd * sin",
         "even * cos + odd * sin",
         "tests/unit/test_model.py",
@@ -418,7 +418,7 @@ CONVOLUTIONS = (
     ),
     Mutant(
         "layers are not told where documents begin",
-        "trainer/models/common/decoder.py",
+        "trainer/models/decoder.py",
         "x = layer(x, freqs_cis, attention_plan, positions)",
         "x = layer(x, freqs_cis, attention_plan)",
         "tests/unit/test_short_convolution.py",

@@ -35,7 +35,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a checkpoint in a store is half removed while it still looks whole",
-        "trainer/checkpoint/remote.py",
+        "trainer/stores/remote.py",
         """            self.remove_file(path / STATE_FILE)
         if ours""",
         """            pass
@@ -44,28 +44,28 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a save in a store does not say that it has begun",
-        "trainer/checkpoint/remote.py",
+        "trainer/stores/remote.py",
         "        self.write(self.step(step) / SAVING_FILE, claim.encode())\n",
         "",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "of two jobs that save to one name in a store both are published",
-        "trainer/checkpoint/remote.py",
+        "trainer/stores/remote.py",
         'raise OSError(errno.EBUSY, "another job saves there, too")',
         "pass",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "half an object appears in a store after an error",
-        "trainer/checkpoint/remote.py",
+        "trainer/stores/remote.py",
         "                stream.discard()",
         "                stream.close()",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "the latest checkpoints are removed, not the oldest",
-        "trainer/checkpoint/folder.py",
+        "trainer/stores/folder.py",
         "of_this_run[: -k or None]",
         "of_this_run[k:]",
         "tests/unit/test_checkpoint_folder.py",
@@ -79,7 +79,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "the check sum of the state is not compared",
-        "trainer/checkpoint/folder.py",
+        "trainer/stores/folder.py",
         "if sum_of_content is not None and sum_of_content != check_sum(content):",
         "if sum_of_content is None and content is None:",
         "tests/unit/test_checkpoint_folder.py",
@@ -107,7 +107,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a file has its name before it is on the disk",
-        "trainer/checkpoint/store.py",
+        "trainer/stores/store.py",
         "        sync(unfinished)\n        unfinished.replace(file)",
         "        unfinished.replace(file)",
         "tests/unit/test_checkpoint_files.py",
@@ -121,7 +121,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "names in headers are compared with those of another model",
-        "trainer/models/common/decoder_tensors.py",
+        "trainer/families/decoder_tensors.py",
         '["attention.q_norm.weight", "attention.k_norm.weight"] * args.qk_norm',
         '["attention.q_norm.weight"] * args.qk_norm',
         "tests/unit/test_hugging_face.py",

@@ -587,7 +587,7 @@ PROCESSES = (
     ),
     Mutant(
         "a folder of the hub starts from random weights",
-        "trainer/models/registry.py",
+        "trainer/families/registry.py",
         "checkpoint = replace(checkpoint, initial_load_path=path)",
         "pass",
         "tests/unit/test_hugging_face.py",
@@ -601,7 +601,7 @@ PROCESSES = (
     ),
     Mutant(
         "files that lack a layer pass the check",
-        "trainer/checkpoint/initial.py",
+        "trainer/stores/initial.py",
         '(("lacks", wanted - found),',
         '(("lacks", set()),',
         "tests/unit/test_hugging_face.py",
@@ -643,7 +643,7 @@ PROCESSES = (
     ),
     Mutant(
         "YaRN's ramp ends behind the last pair",
-        "trainer/models/common/rotary.py",
+        "trainer/models/rotary.py",
         "min(last, head_dim - 1)",
         "last",
         "tests/unit/test_model.py::test_scaled_frequencies_are_those_of_transformers",

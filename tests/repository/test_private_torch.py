@@ -168,7 +168,7 @@ PRIVATE = {
         lambda: [*inspect.signature(torch_schedules()._PipelineScheduleRuntime._load_csv).parameters][1] == "filename",
     ),
     "_grouped_mm": Private(
-        "trainer/models/common/experts.py",
+        "trainer/models/experts.py",
         "experts on GPUs before PyTorch 2.13",
         lambda: getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm,
     ),

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from trainer.checkpoint import files
 from trainer.checkpoint.files import TensorsOnly, Writer, unpickled
-from trainer.checkpoint.folder import RunState, read_state
-from trainer.checkpoint.store import LocalStore
 from trainer.checkpoint.verify import verify_step
 from trainer.checkpoint.weights import reader_of
 from trainer.config.errors import ConfigError
+from trainer.stores.folder import RunState, read_state
+from trainer.stores.store import LocalStore
 
 TENSORS = {
     "model.a": torch.arange(1000, dtype=torch.float64),

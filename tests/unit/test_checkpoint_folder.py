@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import store
-from trainer.checkpoint.folder import (
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import JobConfig
+from trainer.data.tokenizers.tokenizer import vocab_size_of
+from trainer.families.registry import model_args
+from trainer.job import resolve
+from trainer.stores import store
+from trainer.stores.folder import (
     RunState,
     check_fits,
     keep_latest,
@@ -20,13 +26,7 @@ from trainer.checkpoint.folder import (
     state_text,
     step_to_load,
 )
-from trainer.checkpoint.store import LocalStore
-from trainer.config.errors import ConfigError
-from trainer.config.loader import parse_command_line
-from trainer.config.schema import JobConfig
-from trainer.data.tokenizers.tokenizer import vocab_size_of
-from trainer.job import resolve
-from trainer.models.registry import model_args
+from trainer.stores.store import LocalStore
 
 STREAM = {"epoch": 0, "document": 3, "token": 17, "samples": 5, "seed": 0, "data_streams": 64, "documents": 700}
 

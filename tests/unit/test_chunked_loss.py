@@ -10,7 +10,7 @@ from trainer.components.loss import token_losses
 from trainer.config.loader import parse_command_line
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.job.compilation import resolve_compilation
-from trainer.models.common.chunked_loss import (
+from trainer.models.chunked_loss import (
     ChunkFunctions,
     Chunks,
     apply_chunked_loss,

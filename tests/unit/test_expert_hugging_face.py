@@ -13,21 +13,20 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.hf_experts import hf_experts, in_float64
 from trainer.checkpoint import export
-from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.registry import hf_config
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.config_json import read_config
 from trainer.hugging_face.reader import HFReader
-from trainer.models.common.auxiliary_loss import AuxiliaryLoss
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.expert_args import ExpertArgs
-from trainer.models.common.moe import routers_of
-from trainer.models.common.rotary import rope_frequencies
-from trainer.models.common.shapes import RopeScaling
+from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import hf_model, model_spec
-from trainer.models.registry import hf_config
+from trainer.models.moe import routers_of
+from trainer.models.rotary import rope_frequencies
+from trainer.stores.initial import check_initial_weights
 
 QWEN = TransformerArgs(
     dim=32,

@@ -8,13 +8,13 @@ import torch
 from tests.unit.test_summary import kept_by_autograd
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.registry import MODELS
 from trainer.job import ResolvedJob, resolve
 from trainer.job.memory import rank_memory
 from trainer.job.summary import summary
-from trainer.models.common.decoder import Transformer
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.expert_args import ExpertArgs
-from trainer.models.registry import MODELS
+from trainer.models.decoder import Transformer
 
 P = "--parallelism."
 QWEN = "--model.name=qwen3_moe"
@@ -35,7 +35,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("family", "flavor"), PUBLISHED)
 def test_a_published_size_has_its_parameters(family: str, flavor: str) -> None:
-    args = MODELS[family][0][flavor]
+    args = MODELS[family].flavors[flavor]
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=8))
     total, active = PUBLISHED[family, flavor]
@@ -44,7 +44,7 @@ def test_a_published_size_has_its_parameters(family: str, flavor: str) -> None:
 
 
 def test_flops_count_the_experts_that_a_token_chooses() -> None:
-    args = MODELS["qwen3_moe"][0]["30B-A3B"]
+    args = MODELS["qwen3_moe"].flavors["30B-A3B"]
     without_embedding = args.n_active_params() - args.vocab_size * args.dim
     assert args.flops_per_token(1)[0] == pytest.approx(6 * without_embedding, rel=0.001)
 

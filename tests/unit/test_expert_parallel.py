@@ -11,9 +11,9 @@ from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.distributed import expert_parallel
 from trainer.distributed.expert_parallel import dispatched_sums
 from trainer.distributed.sharding import exchange
+from trainer.families.args import ExpertArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
-from trainer.models.common.expert_args import ExpertArgs
-from trainer.models.common.experts import ExpertWeights, expert_sums
+from trainer.models.experts import ExpertWeights, expert_sums
 
 DIM, HIDDEN, EXPERTS, RANKS = 6, 8, 8, 4
 # Tokens of each rank, and the choices of all of them.

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 
 from trainer.components.optimizer import build_optimizer
 from trainer.config.schema import JobConfig, LoRA, Optimizer
-from trainer.models.common import experts as experts_module
-from trainer.models.common import moe
-from trainer.models.common.expert_args import ExpertArgs
-from trainer.models.common.experts import Experts
-from trainer.models.common.moe import MoE, Router
+from trainer.families.args import ExpertArgs
+from trainer.families.registry import MODELS
+from trainer.models import experts as experts_module
+from trainer.models import moe
+from trainer.models.experts import Experts
 from trainer.models.model_spec import model_spec
-from trainer.models.registry import MODELS
+from trainer.models.moe import MoE, Router
 from trainer.transforms.lora import apply_lora
 
 DIM = 16
@@ -190,7 +190,7 @@ def test_matrices_of_experts_decay_and_their_biases_do_not() -> None:
 def test_routers_get_no_adapters() -> None:
     """An adapter would move tokens to experts that have not learnt them."""
     with torch.device("meta"):
-        model = model_spec("qwen3_moe").build(MODELS["qwen3_moe"][0]["debugmodel"])
+        model = model_spec("qwen3_moe").build(MODELS["qwen3_moe"].flavors["debugmodel"])
     apply_lora(model, LoRA(rank=2))
     adapted = {name.rsplit(".", 1)[0] for name, p in model.named_parameters() if p.requires_grad}
     assert {name.split(".", 2)[2] for name in adapted} == {f"attention.{part}" for part in ("wq", "wk", "wv", "wo")}

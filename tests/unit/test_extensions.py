@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from trainer.config.keys import AT_LEAST_ONE, key
 from trainer.extensions import register_dataset, register_model, register_table
 from trainer.data.sources.registry import DATASETS
-from trainer.models.llama3.args import FLAVORS
+from trainer.families.llama3 import FLAVORS
 
-register_model("mine", {"small": replace(FLAVORS["debugmodel"], n_layers=3)}, spec="trainer.models.llama3.spec")
+register_model("mine", {"small": replace(FLAVORS["debugmodel"], n_layers=3)}, spec="trainer.models.decoder_spec")
 register_dataset("mine", DATASETS["text"])
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from tests.unit.kernel_stand_ins import OPS, counts
 from trainer.distributed.context_parallel.execution.kernels import flash
 from trainer.distributed.context_parallel.execution.kernels.flash import activated, is_installed
 from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES, FlashPackage
-from trainer.models.common import attention
-from trainer.models.common.attention import InnerAttention
+from trainer.models import attention
+from trainer.models.attention import InnerAttention
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -12,11 +12,11 @@ from torch import nn
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Float8
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.llama3 import FLAVORS
 from trainer.job import resolve
-from trainer.models.common.decoder import Transformer
-from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
-from trainer.models.llama3.args import FLAVORS
 from trainer.transforms.float8 import apply_float8, check_float8_machine
 
 ROOT = Path(__file__).resolve().parents[2]

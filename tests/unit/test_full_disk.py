@@ -21,8 +21,8 @@ from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from trainer.checkpoint.files import Writer
-from trainer.checkpoint.folder import RunState
-from trainer.checkpoint.store import LocalStore
+from trainer.stores.folder import RunState
+from trainer.stores.store import LocalStore
 from trainer.runtime.full_disk import full_disk
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))

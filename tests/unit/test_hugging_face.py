@@ -25,13 +25,13 @@ from scripts.benchmarks.teams import PeakBytes
 from tests.chat_files import chat_folder
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN3, SHAPES, changed, saved
 from tests.hf_tensors import from_hf
-from trainer.checkpoint.store import LocalStore
 from trainer.commands import convert
 from trainer.commands.generate import end_ids
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.families.registry import MODELS, hf_config
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.files import INDEX, SINGLE, plan_files, read_file, read_folder
 from trainer.hugging_face.reader import HFReader
@@ -40,7 +40,7 @@ from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.models.llama3 import spec as llama3
 from trainer.models.model_spec import hf_model, model_spec
-from trainer.models.registry import MODELS, hf_config
+from trainer.stores.store import LocalStore
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_names_in_headers_are_known_without_torch(family: str, shape: str) -> No
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_names_of_experts_in_headers_are_known_without_torch(family: str) -> None:
-    args = MODELS[family][0]["debugmodel"]
+    args = MODELS[family].flavors["debugmodel"]
     wanted = {name for _, hf in hf_model(model_spec(family), args).pairs.values() for name in hf.names}
     assert hf_config(family).tensor_names(args) == wanted
 

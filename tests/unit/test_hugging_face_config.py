@@ -10,9 +10,9 @@ from transformers import AutoConfig
 
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN2, QWEN3, changed, hf_model, saved
 from trainer.config.errors import ConfigError
+from trainer.families.decoder_args import RopeScaling
+from trainer.families.registry import hf_config, hf_families
 from trainer.hugging_face.config_json import Entries, read_config
-from trainer.models.common.shapes import RopeScaling
-from trainer.models.registry import HF_CONFIGS, hf_config
 
 # Entries of config.json that files may lack.
 _ASSUMED = (
@@ -51,7 +51,7 @@ SIZES = {
     "vocab_size": 50,
 }
 EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-DEFAULTS = [(family, key) for family in HF_CONFIGS for key in (*_ASSUMED, "rope_scaling = null", "all of these")]
+DEFAULTS = [(family, key) for family in hf_families() for key in (*_ASSUMED, "rope_scaling = null", "all of these")]
 
 
 @pytest.mark.parametrize(("family", "key"), DEFAULTS, ids=str)

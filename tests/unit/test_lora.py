@@ -9,12 +9,12 @@ from trainer.components.optimizer import build_optimizer
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig, LoRA
+from trainer.families.llama3 import FLAVORS
 from trainer.job import resolve
 from trainer.job.lora import adapter_sizes, check_lora, flops_beside
 from trainer.job.memory import rank_memory
-from trainer.models.common.decoder import Transformer
+from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
-from trainer.models.llama3.args import FLAVORS
 from trainer.transforms.lora import A, B, apply_lora, is_adapter, merged
 
 INITIAL = "--checkpoint.initial_load_path=somewhere"

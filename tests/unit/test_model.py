@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config.schema import Model
-from trainer.models.common.decoder import Transformer
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis, rope_frequencies
-from trainer.models.common.shapes import RopeScaling
+from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.llama3 import FLAVORS
+from trainer.families.registry import MODELS
+from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize, parameter_seed
-from trainer.models.llama3.args import FLAVORS
-from trainer.models.registry import MODELS
+from trainer.models.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis, rope_frequencies
 
 ARGS = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 
@@ -271,7 +270,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("family", "flavor"), PUBLISHED)
 def test_flavors_have_the_published_number_of_parameters(family: str, flavor: str) -> None:
-    args = MODELS[family][0][flavor]
+    args = MODELS[family].flavors[flavor]
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=8))
     assert args.n_params() == sum(p.numel() for p in model.parameters()) == PUBLISHED[family, flavor]
@@ -279,14 +278,14 @@ def test_flavors_have_the_published_number_of_parameters(family: str, flavor: st
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral"])
 def test_norms_and_biases_of_heads_start_as_nothing(family: str) -> None:
-    model = build(replace(MODELS[family][0]["debugmodel"], vocab_size=50, max_seq_len=16))
+    model = build(replace(MODELS[family].flavors["debugmodel"], vocab_size=50, max_seq_len=16))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all()
 
 
 def test_a_window_of_the_flavor_holds_until_a_key_sets_another() -> None:
-    args = MODELS["mistral"][0]["debugmodel"]
+    args = MODELS["mistral"].flavors["debugmodel"]
     for settings, windows in ((Model(), [128, 128]), (Model(sliding_window=9, sliding_window_every=2), [9, None])):
         configured = args.configured(settings, vocab_size=1, max_seq_len=64)
         assert [configured.window_of_layer(layer) for layer in range(2)] == windows
@@ -331,7 +330,7 @@ def test_scaled_frequencies_are_those_of_transformers(kind: str, theta: float, o
 
 def test_another_factor_keeps_the_rest_of_the_flavors_scaling() -> None:
     given = lambda args, **keys: args.configured(Model(**keys), vocab_size=1, max_seq_len=99).rope_scaling  # noqa: E731
-    yarn = MODELS["gpt_oss"][0]["20b"]
+    yarn = MODELS["gpt_oss"].flavors["20b"]
     assert given(yarn, rope_scaling=64.0) == replace(yarn.rope_scaling, factor=64.0)
     assert given(yarn, rope_scaling=64.0, rope_scaling_type="llama3") == RopeScaling(64.0, original_max_seq_len=4096)
     linear = replace(ARGS, max_seq_len=64, rope_scaling=RopeScaling(2.0, kind="linear"))

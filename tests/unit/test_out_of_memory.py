@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
+from trainer.components.out_of_memory import is_out_of_memory, memory_savers, out_of_memory_explained
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
-from trainer.runtime.out_of_memory import is_out_of_memory, memory_savers, out_of_memory_explained
 
 CPU = torch.device("cpu")
 RUNS = [

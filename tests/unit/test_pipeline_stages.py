@@ -7,10 +7,10 @@ import pytest
 
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.llama3 import FLAVORS
 from trainer.job import resolve
 from trainer.job.pipeline_stages import SCHEDULES, PipelinePlan, pipeline_plan
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.llama3.args import FLAVORS
 
 PP = "--parallelism.pipeline_parallel_"
 MODULES = FLAVORS["debugmodel"].module_names()  # 4 layers

@@ -54,7 +54,7 @@ def test_a_rank_asks_for_gloo_where_it_offloads(offloads: bool, monkeypatch: pyt
     monkeypatch.setattr(module, "process_group", opened)
     monkeypatch.setattr(rank, "report", mock.Mock())
     monkeypatch.setattr("trainer.runtime.reports.Reports", mock.Mock())
-    monkeypatch.setattr("trainer.runtime.out_of_memory.out_of_memory_explained", lambda _job: nullcontext())
+    monkeypatch.setattr("trainer.components.out_of_memory.out_of_memory_explained", lambda _job: nullcontext())
     arguments = [f"--job.dump_folder={tmp_path}", "--job.device=cpu"]
     arguments += ["--training.enable_cpu_offload"] * offloads
     assert rank.main(arguments) == 1

@@ -9,7 +9,12 @@ import pytest
 
 from tests.s3_server import ADDRESS, reached_by, s3_server
 from tests.unit.test_checkpoint_folder import refused, shape_of
-from trainer.checkpoint.folder import (
+from trainer.commands import verify
+from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import JobConfig
+from trainer.job import resolve
+from trainer.stores.folder import (
     RunState,
     best_saved,
     keep_latest,
@@ -19,13 +24,8 @@ from trainer.checkpoint.folder import (
     state_text,
     step_to_load,
 )
-from trainer.checkpoint.remote import SAVING_FILE, RemoteStore, store_of
-from trainer.checkpoint.store import Place
-from trainer.commands import verify
-from trainer.config.errors import ConfigError, MissingFile
-from trainer.config.loader import parse_command_line
-from trainer.config.schema import JobConfig
-from trainer.job import resolve
+from trainer.stores.remote import SAVING_FILE, RemoteStore, store_of
+from trainer.stores.store import Place
 
 STREAM = {"epoch": 0, "document": 3, "token": 17, "samples": 5, "seed": 0, "data_streams": 64, "documents": 700}
 

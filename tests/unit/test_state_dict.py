@@ -13,12 +13,11 @@ from tests.hf_decoders import hf_model, in_float64
 from tests.hf_tensors import from_hf, to_hf
 from trainer.components.generation import KeyValueCache
 from trainer.config.errors import ConfigError
-from trainer.models.common.decoder_args import TransformerArgs
-from trainer.models.common.rotary import rope_frequencies
-from trainer.models.common.shapes import RopeScaling
+from trainer.families.decoder_args import RopeScaling, TransformerArgs
 from trainer.models.initialization import initialize
 from trainer.models.llama3 import spec as llama3
 from trainer.models.model_spec import ModelSpec, model_spec
+from trainer.models.rotary import rope_frequencies
 
 LLAMA = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 TOY = replace(FLAVORS["toy"], vocab_size=32, max_seq_len=8)

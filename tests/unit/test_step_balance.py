@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.data.balance import Deal, deal, document_costs
-from trainer.models.llama3.args import FLAVORS
+from trainer.families.llama3 import FLAVORS
 
 LONGEST = 32768
 

@@ -15,12 +15,12 @@ from trainer.components.loss import token_losses
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.planning import capabilities
+from trainer.families.decoder_args import TransformerArgs
 from trainer.job import ResolvedJob, attention, resolve
 from trainer.job.memory import check_memory, rank_memory
 from trainer.job.sizes import size_words
 from trainer.job.summary import WIDTH, closing, summary
-from trainer.models.common.decoder import Transformer
-from trainer.models.common.decoder_args import TransformerArgs
+from trainer.models.decoder import Transformer
 from trainer.runtime.devices import Machine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,19 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import write_hf
 from trainer.checkpoint.files import WholeState, Writer
-from trainer.checkpoint.folder import (
-    BEST_FILE,
-    RunState,
-    best_saved,
-    checkpoint_folder,
-    model_description,
-    step_to_load,
-    unreadable,
-)
 from trainer.checkpoint.host_copies import HostCopies
-from trainer.checkpoint.initial import check_initial_weights
-from trainer.checkpoint.remote import named_step
-from trainer.checkpoint.store import Place, Store, reason_of
 from trainer.checkpoint.weights import cause_of, load_weights, model_tensors, names_of, open_initial, open_step
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
@@ -51,6 +39,18 @@ from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_onc
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.full_disk import full_disk
 from trainer.runtime.process_group import Process, is_peer_failure, set_group_timeout, set_timeout
+from trainer.stores.folder import (
+    BEST_FILE,
+    RunState,
+    best_saved,
+    checkpoint_folder,
+    model_description,
+    step_to_load,
+    unreadable,
+)
+from trainer.stores.initial import check_initial_weights
+from trainer.stores.remote import named_step
+from trainer.stores.store import Place, Store, reason_of
 
 
 class CheckpointError(RuntimeError):

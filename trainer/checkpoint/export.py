@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.initial import hf_folder
 from trainer.checkpoint.weights import WeightsReader, load_tensors, open_step, open_weights
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.tokenizer import open_tokenizer
+from trainer.families.args import DecoderArgs
+from trainer.families.registry import hf_config
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.hugging_face.files import grouped
 from trainer.hugging_face.tensors import Shape
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
 from trainer.job.lora import adapter_sizes
-from trainer.models.args import DecoderArgs
 from trainer.models.model_spec import hf_model, model_spec
-from trainer.models.registry import hf_config
+from trainer.stores.initial import hf_folder
 from trainer.transforms.lora import A, B, merged
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, S
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.checkpoint.folder import RunState, keep_latest, mark_best, state_text
-from trainer.checkpoint.store import Place, Store
 from trainer.runtime.full_disk import os_error_of
+from trainer.stores.folder import RunState, keep_latest, mark_best, state_text
+from trainer.stores.store import Place, Store
 
 METADATA = ".metadata"
 # All classes and values in the metadata of tensors.

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from trainer.checkpoint.folder import check_same_model, read_state, unreadable
-from trainer.checkpoint.store import Store
 from trainer.checkpoint.weights import load_tensors, names_of, reader_of
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs
 from trainer.hugging_face.files import grouped
-from trainer.models.args import ModelArgs
 from trainer.models.model_spec import model_spec
+from trainer.stores.folder import check_same_model, read_state, unreadable
+from trainer.stores.store import Store
 from trainer.transforms.lora import apply_lora
 
 Box = Sequence[tuple[int, int]]

@@ -14,7 +14,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from trainer.checkpoint.files import METADATA, Reader, TensorsOnly, Writer, unpickled
-from trainer.checkpoint.folder import (
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs
+from trainer.hugging_face.reader import HFReader
+from trainer.models.model_spec import ModelSpec, hf_model, model_spec
+from trainer.stores.folder import (
     RunState,
     check_fits,
     checkpoint_folder,
@@ -25,14 +30,9 @@ from trainer.checkpoint.folder import (
     step_to_load,
     unreadable,
 )
-from trainer.checkpoint.initial import check_initial_weights
-from trainer.checkpoint.remote import named_step, saved_step
-from trainer.checkpoint.store import Store
-from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig
-from trainer.hugging_face.reader import HFReader
-from trainer.models.args import ModelArgs
-from trainer.models.model_spec import ModelSpec, hf_model, model_spec
+from trainer.stores.initial import check_initial_weights
+from trainer.stores.remote import named_step, saved_step
+from trainer.stores.store import Store
 from trainer.transforms.float8 import without_float8_cast
 from trainer.transforms.lora import is_adapter
 

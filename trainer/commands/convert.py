@@ -10,16 +10,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.checkpoint.folder import step_to_load
 from trainer.commands.finished_run import configuration
 from trainer.config.errors import ConfigError
 from trainer.config.loader import to_toml
 from trainer.config.schema import Checkpoint, Job, JobConfig, Model, Training
+from trainer.families.registry import hf_config, hf_family
 from trainer.hugging_face.config_json import read_config
 from trainer.hugging_face.files import check_output
 from trainer.job.tasks import resolve_model
-from trainer.models.registry import hf_config, hf_family
 from trainer.runtime.full_disk import full_disk
+from trainer.stores.folder import step_to_load
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.commands.evaluate_report import Cell, Findings, check_output, tables, write
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
@@ -27,6 +26,7 @@ from trainer.data.token_files.catalog import check_data
 from trainer.job import ResolvedJob, resolve
 from trainer.job.training import check_batch
 from trainer.runtime.devices import this_machine
+from trainer.stores.folder import checkpoint_folder, step_to_load
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -23,10 +22,11 @@ from trainer.config.schema import (
     Training,
     Validation,
 )
+from trainer.families.registry import hf_config, hf_family
 from trainer.hugging_face.config_json import CONFIG_FILE, read_config
 from trainer.job import ResolvedJob
 from trainer.job.tasks import TASKS
-from trainer.models.registry import hf_config, hf_family
+from trainer.stores.folder import checkpoint_folder, step_to_load
 
 if TYPE_CHECKING:
     import torch

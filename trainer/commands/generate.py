@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.initial import hf_folder
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run, work_on_rank
@@ -21,6 +20,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.job import ResolvedJob, resolve
 from trainer.runtime.devices import this_machine
+from trainer.stores.initial import hf_folder
 
 if TYPE_CHECKING:
     import torch

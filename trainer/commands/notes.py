@@ -2,13 +2,13 @@
 
 import os
 
-from trainer.checkpoint.folder import checkpoint_folder
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.job import ResolvedJob
 from trainer.job.memory import check_memory, rank_memory
 from trainer.job.sizes import size_words
 from trainer.runtime.devices import Machine
+from trainer.stores.folder import checkpoint_folder
 
 
 def opening(config: JobConfig, ranks: int, device_type: str) -> str:

@@ -93,7 +93,7 @@ def _train(job: ResolvedJob, device: "torch.device") -> None:
 def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]") -> int:
     """Do the work of this rank in the job's process group, report how it ended, and return the exit code."""
     from trainer.checkpoint.checkpointer import CheckpointError
-    from trainer.runtime.out_of_memory import out_of_memory_explained
+    from trainer.components.out_of_memory import out_of_memory_explained
     from trainer.runtime.process_group import LOST_PEERS, Process, is_peer_failure, process_group
     from trainer.runtime.reports import Reports
     from trainer.trainer import TrainingError

@@ -9,7 +9,6 @@ on each (docs/several_nodes.md). Torch is imported when everything has been chec
 import os
 from contextlib import suppress
 
-from trainer.checkpoint.folder import checkpoint_folder
 from trainer.commands.check import acted
 from trainer.commands.notes import job_notes, opening
 from trainer.commands.ranks import launch, launch_options, start_tokenizing
@@ -24,6 +23,7 @@ from trainer.runtime import folders_of, holder_of
 from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 from trainer.runtime.nodes import Nodes
+from trainer.stores.folder import checkpoint_folder
 
 _WRONG = 2  # a setting
 

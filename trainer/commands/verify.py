@@ -12,14 +12,14 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.checkpoint.folder import checkpoint_folder
-from trainer.checkpoint.remote import named_step, saved_step, store_of
-from trainer.checkpoint.store import Store, reason_of
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs
 from trainer.job.tasks import resolve_model
-from trainer.models.args import ModelArgs
+from trainer.stores.folder import checkpoint_folder
+from trainer.stores.remote import named_step, saved_step, store_of
+from trainer.stores.store import Store, reason_of
 
 _RUN_FILE = "config.toml"
 

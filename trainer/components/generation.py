@@ -15,8 +15,8 @@ from trainer.config.errors import SharedConfigError
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.job.record import ResolvedJob
-from trainer.models.common.attention import InnerAttention
-from trainer.models.common.short_convolution import ShortConvolution
+from trainer.models.attention import InnerAttention
+from trainer.models.short_convolution import ShortConvolution
 
 _CHUNK = 256  # queries whose scores exist at once, when a prompt is read
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config.registry import OPTIMIZERS
 from trainer.config.schema import JobConfig
-from trainer.models.common.experts import Experts
+from trainer.models.experts import Experts
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:

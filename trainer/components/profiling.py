@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
+from trainer.components.out_of_memory import is_out_of_memory
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Profiling
 from trainer.runtime.console import logger
-from trainer.runtime.out_of_memory import is_out_of_memory
 
 _MAX_ALLOCATIONS = 100_000
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.schema import Training
 from trainer.data.mixture import Mixture, MixtureStream
 from trainer.data.order.streams import StreamLoader
 from trainer.data.text_data import TextData, TextStream
 from trainer.distributed.sharding.hashing import content_hash
-from trainer.runtime.agreement import check_same
 
 
 class BatchLoader(StreamLoader[TextStream | MixtureStream]):
@@ -75,19 +73,16 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
             yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
 
 
-def check_same_data(states: Mapping[int, Mapping[str, int]], training: Training, over: DeviceMesh) -> None:
-    """Check that all ranks begin to read the same data, with the same settings. A collective.
+def data_identity(states: Mapping[int, Mapping[str, int]], training: Training) -> dict[str, int | str]:
+    """Return what all ranks of a job must have in common before they read data, by name.
 
     states: of this rank's streams, before the first batch.
-
-    Raises:
-        SharedConfigError: on every rank, if they do not; it names what differs.
     """
     here = asdict(training)
     del here["dataset_path"]  # a machine may have the same files elsewhere
     settings = {f"training.{name}": str(value) for name, value in here.items()}
     beginning = next(iter(states.values()), {})  # every stream begins alike
-    check_same(settings | dict(beginning), over, "data")
+    return settings | dict(beginning)
 
 
 def batch_hash(batch: Mapping[str, Any]) -> int:

@@ -32,7 +32,7 @@ from trainer.distributed.sharding.forward import replace_forward
 
 Tensors = Sequence[torch.Tensor]
 Sums = Callable[..., torch.Tensor]
-"""(x, chosen, weights, *, sizes) -> weighted sums of this rank's experts, as `models.common.experts.expert_sums`."""
+"""(x, chosen, weights, *, sizes) -> weighted sums of this rank's experts, as `models.experts.expert_sums`."""
 
 
 class ExpertParallel(ParallelStyle):

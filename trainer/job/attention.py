@@ -22,7 +22,7 @@ from trainer.distributed.context_parallel.planning.mask import Mask, causal, sli
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.sharding.errors import OptionError
-from trainer.models.args import ModelArgs, has_windows
+from trainer.families.args import ModelArgs, has_windows
 
 
 def resolve_attention(

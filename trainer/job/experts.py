@@ -5,9 +5,8 @@ import math
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.distributed.sharding.alignment import aligned
+from trainer.families.args import ExpertArgs, ModelArgs, experts_of
 from trainer.job.degrees import Degrees
-from trainer.models.args import ModelArgs, experts_of
-from trainer.models.common.expert_args import ExpertArgs
 
 
 def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:

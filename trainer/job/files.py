@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from trainer.checkpoint.folder import check_fits, checkpoint_folder, read_state, step_to_load
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address, is_writable, nearest_existing, writable_folder
-from trainer.models.args import ModelArgs
-from trainer.models.registry import hf_config
+from trainer.families.args import ModelArgs
+from trainer.families.registry import hf_config
+from trainer.stores.folder import check_fits, checkpoint_folder, read_state, step_to_load
 
 
 def check_dump_folder(config: JobConfig) -> None:

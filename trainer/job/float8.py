@@ -2,8 +2,8 @@
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs
 from trainer.job.degrees import Degrees
-from trainer.models.args import ModelArgs
 
 # Float8 kernels need matrices whose sides are multiples of this.
 _MULTIPLE = 16

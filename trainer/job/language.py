@@ -8,6 +8,8 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.tokenizer import vocab_size_of
+from trainer.families.args import DecoderArgs, experts_of, has_windows
+from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import faster_packages, kernel_of, resolve_attention
 from trainer.job.chat import check_chat
 from trainer.job.degrees import Degrees
@@ -21,8 +23,6 @@ from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
 from trainer.job.training import check_balance
 from trainer.job.validation import check_validation, check_validation_data
-from trainer.models.args import DecoderArgs, experts_of, has_windows
-from trainer.models.registry import is_folder, model_args
 
 
 class Language(TaskSpec):

@@ -5,8 +5,8 @@ from itertools import chain
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs, experts_of
 from trainer.job.pipeline_stages import PipelinePlan
-from trainer.models.args import ModelArgs, experts_of
 
 
 def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | None) -> None:

@@ -1,8 +1,8 @@
 """Decide whether the loss of tokens is computed in chunks. Torch-free."""
 
 from trainer.config.schema import OUTPUT_IN_HIGH_PRECISION, WITHOUT_GATHERED_LOGITS, JobConfig
+from trainer.families.args import DecoderArgs
 from trainer.job.degrees import Degrees
-from trainer.models.args import DecoderArgs
 
 LARGE_VOCABULARY = 32_000
 """Above so many tokens the logits are a large part of a rank's memory."""

@@ -7,10 +7,10 @@ and gathered parameters. What PyTorch, NCCL and the CUDA context take themselves
 import math
 
 from trainer.config.errors import ConfigError
+from trainer.families.args import experts_of
 from trainer.job.lora import adapter_sizes
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
-from trainer.models.args import experts_of
 
 _LARGEST = 2**42
 """More than any device has, in bytes."""

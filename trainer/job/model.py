@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs
+from trainer.families.registry import flavor_args
 from trainer.job.degrees import Degrees
-from trainer.models.args import ModelArgs
-from trainer.models.registry import flavor_args
 
 
 def with_windows_of_flavor(config: JobConfig) -> JobConfig:

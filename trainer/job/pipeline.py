@@ -2,8 +2,8 @@
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs
 from trainer.job.pipeline_stages import PipelinePlan, pipeline_plan
-from trainer.models.args import ModelArgs
 
 
 def resolve_pipeline(config: JobConfig, model: ModelArgs) -> PipelinePlan | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from trainer.config.schema import JobConfig
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.families.args import ModelArgs
 from trainer.job.attention import batch_chooser
 from trainer.job.compilation import CompileOptions
 from trainer.job.degrees import Degrees
@@ -19,7 +20,6 @@ from trainer.job.loss import loss_chunk
 from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.sizes import RankMemory
 from trainer.job.training import BALANCE_GROWTH
-from trainer.models.args import ModelArgs
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from trainer.checkpoint.initial import check_initial_weights
 from trainer.config.errors import Problems
 from trainer.config.schema import JobConfig
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.families.args import ModelArgs, experts_of
+from trainer.families.registry import from_path
 from trainer.job.compilation import resolve_compilation
 from trainer.job.degrees import Degrees, resolve_degrees
 from trainer.job.experts import check_experts
@@ -16,8 +17,7 @@ from trainer.job.recompute import check_activation_checkpoint
 from trainer.job.record import ResolvedJob, TaskDecisions
 from trainer.job.tasks import TASKS, resolve_model
 from trainer.job.training import check_batch, check_profiling, check_schedule, check_trackers
-from trainer.models.args import ModelArgs, experts_of
-from trainer.models.registry import from_path
+from trainer.stores.initial import check_initial_weights
 
 
 def resolve(

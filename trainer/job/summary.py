@@ -3,14 +3,14 @@
 from pathlib import Path
 from textwrap import TextWrapper
 
-from trainer.checkpoint.folder import checkpoint_folder, step_to_load
 from trainer.config.errors import MissingFile
 from trainer.config.writable import is_address
+from trainer.families.registry import is_folder
 from trainer.job.lora import adapter_sizes
 from trainer.job.memory import rank_memory
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import size_words
-from trainer.models.registry import is_folder
+from trainer.stores.folder import checkpoint_folder, step_to_load
 
 WIDTH = 100
 _TOPIC = 13

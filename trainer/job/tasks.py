@@ -3,10 +3,10 @@
 from trainer.config.errors import ConfigError
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs
+from trainer.families.registry import MODELS, flavor_args
 from trainer.job.language import Language
 from trainer.job.record import TaskSpec
-from trainer.models.args import ModelArgs
-from trainer.models.registry import MODELS, flavor_args
 
 TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})
 
@@ -20,7 +20,9 @@ def resolve_model(config: JobConfig, missing: list[str] | None = None) -> ModelA
     flavor, task = flavor_args(config.model), TASKS[config.task]
     if flavor.task != task.name:
         other, name = TASKS[flavor.task], f"model.name = {config.model.name!r}"
-        models = [repr(name) for name, (flavors, _) in MODELS.items() if next(iter(flavors.values())).task == task.name]
+        models = [
+            repr(name) for name, family in MODELS.items() if next(iter(family.flavors.values())).task == task.name
+        ]
         raise ConfigError(
             f"{name} is a model of {other.data}, and training.dataset = {config.training.dataset!r} is {task.data}; "
             f"use model.name = {' or '.join(models[:2])}, or other data"

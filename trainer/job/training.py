@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig
+from trainer.families.args import ModelArgs, experts_of
 from trainer.job.degrees import Degrees
-from trainer.models.args import ModelArgs, experts_of
 
 BALANCE_GROWTH = 1.25
 """Tokens of a micro-batch that `training.balance` may assign, in those of one as it is read."""

@@ -9,9 +9,9 @@ import torch
 
 from trainer.config.errors import ConfigError
 from trainer.distributed.parallel_dims import ParallelDims
+from trainer.families.registry import MODELS
 from trainer.hugging_face.tensors import HFModel, HFTensor
 from trainer.job.record import ResolvedJob
-from trainer.models.registry import MODELS
 from trainer.observer import Observer
 
 
@@ -56,7 +56,6 @@ class Decoder(Model, Protocol):
 class ModelSpec:
     """One model family: everything that the trainer calls."""
 
-    name: str
     build: Callable[[Any], Model]
     """Model arguments -> model, on the meta device; the trainer casts it to the storage data type."""
     parallelize: Callable[[Model, ParallelDims, ResolvedJob], None]
@@ -79,7 +78,7 @@ class ModelSpec:
 
 def model_spec(name: str) -> ModelSpec:
     """Return the spec of a model family."""
-    return importlib.import_module(MODELS[name][1]).SPEC
+    return importlib.import_module(MODELS[name].spec).SPEC
 
 
 def hf_model(spec: ModelSpec, args: Any) -> HFModel:
@@ -89,7 +88,7 @@ def hf_model(spec: ModelSpec, args: Any) -> HFModel:
         ConfigError: the family, or a feature of it, is not in transformers.
     """
     if spec.state_dict_adapter is None:
-        raise ConfigError(f"model.name = {spec.name!r} has no counterpart in Hugging Face's transformers")
+        raise ConfigError("a model of this family has no counterpart in Hugging Face's transformers")
     with torch.device("meta"):
         state = spec.build(args).state_dict(keep_vars=True)
     names: dict[torch.Tensor, list[str]] = {}

@@ -14,11 +14,11 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.tensor import DomainTensor
+from trainer.families.registry import MODELS
 from trainer.job import ResolvedJob, resolve
 from trainer.job.memory import rank_memory
 from trainer.job.summary import summary
 from trainer.models.model_spec import model_spec
-from trainer.models.registry import MODELS
 
 IMPORTS = ["--job.imports=examples.fields"]
 FOLDER = Path(__file__).resolve().parents[1]
@@ -57,7 +57,7 @@ def test_the_number_of_parameters_is_that_of_the_model(name: str, args: FieldArg
 
 @pytest.mark.parametrize("name", ["unet", "nat"])
 def test_flavors_can_be_built(name: str) -> None:
-    for args in MODELS[name][0].values():
+    for args in MODELS[name].flavors.values():
         args = args.of_fields(3, 64, 64)
         with torch.device("meta"):
             model = model_spec(name).build(args)
@@ -229,7 +229,7 @@ def test_fields_that_are_elsewhere_have_an_assumed_shape() -> None:
 
 
 def test_a_field_model_is_described_in_checkpoints_without_its_grid() -> None:
-    from trainer.checkpoint.folder import model_description
+    from trainer.stores.folder import model_description
 
     args = UNetArgs(widths=(8, 16)).of_fields(3, 16, 24)
     config = parse_command_line([*IMPORTS, "--model.name=unet"]).config

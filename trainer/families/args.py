@@ -1,0 +1,100 @@
+"""The arguments of a model, as the job, its checks and its checkpoints use them. Torch-free."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from trainer.config.schema import Model
+
+Self = TypeVar("Self", bound="ModelArgs")
+
+
+class ModelArgs(Protocol):
+    """Arguments of one model of a family: a frozen dataclass. A checkpoint saves its fields to recognise the model.
+
+    `dataclasses.replace` makes other arguments. A new field needs a default, which older checkpoints are taken to have.
+    """
+
+    __dataclass_fields__: dict[str, Any]
+    task: ClassVar[str]
+    """The task that trains it: 'tokens' (`DecoderArgs`), or one that a package has added."""
+    free_to_change: ClassVar[frozenset[str]]
+    """Fields that saved tensors do not depend on: a run may resume with other values."""
+
+    norms_have_parameters: bool
+    n_layers: int
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the sizes that a tensor-parallel degree must divide, by their names in messages; none: no TP."""
+
+    def n_params(self) -> int:
+        """Return the number of parameters; a tied embedding counts once."""
+
+    def flops_per_token(self, seq_len: int) -> tuple[float, float]:
+        """Return FLOPs of a training step per position of a sample of `seq_len`, as (full, causal) attention counts."""
+
+    def words(self) -> str:
+        """Return what it consists of, such as `4 layers of width 256`."""
+
+
+class DecoderArgs(ModelArgs, Protocol):
+    """Arguments of a language model."""
+
+    dim: int
+    """Size of a token's hidden state."""
+    n_heads: int
+    """Query heads."""
+    n_kv_heads: int
+    """Key/value heads; it divides `n_heads`."""
+    head_dim: int
+    qk_norm: bool
+    """Whether each head's query and key are normalised."""
+    vocab_size: int
+    tie_embeddings: bool
+    """Whether one matrix is both embedding and output."""
+
+    def configured(self: Self, settings: Model, *, vocab_size: int, max_seq_len: int) -> Self:
+        """Return the arguments with table `[model]`, the vocabulary and the sequence length applied.
+
+        Raises:
+            ConfigError: a setting that this family does not have.
+        """
+
+    def module_names(self) -> tuple[str, ...]:
+        """Return the modules that a pipeline can divide, in the order of the forward; layers are `layers.N`."""
+
+    def window_of_layer(self, layer: int) -> int | None:
+        """Return how many tokens a token sees in this layer, itself included; None: all before it."""
+
+    def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
+        """Return (outputs, inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
+
+
+@dataclass(frozen=True)
+class ExpertArgs:
+    """The experts of a layer, and how a token chooses among them."""
+
+    number: int
+    per_token: int
+    """Experts that a token chooses."""
+    hidden_dim: int
+    """Width of one expert."""
+    normalise: bool = True
+    """Whether the weights of a token's experts have the sum one: a softmax over the chosen ones, not over all."""
+    biases: bool = False
+    """Of the router and of the experts."""
+    clamped: bool = False
+    """The gated unit of gpt-oss in the place of SwiGLU."""
+
+    def weights(self, dim: int) -> int:
+        """Return the parameters of one expert."""
+        return 3 * dim * self.hidden_dim + (2 * self.hidden_dim + dim) * self.biases
+
+
+def experts_of(args: ModelArgs) -> ExpertArgs | None:
+    """Return the experts of a layer; None: the family, or the model, has none."""
+    return getattr(args, "experts", None)
+
+
+def has_windows(args: DecoderArgs) -> bool:
+    """Return whether some layer sees a sliding window only."""
+    return any(args.window_of_layer(layer) is not None for layer in range(args.n_layers))

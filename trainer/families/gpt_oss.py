@@ -1,0 +1,108 @@
+"""Sizes of gpt-oss, and what transformers calls them. Torch-free.
+
+Source: "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), and the configurations of the models.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.decoder_config_json import HFDecoder, read_balance, read_windows, write_windows
+from trainer.hugging_face.config_json import Entries
+
+
+def _experts(number: int, per_token: int, hidden_dim: int) -> ExpertArgs:
+    return ExpertArgs(number, per_token, hidden_dim, biases=True, clamped=True)
+
+
+_120B = TransformerArgs(
+    dim=2880,
+    n_layers=36,
+    n_heads=64,
+    n_kv_heads=8,
+    head_size=64,
+    ffn_hidden_dim=2880,
+    vocab_size=201088,
+    max_seq_len=131072,
+    rope_theta=150000.0,
+    rope_scaling=RopeScaling(32.0, original_max_seq_len=4096, kind="yarn", truncate=False),
+    sliding_window=128,
+    sliding_window_every=2,
+    attention_sinks=True,
+    attention_bias=True,
+    output_bias=True,
+    experts=_experts(128, 4, 2880),
+    router_aux_loss_coef=0.001,
+)
+FLAVORS: dict[str, TransformerArgs] = {
+    "debugmodel": replace(
+        _120B, dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden_dim=256, experts=_experts(8, 2, 256)
+    ),
+    "20b": replace(_120B, n_layers=24, experts=_experts(32, 4, 2880)),
+    "120b": _120B,
+}
+
+
+_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+def _read(config: Entries) -> dict[str, Any]:
+    """Windows are switched on by being there; by default every second layer has one, from the first on."""
+    if (config.content.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        raise ConfigError(
+            f"{config.file}: quantization_config says that the experts are stored as mxfp4, which cannot be read; load "
+            "the model in transformers with Mxfp4Config(dequantize=True), and save it in bfloat16"
+        )
+    config.only("attention_bias", True)
+    config.only("swiglu_alpha", 1.702)
+    config.only("swiglu_limit", 7.0)
+    kinds = config.content.get("layer_types")
+    if kinds is None:
+        kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(config.whole("num_hidden_layers"))]
+    windows = {"use_sliding_window": config.content["sliding_window"] is not None, "layer_types": kinds}
+    return {
+        "attention_sinks": True,
+        "attention_bias": True,
+        "output_bias": True,
+        "experts": _experts(
+            config.whole("num_local_experts"), config.whole("num_experts_per_tok"), config.whole("intermediate_size")
+        ),
+        "router_aux_loss_coef": read_balance(config),
+        **read_windows(Entries(config.file, {**config.content, **windows})),
+    }
+
+
+def _write(args: TransformerArgs) -> dict[str, Any]:
+    if (experts := args.experts) is None:
+        raise ConfigError("GptOssForCausalLM of Hugging Face's transformers needs experts, and this model has none")
+    windows = write_windows(args)
+    return {
+        "intermediate_size": experts.hidden_dim,
+        "num_local_experts": experts.number,
+        "num_experts_per_tok": experts.per_token,
+        "router_aux_loss_coef": args.router_aux_loss_coef,
+        "attention_bias": True,
+        # transformers makes a mask of the window also where no layer has it.
+        "sliding_window": windows["sliding_window"] or _DEFAULTS["sliding_window"],
+        "layer_types": windows["layer_types"],
+    }
+
+
+HF = HFDecoder("gpt_oss", "GptOssForCausalLM", _read, _write, _DEFAULTS)

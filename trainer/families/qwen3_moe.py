@@ -1,0 +1,87 @@
+"""Sizes of Qwen3's mixtures of experts, and what transformers calls them. Torch-free.
+
+Source: "Qwen3 Technical Report" (arXiv 2505.09388) and the model cards.
+"""
+
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.families.args import ExpertArgs
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.decoder_config_json import HFDecoder, read_balance
+from trainer.hugging_face.config_json import Entries
+
+_COMMON = {"qk_norm": True, "norm_eps": 1e-6, "head_size": 128, "vocab_size": 151936}
+
+FLAVORS: dict[str, TransformerArgs] = {
+    "debugmodel": TransformerArgs(
+        dim=256,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=4,
+        experts=ExpertArgs(8, 2, 256),
+        router_aux_loss_coef=0.001,
+        qk_norm=True,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+    ),
+    "30B-A3B": TransformerArgs(
+        dim=2048,
+        n_layers=48,
+        n_heads=32,
+        n_kv_heads=4,
+        ffn_hidden_dim=6144,
+        rope_theta=1e6,
+        experts=ExpertArgs(128, 8, 768),
+        router_aux_loss_coef=0.001,
+        **_COMMON,
+    ),
+    "235B-A22B": TransformerArgs(
+        dim=4096,
+        n_layers=94,
+        n_heads=64,
+        n_kv_heads=4,
+        ffn_hidden_dim=12288,
+        rope_theta=1e6,
+        experts=ExpertArgs(128, 8, 1536),
+        router_aux_loss_coef=0.001,
+        **_COMMON,
+    ),
+}
+
+
+def _read(config: Entries) -> dict[str, Any]:
+    """Since transformers 5 the number of experts is `num_local_experts`."""
+    config.only("decoder_sparse_step", 1)
+    config.only("mlp_only_layers", [])
+    config.only("use_sliding_window", False)
+    config.only("attention_bias", False)
+    number = config.whole("num_local_experts" if "num_local_experts" in config.content else "num_experts")
+    per_token = config.whole("num_experts_per_tok")
+    if per_token > number:
+        raise ConfigError(f"{config.file}: num_experts_per_tok = {per_token} must be at most num_experts = {number}")
+    normalise = config.switch("norm_topk_prob")
+    experts = ExpertArgs(number, per_token, config.whole("moe_intermediate_size"), normalise=normalise)
+    return {"qk_norm": True, "experts": experts, "router_aux_loss_coef": read_balance(config)}
+
+
+def _write(args: TransformerArgs) -> dict[str, Any]:
+    entries = {"attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if (experts := args.experts) is None:
+        raise ConfigError("Qwen3MoeForCausalLM of Hugging Face's transformers needs experts, and this model has none")
+    return entries | {
+        "num_experts": experts.number,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.hidden_dim,
+        "norm_topk_prob": experts.normalise,
+        "router_aux_loss_coef": args.router_aux_loss_coef,
+    }
+
+
+HF = HFDecoder(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _read,
+    _write,
+    {"num_key_value_heads": 4, "max_position_embeddings": 32768},
+)

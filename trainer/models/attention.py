@@ -1,0 +1,149 @@
+"""Grouped-query attention, whose inner part context parallelism replaces."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
+from trainer.models.initial import draw, start
+from trainer.models.rotary import apply_rope
+from trainer.models.short_convolution import ShortConvolution
+
+_CUDNN, _FLASH, *_OTHERS = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
+_GPU = "cuda"
+
+
+@torch.compiler.assume_constant_result
+def _gpu_backends(head_dim: int) -> list[SDPBackend]:
+    """Return PyTorch's attention back ends on GPUs, the fastest first; the first one that can do a call computes it."""
+    return [_FLASH, _CUDNN, *_OTHERS] if newer_flash(head_dim) else [_CUDNN, _FLASH, *_OTHERS]
+
+
+class InnerAttention(nn.Module):
+    """Causal scaled dot product attention. `ContextParallelAttention` replaces it by planned attention.
+
+    Sliding windows and sinks exist in planned attention only.
+    """
+
+    def __init__(self, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q: (B, H, S, D); k, v: (B, K, S, D), K divides H; sinks: (H,) -> (B, H, S, D). It does not use the plan.
+
+        Raises:
+            RuntimeError: a sliding window or sinks, without a plan.
+        """
+        if sinks is not None or self.sliding_window is not None:
+            raise RuntimeError(
+                "a sliding window and attention sinks need planned attention; apply `ContextParallelAttention` to this "
+                "module, on a mesh of one rank if need be, and run the model inside `context_parallel(...)`"
+            )
+        options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        if q.device.type != _GPU:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        with sdpa_kernel(_gpu_backends(q.shape[-1]), set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+class AttentionSinks(nn.Module):
+    """One logit a head, of a key without a value that every token sees (as in GPT-OSS)."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self) -> torch.Tensor:
+        """Return (H,): with tensor parallelism, the logits of this rank's heads."""
+        return self.weight
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        parameter.zero_()
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    short_conv_kernel: tokens of a `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm_eps: of an
+    RMSNorm over each head's query and key (arXiv 2302.05442), whose weights the heads share, None for no norm; rotate:
+    `apply_rope`, or a function with the same arguments; branches: of the model, see `initial.draw`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        sliding_window: int | None = None,
+        sinks: bool = False,
+        short_conv_kernel: int = 0,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = apply_rope,
+        branches: int = 1,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.rotate, self.branches = head_dim, rotate, branches
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=output_bias)
+        self.q_norm, self.k_norm = (
+            None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps) for _ in range(2)
+        )
+        self.sinks = AttentionSinks(n_heads) if sinks else None
+        sizes = n_heads * head_dim, n_kv_heads * head_dim
+        self.short_conv = ShortConvolution(*sizes, short_conv_kernel) if short_conv_kernel else None
+        self.inner_attention = InnerAttention(sliding_window)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor,
+        attention_plan: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x: (B, S, dim) -> the same shape. positions: (B, S) within packed documents, for the short convolution."""
+        projections = tuple(w(x) for w in (self.wq, self.wk, self.wv))
+        if self.short_conv is not None:
+            projections = self.short_conv(*projections, positions=positions, plan=attention_plan)
+        # -1: with tensor parallelism each rank has some of the heads.
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in projections)  # (B, S, H, D)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
+        q, k = self.rotate(q, freqs_cis), self.rotate(k, freqs_cis)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D) twice
+        sinks = self.sinks() if self.sinks is not None else None
+        out = self.inner_attention(q, k, v, sinks=sinks, plan=attention_plan)
+        return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, dim)
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        if parameter.ndim == 1:
+            start(name, parameter)
+        else:
+            draw(parameter, generator, branches=self.branches if name == "wo.weight" else 1)

@@ -1,0 +1,124 @@
+"""The decoder of all families of language models, as single-device code. Its arguments say what a family has.
+
+Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06825.
+"""
+
+import torch
+from torch import nn
+
+from trainer.families.decoder_args import TransformerArgs
+from trainer.models.attention import Attention
+from trainer.models.feed_forward import FeedForward
+from trainer.models.initial import start
+from trainer.models.moe import MoE, routers_of
+from trainer.models.rotary import precompute_freqs_cis
+
+
+def build_norm(kind: str, dim: int, eps: float) -> nn.Module:
+    """Return RMSNorm, LayerNorm with a weight only, or LayerNorm without parameters (np_layernorm, as in OLMo)."""
+    if kind == "rmsnorm":
+        return nn.RMSNorm(dim, eps=eps)
+    return nn.LayerNorm(dim, eps=eps, elementwise_affine=kind == "layernorm", bias=False)
+
+
+def build_feed_forward(args: TransformerArgs, layer: int) -> nn.Module:
+    """Return the feed-forward network of a layer, or its experts."""
+    if args.experts is None:
+        return FeedForward(args.dim, args.ffn_hidden_dim, branches=2 * args.n_layers)
+    coefficient = args.router_aux_loss_coef / args.n_layers
+    rates = {"aux_loss_coef": coefficient, "bias_update_rate": args.router_bias_update_rate}
+    return MoE(args.dim, args.experts, branches=2 * args.n_layers, **rates)
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each with a norm before it and a residual around it."""
+
+    def __init__(self, args: TransformerArgs, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(args.norm_type, args.dim, args.norm_eps)
+        self.attention = Attention(
+            args.dim,
+            n_heads=args.n_heads,
+            n_kv_heads=args.n_kv_heads,
+            head_dim=args.head_dim,
+            sliding_window=args.window_of_layer(layer),
+            sinks=args.attention_sinks,
+            short_conv_kernel=args.short_conv_kernel,
+            bias=args.attention_bias,
+            output_bias=args.output_bias,
+            qk_norm_eps=args.norm_eps if args.qk_norm else None,
+            branches=2 * args.n_layers,
+        )
+        self.ffn_norm = build_norm(args.norm_type, args.dim, args.norm_eps)
+        self.feed_forward = build_feed_forward(args, layer)
+        self.has_experts = args.experts is not None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor,
+        attention_plan: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan, positions=positions)
+        more = (positions,) if self.has_experts else ()  # routers count no padding
+        return x + self.feed_forward(self.ffn_norm(x), *more)
+
+
+class Transformer(nn.Module):
+    """The decoder. `forward` returns hidden states; the loss calls `output`, the projection to logits.
+
+    A pipeline stage has some of the layers, and None for an embedding, norm or output that it lacks.
+    """
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        # A dictionary keeps the layers' names when a pipeline stage drops some of them.
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args, i) for i in range(args.n_layers)})
+        self.norm = build_norm(args.norm_type, args.dim, args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        self.register_buffer("freqs_cis", torch.empty(args.max_seq_len, args.head_dim // 2, 2), persistent=False)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """tokens: (B, S) -> hidden: (B, S, dim). positions: (B, S), each below max_seq_len; by default 0 to S - 1.
+        Padding has the position -1.
+
+        attention_plan: handle of the open `context_parallel`. A pipeline stage without the embedding takes hidden
+        states instead of tokens.
+        """
+        freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, freqs_cis, attention_plan, positions)
+        if self.norm is not None:
+            return self.norm(x)
+        # A stage of the output alone: torch 2.11 finds no gradient for an input that is also the result.
+        return x if len(self.layers) or self.tok_embeddings is not None else x.view_as(x)
+
+    def init_buffers(self, device: torch.device) -> None:
+        args, dtype = self.args, torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        table = precompute_freqs_cis(args.max_seq_len, args.head_dim, args.rope_theta, args.rope_scaling, dtype)
+        self.freqs_cis = table.to(device)
+        for router in routers_of([self]).values():
+            router.init_buffers(device)
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        """Set norms to one; draw embeddings of unit scale, and an output whose logits are small.
+
+        A tied matrix also makes the logits.
+        """
+        if name == "tok_embeddings.weight":
+            parameter.normal_(0.0, 0.02 if self.args.tie_embeddings else 1.0, generator=generator)
+        elif name == "output.weight":
+            parameter.normal_(0.0, 1.0 / parameter.shape[1], generator=generator)
+        else:
+            start(name, parameter)

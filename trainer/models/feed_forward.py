@@ -1,0 +1,27 @@
+"""The feed-forward network of a block."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.models.initial import draw, start
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202). branches: of the model, see `initial.draw`."""
+
+    def __init__(self, dim: int, hidden_dim: int, *, bias: bool = False, branches: int = 1) -> None:
+        super().__init__()
+        self.branches = branches
+        self.w1 = nn.Linear(dim, hidden_dim, bias=bias)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=bias)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        if parameter.ndim == 1:
+            start(name, parameter)
+        else:
+            draw(parameter, generator, branches=self.branches if name == "w2.weight" else 1)

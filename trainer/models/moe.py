@@ -1,0 +1,183 @@
+"""A mixture of experts in the place of a feed-forward network: a router, experts, and two ways to balance them.
+
+Both ways use the load of the experts: their shares of all choices of a step, over the whole batch. Each router counts
+the choices of its forwards with gradients, and `ExpertBalance`, once a step, sums the counts over all ranks.
+
+The auxiliary loss (arXiv 2101.03961) is that of transformers, over all layers together:
+
+    coefficient * E * sum over experts of f_e * P_e
+
+P_e is the mean probability of expert e, over the tokens of the step and the layers. f_e is the mean number of choices
+of expert e by a token, over the layers, and the sum of all f_e is k. Padding is no token. f_e is that of the step
+BEFORE: so the loss is exact on every layout, with any number of micro-batches and ranks, and its forward needs no
+collective. transformers has f_e of each micro-batch, so that its loss depends on how a batch is cut; for the same f_e
+both are equal. In the first step all f_e are equal, and the gradient is zero.
+
+The bias (arXiv 2408.15664) is added to the logits for the choice alone, never to weights. After each step that of an
+expert with less than the mean load rises by the update rate, and that of one with more falls.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.sharding.exchange import all_reduce
+from trainer.families.args import ExpertArgs
+from trainer.models.auxiliary_loss import AuxiliaryLoss
+from trainer.models.experts import Experts
+from trainer.models.initial import draw, start
+from trainer.observer import Observer
+
+
+class Gate(nn.Linear):
+    """Linear module that computes in float32 at least."""
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        if parameter.ndim == 1:
+            start(name, parameter)
+        else:
+            draw(parameter, generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+class Router(nn.Module):
+    """Chooses experts for each token.
+
+    Buffers, (E,): `load`, the shares of the last step; `mean_load`, their mean over all layers of the model;
+    `selection_bias`; `count`, this rank's choices in this step.
+    aux_loss_coef: of this layer's part of the auxiliary loss, the coefficient over the number of layers.
+    """
+
+    def __init__(self, dim: int, args: ExpertArgs, *, aux_loss_coef: float, bias_update_rate: float) -> None:
+        super().__init__()
+        self.number, self.per_token, self.normalise = args.number, args.per_token, args.normalise
+        self.aux_loss_coef, self.bias_update_rate = aux_loss_coef, bias_update_rate
+        self.gate = Gate(dim, args.number, bias=args.biases)
+        self.auxiliary = AuxiliaryLoss()
+        self.register_buffer("load", torch.empty(args.number))
+        self.register_buffer("mean_load", torch.empty(args.number), persistent=False)
+        self.register_buffer("selection_bias", torch.empty(args.number))
+        self.register_buffer("count", torch.empty(args.number, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: torch.Tensor, real: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: (N, dim) -> (experts of each token: (N, k) int64, their weights: (N, k), in float32 at least).
+
+        real: (N,) bool, False for padding, which is no load; None without padding.
+        """
+        logits = self.gate(x)
+        scores = logits.detach() + self.selection_bias if self.bias_update_rate else logits.detach()
+        chosen = scores.topk(self.per_token, dim=-1).indices
+        weights = logits.gather(1, chosen).softmax(-1) if self.normalise else logits.softmax(-1).gather(1, chosen)
+        if torch.is_grad_enabled():
+            counted = torch.ones_like(chosen) if real is None else real.long().unsqueeze(1).expand_as(chosen)
+            self.count.scatter_add_(0, chosen.flatten(), counted.flatten())
+            if self.aux_loss_coef:
+                shares = self.mean_load * logits.softmax(-1)
+                if real is not None:
+                    shares = torch.where(real.unsqueeze(1), shares, 0)
+                loss = self.aux_loss_coef * self.number * self.per_token * shares.sum()
+                weights = self.auxiliary(weights, loss)
+        return chosen, weights
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Set equal loads and no bias, in float32 at least."""
+        dtype = torch.promote_types(self.gate.weight.dtype, torch.float32)
+        self.load = torch.full((self.number,), 1 / self.number, dtype=dtype, device=device)
+        self.mean_load = self.load.clone()
+        self.selection_bias = torch.zeros(self.number, dtype=dtype, device=device)
+        self.count = torch.zeros(self.number, dtype=torch.int64, device=device)
+
+
+class MoE(nn.Module):
+    """A router and its experts."""
+
+    def __init__(
+        self,
+        dim: int,
+        args: ExpertArgs,
+        *,
+        aux_loss_coef: float = 0.0,
+        bias_update_rate: float = 0.0,
+        branches: int = 1,
+    ) -> None:
+        super().__init__()
+        self.router = Router(dim, args, aux_loss_coef=aux_loss_coef, bias_update_rate=bias_update_rate)
+        self.experts = Experts(dim, args, branches=branches)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (B, S, dim) -> (B, S, dim). positions: (B, S), below 0 for padding."""
+        rows = x.flatten(0, 1)
+        real = None if positions is None else (positions >= 0).flatten()
+        return self.run_experts(rows, *self.router(rows, real)).view_as(x)
+
+    def run_experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Run what is never compiled: numbers of rows that only the routing knows."""
+        return self.experts(x, chosen, weights)
+
+
+class ExpertBalance(Observer):
+    """Keeps the loads of the experts, moves the biases of routers, and reports how even the loads are."""
+
+    def __init__(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> None:
+        self._args, self._dims = model_parts[0].args, dims
+        self._routers = routers_of(model_parts)
+        """By layer, in the order of the forward."""
+
+    @torch.no_grad()
+    def start_step(self) -> None:
+        """Set the mean load of all layers of the model; with pipelines one collective."""
+        args, dims = self._args, self._dims
+        if args.experts is None or args.router_aux_loss_coef == 0:
+            return
+        total = torch.zeros(args.experts.number, dtype=torch.float64, device=dims["world"].device_type)
+        for router in self._routers.values():
+            total += router.load
+        mean = all_reduce(total, dims["pp"]) / args.n_layers
+        for router in self._routers.values():
+            router.mean_load.copy_(mean)
+
+    @torch.no_grad()
+    def end_step(self, left_out: torch.Tensor) -> None:
+        """Set the loads of the step, and move the biases: one collective.
+
+        A recomputed block has counted its tokens twice, which changes no share. A step without update counts nothing.
+        """
+        routers, left_out = [*self._routers.values()], left_out.bool()
+        if not routers:
+            return
+        # A forward sees the tokens of this rank only.
+        counts = all_reduce(torch.stack([router.count for router in routers]), self._dims["dp_cp_tp"])
+        for router, count in zip(routers, counts, strict=True):
+            load = count.to(router.load.dtype) / count.sum().clamp(min=1)
+            router.load.copy_(torch.where(left_out, router.load, load))
+            router.count.zero_()
+            if router.bias_update_rate:
+                change = router.bias_update_rate * torch.sign(1 / router.number - router.load)
+                router.selection_bias += torch.where(left_out, 0, change)
+
+    def record(self, positions: Mapping[int, Mapping[str, int]]) -> dict[str, float | list[list[float]]]:
+        """Return the load of every expert over the mean, by layer, and the largest of all; one collective."""
+        args = self._args
+        if args.experts is None:
+            return {}
+        loads = torch.zeros(args.n_layers, args.experts.number, device=self._dims["world"].device_type)
+        for layer, router in self._routers.items():
+            loads[layer] = router.load * router.number
+        loads = [[round(load, 3) for load in layer] for layer in all_reduce(loads, self._dims["pp"]).tolist()]
+        return {"expert_imbalance": max(map(max, loads)), "expert_load": loads}
+
+
+def routers_of(model_parts: Sequence[nn.Module]) -> dict[int, Router]:
+    """Return the routers of these model parts by the number of their layer, in the order of the forward."""
+    return {
+        int(name.split(".")[1]): module
+        for part in model_parts
+        for name, module in part.named_modules()
+        if isinstance(module, Router)
+    }

@@ -1,0 +1,136 @@
+"""Parallelism of a decoder, applied from outside to the model on meta.
+
+The decoder has `tok_embeddings`, `norm` and `output` (None if a pipeline stage lacks them), `layers` by number, and
+`args`, its `ModelArgs`. Each block has `attention` and `feed_forward` of this folder.
+"""
+
+from collections.abc import Collection
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from trainer.distributed.context_parallel.attention import ContextParallelAttention
+from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
+from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, apply_data_parallel
+from trainer.distributed.expert_parallel import ExpertParallel, expert_units
+from trainer.distributed.host_arguments import keep_on_host
+from trainer.distributed.parallel_dims import ParallelDims
+from trainer.distributed.tensor_parallel import (
+    LocalParameter,
+    OwnPositions,
+    VocabularyParallel,
+    apply_tensor_parallel,
+    logits_layout,
+)
+from trainer.job.record import ResolvedJob
+from trainer.models.chunked_loss import apply_chunked_loss
+from trainer.models.moe import MoE
+from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
+from trainer.transforms.compile import apply_compile, share_memory
+from trainer.transforms.float8 import apply_float8
+from trainer.transforms.lora import apply_lora
+
+
+def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
+    """Apply float8, tensor and context parallelism, activation checkpointing, compilation, and data parallelism."""
+    config = job.config
+    apply_float8(model, config.float8, sharded=dims.size("dp_shard_cp") > 1)
+    if dims.size("tp") > 1:
+        _tensor_parallel(model, dims, job)
+    apply_lora(model, config.lora)
+    blocks = list(model.layers.values())
+    experts = {block: block.feed_forward.experts for block in blocks if isinstance(block.feed_forward, MoE)}
+    if dims.degrees.ep not in (None, 1):
+        for module in experts.values():
+            parallelize_module(module, dims["ep"], ExpertParallel())
+    if job.attention is not None:
+        for block in blocks:
+            window = block.attention.inner_attention.sliding_window
+            attention = ContextParallelAttention(sliding_window=window, keep_exchanged=job.attention.keep_exchanged)
+            styles = {"attention.inner_attention": attention}
+            if block.attention.short_conv is not None and dims.size("cp") > 1:
+                styles["attention.short_conv.inner_convolution"] = ContextParallelConvolution()
+            parallelize_module(block, dims["cp"], styles)
+    if job.loss_chunk_tokens and model.output is not None:
+        apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, in_forward=job.pipeline is None)
+    if not job.compilation.recomputes_every:
+        apply_activation_checkpoint(model.layers, config.activation_checkpoint)
+    eager = {block.feed_forward: "run_experts" for block in experts}
+    embedding = model.tok_embeddings if dims.size("tp") > 1 else None
+    apply_compile(model.layers, job.compilation, embedding=embedding, eager=eager)
+    # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
+    tied = model.args.tie_embeddings
+    units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]
+    options, last = DataParallelOptions.of(job), None if tied else model.output
+    inner, group = expert_units(experts, dims), dims.own_group("dp_shard_cp", REDUCE_SCATTER)
+    apply_data_parallel(model, units, last, dims.parameter_mesh, options, inner, group)
+    keep_on_host(model, "attention_plan")
+
+
+def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
+    settings = job.config.parallelism
+    if settings.enable_async_tensor_parallel:
+        share_memory(dims["tp"])
+    logits = logits_layout(disable_loss_parallel=settings.disable_loss_parallel)
+    styles = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(use_local_output=True),  # a pipeline stage may end here
+        "output": VocabularyParallel()
+        if job.loss_chunk_tokens
+        else ColwiseParallel(input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()),
+    }
+    styles = {name: style for name, style in styles.items() if getattr(model, name) is not None}
+    for name, block in model.layers.items():
+        local = [] if block.attention.sinks is None else ["attention.sinks"]
+        local += [] if block.attention.short_conv is None else [f"attention.short_conv.{part}" for part in "qkv"]
+        of_block = _block_styles() | {part: LocalParameter() for part in local}
+        if isinstance(block.feed_forward, MoE):  # each rank has the experts' sums for its own tokens
+            of_block = {part: style for part, style in of_block.items() if not part.startswith("feed_forward")}
+            of_block |= {"ffn_norm": SequenceParallel(use_local_output=True), "feed_forward": OwnPositions()}
+            of_block |= {"feed_forward.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True)}
+        if block.attention.q_norm is not None:  # of (B, S, H, D); each rank has the gradient of its own heads
+            of_block |= {
+                f"attention.{part}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for part in "qk"
+            }
+        styles |= {f"layers.{name}.{part}": style for part, style in of_block.items()}
+    apply_tensor_parallel(model, dims["tp"], styles)
+
+
+def _block_styles() -> dict[str, ParallelStyle]:
+    """Return styles that shard activations over the sequence, Shard(1), and over heads or channels inside modules."""
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+
+
+def keep_stage(model: nn.Module, modules: Collection[str]) -> None:
+    """Remove all but the named modules from a whole model on meta; names of modules and parameters stay.
+
+    The forward then takes the previous stage's hidden states instead of tokens, and returns hidden states.
+    """
+    for name in ("tok_embeddings", "norm", "output"):
+        if name not in modules:
+            setattr(model, name, None)
+    for layer in list(model.layers):
+        if f"layers.{layer}" not in modules:
+            del model.layers[layer]

@@ -1,0 +1,71 @@
+"""Short causal convolution of queries, keys and values, whose inner part context parallelism replaces."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.distributed.context_parallel.execution.taps import convolved
+from trainer.models.initial import draw
+
+
+class InnerConvolution(nn.Module):
+    """Depthwise causal convolution over whole sequences. `ContextParallelConvolution` replaces it by a planned one."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x: (B, S, C), weight: (C, 1, kernel) -> (B, S, C). It does not use the plan.
+
+        positions: (B, S), of each token in its document: tokens of other documents do not count.
+        """
+        rows = F.pad(x, (0, 0, weight.shape[2] - 1, 0))
+        return convolved(rows, weight, positions, [(0, x.shape[1])])
+
+
+class Taps(nn.Module):
+    """The weights of some channels, as those of a depthwise nn.Conv1d: (C, 1, kernel)."""
+
+    def __init__(self, channels: int, kernel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
+
+    def forward(self) -> torch.Tensor:
+        """Return (C, 1, kernel): with tensor parallelism, the weights of this rank's channels."""
+        return self.weight
+
+    def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+        """Draw with the variance of nn.Conv1d."""
+        draw(parameter, generator, branches=3)
+
+
+class ShortConvolution(nn.Module):
+    """Adds to each channel of q, k and v a weighted sum of its last `kernel` tokens, before rotary positions.
+
+    This is Canon-B of Allen-Zhu (arXiv 2512.17351), residual and without an activation, close to the convolution of
+    Primer (arXiv 2109.08668). Layers of state space models and linear attention have a convolution at the same place.
+    Channels are divided by tensor parallelism as heads are. One convolution of all channels makes one exchange.
+    """
+
+    def __init__(self, query_dim: int, kv_dim: int, kernel: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = Taps(query_dim, kernel), Taps(kv_dim, kernel), Taps(kv_dim, kernel)
+        self.inner_convolution = InnerConvolution()
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        plan: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """q: (B, S, H * D); k, v: (B, S, K * D) -> the same shapes. positions: (B, S), of packed documents."""
+        x, weight = torch.cat((q, k, v), -1), torch.cat((self.q(), self.k(), self.v()))
+        x = x + self.inner_convolution(x, weight, positions=positions, plan=plan)
+        return x.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)

@@ -1,0 +1,258 @@
+"""The checkpoint folder: steps are published, kept, found, and checked whether they fit the run. Torch-free.
+
+    checkpoint/
+      step-500/            one checkpoint; the name appears by a rename, when everything in it is on the disk
+        state.json         step, tokens seen, arguments of the model, position of every data stream, size of every file
+        .metadata          which part of which tensor is where (DCP)
+        __0_0.distcp ...   the tensors, one file or more per rank that wrote (DCP)
+      best.json            the step with the lowest validation loss, and that loss, if it is kept
+      step-1000.tmp/       being written, or left by a run that was killed while saving: never read, removed later
+
+A folder in a remote store has the same files, but for step-N.tmp: see `remote.py`.
+Other names, and folders step-N without a state.json, belong to somebody else: never read, never removed.
+"""
+
+import json
+import logging
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import JobConfig
+from trainer.config.writable import is_address
+from trainer.families.args import ModelArgs
+from trainer.stores.remote import store_of
+from trainer.stores.store import STATE_FILE, Place, Store, reason_of
+
+BEST_FILE = "best.json"
+FORMAT = 1
+LATEST = -1
+
+logger = logging.getLogger("trainer")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The part of a checkpoint that is no tensor; the content of `state.json`.
+
+    model: see `model_description`; streams: number of a data stream -> its position; files: name of every other file
+    of the checkpoint -> its length in bytes; model_only: whether the tensors are the weights alone; sums: name of a
+    file -> its check sum (zlib.crc32), of files that have none inside; older checkpoints lack it.
+    """
+
+    step: int
+    tokens_seen: int
+    model: Mapping[str, Any]
+    streams: Mapping[int, Mapping[str, int]]
+    files: Mapping[str, int]
+    model_only: bool = False
+    sums: Mapping[str, int] = field(default_factory=dict)
+
+
+def check_sum(content: Mapping[str, Any]) -> int:
+    """Return the check sum of a `state.json`, of what JSON gives back without the entry "check_sum"."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def checkpoint_folder(config: JobConfig) -> Store:
+    """Return the folder of all checkpoints of a run.
+
+    Raises:
+        ConfigError: it is in a store that cannot be opened.
+    """
+    folder = config.checkpoint.folder
+    return store_of("checkpoint.folder", folder if is_address(folder) else str(Path(config.job.dump_folder) / folder))
+
+
+def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
+    """Return what saved tensors depend on: the family, its arguments, the data type in storage, and adapters."""
+    fixed = {name: value for name, value in asdict(model).items() if name not in model.free_to_change}
+    fixed = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in fixed.items()
+    }  # as JSON has it
+    lora = config.lora
+    adapters: dict[str, Any] = {"lora.rank": lora.rank}
+    if lora.rank:
+        adapters |= {"lora.alpha": lora.alpha, "lora.modules": sorted(lora.modules)}
+    return {"name": config.model.name, **fixed, "dtype": config.training.dtype, **adapters}
+
+
+def step_to_load(config: JobConfig) -> int | None:
+    """Return the step to resume from; None: start from the beginning.
+
+    Raises:
+        ConfigError: the folder cannot be read, or `checkpoint.load_step` is not there.
+        MissingFile: the folder is in a store that does not answer from here.
+    """
+    folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
+    try:
+        steps = folder.steps()
+    except OSError as error:
+        raise folder.unreachable(
+            f"checkpoint.folder = {config.checkpoint.folder!r}: {folder} cannot be read ({reason_of(error)}); "
+            f"{folder.remedy}"
+        ) from None
+    if wanted == LATEST:
+        return steps[-1] if steps else None
+    if wanted in steps:
+        return wanted
+    shown = ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:3]))} ... {steps[-1]}"
+    remedy = f"use one of the saved steps: {shown}" if steps else "nothing is saved there, leave it out to start anew"
+    raise ConfigError(f"checkpoint.load_step = {wanted} is not in {folder}; {remedy}")
+
+
+def read_state(folder: Store, step: int) -> RunState:
+    """Return the state of a saved step, and check that all its files are there in full length.
+
+    Raises:
+        ConfigError: the state is unreadable or of another format, or a file is missing or cut short.
+    """
+    try:
+        sizes = folder.sizes(step)
+        state = parse_state(folder.read(folder.step(step) / STATE_FILE), step)
+        for name, size in state.files.items():
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is no name of a file in it")
+            if sizes[name] != size:
+                raise ValueError(f"{name} has {sizes[name]} bytes of {size}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise unreadable(folder, step, error) from None
+    return state
+
+
+def parse_state(text: bytes, step: int) -> RunState:
+    """Return the state of a step that a `state.json` holds.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: it is damaged, or of another format.
+    """
+    content = json.loads(text.decode())
+    sum_of_content = content.pop("check_sum", None)  # older checkpoints have none
+    if sum_of_content is not None and sum_of_content != check_sum(content):
+        raise ValueError(f"the check sum of {STATE_FILE} is wrong")
+    if content.pop("format") != FORMAT:
+        raise ValueError("another version of this program wrote it")
+    content["streams"] = {
+        int(stream): {key: int(value) for key, value in entry.items()} for stream, entry in content["streams"].items()
+    }
+    state = RunState(**content)
+    if not (state.step == step and isinstance(state.tokens_seen, int)):
+        raise ValueError("it is of another step")
+    return state
+
+
+def state_text(state: RunState) -> bytes:
+    """Return the content of `state.json`."""
+    content = json.loads(json.dumps({"format": FORMAT, **asdict(state)}))  # as it is when it is read
+    return json.dumps(content | {"check_sum": check_sum(content)}).encode()
+
+
+def unreadable(folder: Store, step: int, error: BaseException | str) -> ConfigError:
+    """Return the error for a checkpoint that cannot be loaded."""
+    reason = str(error).strip().split("\n")[0].removesuffix(".")
+    if isinstance(error, OSError):
+        reason = f"{Path(error.filename).name}: " * isinstance(error.filename, str) + reason_of(error)
+    elif isinstance(error, KeyError):
+        reason = f"{reason} is missing"
+    damaged = f"the checkpoint {folder.step(step)} cannot be read ({reason})"
+    try:
+        others = [str(other) for other in folder.steps() if other != step]
+    except OSError:  # the store does not answer
+        return ConfigError(f"{damaged}; run this again later")
+    if not others:
+        return ConfigError(f"{damaged}; remove it to start anew")
+    return ConfigError(
+        f"{damaged}; use another with checkpoint.load_step (there are {', '.join(others[-8:])}), or remove it"
+    )
+
+
+def check_same_model(
+    state: RunState, config: JobConfig, model: ModelArgs, path: Place | str, *, remedy: str, dtype: bool = True
+) -> None:
+    """Check that the tensors of `state`, which is in `path`, are those of this model; dtype: of its data type too.
+
+    Raises:
+        ConfigError: another model or data type.
+    """
+    defaults = {argument.name: argument.default for argument in fields(model)} | {"lora.rank": 0}
+    for key, now in model_description(config, model).items():
+        saved = state.model.get(key, defaults.get(key))  # an older checkpoint has the default of a newer field
+        if saved != now and (dtype or key != "dtype"):
+            what = f"model.flavor = {config.model.flavor!r}, whose {key}"
+            if key == "dtype" or key.startswith("lora."):
+                what = key.replace("dtype", "training.dtype")
+            raise ConfigError(f"{what} = {now!r} is not the {saved!r} of the checkpoint {path}; {remedy}")
+
+
+def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
+    """Check that this run can resume from `state`.
+
+    Raises:
+        ConfigError: another model, data type, seed or number of data streams, or no optimizer for the steps to come.
+    """
+    path = checkpoint_folder(config).step(state.step)
+    elsewhere = "or start anew in another checkpoint.folder"
+    check_same_model(state, config, model, path, remedy=f"resume with that, {elsewhere}")
+    anew, left = config.checkpoint.exclude_from_loading, config.training.steps - state.step
+    if state.model_only and left > 0 and "optimizer" not in anew:
+        raise ConfigError(
+            f"training.steps = {config.training.steps} goes on after the checkpoint {path}, which holds the weights "
+            "alone (checkpoint.last_save_model_only); go on from an earlier step with checkpoint.load_step, or start "
+            f"the optimizer anew: --checkpoint.load_step {state.step} --checkpoint.exclude_from_loading optimizer"
+        )
+    if "dataloader" in anew:
+        return
+    first = next(iter(state.streams.values()), {})
+    for key, now in (("seed", config.training.seed), ("data_streams", config.training.data_streams)):
+        saved = first.get(key)
+        if now is not None and saved != now:  # None: the number of streams is that of the checkpoint
+            raise ConfigError(
+                f"training.{key} = {now} is not the {saved} of the checkpoint {path}, whose positions would mean other "
+                f"data; resume with {saved}, {elsewhere}"
+            )
+
+
+def best_saved(folder: Store) -> tuple[int, float] | None:
+    """Return step and validation loss of the best checkpoint; None: no checkpoint is marked as that.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    try:
+        best = json.loads(folder.read(folder.path / BEST_FILE).decode())
+        step, loss = int(best["step"]), float(best["validation_loss"])
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
+    return (step, loss) if step in folder.steps() else None
+
+
+def mark_best(folder: Store, step: int, loss: float | None) -> None:
+    """Note that this new checkpoint is the best one so far; loss: None if it is not.
+
+    A checkpoint of that step of another history, which it has replaced, is no longer the best one.
+    """
+    if loss is not None:
+        folder.write(folder.path / BEST_FILE, json.dumps({"step": step, "validation_loss": loss}).encode())
+    elif (best := best_saved(folder)) is not None and best[0] == step:
+        folder.remove_file(folder.path / BEST_FILE)
+
+
+def keep_latest(folder: Store, k: int, written: int, *, every: int = 0) -> None:
+    """Remove all but the best and the last k checkpoints up to and including step `written`; k = 0 keeps all.
+
+    every: steps that are a multiple of it stay too; 0: none.
+
+    Later steps belong to a history that this run has left; each is removed when this run reaches it.
+    """
+    best = best_saved(folder)
+    of_this_run = [step for step in folder.steps() if step <= written]
+    for step in of_this_run[: -k or None] if k else ():
+        if (best is not None and step == best[0]) or (every and step % every == 0):
+            continue
+        try:
+            folder.remove(step)
+        except OSError as error:
+            logger.warning(f"the old checkpoint {folder.step(step)} could not be removed ({reason_of(error)})")
