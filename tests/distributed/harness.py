@@ -32,8 +32,8 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.families.args import ExpertArgs
 from trainer.families.decoder_args import RopeScaling, TransformerArgs
 from trainer.job import ResolvedJob, resolve
+from trainer.models import decoder_spec as llama3
 from trainer.models.decoder import Transformer
-from trainer.models.llama3 import spec as llama3
 from trainer.runtime.process_group import Process, process_group
 from trainer.tasks import Task
 from trainer.tasks.language import LanguageTask

@@ -17,8 +17,8 @@ from trainer.components.grad_norm import settle_gradients, squared_norm
 from trainer.components.step_totals import StepTotals
 from trainer.config.errors import ConfigError
 from trainer.distributed import pipeline_parallel
+from trainer.models import decoder_spec as llama3
 from trainer.models.attention import InnerAttention
-from trainer.models.llama3 import spec as llama3
 
 PRECISION = "--training.dtype=float64"
 PP2 = LAYOUTS["pp2"][1]

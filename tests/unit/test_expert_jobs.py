@@ -78,14 +78,14 @@ def test_what_cannot_work_is_one_sentence(argv: list[str], ranks: int, parts: li
         assert part in str(error.value)
 
 
-def test_the_summary_says_where_experts_are_and_what_travels() -> None:
+def test_the_summary_says_where_experts_are_and_what_is_sent() -> None:
     job = job_of(f"{P}expert_parallel_degree=4", f"{P}tensor_parallel_degree=2", ranks=8)
     text = " ".join(summary(job).split())
     for part in (
         "2 of 8 experts of width 256 a token",
         "active parameters)",
         "2 of 8 on each of ep 4 ranks, 2 ranks shard each one's weights",
-        "a token travels to 1.39 other ranks if it chooses among all alike",
+        "a token is sent to 1.39 other ranks if it chooses among all alike",
         "balanced by auxiliary loss (0.001)",
     ):
         assert part in text

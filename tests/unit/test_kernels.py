@@ -57,15 +57,15 @@ def inputs(
     return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype) for s in shapes]
 
 
-def definition(q, k, v, cotangent, relation: Relation, scale: float):
-    """Output, log-sum-exp, gradients of q, k, v; in float64, by autograd."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+def definition(q, k, v, cotangent, relation: Relation, scale: float, dtype: torch.dtype = torch.float64):
+    """Output, log-sum-exp, gradients of q, k, v; every step in `dtype`, by autograd."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     q, k, v = leaves
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
     scores = scores.masked_fill(~visible(relation, q.shape[2], k.shape[2]).to(q.device), -torch.inf)
     out = scores.softmax(-1) @ v
-    return out.detach(), scores.logsumexp(-1).detach(), torch.autograd.grad(out, leaves, cotangent.double())
+    return out.detach(), scores.logsumexp(-1).detach(), torch.autograd.grad(out, leaves, cotangent.to(dtype))
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:

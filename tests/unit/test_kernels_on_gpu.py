@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.kernel_stand_ins import CALLS, launches_of, of_calls, plain_attention
+from tests.unit.kernel_stand_ins import CALLS, launches_of, of_calls
 from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL, definition, error
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS
@@ -51,9 +51,7 @@ def on_gpu(heads: int, kv_heads: int, n: int, m: int, head_dim: int, dtype: torc
 
 def plain_errors(q, k, v, cotangent, relation, scale, wanted) -> list[float]:
     """Errors of output and gradients of attention written out, every step in q's type."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, _ = plain_attention(*leaves, relation, scale)
-    grads = torch.autograd.grad(out, leaves, cotangent)
+    out, _, grads = definition(q, k, v, cotangent, relation, scale, q.dtype)
     return [error(a, b) for a, b in zip((out, *grads), wanted, strict=True)]
 
 

@@ -14,8 +14,8 @@ from tests.hf_tensors import from_hf, to_hf
 from trainer.components.generation import KeyValueCache
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import RopeScaling, TransformerArgs
+from trainer.families.registry import hf_config
 from trainer.models.initialization import initialize
-from trainer.models.llama3 import spec as llama3
 from trainer.models.model_spec import ModelSpec, model_spec
 from trainer.models.rotary import rope_frequencies
 
@@ -127,9 +127,9 @@ def test_a_family_brings_its_own_names_and_layouts() -> None:
 )
 def test_what_their_llama_cannot_compute_is_refused(args: dict) -> None:
     with pytest.raises(ConfigError, match=f"LlamaForCausalLM of .* leave out model.{next(iter(args))}"):
-        to_hf(llama3.SPEC, replace(LLAMA, **args), [])
+        hf_config("llama3").check_start(replace(LLAMA, **args))
 
 
 def test_a_family_without_a_counterpart_says_so() -> None:
-    with pytest.raises(ConfigError, match="'toy' has no counterpart"):
+    with pytest.raises(ConfigError, match="this family has no counterpart"):
         from_hf(replace(toy.SPEC, state_dict_adapter=None), TOY, {})

@@ -100,6 +100,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         ConfigError: the model has no counterpart at Hugging Face, or the checkpoint is damaged.
         OSError: the folder cannot be written.
     """
+    hf_config(config.model.name).check_start(args)
     pairs = hf_model(model_spec(config.model.name), args).pairs
     ours = _read(config, _adapter_shapes(config, args), [open_step(config, args, step)[1]])
     theirs, modules = {}, set()
