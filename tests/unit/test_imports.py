@@ -17,7 +17,7 @@ ROOMS = (
         *("trainer.models.llama3.args", "trainer.models.qwen3.args", "trainer.models.qwen2.args"),
         *("trainer.models.mistral.args", "trainer.models.qwen3_moe.args", "trainer.models.gpt_oss.args"),
         *("trainer.models.registry", "trainer.data.sources", "trainer.data.tokenizers"),
-        *("trainer.data.token_files", "trainer.data.settings"),
+        *("trainer.data.token_files", "trainer.data.settings", "trainer.runtime.launcher_watch"),
         "trainer.models.hf_config",
         *("trainer.checkpoint.safetensors", "trainer.checkpoint.initial", "trainer.checkpoint.remote"),
         *("trainer.checkpoint.folder", "trainer.distributed.sharding.ranges", "trainer.distributed.sharding.layout"),

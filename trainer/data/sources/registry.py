@@ -32,8 +32,7 @@ class DataSettings:
     """A data set, and how its documents become token ids.
 
     path: file, folder or glob; for the hub NAME[:CONFIGURATION[:SPLIT]][@REVISION]. text_field: of a line of JSON, or
-    column; skips: bad records are left out; token_dtype: of flat files of ids, "auto": by the vocabulary; keys: of the
-    configuration, for messages.
+    column; skips: bad records are left out; keys: of the configuration, for messages.
     """
 
     dataset: str
@@ -42,7 +41,6 @@ class DataSettings:
     chat_template: str | None = None
     text_field: str = "text"
     skips: bool = False
-    token_dtype: str = "auto"
     keys: DataKeys = field(default=DataKeys(), compare=False, repr=False)
 
     @classmethod
@@ -62,7 +60,6 @@ class DataSettings:
             model.chat_template,
             training.dataset_text_field,
             training.on_bad_record == "skip",
-            training.token_dtype,
             keys,
         )
 
@@ -289,6 +286,6 @@ DATASETS: Registry[Source] = Registry(
         "jsonl": Source((".jsonl", *STREAMED), _ranges_of_lines, _lines),
         "chat": Source((".jsonl", *COMPRESSED), _ranges_of_lines, _chats, _conversation_encoder),
         "hub": Source((), _shards_of_hub, _rows_of_hub),
-        "tokens": Source((".idx", ".npy"), _none, _none, token_files=True),
+        "tokens": Source((".idx",), _none, _none, token_files=True),
     },
 )

@@ -13,12 +13,11 @@ import json
 import logging
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,9 +30,10 @@ from trainer.data.sources.hub import HubData
 from trainer.data.sources.records import TextFile
 from trainer.data.sources.registry import DataSettings, Part, files_of, source_of
 from trainer.data.token_files.format import MANIFEST, UNFINISHED
-from trainer.data.token_files.writer import entry_of, keep_if_whole, write_shard
+from trainer.data.token_files.writer import entry_of, write_shard
 from trainer.data.tokenizers.encoders import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
+from trainer.runtime.launcher_watch import end_with
 
 logger = logging.getLogger("trainer")
 _FORMAT = 2
@@ -209,7 +209,8 @@ def tokenize(
         shards = dict(zip([stem.name for stem in stems], entries, strict=True))
         manifest = plan | {"content": inputs.content(parts, entries), "shards": shards}
         write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-        (folder / UNFINISHED).unlink(missing_ok=True)
+        for file in (folder / UNFINISHED, *folder.glob("*.tmp")):  # of processes that were killed
+            file.unlink(missing_ok=True)
     documents, tokens = (sum(entry[key] for entry in entries) for key in ("documents", "tokens"))
     seconds = _duration(time.monotonic() - started)
     log(f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({seconds})")
@@ -264,13 +265,18 @@ def _held(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
 
 def _missing(stems: Sequence[Path], entries: Mapping[str, Any], log: Callable[[str], None]) -> list[int]:
     """Return the numbers of the shards that are not there, or are damaged. entries: those of the manifest."""
-    there = [stem.with_suffix(".idx").exists() for stem in stems]
-    with ThreadPoolExecutor(8) as threads:
-        whole = list(threads.map(lambda stem: keep_if_whole(stem, entries.get(stem.name)), stems))
-    for stem, was_there, is_whole in zip(stems, there, whole, strict=True):
-        if was_there and not is_whole:
+    missing = []
+    for number, stem in enumerate(stems):
+        index = stem.with_suffix(".idx")
+        if index.exists():
+            with suppress(ConfigError, OSError):
+                found = entry_of(stem)
+                if found == entries.get(stem.name, found):
+                    continue
             log(f"{stem.name} is damaged, and is made again")
-    return [number for number, is_whole in enumerate(whole) if not is_whole]
+            index.unlink()
+        missing.append(number)
+    return missing
 
 
 def _write(
@@ -283,36 +289,38 @@ def _write(
     log: Callable[[str], None],
     every: float,
 ) -> None:
-    """Write shards, and log how far they are."""
+    """Write the shards `left`, and log how far they are."""
     started = logged = time.monotonic()
     done, total = 0, sum(parts[i].size for i in left)
-    processes = min(processes, len(left))
-    for number, (part, stem) in enumerate(_written([(settings, parts[i], stems[i]) for i in left], processes), 1):
-        done += part.size
+    work = {i: (settings, parts[i], stems[i]) for i in left}
+    for number, i in enumerate(_written(work, min(processes, len(left))), 1):
+        done += parts[i].size
         if (now := time.monotonic()) - logged < every:
             continue
         logged, seconds = now, now - started
         share = done / total if total else number / len(left)
         rate = f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB, {done / 2**20 / seconds:.1f} MiB/s, " if total else ""
-        log(f"{stem.name}: {number} of {len(left)} shards, {rate}{_duration(seconds * (1 - share) / share)} left")
+        log(f"{stems[i].name}: {number} of {len(left)} shards, {rate}{_duration(seconds * (1 - share) / share)} left")
 
 
-def _written(work: Sequence[tuple[DataSettings, Part, Path]], processes: int) -> Iterator[tuple[Part, Path]]:
-    """Write shards, and yield each when it is written.
+def _written(work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int) -> Iterator[int]:
+    """Write shards, and yield the number of each when it is written.
 
     Raises:
         ConfigError: of a process, or one was killed.
     """
     if processes <= 1:
-        yield from (_write_one(*one) for one in work)
+        for number, one in work.items():
+            write_shard(*one)
+            yield number
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        processes, spawn, initializer=_begin_process, initargs=(os.getpid(), tuple(IMPORTED))
-    ) as pool:
+    spawn, begin = multiprocessing.get_context("spawn"), (os.getpid(), tuple(IMPORTED))
+    with ProcessPoolExecutor(processes, spawn, initializer=_begin_process, initargs=begin) as pool:
         try:
-            for future in as_completed([pool.submit(_write_one, *one) for one in work]):
-                yield future.result()
+            numbers = {pool.submit(write_shard, *one): number for number, one in work.items()}
+            for future in as_completed(numbers):
+                future.result()
+                yield numbers[future]
         except BrokenProcessPool:
             raise ConfigError(
                 "a process that makes token files was killed, mostly for lack of memory; run the same command again, "
@@ -324,24 +332,8 @@ def _written(work: Sequence[tuple[DataSettings, Part, Path]], processes: int) ->
 
 def _begin_process(parent: int, packages: Sequence[str]) -> None:
     """Begin a process that tokenizes: it ends with its parent, and knows the sources of the same packages."""
-    _end_with(parent)
+    end_with(parent)
     import_packages(packages)
-
-
-def _end_with(parent: int) -> None:
-    """End this process soon after its parent: without one it would write its shard and then wait for ever."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _write_one(settings: DataSettings, part: Part, stem: Path) -> tuple[Part, Path]:
-    write_shard(settings, part, stem)
-    return part, stem
 
 
 def _duration(seconds: float) -> str:
