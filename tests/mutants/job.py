@@ -109,7 +109,7 @@ DATA = (
     ),
     Mutant(
         "check sums of pages of Parquet are not compared",
-        "trainer/data/sources/compressed.py",
+        "trainer/data/sources/records.py",
         "page_checksum_verification=True",
         "page_checksum_verification=False",
         "tests/unit/test_token_files.py",
@@ -200,8 +200,8 @@ DATA = (
     ),
     Mutant(
         "lct tokenize stops at a bad record that is to be left out",
-        "trainer/data/sources/bad_records.py",
-        "if not skips:",
+        "trainer/data/sources/registry.py",
+        "if not settings.skips:",
         "if True:",
         "tests/unit/test_token_files.py",
     ),

@@ -153,7 +153,7 @@ def test_a_damaged_archive_is_told(lines: Path, tmp_path: Path, capsys: pytest.C
     file = packed(lines, tmp_path / f"a.{ending}")
     file.write_bytes(file.read_bytes()[:-20])
     assert lct_tokenize("--path", file, "--output", tmp_path / "tokens") == 2
-    assert f"a.{ending} cannot be read to its end" in capsys.readouterr().err
+    assert f"a.{ending} cannot be read (" in capsys.readouterr().err
     assert not list((tmp_path / "tokens").glob("*.idx"))
 
 
@@ -205,7 +205,7 @@ def test_a_flipped_bit_in_a_page_of_parquet_is_told(tmp_path: Path, capsys: pyte
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(content.replace(b"needle in", b"noodle in"))
     assert lct_tokenize("--path", tmp_path / "a.parquet", "--output", tmp_path / "tokens") == 2
-    assert "a.parquet cannot be read to its end" in capsys.readouterr().err
+    assert "a.parquet cannot be read (" in capsys.readouterr().err
 
 
 def test_a_killed_run_goes_on_and_gives_the_same(lines: Path, tmp_path: Path):

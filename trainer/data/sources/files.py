@@ -26,9 +26,10 @@ _LOG_SECONDS = 10.0
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
-def unreadable(file: str, error: OSError) -> ConfigError:
-    """Return the error for a file that cannot be read."""
-    return ConfigError(f"{file} cannot be read ({error.strerror}); restore it, or give files that you may read")
+def unreadable(file: str, error: Exception) -> ConfigError:
+    """Return the error for a file that cannot be read, or not to its end."""
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(f"{file} cannot be read ({reason}); copy it again, or give files that you may read")
 
 
 def number_of(digest: hashlib.blake2b) -> int:

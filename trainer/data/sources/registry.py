@@ -8,18 +8,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice, pairwise
+from itertools import islice, pairwise, starmap
 from typing import Any
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import Model, Training
-from trainer.data.sources.bad_records import Skipped
-from trainer.data.sources.compressed import COMPRESSED, STREAMED, records_of
+from trainer.data.sources.bad_records import BadRecord, Tally
+from trainer.data.sources.conversations import conversation
 from trainer.data.sources.files import DataKeys, find_files, stdlib_files
 from trainer.data.sources.hub import HubData
-from trainer.data.sources.records import TextFile, lines_of
+from trainer.data.sources.records import (
+    COMPRESSED,
+    STREAMED,
+    lines_of,
+    rows_of,
+    text_of_file,
+    text_of_line,
+)
 from trainer.data.tokenizers.encoders import ConversationEncoder, Encoder, TextEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
@@ -83,7 +89,7 @@ class Source:
 
     endings: of the files in a folder; empty: the data set has no path.
     parts: (settings, files, bytes) -> parts of about so many bytes, which processes tokenize one by one.
-    readers: (settings, part) -> what reads each document of a part, in order; a call raises BadRecord.
+    documents: (settings, part) -> the documents of a part in their order, a `BadRecord` in the place of a bad one.
     encoder: settings -> what makes token ids of a document.
     own_files: files of a data set without a path.
     token_files: the files have token ids.
@@ -91,7 +97,7 @@ class Source:
 
     endings: tuple[str, ...]
     parts: Callable[[DataSettings, Sequence[str], int], list[Part]]
-    readers: Callable[[DataSettings, Part], Iterator[Callable[[], Any]]]
+    documents: Callable[[DataSettings, Part], Iterator[Any]]
     encoder: Callable[[DataSettings], Encoder] = lambda settings: TextEncoder(open_tokenizer(settings.tokenizer))
     own_files: Callable[[], list[str]] | None = None
     token_files: bool = False
@@ -145,17 +151,20 @@ def source_of(settings: DataSettings) -> Source:
     raise ConfigError(f"{keys.dataset} = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
 
 
-def documents_of(settings: DataSettings, part: Part, skipped: Skipped) -> Iterator[Any]:
+def documents_of(settings: DataSettings, part: Part, skipped: Tally) -> Iterator[Any]:
     """Yield the documents of a part. A bad one is empty if bad records are skipped, and counted in `skipped`.
 
     Raises:
         ConfigError: the data cannot be read, or a record is bad and not to be skipped.
     """
-    for read in source_of(settings).readers(settings, part):
-        document = ""
-        with skipped.counted(settings.skips):
-            document = read()
-        yield document
+    for document in source_of(settings).documents(settings, part):
+        if not isinstance(document, BadRecord):
+            yield document
+            continue
+        if not settings.skips:
+            raise document
+        skipped.count(document)
+        yield ""
 
 
 def all_documents(settings: DataSettings) -> Iterator[Any]:
@@ -164,7 +173,7 @@ def all_documents(settings: DataSettings) -> Iterator[Any]:
     Raises:
         ConfigError: see `files_of` and `documents_of`.
     """
-    skipped = Skipped()
+    skipped = Tally()
     for part in source_of(settings).parts(settings, files_of(settings), _WHOLE):
         yield from documents_of(settings, part, skipped)
 
@@ -183,14 +192,13 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
         HubData.of(settings.path or "")
         return
     parts = source.parts(settings, files, _WHOLE)
-    readers = (read for part in parts for read in source.readers(settings, part))
-    first = next(readers, None)
-    if first is not None and not settings.skips:
-        first()
+    documents = (document for part in parts for document in source.documents(settings, part))
+    first = next(documents, None)
+    if isinstance(first, BadRecord) and not settings.skips:
+        raise first
     if first is None or not any(file.endswith(STREAMED) for file in files):
-        check_streams(
-            where, first is not None and 1 + sum(1 for _ in islice(readers, (data_streams or 1) - 1)), data_streams
-        )
+        more = islice(documents, (data_streams or 1) - 1)
+        check_streams(where, first is not None and 1 + sum(1 for _ in more), data_streams)
 
 
 def check_streams(where: str, items: int, data_streams: int | None, *, item: str = "document") -> None:
@@ -240,23 +248,22 @@ def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[P
     return found
 
 
-# --- readers
+# --- documents
 
 
-def _texts(settings: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
-    return (partial(TextFile(file).text, "") for file in part.files)
+def _texts(_: DataSettings, part: Part) -> Iterator[Any]:
+    return map(text_of_file, part.files)
 
 
-def _lines(settings: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
+def _lines(settings: DataSettings, part: Part) -> Iterator[Any]:
     file, name = part.files[0], settings.text_field
-    records = records_of(file, name) if file.endswith(STREAMED) else lines_of(file, part.start, part.stop)
-    return (partial(record.text, name) for record in records)
+    if file.endswith(".parquet"):
+        return rows_of(file, name)
+    return (text_of_line(content, name, where) for content, where in lines_of(file, part.start, part.stop))
 
 
-def _chats(settings: DataSettings, part: Part) -> Iterator[Callable[[], dict[str, Any]]]:
-    file = part.files[0]
-    lines = records_of(file, "") if file.endswith(STREAMED) else lines_of(file, part.start, part.stop)
-    return (line.chat for line in lines)
+def _chats(_: DataSettings, part: Part) -> Iterator[Any]:
+    return starmap(conversation, lines_of(part.files[0], part.start, part.stop))
 
 
 def _shards_of_hub(settings: DataSettings, *_: object) -> list[Part]:
@@ -265,9 +272,8 @@ def _shards_of_hub(settings: DataSettings, *_: object) -> list[Part]:
     return [Part((path,), 0, shard) for shard in range(HubData.of(path).shards)]
 
 
-def _rows_of_hub(settings: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
-    rows = HubData.of(part.files[0]).records(part.start, settings.text_field)
-    return (partial(row.text, settings.text_field) for row in rows)
+def _rows_of_hub(settings: DataSettings, part: Part) -> Iterator[Any]:
+    return HubData.of(part.files[0]).texts(part.start, settings.text_field)
 
 
 def _conversation_encoder(settings: DataSettings) -> ConversationEncoder:

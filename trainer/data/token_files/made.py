@@ -27,7 +27,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.imports import IMPORTED, import_packages
 from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
 from trainer.data.sources.hub import HubData
-from trainer.data.sources.records import TextFile
+from trainer.data.sources.records import text_of_file
 from trainer.data.sources.registry import DataSettings, Part, files_of, source_of
 from trainer.data.token_files.format import MANIFEST, UNFINISHED
 from trainer.data.token_files.writer import entry_of, write_shard
@@ -94,7 +94,7 @@ class Inputs:
         """Return the number of documents up to the end of each file, and the hash of the content of these."""
         digest, found, documents, last = hashlib.blake2b(digest_size=8), [], 0, None
         if not self.settings.path:  # as files of other names have the same content on another machine
-            for text in (TextFile(file).text("") for file in self.files):
+            for text in map(text_of_file, self.files):
                 digest.update(f"{text}\0".encode("utf-8", "surrogatepass"))
             return [(sum(entry["documents"] for entry in entries), number_of(digest))]
         digests = dict(zip(self.files or (self.settings.path,), self.digests, strict=True))

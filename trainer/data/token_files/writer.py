@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.sources.bad_records import Skipped
+from trainer.data.sources.bad_records import Tally
 from trainer.data.sources.files import write_whole
 from trainer.data.sources.registry import DataSettings, Part, documents_of, source_of
 from trainer.data.token_files.format import CODES, index_bytes, open_pair
@@ -33,7 +33,7 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
     """
     code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4  # uint16, or int32: the format has no uint32
     encoder, dtype = source_of(settings).encoder(settings), np.dtype(CODES[code])
-    index, lengths, sums, answers, skipped = stem.with_suffix(".idx"), [], [], [], Skipped()
+    index, lengths, sums, answers, skipped = stem.with_suffix(".idx"), [], [], [], Tally()
     with stem.with_suffix(".bin").open("ab") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
         if index.exists():

@@ -79,7 +79,7 @@ class Tokenizer(ABC):
 
 def replace_surrogates(text: str) -> str:
     """Return `text` as legal Unicode: surrogate pairs joined, lone surrogates as U+FFFD (tiktoken's rule)."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def open_tokenizer(path: str | None = None) -> Tokenizer:
