@@ -347,7 +347,7 @@ def test_documents_that_were_added_behind_the_others_are_allowed_and_said(caplog
     second = loader(documents(33))
     with caplog.at_level("INFO"):
         second.load_state_dict(states)
-    assert "the data set has 3 more documents than at the start of this run, which goes on with its 30" in caplog.text
+    assert "the data set has 3 more documents than at the start of this run, which continues with its 30" in caplog.text
     assert second.state_dict() == states
     assert rows(islice(iter(second), 40)) == rows(islice(iter(first), 40))
 

@@ -202,8 +202,7 @@ def test_other_ranks_of_a_node_open_the_catalog_and_what_they_read(tmp_path: Pat
         leader = "catalog_of(DataSettings('tokens', sys.argv[2]))"
         rank = """
 data = TextData(open_documents(DataSettings('tokens', sys.argv[2]), sys.argv[3]))
-build = data.builder(4, 0, 1024)
-streams = [build(items, stream=stream) for stream, items in data.dealt(data.items, 8, 0, 3, 1024)]
+streams = data.streams(data.items, 4, 8, 0, 3, 1024)
 data.describe(data.items, 4)
 """
         catalog = catalog_of(DataSettings("tokens", str(folder)))
