@@ -43,10 +43,8 @@ def loader(lengths, *, n=4, r=0, d=1, seq_len=64, b=1, seed=0):
 
 
 def stream_of(lengths, seq_len=64) -> WholeStream:
-    everything = np.arange(len(lengths))
-    return WholeStream(
-        Numbers(lengths), everything, stream=0, seq_len=seq_len, seed=0, left_out=Tally("ends of conversations")
-    )
+    everything, tally = np.arange(len(lengths)), Tally("ends of conversations")
+    return WholeStream(Numbers(lengths), everything, stream=0, seq_len=seq_len, seed=0, left_out=tally)
 
 
 def documents(sequence) -> list[tuple[int, ...]]:
@@ -188,7 +186,7 @@ def test_a_long_conversation_loses_its_end_and_is_counted(caplog):
     numbers = Counter(int(token) // 1000 for sequence in sequences for token in sequence.tokens if token)
     assert numbers == {0: 20, 1: 8, 2: 20, 3: 5}  # the labels of 4 begin after 45 tokens
     (first,) = {record.getMessage() for record in caplog.records}
-    assert first.startswith("bad records left out so far: 1; this one: ")
+    assert first.startswith("ends of conversations left out so far: 1; this one: ")
     assert stream._left_out.number == 3
 
 

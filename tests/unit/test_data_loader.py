@@ -360,7 +360,7 @@ def test_a_state_without_a_hash_of_the_data_is_taken_and_said(older, caplog):
     with caplog.at_level("INFO"):
         one.load_state_dict({s: entry | older for s, entry in states.items()})
     assert one.state_dict() == loader().state_dict()
-    assert "an older version wrote the checkpoint, which does not tell content of its data" in caplog.text
+    assert "an older version wrote the checkpoint, which does not record content of its data" in caplog.text
 
 
 def test_a_refused_state_changes_nothing():

@@ -236,6 +236,12 @@ def _check(saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping
             f"the checkpoint is of an older version, which had another order of more than {SORTED:,} documents, so "
             f"that its positions would mean other data; resume with that version, {AGAIN}"
         )
+    entries = ({key for key in keys if not _is_identity(key)} for keys in (saved, {*fixed, *position}))
+    if next(entries) != next(entries):
+        raise ConfigError(
+            "the saved data state is of another kind of data, or of a training.packing that cuts documents where this "
+            f"one does not; resume with what it was saved with, {AGAIN}"
+        )
     for key, now in fixed.items():
         source, _, name = key.rpartition("/")
         if (before := saved.get(key, now)) == now:
@@ -247,12 +253,6 @@ def _check(saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping
         raise ConfigError(
             f"{f'of the source {source!r}, ' if source else ''}{problem.format(now=now, saved=before)}, so that its "
             f"positions would mean other data; {resume}, {AGAIN}"
-        )
-    entries = ({key for key in keys if not _is_identity(key)} for keys in (saved, {*fixed, *position}))
-    if next(entries) != next(entries):
-        raise ConfigError(
-            "the saved data state is of another kind of data, or of a training.packing that cuts documents where this "
-            f"one does not; resume with what it was saved with, {AGAIN}"
         )
 
 

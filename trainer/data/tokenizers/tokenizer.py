@@ -23,7 +23,7 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import TOKENIZER_FILES, Model
 
 HINT = (
-    "; get Llama 3's with `lct download-tokenizer`, train one with `lct train-tokenizer`,"
+    "; get Llama 3's with `python scripts/download_tokenizer.py`, train one with `python scripts/train_tokenizer.py`,"
     " or leave model.tokenizer_path out for the shipped one"
 )
 
