@@ -13,7 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Parallelism
 from trainer.data import BatchLoader, DataSettings, open_text, open_tokenizer
-from trainer.data.sources import DATASETS, Part, Source
+from trainer.data.sources.registry import DATASETS, Part, Source
 from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.job import resolve
 from trainer.job.pipeline_stages import SCHEDULES

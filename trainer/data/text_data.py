@@ -14,7 +14,7 @@ from trainer.data.packing.whole import WholeStream
 from trainer.data.sources.bad_records import Tally
 from trainer.data.sources.registry import DataSettings, check_streams
 from trainer.data.token_files.catalog import open_documents
-from trainer.data.token_files.reader import Documents
+from trainer.data.token_files.reader import TokenFiles
 
 logger = logging.getLogger("trainer")
 TextStream: TypeAlias = DocumentStream | WholeStream
@@ -27,7 +27,7 @@ class TextData:
     conversations: a document that is longer than a sequence is not cut into pieces: its end is left out.
     """
 
-    source: Documents
+    source: TokenFiles
     packing: str = "concatenate"
     conversations: bool = False
     _left_out: Tally = field(default_factory=lambda: Tally("ends of conversations"), compare=False, repr=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, StreamState
 from trainer.data.packing.sequence import PackedSequence, Sample, sample_of, together
-from trainer.data.token_files.reader import Documents
+from trainer.data.token_files.reader import TokenFiles
 
 
 class DocumentStream(ItemStream):
@@ -18,7 +18,7 @@ class DocumentStream(ItemStream):
 
     ITEM = "document"
 
-    def __init__(self, source: Documents, documents: Sequence[int], *, stream: int, seq_len: int, seed: int) -> None:
+    def __init__(self, source: TokenFiles, documents: Sequence[int], *, stream: int, seq_len: int, seed: int) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len = {seq_len} must be at least 1")
         self._source, self._seq_len = source, seq_len

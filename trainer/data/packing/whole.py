@@ -24,7 +24,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, StreamState
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
 from trainer.data.sources.bad_records import Tally
-from trainer.data.token_files.reader import Documents
+from trainer.data.token_files.reader import TokenFiles
 
 WINDOW = 1024
 TOKENS = 8
@@ -41,7 +41,7 @@ class WholeStream(ItemStream):
 
     def __init__(
         self,
-        source: Documents,
+        source: TokenFiles,
         documents: Sequence[int],
         *,
         stream: int,

@@ -53,13 +53,11 @@ def stdlib_files() -> list[str]:
         folders[:] = [name for name in folders if name not in _NOT_STDLIB]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     found.sort(key=lambda file: file.relative_to(root).as_posix())
-    return [str(file) for file in found if _has_text(file)]
-
-
-def _has_text(file: Path) -> bool:
-    with suppress(UnicodeDecodeError, OSError):
-        return bool(file.read_bytes().decode("utf-8-sig").strip())
-    return False
+    texts = []
+    for file in found:
+        with suppress(UnicodeDecodeError, OSError):
+            texts += [str(file)] if file.read_bytes().decode("utf-8-sig").strip() else []
+    return texts
 
 
 @dataclass(frozen=True)

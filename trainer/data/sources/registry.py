@@ -51,23 +51,11 @@ class DataSettings:
 
     @classmethod
     def of(
-        cls,
-        dataset: str,
-        path: str | None,
-        model: Model = _MODEL,
-        training: Training = _TRAINING,
-        keys: DataKeys = DataKeys(),  # noqa: B008 (frozen)
+        cls, dataset: str, path: str | None, model: Model = _MODEL, training: Training = _TRAINING, **keys: DataKeys
     ) -> DataSettings:
-        """Return what the tables [model] and [training] say."""
-        return cls(
-            dataset,
-            path,
-            model.tokenizer_file,
-            model.chat_template,
-            training.dataset_text_field,
-            training.on_bad_record == "skip",
-            keys,
-        )
+        """Return what the tables [model] and [training] say. keys: as the field, if it is given."""
+        tokenizer, field, skips = model.tokenizer_file, training.dataset_text_field, training.on_bad_record == "skip"
+        return cls(dataset, path, tokenizer, model.chat_template, field, skips, **keys)
 
 
 @dataclass(frozen=True)
@@ -266,20 +254,6 @@ def _chats(_: DataSettings, part: Part) -> Iterator[Any]:
     return starmap(conversation, lines_of(part.files[0], part.start, part.stop))
 
 
-def _shards_of_hub(settings: DataSettings, *_: object) -> list[Part]:
-    """Return a part for each shard, mostly a file."""
-    path = settings.path or ""
-    return [Part((path,), 0, shard) for shard in range(HubData.of(path).shards)]
-
-
-def _rows_of_hub(settings: DataSettings, part: Part) -> Iterator[Any]:
-    return HubData.of(part.files[0]).texts(part.start, settings.text_field)
-
-
-def _conversation_encoder(settings: DataSettings) -> ConversationEncoder:
-    return ConversationEncoder.of(settings.tokenizer, settings.chat_template)
-
-
 def _none(*_: object) -> Any:
     raise AssertionError("token files have no text")
 
@@ -290,8 +264,17 @@ DATASETS: Registry[Source] = Registry(
         "python_stdlib": Source((), _groups_of_files, _texts, own_files=stdlib_files),
         "text": Source((".txt",), _groups_of_files, _texts),
         "jsonl": Source((".jsonl", *STREAMED), _ranges_of_lines, _lines),
-        "chat": Source((".jsonl", *COMPRESSED), _ranges_of_lines, _chats, _conversation_encoder),
-        "hub": Source((), _shards_of_hub, _rows_of_hub),
+        "chat": Source(
+            (".jsonl", *COMPRESSED),
+            _ranges_of_lines,
+            _chats,
+            lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template),
+        ),
+        "hub": Source(
+            (),
+            lambda settings, *_: [Part((settings.path,), 0, i) for i in range(HubData.of(settings.path).shards)],
+            lambda settings, part: HubData.of(settings.path).texts(part.start, settings.text_field),
+        ),
         "tokens": Source((".idx",), _none, _none, token_files=True),
     },
 )

@@ -141,7 +141,9 @@ def cached(settings: DataSettings) -> Path:
         folder = cache_folder() / "tokens" / key
         if not (folder / MANIFEST).exists():
             logger.info(f"making token files of {described(inputs.settings, inputs.size)} in {folder}")
-            tokenize(inputs, folder, processes=_processes(inputs.size), log=logger.info, every=_LOG_SECONDS)
+            cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            processes = 1 if 0 < inputs.size <= _ALONE_BYTES else cpus
+            tokenize(inputs, folder, processes=processes, log=logger.info, every=_LOG_SECONDS)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or cache_folder()} cannot be written ({error.strerror}); make room there, or name "
@@ -168,13 +170,6 @@ def _pinned(settings: DataSettings) -> DataSettings:
     if not note.exists():
         write_whole(note, HubData.of(path).found().path.encode())
     return replace(settings, path=note.read_text(encoding="utf-8"))
-
-
-def _processes(size: int) -> int:
-    """Return the number of processes that tokenize data of so many bytes; 0: unknown."""
-    if 0 < size <= _ALONE_BYTES:
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tokenize(

@@ -6,26 +6,13 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from trainer.data.sources.bad_records import BadRecord, Tally
 from trainer.data.token_files.format import HEADER, ByteRanges, Pair
 from trainer.data.tokenizers.encoders import NOTHING, Encoded
-
-
-class Documents(Protocol):
-    """Documents by number, in an order that depends on the data only."""
-
-    made_by: Mapping[str, int]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int) -> Encoded: ...
-
-    def fingerprint(self, documents: int) -> int:
-        """Return a 63-bit hash of the content of the first documents; 0: they end within a file."""
 
 
 class Catalog(NamedTuple):
@@ -79,6 +66,7 @@ class TokenFiles:
         return NOTHING
 
     def fingerprint(self, documents: int) -> int:
+        """Return a 63-bit hash of the content of the first documents; 0: they end within a file."""
         return next((content for end, content in self._catalog.content if end == documents), 0)
 
     def _document(self, i: int) -> Encoded:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.data.tokenizers.chat_written import left_out, with_objects
+from trainer.data.tokenizers.tokenizer_json import read_settings
 
 if TYPE_CHECKING:
     import jinja2
@@ -97,7 +98,7 @@ class ChatTemplate:
     def _spans_by_prefixes(
         self, write: partial[str], messages: Sequence[Mapping[str, Any]], text: str
     ) -> list[tuple[int, int]]:
-        """Return the answers as what follows when a conversation goes on by one: each text must continue the last."""
+        """Return each answer as the text that one more message adds to the rendering."""
         spans, before = [], ""
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -147,8 +148,11 @@ def find_template(
     """
     if chat_template == NO_TEMPLATE:
         return None
-    folders = _folders(Path(tokenizer_path))
-    settings = [(folder, _settings(folder)) for folder in folders]
+    tokenizer = Path(tokenizer_path)
+    folders = [tokenizer if tokenizer.is_dir() else tokenizer.absolute().parent]
+    if not tokenizer.is_dir() and folders[0].name == "original":  # Meta's is in a folder inside that of the model
+        folders.append(folders[0].parent)
+    settings = [(folder, read_settings(folder / "tokenizer_config.json")) for folder in folders]
     special = next((_special_tokens(found) for _, found in settings if found), ends or {})
     if chat_template is not None:
         try:
@@ -170,20 +174,6 @@ def find_template(
         if isinstance(source, str):
             return ChatTemplate(source, str(folder / "tokenizer_config.json"), special)
     return None
-
-
-def _folders(tokenizer: Path) -> list[Path]:
-    """Return where files beside a tokenizer lie; Meta's has a folder of its own inside the model's."""
-    if tokenizer.is_dir():
-        return [tokenizer]
-    inside = tokenizer.absolute().parent.name == "original"
-    return [tokenizer.parent, *([tokenizer.absolute().parent.parent] if inside else [])]
-
-
-def _settings(folder: Path) -> Mapping[str, Any]:
-    from trainer.data.tokenizers.tokenizer_json import read_settings
-
-    return read_settings(folder / "tokenizer_config.json")
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -216,10 +206,8 @@ def _environment(marks: tuple[str, str]) -> jinja2.Environment:
     def refuse(reason: str) -> None:
         raise TemplateError(reason)
 
-    def to_json(
-        value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def to_json(value: object, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
