@@ -227,7 +227,6 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "training.dataset_path": Seen("--training.dataset_path={data}/lines", _other("inputs")),
     "training.dataset_text_field": "tests/unit/test_data_datasets.py::test_the_text_may_have_another_name",
-    "training.token_dtype": "tests/unit/test_token_files.py::test_the_type_of_flat_ids_is_checked_and_may_be_named",
     "training.on_bad_record": "tests/distributed/test_bad_data.py::test_a_damaged_document_stops_or_is_left_out",
     "training.local_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs[0]), len(on.inputs[0])) == (2, 4)),
     "training.global_batch_size": Seen(_SHAPE, lambda off, on: (len(off.inputs), len(on.inputs)) == (1, 3)),

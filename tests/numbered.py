@@ -1,6 +1,7 @@
-"""Documents of known tokens, by number, without files."""
+"""Documents of known tokens, by number."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from trainer.data.mixture import Mixture
 from trainer.data.sources.bad_records import BadRecord
 from trainer.data.text_data import TextData
+from trainer.data.token_files.format import index_bytes
 from trainer.data.tokenizers.encoders import Encoded
 
 
@@ -53,3 +55,9 @@ def mixed(names: str, weights: tuple[float, ...]) -> Mixture:
         for k, name in enumerate(names, 1)
     }
     return Mixture(parts, weights)
+
+
+def write_pair(stem: str | Path, ids: Sequence[int]) -> None:
+    """Write a document as token files of another program."""
+    Path(f"{stem}.bin").write_bytes(np.array(ids, dtype="<u2").tobytes())
+    Path(f"{stem}.idx").write_bytes(b"".join(index_bytes(8, [len(ids)])))

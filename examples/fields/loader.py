@@ -11,7 +11,7 @@ import torch
 
 from examples.fields.file import FieldSource, Part, check_fields
 from trainer.config.errors import ConfigError
-from trainer.data.order.streams import ItemStream, StreamLoader, dealt
+from trainer.data.order.streams import ItemStream, StreamLoader, assigned
 from trainer.data.sources.files import number_of
 from trainer.data.sources.registry import check_streams
 
@@ -54,8 +54,8 @@ class FieldLoader(StreamLoader[ItemStream]):
         self._held_out = range(trajectories, source.trajectories)
         super().__init__(samples, data_streams=data_streams, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree)
 
-    def deal(self, items: int, data_streams: int) -> dict[int, ItemStream]:
-        shares = dealt(items, data_streams, self._seed, self._rank, self._degree)
+    def streams_of(self, items: int, data_streams: int) -> dict[int, ItemStream]:
+        shares = assigned(items, data_streams, self._seed, self._rank, self._degree)
         return {stream: ItemStream(own, stream=stream, seed=self._seed) for stream, own in shares}
 
     def describe(self, items: int) -> dict[str, int]:
@@ -68,7 +68,7 @@ class FieldLoader(StreamLoader[ItemStream]):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:
-            items = [stream.next_item() for stream in self._next_streams(self._batch_size)]
+            items = self._next_samples(self._batch_size)
             yield self._batch([divmod(item, self._starts) for item in items])
 
     def evaluation_samples(self) -> Iterator[dict[str, torch.Tensor]]:

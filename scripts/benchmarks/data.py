@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 from scripts.provenance import made_with
 from trainer.data.loader import BatchLoader
-from trainer.data.order.streams import dealt
+from trainer.data.order.streams import assigned
 from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.text_data import TextData, open_text
 from trainer.data.token_files.catalog import catalog_of, open_documents
@@ -95,12 +95,12 @@ def measure(name: str, path: str | None, args: argparse.Namespace) -> dict[str, 
 def order(documents: int, streams: int = 1024) -> dict[str, object]:
     """Return how long one of 1,024 ranks takes to order its documents and to find 1,000 of them, and its memory."""
     started = time.perf_counter()
-    ((_, items),) = dealt(documents, streams, 0, 3, 1024)
+    ((_, items),) = assigned(documents, streams, 0, 3, 1024)
     made = time.perf_counter() - started
     _ = [items[place] for place in range(1000)]
     microseconds = (time.perf_counter() - started - made) * 1000
     tracemalloc.start()
-    _ = [items[0] for _, items in dealt(documents, streams, 0, 3, 1024)]
+    _ = [items[0] for _, items in assigned(documents, streams, 0, 3, 1024)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     found = {"seconds": round(made, 6), "microseconds_a_document": round(microseconds, 2), "peak_bytes": peak}

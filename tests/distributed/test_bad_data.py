@@ -16,7 +16,7 @@ from tests.slow import slow
 from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Comm
-from trainer.data.order.streams import dealt, shuffled
+from trainer.data.order.streams import assigned, shuffled
 from trainer.data.token_files.format import open_pair
 from trainer.runtime.agreement import once_a_node
 from trainer.runtime.process_group import Process, process_group
@@ -48,7 +48,7 @@ def damaged(data: Path, tmp_path: Path) -> Path:
 
 
 def bad_document() -> int:
-    _, items = next(dealt(80, STREAMS, 0, 0, 1))
+    _, items = next(assigned(80, STREAMS, 0, 0, 1))
     return int(items[shuffled(8, 0, 1, 0, 0)[3]])
 
 
@@ -149,7 +149,7 @@ def test_changed_data_start_anew_on_purpose(pool: WorkerPool, tmp_path: Path, da
     assert "the data set has 41 documents, and had 80 when the checkpoint was saved" in told
     keys = ["--checkpoint.load_step=4", "--checkpoint.exclude_from_loading", "dataloader"]
     assert told.endswith(
-        'or start the data anew with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
+        'or read the data from its start with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
     )
     assert done == 0
     assert [(told, done) for told, done, _ in run("run", 6, *keys)] == [("", 2)] * 2

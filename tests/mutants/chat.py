@@ -66,8 +66,8 @@ CHAT = (
     Mutant(
         "an epoch ends while conversations wait",
         "trainer/data/packing/whole.py",
-        "if not (self._waiting or self._whole_left) and self._place == len(self._items):",
-        "if self._place == len(self._items):",
+        "if not (self._waiting or self._whole_left) and self._place == len(self.items):",
+        "if self._place == len(self.items):",
         f"{_FIT}::test_an_epoch_has_every_conversation_once_and_whole",
     ),
     Mutant(

@@ -384,17 +384,21 @@ RULES = [
     ),
     # ---- tokenizers and data
     Rule(
-        r"lct download-tokenizer .*",
+        r"python scripts/download_tokenizer.py .*",
         r"HF_HUB_OFFLINE=1 \g<0>",
         why="it needs the network and a token",
         code=2,
         says="the Hugging Face hub cannot be reached",
     ),
     Rule(
-        r"(lct train-tokenizer .*) --vocab-size 32000(.*)", r"\1 --vocab-size 260\2", OWN, first=DATA, says="260 tokens"
+        r"(python scripts/train_tokenizer.py .*) --vocab-size 32000(.*)",
+        r"\1 --vocab-size 260\2",
+        OWN,
+        first=DATA,
+        says="260 tokens",
     ),
     Rule(
-        r"lct train-tokenizer --output (\S+)",
+        r"python scripts/train_tokenizer.py --output (\S+)",
         r"cp \1 kept && \g<0> --vocab-size 300 && mv kept \1",
         why="4,096 words take minutes; later commands need the shipped tokenizer",
         says="300 tokens",

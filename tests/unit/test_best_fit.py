@@ -14,7 +14,8 @@ import tests.numbered
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader
 from trainer.data.packing.sequence import IGNORE_INDEX, NO_POSITION
-from trainer.data.packing.whole import WINDOW, TooLong, WholeStream
+from trainer.data.packing.whole import WINDOW, WholeStream
+from trainer.data.sources.bad_records import Tally
 from trainer.data.text_data import TextData
 from trainer.data.tokenizers.encoders import Encoded
 
@@ -42,8 +43,8 @@ def loader(lengths, *, n=4, r=0, d=1, seq_len=64, b=1, seed=0):
 
 
 def stream_of(lengths, seq_len=64) -> WholeStream:
-    everything = np.arange(len(lengths))
-    return WholeStream(Numbers(lengths), everything, stream=0, seq_len=seq_len, seed=0, too_long=TooLong())
+    everything, tally = np.arange(len(lengths)), Tally("ends of conversations")
+    return WholeStream(Numbers(lengths), everything, stream=0, seq_len=seq_len, seed=0, left_out=tally)
 
 
 def documents(sequence) -> list[tuple[int, ...]]:
@@ -69,7 +70,7 @@ def documents(sequence) -> list[tuple[int, ...]]:
 def an_epoch(stream) -> list:
     epoch, sequences = stream.state["epoch"], []
     while stream.state["epoch"] == epoch:
-        sequences.append(stream.next_sequence())
+        sequences.append(stream.next_sample())
     return sequences
 
 
@@ -89,7 +90,7 @@ def test_an_epoch_has_every_conversation_once_and_whole(lengths):
 def test_a_sequence_begins_with_the_oldest_and_leaves_out_nothing_that_waits_and_fits():
     stream = stream_of(log_normal(300))
     while stream.state["epoch"] == 0:
-        sequence = stream.next_sequence()
+        sequence = stream.next_sample()
         padding = int((sequence.tokens == 0).sum())
         assert all(len(sample.tokens) > padding for sample in stream._waiting.values())
 
@@ -110,11 +111,11 @@ def test_there_is_little_padding():
 
 def test_memory_is_bounded():
     stream = stream_of([4] * 3000, seq_len=4096)
-    stream.next_sequence()
+    stream.next_sample()
     assert len(stream._waiting) <= WINDOW
     assert stream.state["waiting"].bit_length() <= WINDOW
     stream = stream_of([50] * 3000)
-    stream.next_sequence()
+    stream.next_sample()
     assert len(stream._waiting) <= 8 * 64 // 50 + 1
 
 
@@ -185,12 +186,12 @@ def test_a_long_conversation_loses_its_end_and_is_counted(caplog):
     numbers = Counter(int(token) // 1000 for sequence in sequences for token in sequence.tokens if token)
     assert numbers == {0: 20, 1: 8, 2: 20, 3: 5}  # the labels of 4 begin after 45 tokens
     (first,) = {record.getMessage() for record in caplog.records}
-    assert first.startswith("1 conversation was longer than 20 tokens so far (this one has ")
-    assert stream._too_long._number == 3
+    assert first.startswith("ends of conversations left out so far: 1; this one: ")
+    assert stream._left_out.number == 3
 
 
 def test_a_stream_without_an_answer_is_refused_instead_of_turning_for_ever():
     with pytest.raises(ConfigError, match="the 3 conversations of data stream 0 have no answer within 4 tokens"):
-        stream_of([20, 30, 40], seq_len=4).next_sequence()
+        stream_of([20, 30, 40], seq_len=4).next_sample()
     stream = stream_of([20, 4, 40], seq_len=4)
-    assert [documents(stream.next_sequence()) for _ in range(3)] == [[(1, 4)]] * 3
+    assert [documents(stream.next_sample()) for _ in range(3)] == [[(1, 4)]] * 3

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from tests.chat_files import CALLS, CHATML, INSTRUCT, LLAMA3, MARKED, TEMPLATES, chat_folder, conversations
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.data.packing.sequence import IGNORE_INDEX, Sample, sample_of
+from trainer.data.sources.bad_records import BadRecord
 from trainer.data.sources.conversations import conversation
 from trainer.data.tokenizers.chat_template import ChatTemplate, find_template
 from trainer.data.tokenizers.encoders import ConversationEncoder
@@ -28,7 +29,10 @@ TURNS = [
 
 def read(line: object, where: str = "a.jsonl, line 1") -> dict:
     content = line if isinstance(line, bytes) else json.dumps(line).encode()
-    return conversation(content, where)
+    found = conversation(content, lambda: where)
+    if isinstance(found, BadRecord):
+        raise found
+    return found
 
 
 def refusal(call, *args) -> str:
@@ -117,6 +121,11 @@ def test_a_prompt_and_its_answer_are_a_conversation_for_a_template(folders):
     samples = [sampled(ours, (read({"prompt": "two and three?", key: "five"}))) for key in ("answer", "response")]
     wanted = sampled(ours, (read({"messages": TURNS[:2]})))
     assert all((sample.tokens == wanted.tokens).all() for sample in samples)
+
+
+def test_the_number_of_a_line_is_counted_for_messages_only():
+    """It takes a look at all bytes before the line."""
+    conversation(b'{"prompt": "a", "answer": "b"}', lambda: pytest.fail("counted"))
 
 
 def test_parts_of_text_are_joined(folders):

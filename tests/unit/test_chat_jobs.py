@@ -80,14 +80,14 @@ def test_a_template_is_tried_on_the_first_line(data, tmp_path):
 
 def test_a_bad_line_is_told_with_its_file(tmp_path):
     path = write_lines(tmp_path / "bad.jsonl", [{"text": "a"}])
-    assert refusal(*chat(path)).startswith(f"{path}, line 1, has neither")
+    assert refusal(*chat(path)).startswith(f"{path}, line 1: it has neither")
 
 
 def test_a_bad_line_further_on_is_told_before_the_first_step(data, tmp_path):
     folder = chat_folder(tmp_path / "model", CHATML)
     data.write_text(data.read_text() + json.dumps({"messages": [{"role": "bot", "content": "x"}]}) + "\n")
     model = job(*chat(data), f"--model.tokenizer_path={folder}").config.model
-    with pytest.raises(ConfigError, match=r"chat.jsonl, line 9, message 1: .* must be one of 'system'"):
+    with pytest.raises(ConfigError, match=r"chat.jsonl, line 9: message 1: .* must be one of 'system'"):
         open_documents(DataSettings.of("chat", str(data), model))
 
 

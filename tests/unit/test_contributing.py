@@ -1,8 +1,7 @@
 """Laws of CONTRIBUTING.md: what it names exists, and its lists are enough."""
 
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -14,7 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Parallelism
 from trainer.data import BatchLoader, DataSettings, open_text, open_tokenizer
-from trainer.data.sources import DATASETS, Part, Source
+from trainer.data.sources.registry import DATASETS, Part, Source
 from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.job import resolve
 from trainer.job.pipeline_stages import SCHEDULES
@@ -68,10 +67,10 @@ def files(_: DataSettings, paths: list[str], __: int) -> list[Part]:
     return [Part((path,), Path(path).stat().st_size) for path in paths]
 
 
-def sections(_: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
+def sections(_: DataSettings, part: Part) -> Iterator[str]:
     """The sections of a Markdown file, each a document."""
     found = re.split(r"^#", Path(part.files[0]).read_text(), flags=re.MULTILINE)
-    return (partial(str, section) for section in found if section)
+    return filter(None, found)
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ def test_bad_records_are_left_out_in_their_places_and_counted(tmp_path, caplog):
     (file := tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n{"text": "b"}\n' + b"{\n" * 12)
     assert texts("jsonl", file, skips=True) == ["a", "", "b", *[""] * 12]
     said = [record.getMessage().partition(";")[0] for record in caplog.records]
-    assert said == ["1 bad record left out so far", "10 bad records left out so far"]
+    assert said == ["bad records left out so far: 1", "bad records left out so far: 10"]
     (tmp_path / "a.txt").write_bytes(b"gr\xfc\xdfe")
     assert texts("text", tmp_path / "a.txt", skips=True) == [""]
 
@@ -238,7 +238,7 @@ def test_a_file_that_goes_away_is_no_bad_record(tmp_path):
     source = all_documents(given("text", tmp_path, skips=True))
     assert next(source) == "a"
     (tmp_path / "b.txt").unlink()
-    assert "b.txt cannot be read (No such file or directory); restore it" in refusal(next, source)
+    assert "b.txt cannot be read (No such file or directory); copy it again" in refusal(next, source)
 
 
 # --- check_source

@@ -347,7 +347,7 @@ def test_documents_that_were_added_behind_the_others_are_allowed_and_said(caplog
     second = loader(documents(33))
     with caplog.at_level("INFO"):
         second.load_state_dict(states)
-    assert "the data set has 3 more documents than at the start of this run, which goes on with its 30" in caplog.text
+    assert "the data set has 3 more documents than at the start of this run, which continues with its 30" in caplog.text
     assert second.state_dict() == states
     assert rows(islice(iter(second), 40)) == rows(islice(iter(first), 40))
 
@@ -360,7 +360,7 @@ def test_a_state_without_a_hash_of_the_data_is_taken_and_said(older, caplog):
     with caplog.at_level("INFO"):
         one.load_state_dict({s: entry | older for s, entry in states.items()})
     assert one.state_dict() == loader().state_dict()
-    assert "an older version wrote the checkpoint, which does not tell content of its data" in caplog.text
+    assert "an older version wrote the checkpoint, which does not record content of its data" in caplog.text
 
 
 def test_a_refused_state_changes_nothing():

@@ -137,7 +137,7 @@ def test_a_killed_run_goes_on_with_its_revision_and_its_shards(tmp_path: Path, f
             ["--split", "test"],
             "allenai/c4 en test cannot be opened (Bad split: test. Available splits: ['train']",
         ),
-        (["--hub", "allenai/c5"], "'allenai/c5' is refused by the Hugging Face hub (404 Client Error"),
+        (["--hub", "allenai/c5"], "'allenai/c5' is not found at the Hugging Face hub (404 Client Error"),
         (
             ["--text-field", "body"],
             'en train has no column "body" (url, text); name one with training.dataset_text_field',
@@ -157,8 +157,8 @@ def test_without_the_hub_it_says_so_within_seconds(start, kind: str):
     with silent() as url:
         code, out, err = ended(start("http://hub.invalid" if kind == "no network" else url))
     assert code == 2
-    assert "error: 'allenai/c4': the Hugging Face hub cannot be reached (" in err
-    assert "run `lct tokenize` on a machine with network, or give files that are here" in err
+    assert "error: 'allenai/c4' is not found at the Hugging Face hub (" in err
+    assert "check name, revision and network, log in" in err
     assert len(err.splitlines()) == 1
     assert not out
 

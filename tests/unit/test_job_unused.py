@@ -70,7 +70,6 @@ TOLD = [
     ("metrics.save_tb_folder", ["x"], 1, ["--metrics.enable_tensorboard"], "without metrics.enable_tensorboard"),
     ("model.chat_template", ["none"], 1, None, "without training.dataset = 'chat'"),
     ("training.dataset_text_field", ["body"], 1, None, "without training.dataset = 'jsonl'"),
-    ("training.token_dtype", ["uint32"], 1, None, "without training.dataset = 'tokens'"),
     ("model.sliding_window", ["2048"], 1, ["--training.seq_len=2049"], "training.seq_len = 2048 tokens"),
     ("lr_scheduler.decay_type", ["cosine"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),
     ("lr_scheduler.min_lr_factor", ["0.1"], 1, ["--lr_scheduler.decay_ratio=0.5"], "does not decay"),

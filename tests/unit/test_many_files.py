@@ -27,9 +27,9 @@ def test_more_files_than_a_process_may_open(tmp_path: Path, hard: int) -> None:
     program = f"""
 import resource, sys
 sys.path[:] = {sys.path!r}
-import numpy as np
+from tests.numbered import write_pair
 for i in range(400):
-    np.array([5, 6, i]).astype("<u2").tofile(f"{{sys.argv[1]}}/{{i:03d}}.npy")
+    write_pair(f"{{sys.argv[1]}}/{{i:03d}}", [5, 6, i])
 from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import catalog_of, open_documents
 catalog = catalog_of(DataSettings("tokens", sys.argv[1]))

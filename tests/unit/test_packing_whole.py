@@ -54,7 +54,7 @@ def pieces(sequence) -> list[tuple[list[int], list[int]]]:
 def an_epoch(stream: WholeStream) -> list:
     epoch, sequences = stream.state["epoch"], []
     while stream.state["epoch"] == epoch:
-        sequences.append(stream.next_sequence())
+        sequences.append(stream.next_sample())
     return sequences
 
 
@@ -140,7 +140,7 @@ def test_no_piece_is_lost_of_a_document_whose_rest_fills_up_a_sequence_before(le
     """A document of three pieces, which is read in the middle of a sequence; also after a resume from there."""
     stream = stream_of(lengths)
     stream._order = order = np.arange(len(lengths))
-    first = stream.next_sequence()
+    first = stream.next_sample()
     assert [len(tokens) for tokens, _ in pieces(first)] == [lengths[0], 2]
     (resumed := stream_of(lengths)).restart(stream.state)
     resumed._order = order
@@ -153,7 +153,7 @@ def test_no_piece_is_lost_of_a_document_whose_rest_fills_up_a_sequence_before(le
 def test_the_packing_of_whole_documents_may_change_at_a_resume_and_loses_nothing() -> None:
     lengths = [7, 3, 55, 12, 9, 4, 31, 18] * 3
     one = stream_of(lengths)
-    found = [one.next_sequence() for _ in range(6)]
+    found = [one.next_sample() for _ in range(6)]
     other = stream_of(lengths, alone=True)
     other.restart(one.state)
     found += an_epoch(other)
@@ -185,7 +185,7 @@ def test_what_packs_each_kind_of_data(tmp_path: Path) -> None:
     for packing in (None, "concatenate", "best_fit", "pad"):
         data = open_text(DataSettings("jsonl", str(tmp_path)), packing)
         stream = data.stream(range(1), stream=0, seq_len=64, seed=0)
-        kinds[packing] = type(stream), stream.next_sequence().padding
+        kinds[packing] = type(stream), stream.next_sample().padding
     assert kinds[None] == kinds["concatenate"] == (DocumentStream, 0)
     assert kinds["best_fit"] == kinds["pad"]
     assert kinds["pad"][0] is WholeStream
@@ -200,4 +200,4 @@ def test_conversations_are_not_cut() -> None:
 
 def test_a_stream_without_text_is_refused_instead_of_turning_for_ever() -> None:
     with pytest.raises(ConfigError, match="none of the 3 documents of data stream 0 holds text"):
-        stream_of([0, 1, 0]).next_sequence()
+        stream_of([0, 1, 0]).next_sample()

@@ -12,7 +12,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader
 from trainer.data.order import permutation
 from trainer.data.order.permutation import SORTED, Permutation, shuffled
-from trainer.data.order.streams import dealt
+from trainer.data.order.streams import assigned
 from trainer.data.text_data import TextData
 
 KEYS = list(range(1, 9))
@@ -74,7 +74,7 @@ def test_the_statistic_sees_a_weaker_cipher(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_order_of_a_billion_documents_takes_no_memory() -> None:
     tracemalloc.start()
-    shares = dict(dealt(10**9, 64, 0, 3, 8))
+    shares = dict(assigned(10**9, 64, 0, 3, 8))
     assert sorted(shares) == list(range(3, 64, 8))
     assert len(shares[3]) == 10**9 // 64
     assert len({shares[3][place] for place in range(1000)}) == 1000
@@ -84,7 +84,7 @@ def test_the_order_of_a_billion_documents_takes_no_memory() -> None:
 
 def test_streams_divide_many_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(permutation, "SORTED", 100)
-    shares = [list(items) for _, items in dealt(1003, 7, 5, 0, 1)]
+    shares = [list(items) for _, items in assigned(1003, 7, 5, 0, 1)]
     assert sorted(item for share in shares for item in share) == list(range(1003))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.chat_files import CHATML, chat_folder, conversations, write_lines
-from tests.numbered import Numbers
+from tests.numbered import Numbers, write_pair
 from trainer.config.errors import ConfigError
 from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.sources.registry import DataSettings, all_documents
@@ -198,12 +198,11 @@ def test_other_ranks_of_a_node_open_the_catalog_and_what_they_read(tmp_path: Pat
     for files in (10, 200):
         (folder := tmp_path / f"data{files}").mkdir()
         for i in range(files):
-            np.array([5, 6, 7, i]).astype("<u2").tofile(folder / f"{i:04d}.npy")
+            write_pair(folder / f"{i:04d}", [5, 6, 7, i])
         leader = "catalog_of(DataSettings('tokens', sys.argv[2]))"
         rank = """
 data = TextData(open_documents(DataSettings('tokens', sys.argv[2]), sys.argv[3]))
-build = data.builder(4, 0, 1024)
-streams = [build(items, stream=stream) for stream, items in data.dealt(data.items, 8, 0, 3, 1024)]
+streams = data.streams(data.items, 4, 8, 0, 3, 1024)
 data.describe(data.items, 4)
 """
         catalog = catalog_of(DataSettings("tokens", str(folder)))

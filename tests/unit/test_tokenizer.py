@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commands.train_tokenizer import byte_of_char, main, train
+from scripts.train_tokenizer import byte_of_char, main, train
 from trainer.config.errors import ConfigError
 from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.tokenizers import tiktoken_format as module
@@ -206,7 +206,11 @@ def _one_sentence(error: ConfigError, message: str) -> None:
     text = str(error)
     assert text.startswith("model.tokenizer_path = ")
     assert message in text
-    for way_out in ("`lct download-tokenizer`", "`lct train-tokenizer`", "leave model.tokenizer_path out"):
+    for way_out in (
+        "`python scripts/download_tokenizer.py`",
+        "`python scripts/train_tokenizer.py`",
+        "leave model.tokenizer_path out",
+    ):
         assert way_out in text
     assert "\n" not in text
     assert error.__cause__ is None
@@ -216,7 +220,7 @@ DOWNLOAD = """
 import sys
 import huggingface_hub
 from huggingface_hub import errors
-from trainer.commands import download_tokenizer
+from scripts import download_tokenizer
 error = {error}
 def refuse(**kwargs):
     raise error
@@ -249,7 +253,7 @@ HUB = """
 import sys
 import huggingface_hub
 from huggingface_hub import errors
-from trainer.commands import download_tokenizer
+from scripts import download_tokenizer
 there = {there}
 def fetch(*, repo_id, filename, local_dir, token):
     print("asked for", filename)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _RUN_FILE = "config.toml"
 # Settings of [training] with which commands read text and compute.
 _KEPT = (
-    *("seq_len", "steps", "seed", "data_streams", "dataset_text_field", "token_dtype", "on_bad_record"),
+    *("seq_len", "steps", "seed", "data_streams", "dataset_text_field", "on_bad_record"),
     *("loss_chunk_tokens", "dtype", "mixed_precision_param", "enable_cpu_offload"),
 )
 _TEXT_COMMANDS = ("lct generate", "lct evaluate")

@@ -27,17 +27,11 @@ COMMANDS = {
         "compare a step of your own model over ranks with one process",
         "lct check-model ./Qwen2.5-0.5B --ranks 2",
     ),
-    "train-tokenizer": (
-        "train_tokenizer",
-        "train a tokenizer on your text",
-        "lct train-tokenizer --output my.tiktoken",
-    ),
     "tokenize": (
         "tokenize_text",
         "turn text into files of token ids, which train faster",
         "lct tokenize --path 'data/*.jsonl' --output tokens",
     ),
-    "download-tokenizer": ("download_tokenizer", "download a tokenizer of Llama 3", "lct download-tokenizer"),
 }
 
 

@@ -48,12 +48,6 @@ _LINES = Condition(
     ),
     "without training.dataset = 'jsonl'",
 )
-_TOKEN_FILES = Condition(
-    lambda config, _: (
-        config.training.dataset == "tokens" or (config.validation.enable and config.validation.dataset == "tokens")
-    ),
-    "without training.dataset = 'tokens'",
-)
 _DOCUMENTS = Condition(
     lambda config, _: config.masks_documents,
     "with training.attention_mask = 'causal', under which documents see each other",
@@ -273,8 +267,6 @@ class Training:
     """File, folder or glob; tokens: what `lct tokenize` made; hub: NAME:CONFIG:SPLIT; python_stdlib: none."""
     dataset_text_field: str = key("text", when=_LINES)
     """Field of a line of jsonl that holds the text."""
-    token_dtype: Literal["auto", "uint16", "uint32"] = key("auto", when=_TOKEN_FILES)
-    """Type of the ids in flat token files; auto: uint16 if the vocabulary has at most 65,536 tokens, else uint32."""
     on_bad_record: Literal["stop", "skip"] = key("stop", when=TOKENS)
     """A document that cannot be read, or has a wrong token id: stop the run with a checkpoint, or leave it out."""
     local_batch_size: int = key(8, AT_LEAST_ONE, "sequences")

@@ -21,8 +21,8 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
 
     A batch is a dict of int64 tensors (local_batch_size, seq_len), each in a storage of its own that torch may resize:
     tokens, labels (shifted by one, IGNORE_INDEX where nothing follows), positions and document_ids, see `packing.py`.
-    The ranks of one `dp_rank` get the same batches. All iterators share the position: a new one goes on where the last
-    one stopped.
+    The ranks of one `dp_rank` get the same batches. All iterators share the position: a new one continues where the
+    last one stopped.
 
     plan: computes from the arrays of a batch what stands under "plan" in it.
     "padding" in a batch is the number of its tokens that are of no document. That of a mixture also has "sources"
@@ -49,10 +49,8 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
         split = {"data_streams": data_streams, "seed": seed, "dp_rank": dp_rank, "dp_degree": dp_degree}
         super().__init__(data.items, **split)
 
-    def deal(self, items: int | tuple[int, ...], data_streams: int) -> dict[int, TextStream | MixtureStream]:
-        build = self._data.builder(self._seq_len, self._seed, data_streams)
-        shares = self._data.dealt(items, data_streams, self._seed, self._rank, self._degree)
-        return {stream: build(own, stream=stream) for stream, own in shares}
+    def streams_of(self, items: int | tuple[int, ...], data_streams: int) -> dict[int, TextStream | MixtureStream]:
+        return self._data.streams(items, self._seq_len, data_streams, self._seed, self._rank, self._degree)
 
     def describe(self, items: int | tuple[int, ...]) -> dict[str, int]:
         return self._data.describe(items, self._seq_len)
@@ -62,7 +60,7 @@ class BatchLoader(StreamLoader[TextStream | MixtureStream]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
-            sequences = [stream.next_sequence() for stream in self._next_streams(self._batch_size)]
+            sequences = list(self._next_samples(self._batch_size))
             names = ("tokens", "labels", "positions", "document_ids")
             arrays = {name: np.stack([getattr(sequence, name) for sequence in sequences]) for name in names}
             # Cloned, because torch never resizes memory that numpy has seen.

@@ -13,15 +13,14 @@ and an even number of streams, half of the streams would never read one of them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from itertools import accumulate
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.order.streams import ANEW, StreamState
+from trainer.data.order.streams import AGAIN, StreamState
 from trainer.data.packing.sequence import PackedSequence
 from trainer.data.settings import training_data
 from trainer.data.text_data import TextData, TextStream, open_text
@@ -46,23 +45,10 @@ def _part(state: Mapping[str, int], name: str) -> StreamState:
 
 
 class MixtureStream:
-    """One numbered, endless stream of packed sequences of several sources.
+    """One numbered, endless stream of packed sequences of several sources. parts: a stream of each source, by name."""
 
-    items: the documents of each source that this stream has; parts: name -> what makes a stream of these.
-    """
-
-    def __init__(
-        self,
-        items: Sequence[Sequence[int]],
-        *,
-        parts: Mapping[str, Callable[..., TextStream]],
-        ends: Sequence[int],
-        stream: int,
-        data_streams: int,
-    ) -> None:
-        self._numbers, self.samples = [len(own) for own in items], 0
-        self._ends, self._stream, self._n = ends, stream, data_streams
-        self._parts = {name: build(own, stream=stream) for (name, build), own in zip(parts.items(), items, strict=True)}
+    def __init__(self, parts: Mapping[str, TextStream], ends: Sequence[int], *, stream: int, data_streams: int) -> None:
+        self._parts, self._ends, self._stream, self._n, self.samples = parts, ends, stream, data_streams, 0
 
     @property
     def state(self) -> StreamState:
@@ -73,9 +59,8 @@ class MixtureStream:
     @property
     def passes(self) -> float:
         """Passes over the documents of all sources together."""
-        numbers = self._numbers
-        done = [n * part.passes for n, part in zip(numbers, self._parts.values(), strict=True)]
-        return sum(done) / sum(numbers)
+        parts = self._parts.values()
+        return sum(len(part.items) * part.passes for part in parts) / sum(len(part.items) for part in parts)
 
     def restart(self, state: Mapping[str, int]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
@@ -83,19 +68,16 @@ class MixtureStream:
         for name, part in self._parts.items():
             part.restart(_part(state, name))
 
-    def next_sequence(self) -> PackedSequence:
+    def next_sample(self) -> PackedSequence:
         """Return the next packed sequence, with the number of its source.
 
         Raises:
             ConfigError: see the streams of the sources.
         """
         source = source_of(self.samples * self._n + self._stream, self._ends)
-        sequence = list(self._parts.values())[source].next_sequence()
+        sequence = list(self._parts.values())[source].next_sample()
         self.samples += 1
         return replace(sequence, source=source)
-
-    def pass_over(self) -> None:
-        self.next_sequence()
 
 
 @dataclass(frozen=True)
@@ -115,16 +97,15 @@ class Mixture:
         for part in self.parts.values():
             part.check(data_streams)
 
-    def builder(self, seq_len: int, seed: int, data_streams: int) -> Callable[..., MixtureStream]:
-        """Return what makes a stream of (items, stream=its number)."""
-        parts = {name: part.builder(seq_len, seed, data_streams) for name, part in self.parts.items()}
-        return partial(MixtureStream, parts=parts, ends=ends_of(self.weights), data_streams=data_streams)
-
-    def dealt(self, items: tuple[int, ...], *how: int) -> Iterator[tuple[int, list[Sequence[int]]]]:
-        """Yield the number of each stream of a rank, and its documents of each source; see `streams.dealt`."""
-        shares = [part.dealt(number, *how) for part, number in zip(self.parts.values(), items, strict=True)]
-        for of_sources in zip(*shares, strict=True):
-            yield of_sources[0][0], [own for _, own in of_sources]
+    def streams(self, items: tuple[int, ...], seq_len: int, data_streams: int, *how: int) -> dict[int, MixtureStream]:
+        """Return the streams that a data-parallel rank reads, by number; see `TextData.streams`."""
+        parts = zip(self.parts.items(), items, strict=True)
+        found = {name: part.streams(number, seq_len, data_streams, *how) for (name, part), number in parts}
+        ends, numbers = ends_of(self.weights), next(iter(found.values()))
+        return {
+            s: MixtureStream({name: own[s] for name, own in found.items()}, ends, stream=s, data_streams=data_streams)
+            for s in numbers
+        }
 
     def describe(self, items: tuple[int, ...], seq_len: int) -> dict[str, int]:
         """Return what the meaning of a position depends on, besides seed and number of streams."""
@@ -143,7 +124,7 @@ class Mixture:
         if saved and before != set(self.parts):
             raise ConfigError(
                 f"mixture.names = {sorted(self.parts)} are not the sources of the checkpoint, {sorted(before)}; keep "
-                f"them all (a weight of 0 leaves a source out), {ANEW}"
+                f"them all (a weight of 0 leaves a source out), {AGAIN}"
             )
         return tuple(part.items_of(_part(saved, name)) for name, part in self.parts.items())
 

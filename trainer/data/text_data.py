@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from trainer.config.errors import ConfigError
-from trainer.data.order.streams import ANEW, dealt
+from trainer.data.order.streams import AGAIN, assigned
 from trainer.data.packing.concatenate import DocumentStream
-from trainer.data.packing.whole import TooLong, WholeStream
+from trainer.data.packing.whole import WholeStream
+from trainer.data.sources.bad_records import Tally
 from trainer.data.sources.registry import DataSettings, check_streams
 from trainer.data.token_files.catalog import open_documents
-from trainer.data.token_files.reader import Documents
+from trainer.data.token_files.reader import TokenFiles
 
 logger = logging.getLogger("trainer")
 TextStream: TypeAlias = DocumentStream | WholeStream
 
 
-class TextData(NamedTuple):
+@dataclass(frozen=True)
+class TextData:
     """The documents of a data set, and how they are packed, see `training.packing`.
 
     conversations: a document that is longer than a sequence is not cut into pieces: its end is left out.
     """
 
-    source: Documents
+    source: TokenFiles
     packing: str = "concatenate"
     conversations: bool = False
+    _left_out: Tally = field(default_factory=lambda: Tally("ends of conversations"), compare=False, repr=False)
 
     @property
     def items(self) -> int:
@@ -39,19 +42,19 @@ class TextData(NamedTuple):
         check_streams("the data set", len(self.source), data_streams)
 
     def stream(self, items: Sequence[int], *, stream: int, seq_len: int, seed: int) -> TextStream:
-        """Return a stream of some of the documents."""
-        return self.builder(seq_len, seed, 1)(items, stream=stream)
-
-    def builder(self, seq_len: int, seed: int, data_streams: int) -> Callable[..., TextStream]:
-        """Return what makes a stream of (items, stream=its number). data_streams: a mixture depends on it."""
+        """Return a stream of some of the documents. stream: its number."""
+        how = {"stream": stream, "seq_len": seq_len, "seed": seed}
         if self.packing == "concatenate":
-            return partial(DocumentStream, self.source, seq_len=seq_len, seed=seed)
-        more = {"alone": self.packing == "pad", "too_long": TooLong() if self.conversations else None}
-        return partial(WholeStream, self.source, seq_len=seq_len, seed=seed, **more)
+            return DocumentStream(self.source, items, **how)
+        left_out = self._left_out if self.conversations else None
+        return WholeStream(self.source, items, **how, alone=self.packing == "pad", left_out=left_out)
 
-    def dealt(self, items: int, *how: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the number of each stream of a rank, and its documents; see `streams.dealt`."""
-        return dealt(items, *how)
+    def streams(
+        self, items: int, seq_len: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int
+    ) -> dict[int, TextStream]:
+        """Return the streams that a data-parallel rank reads, by number. items: how many documents are read."""
+        shares = assigned(items, data_streams, seed, dp_rank, dp_degree)
+        return {s: self.stream(own, stream=s, seq_len=seq_len, seed=seed) for s, own in shares}
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:
         """Return what the meaning of a position depends on, besides seed and number of streams."""
@@ -68,21 +71,21 @@ class TextData(NamedTuple):
         now, before = len(self.source), saved.get("documents", len(self.source))
         if now > before and "content" in saved and self.source.fingerprint(before) == saved["content"]:
             logger.info(
-                f"the data set has {now - before:,} more documents than at the start of this run, which goes on with "
-                f"its {before:,}; a new run reads all (checkpoint.initial_load_path takes the weights there)"
+                f"the data set has {now - before:,} more documents than at the start of this run, which continues "
+                f"with its {before:,}; a new run reads all (checkpoint.initial_load_path takes the weights there)"
             )
             return before
         if now != before:
             raise ConfigError(
                 f"the data set has {now:,} documents, and had {before:,} when the checkpoint was saved, so that its "
                 "positions would mean other data; restore the files (new ones may be added behind the last one), "
-                + ANEW
+                + AGAIN
             )
         return now
 
 
 def open_text(settings: DataSettings, packing: str | None = None, catalog: str | None = None) -> TextData:
-    """Return a data set. packing: None: that of its kind; catalog: file of its catalog, if another process made it.
+    """Return a data set. packing: None: that of its kind; catalog: its file, if another process made it.
 
     Raises:
         ConfigError: see `catalog_of`.

@@ -117,7 +117,7 @@ class Validation:
         stream = self._data.stream(range(self._data.items), stream=0, seq_len=self.seq_len, seed=0)
         wanted = self.settings.sequences
         while not wanted or stream.samples < wanted:
-            sequence = stream.next_sequence()
+            sequence = stream.next_sample()
             if stream.passes > 1 or (stream.passes == 1 and stream.state.get("token")):
                 return  # it begins at the end of the last document and continues with the first
             yield sequence

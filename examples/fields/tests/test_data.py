@@ -270,12 +270,12 @@ def test_states_of_other_data_are_refused(source: FieldSource) -> None:
         (loader(source, lead=2), "lead = 2 is not the 1 of the saved data state"),
         (loader(source, seed=1), "training.seed = 1 is not the 0"),
         (loader(source, n=2), "training.data_streams = 2 is not the 4"),
-        (loader(source, held_out=1), "number of trajectories for training = 4 is not the 3"),
+        (loader(source, held_out=1), "trajectories = 4 is not the 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             other.load_state_dict(states)
     documents = {s: {"epoch": 0, "document": 0, "data_streams": 4, "documents": 30, "seed": 0} for s in range(4)}
-    with pytest.raises(ConfigError, match="has no number of trajectories for training, because it is of another kind"):
+    with pytest.raises(ConfigError, match="the saved data state is of another kind of data"):
         loader(source).load_state_dict(documents)
     del states[3]
     with pytest.raises(ConfigError, match="lacks stream 3"):

@@ -46,7 +46,7 @@ class Permutation(Sequence[int]):
                 return place
 
 
-class Dealt(Sequence[int]):
+class EveryNth(Sequence[int]):
     """Every `step`-th item of an order, from the place `start` on."""
 
     def __init__(self, order: Permutation, start: int, step: int) -> None:

@@ -1,7 +1,7 @@
 """Numbered, endless streams over the items of a data set, in an order that does not depend on how many ranks read them.
 
-The items (documents, pairs of frames) are shuffled by the seed and dealt to n = `data_streams` streams. Each stream
-shuffles its items anew in every epoch, makes samples of them and numbers these, without end. Global sample i is number
+The items (documents, pairs of frames) are shuffled by the seed and assigned to n = `data_streams` streams. Each stream
+shuffles its items again in every epoch, makes samples of them and numbers these, without end. Global sample i is number
 i // n of stream i % n. Data-parallel rank r of D reads samples r, r + D, r + 2D, ...
 
             stream:   0  1  2  3           D = 2: rank 0 reads 0 2 4 6 8 10, rank 1 reads 1 3 5 7 9 11
@@ -10,7 +10,7 @@ i // n of stream i % n. Data-parallel rank r of D reads samples r, r + D, r + 2D
             number 2: 8  9 10 11
 
 If D divides n, rank r makes the samples of the streams s with s % D == r, and no others. Else ranks share streams: each
-makes all samples of its streams, those with s % gcd(n, D) == r % gcd(n, D), and passes over the samples of other ranks.
+makes all samples of its streams, those with s % gcd(n, D) == r % gcd(n, D), and skips the samples of other ranks.
 
 The state is one small entry per stream, as it is when all ranks have read equally many samples. The states of all ranks
 merge into one dict, from which any number of ranks can resume.
@@ -20,18 +20,17 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
 from typing import Any, Generic, Protocol, TypeVar
 
 from trainer.config.errors import ConfigError
-from trainer.data.order.permutation import ORDER, SORTED, Dealt, Permutation, shuffled
+from trainer.data.order.permutation import ORDER, SORTED, EveryNth, Permutation, shuffled
 
 StreamState = dict[str, int]
 logger = logging.getLogger("trainer")
 DEFAULT_STREAMS, ITEMS_PER_STREAM = 64, 8
-_DEAL, _EPOCH = 0, 1  # what a shuffle is for
+_ASSIGN, _EPOCH = 0, 1  # what a shuffle is for
 IDENTITY = {
     "tokenizer": "the tokenizer (model.tokenizer_path) is another one than that of the checkpoint",
     "text_field": "training.dataset_text_field is another one than in the checkpoint",
@@ -42,25 +41,22 @@ IDENTITY = {
 }
 """What decides the data behind a position: entry of a state -> what is said if it differs. Older states lack some."""
 _OLDER = ("data",)  # a hash of sizes, heads and tails of files, which was in the place of "content"
-ANEW = 'or start the data anew with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
+AGAIN = 'or read the data from its start with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
 """What the message of a state says that does not fit the data."""
 _NAMES = {
     "order": "version of the order",
     "data_streams": "training.data_streams",
     "seed": "training.seed",
     "documents": "number of documents",
-    "trajectories": "number of trajectories for training",
-    "times": "number of times of a trajectory",
-    "lead": "lead",
 }
 
 
-def dealt(n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yield the number of each stream that a data-parallel rank reads, and its share of n items in the dealt order."""
-    items, apart = shuffled(n, seed, _DEAL), gcd(data_streams, dp_degree)
+def assigned(n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the number of each stream that a data-parallel rank reads, and its share of n items in shuffled order."""
+    items, apart = shuffled(n, seed, _ASSIGN), gcd(data_streams, dp_degree)
     for stream in range(dp_rank % apart, data_streams, apart):
         is_large = isinstance(items, Permutation)
-        yield stream, Dealt(items, stream, data_streams) if is_large else items[stream::data_streams].copy()
+        yield stream, EveryNth(items, stream, data_streams) if is_large else items[stream::data_streams].copy()
 
 
 def streams_that_fit(items: int, dp_degree: int) -> int:
@@ -79,14 +75,14 @@ def shared_by(data_streams: int, dp_degree: int) -> int:
 class ItemStream:
     """One stream: goes through its items, in another order in each epoch.
 
-    items: their numbers in the data set, in the order in which they were dealt.
+    items: their numbers in the data set, in the order in which they were assigned.
     """
 
     ITEM = "item"
     """The name of the place in the epoch's order, in the state."""
 
     def __init__(self, items: Sequence[int], *, stream: int, seed: int) -> None:
-        self._items, self._stream, self._seed = items, stream, seed
+        self.items, self._stream, self._seed = items, stream, seed
         self.restart({})
 
     @property
@@ -97,36 +93,29 @@ class ItemStream:
     @property
     def passes(self) -> float:
         """Passes over the items of this stream so far; the current item counts when it is used up."""
-        return self._epoch + self._place / len(self._items)
+        return self._epoch + self._place / len(self.items)
 
     def restart(self, state: Mapping[str, int]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
         self._epoch, self._place, self.samples = (int(state.get(key, 0)) for key in ("epoch", self.ITEM, "samples"))
         self._order: Sequence[int] | None = None
 
-    def next_item(self) -> int:
-        """Return the next item, which is a sample by itself."""
-        item = self._current_item()
+    def next_sample(self) -> Any:
+        """Return the next sample: the next item."""
+        item = self._item_at(self._place)
         self.advance()
         self.samples += 1
         return item
 
-    def pass_over(self) -> None:
-        """Go behind the next sample, which another rank reads."""
-        self.next_item()
-
-    def _current_item(self) -> int:
-        return self._item_at(self._place)
-
     def _item_at(self, place: int) -> int:
         if self._order is None:
-            self._order = shuffled(len(self._items), self._seed, _EPOCH, self._stream, self._epoch)
-        return int(self._items[self._order[place]])
+            self._order = shuffled(len(self.items), self._seed, _EPOCH, self._stream, self._epoch)
+        return int(self.items[self._order[place]])
 
     def advance(self) -> None:
         """Go to the next item, of the next epoch after the last one."""
         self._place += 1
-        if self._place == len(self._items):
+        if self._place == len(self.items):
             self._place, self._order = 0, None
             self._epoch += 1
 
@@ -140,36 +129,10 @@ class Stream(Protocol):
 
     def restart(self, state: Mapping[str, int]) -> None: ...
 
-    def pass_over(self) -> None: ...
+    def next_sample(self) -> Any: ...
 
 
 S = TypeVar("S", bound=Stream)
-
-
-@dataclass(frozen=True)
-class Turns:
-    """Whose turn it is: global sample i is of stream i % data_streams, and of rank i % degree."""
-
-    data_streams: int
-    rank: int
-    degree: int
-
-    def of(self, streams: Mapping[int, S], given: int, samples: int) -> Iterator[tuple[int, S]]:
-        """Yield the place and the stream of this rank's next samples that are of `streams`.
-
-        The caller takes one sample of each stream. Samples of other ranks are passed over, also at the end. given:
-        samples that all ranks have read before.
-        """
-        first = given + (self.rank - given) % self.degree
-        for place in range(samples):
-            sample = first + place * self.degree
-            stream = streams.get(sample % self.data_streams)
-            if stream is not None:
-                _pass_over(stream, sample // self.data_streams)
-                yield place, stream
-        given += samples * self.degree
-        for s, stream in streams.items():
-            _pass_over(stream, -(-(given - s) // self.data_streams))
 
 
 class StreamLoader(Generic[S]):
@@ -184,12 +147,12 @@ class StreamLoader(Generic[S]):
         self._seed, self._rank, self._degree = seed, dp_rank, dp_degree
         fewest = min(items) if isinstance(items, tuple) else items
         self._items, self._n = items, data_streams or streams_that_fit(fewest, dp_degree)
-        self._streams, self._fixed = self.deal(items, self._n), self._fixed_by(items, self._n)
+        self._streams, self._fixed = self.streams_of(items, self._n), self._fixed_by(items, self._n)
         self._given = 0
         """Samples that all ranks have read."""
 
     @abstractmethod
-    def deal(self, items: Any, data_streams: int) -> dict[int, S]:
+    def streams_of(self, items: Any, data_streams: int) -> dict[int, S]:
         """Return the streams of this rank by number, at their beginning."""
 
     @abstractmethod
@@ -205,14 +168,19 @@ class StreamLoader(Generic[S]):
         order = {"order": ORDER} if most > SORTED else {}
         return {"data_streams": data_streams, "seed": self._seed} | order | self.describe(items)
 
-    def _next_streams(self, samples: int) -> Iterator[S]:
-        """Yield the stream of each of this rank's next samples. The caller takes one sample of it."""
-        yield from (stream for _, stream in self._turns.of(self._streams, self._given, samples))
-        self._given += samples * self._degree
+    def _next_samples(self, number: int) -> Iterator[Any]:
+        """Yield this rank's next samples: global sample i is of rank i % degree, and of stream i % data_streams.
 
-    @property
-    def _turns(self) -> Turns:
-        return Turns(self._n, self._rank, self._degree)
+        Samples of other ranks in the streams of this rank are made and left out, also at the end.
+        """
+        first = self._given + (self._rank - self._given) % self._degree
+        for sample in range(first, first + number * self._degree, self._degree):
+            stream = self._streams[sample % self._n]
+            _skip_to(stream, sample // self._n)
+            yield stream.next_sample()
+        self._given += number * self._degree
+        for s, stream in self._streams.items():
+            _skip_to(stream, -(-(self._given - s) // self._n))
 
     @property
     def epoch(self) -> float:
@@ -232,7 +200,9 @@ class StreamLoader(Generic[S]):
         saved = next(iter(states.values()), {})
         items, n = self.items_of(saved), saved.get("data_streams", self._n) if self._chooses else self._n
         changed = (items, n) != (self._items, self._n)
-        streams, fixed = (self.deal(items, n), self._fixed_by(items, n)) if changed else (self._streams, self._fixed)
+        streams, fixed = (
+            (self.streams_of(items, n), self._fixed_by(items, n)) if changed else (self._streams, self._fixed)
+        )
         shared = n % self._degree != 0
         for s in range(n) if shared else streams:
             if s not in states:
@@ -240,17 +210,10 @@ class StreamLoader(Generic[S]):
                     f"the saved data state lacks stream {s}; it must hold the streams of all ranks, merged"
                 )
         for s, stream in streams.items():
-            for key in (key for key in fixed if not _is_identity(key)):
-                self._check_same(key, fixed[key], states[s])
-            if not _same_keys(states[s], [*stream.state, *fixed]):
-                raise ConfigError(
-                    "the saved data state is of another kind of data, or of a training.packing that cuts documents "
-                    f"where this one does not; resume with what it was saved with, {ANEW}"
-                )
-            _check_identity(states[s], fixed)
+            _check(states[s], fixed, stream.state)
         if lacking := sorted({_plain(key) for key in fixed if _is_identity(key) and key not in saved}):
             logger.info(
-                f"note: an older version wrote the checkpoint, which does not tell {', '.join(lacking)} of its data: "
+                f"note: an older version wrote the checkpoint, which does not record {', '.join(lacking)} of its data: "
                 "make sure that they are the same"
             )
         self._streams, self._fixed, self._items, self._n = streams, fixed, items, n
@@ -261,37 +224,36 @@ class StreamLoader(Generic[S]):
         if shared:
             self._given = sum(states[s]["samples"] for s in range(n))
 
-    def _check_same(self, key: str, now: int, state: Mapping[str, int]) -> None:
-        source, _, plain = key.rpartition("/")
-        name = _NAMES[plain] + (f" of {source}" if source else "")
-        if key == "order" and key not in state:
-            raise ConfigError(
-                f"the checkpoint is of an older version, which had another order of more than {SORTED:,} documents, so "
-                f"that its positions would mean other data; resume with that version, {ANEW}"
-            )
-        if key not in state:
-            raise ConfigError(
-                f"the saved data state has no {name}, because it is of another kind of data; "
-                f"resume with the kind of data that it was saved with, {ANEW}"
-            )
-        if (saved := state[key]) != now:
-            raise ConfigError(
-                f"{name} = {now} is not the {saved} of the saved data state, whose positions would mean "
-                f"other data; resume with {saved}, {ANEW}"
-            )
 
+def _check(saved: Mapping[str, int], fixed: Mapping[str, int], position: Mapping[str, int]) -> None:
+    """Check that the saved state of a stream means the same data as `fixed`, and has the entries of a position.
 
-def _check_identity(saved: Mapping[str, int], now: Mapping[str, int]) -> None:
-    """Check that the entries of `IDENTITY` which both states have are the same; ConfigError otherwise."""
-    for name, problem in IDENTITY.items():
-        for key in (key for key in now if _plain(key) == name and saved.get(key, now[key]) != now[key]):
-            source = f"of the source {key.rpartition('/')[0]!r}, " if "/" in key else ""
+    Raises:
+        ConfigError: it does not; an entry of `IDENTITY` that an older state lacks is left out.
+    """
+    if "order" in fixed and "order" not in saved:
+        raise ConfigError(
+            f"the checkpoint is of an older version, which had another order of more than {SORTED:,} documents, so "
+            f"that its positions would mean other data; resume with that version, {AGAIN}"
+        )
+    entries = ({key for key in keys if not _is_identity(key)} for keys in (saved, {*fixed, *position}))
+    if next(entries) != next(entries):
+        raise ConfigError(
+            "the saved data state is of another kind of data, or of a training.packing that cuts documents where this "
+            f"one does not; resume with what it was saved with, {AGAIN}"
+        )
+    for key, now in fixed.items():
+        source, _, name = key.rpartition("/")
+        if (before := saved.get(key, now)) == now:
+            continue
+        problem = IDENTITY.get(name, f"{_NAMES.get(name, name)} = {{now}} is not the {{saved}} of the saved data state")
+        resume = f"resume with {before}" if name not in IDENTITY else "resume with that one"
+        if name == "content":
             resume = "restore the files (new ones may be added behind the last one)"
-            problem = problem.format(now=now[key], saved=saved[key])
-            raise ConfigError(
-                f"{source}{problem}, so that its positions would mean other data; "
-                f"{resume if name == 'content' else 'resume with that one'}, {ANEW}"
-            )
+        raise ConfigError(
+            f"{f'of the source {source!r}, ' if source else ''}{problem.format(now=now, saved=before)}, so that its "
+            f"positions would mean other data; {resume}, {AGAIN}"
+        )
 
 
 def _plain(key: str) -> str:
@@ -303,11 +265,7 @@ def _is_identity(key: str) -> bool:
     return _plain(key) in IDENTITY or _plain(key) in _OLDER
 
 
-def _same_keys(saved: Iterable[str], now: Iterable[str]) -> bool:
-    return {key for key in saved if not _is_identity(key)} == {key for key in now if not _is_identity(key)}
-
-
-def _pass_over(stream: ItemStream, samples: int) -> None:
-    """Go on until the stream has given so many samples; the others are those of other ranks."""
+def _skip_to(stream: Stream, samples: int) -> None:
+    """Skip the samples of other ranks, until the stream has given so many."""
     while stream.samples < samples:
-        stream.pass_over()
+        stream.next_sample()

@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, StreamState
 from trainer.data.packing.sequence import PackedSequence, Sample, sample_of, together
-from trainer.data.token_files.reader import Documents
+from trainer.data.token_files.reader import TokenFiles
 
 
 class DocumentStream(ItemStream):
     """One numbered, endless stream of packed sequences over some of the documents.
 
-    documents: their numbers in the source, in the order in which they were dealt.
+    documents: their numbers in the source, in the order in which they were assigned.
     """
 
     ITEM = "document"
 
-    def __init__(self, source: Documents, documents: Sequence[int], *, stream: int, seq_len: int, seed: int) -> None:
+    def __init__(self, source: TokenFiles, documents: Sequence[int], *, stream: int, seq_len: int, seed: int) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len = {seq_len} must be at least 1")
         self._source, self._seq_len = source, seq_len
@@ -35,7 +35,7 @@ class DocumentStream(ItemStream):
         self._token = int(state.get("token", 0))
         self._sample: Sample | None = None  # the current document, read when it is needed
 
-    def next_sequence(self) -> PackedSequence:
+    def next_sample(self) -> PackedSequence:
         """Return the next packed sequence.
 
         Raises:
@@ -43,15 +43,17 @@ class DocumentStream(ItemStream):
         """
         barren, parts, missing = 0, [], self._seq_len
         while missing:
-            tokens, labels = self._current()
+            if self._sample is None:
+                self._sample = sample_of(self._source[self._item_at(self._place)])
+            tokens, labels = self._sample
             here = slice(self._token, self._token + missing)
             parts.append(Sample(tokens[here], labels[here]))
             taken = len(parts[-1].tokens)
             self._token, missing = self._token + taken, missing - taken
             barren = 0 if taken else barren + 1
-            if barren == 2 * len(self._items):  # an epoch may end, and the next begin, with all the empty ones
+            if barren == 2 * len(self.items):  # an epoch may end, and the next begin, with all the empty ones
                 raise ConfigError(
-                    f"none of the {len(self._items)} documents of data stream {self._stream} holds text; leave out "
+                    f"none of the {len(self.items)} documents of data stream {self._stream} holds text; leave out "
                     "documents without text"
                 )
             if not taken:
@@ -60,15 +62,6 @@ class DocumentStream(ItemStream):
                 self.advance()
         self.samples += 1
         return together(parts, self._seq_len)
-
-    def pass_over(self) -> None:
-        self.next_sequence()
-
-    def _current(self) -> Sample:
-        """Return the current document, with begin and end of text; without tokens if it has no text."""
-        if self._sample is None:
-            self._sample = sample_of(self._source[self._current_item()])
-        return self._sample
 
     def advance(self) -> None:
         """Go to the first token of the next document."""

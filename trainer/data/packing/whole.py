@@ -10,12 +10,11 @@ A document of more than `seq_len` tokens is cut into pieces of `seq_len`, which 
 piece waits as a document does. Each label is made before the cut, so that none is lost.
 
 Those that wait are of one epoch, at most WINDOW places of its order, and about TOKENS sequences long. The state says
-which ones wait, so that a resumed run goes on with the same sequences.
+which ones wait, so that a resumed run continues with the same sequences.
 """
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 
@@ -24,52 +23,34 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.data.order.streams import ItemStream, StreamState
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
-from trainer.data.token_files.reader import Documents
+from trainer.data.sources.bad_records import Tally
+from trainer.data.token_files.reader import TokenFiles
 
-logger = logging.getLogger("trainer")
 WINDOW = 1024
 TOKENS = 8
-
-
-class TooLong:
-    """Counts conversations that are longer than a sequence. The log has the 1st, 10th, 100th ..."""
-
-    def __init__(self) -> None:
-        self._number = 0
-
-    def count(self, length: int, seq_len: int) -> None:
-        """Count a conversation if it is too long."""
-        if length <= seq_len:
-            return
-        self._number = number = self._number + 1
-        if number == 10 ** (len(str(number)) - 1):
-            logger.warning(
-                f"{number:,} conversation{'s were' if number > 1 else ' was'} longer than {seq_len:,} tokens so far "
-                f"(this one has {length:,}): the end is left out; a larger sequence length keeps it"
-            )
 
 
 class WholeStream(ItemStream):
     """One numbered, endless stream of packed sequences over some of the documents; see `DocumentStream`.
 
-    Each epoch has every document once. alone: each has a sequence of its own; too_long: counts
-    documents that are longer than a sequence, of which the end is left out; None: they are cut into pieces.
+    Each epoch has every document once. alone: each has a sequence of its own; left_out: counts the ends of documents
+    that are longer than a sequence; None: these documents are cut into pieces.
     """
 
     ITEM = "document"
 
     def __init__(
         self,
-        source: Documents,
+        source: TokenFiles,
         documents: Sequence[int],
         *,
         stream: int,
         seq_len: int,
         seed: int,
         alone: bool = False,
-        too_long: TooLong | None = None,
+        left_out: Tally | None = None,
     ) -> None:
-        self._source, self._seq_len, self._alone, self._too_long = source, seq_len, alone, too_long
+        self._source, self._seq_len, self._alone, self._left_out = source, seq_len, alone, left_out
         self._enough = 1 if alone else TOKENS * seq_len
         super().__init__(documents, stream=stream, seed=seed)
 
@@ -88,7 +69,7 @@ class WholeStream(ItemStream):
     @property
     def passes(self) -> float:
         """Passes over the documents so far; one that waits does not count."""
-        return self._epoch + (self._place - len(self._waiting)) / len(self._items)
+        return self._epoch + (self._place - len(self._waiting)) / len(self.items)
 
     def restart(self, state: Mapping[str, int]) -> None:
         """Resume from `state`, or from the beginning if it is empty."""
@@ -101,7 +82,7 @@ class WholeStream(ItemStream):
         self._whole: list[Sample] = []
         """Whole pieces of the document that was read last; the last `_whole_left` of them are to be given."""
 
-    def next_sequence(self) -> PackedSequence:
+    def next_sample(self) -> PackedSequence:
         """Return the next packed sequence.
 
         Raises:
@@ -114,7 +95,7 @@ class WholeStream(ItemStream):
             self._next_epoch()
         self.samples += 1
         chosen = self._chosen()
-        if not (self._waiting or self._whole_left) and self._place == len(self._items):
+        if not (self._waiting or self._whole_left) and self._place == len(self.items):
             self._next_epoch()
         return together(chosen, self._seq_len)
 
@@ -130,9 +111,6 @@ class WholeStream(ItemStream):
             missing -= len(chosen[-1].tokens)
         return chosen
 
-    def pass_over(self) -> None:
-        self.next_sequence()
-
     def _fill(self) -> bool:
         """Read documents until enough of them wait; return whether a piece of one is left to be given."""
         if self._lengths is None:  # those of a saved state
@@ -143,7 +121,7 @@ class WholeStream(ItemStream):
             if left and self._place - 1 not in self._waiting:
                 self._whole = self._pieces(self._place - 1)[:-1]
             self._whole_left = min(left, len(self._whole))  # less than all of the last one
-        while self._place < len(self._items) and self._tokens < self._enough and not self._whole_left:
+        while self._place < len(self.items) and self._tokens < self._enough and not self._whole_left:
             if self._waiting and self._place - next(iter(self._waiting)) >= WINDOW:
                 break
             self._read(self._place)
@@ -154,8 +132,9 @@ class WholeStream(ItemStream):
         """Return the pieces of the document at a place in the epoch's order; a bad record has no text, and none."""
         tokens, labels = sample_of(self._source[self._item_at(place)])
         seq_len = self._seq_len
-        if self._too_long is not None:
-            self._too_long.count(len(tokens), seq_len)
+        if self._left_out is not None:
+            if len(tokens) > seq_len:
+                self._left_out.count(f"{len(tokens):,} tokens, and a sequence has {seq_len:,}")
             return [Sample(tokens[:seq_len], labels[:seq_len])] if (labels[:seq_len] != IGNORE_INDEX).any() else []
         # The last token has no label; a piece of it alone would teach nothing.
         starts = range(0, len(tokens) - 1, seq_len)
@@ -163,8 +142,8 @@ class WholeStream(ItemStream):
 
     def _nothing(self) -> str:
         """Return the message for a stream whose documents have no piece."""
-        number, stream = len(self._items), self._stream
-        if self._too_long is None:
+        number, stream = len(self.items), self._stream
+        if self._left_out is None:
             return (
                 f"none of the {number} documents of data stream {stream} holds text; leave out documents without text"
             )

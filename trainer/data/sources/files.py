@@ -26,9 +26,10 @@ _LOG_SECONDS = 10.0
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
-def unreadable(file: str, error: OSError) -> ConfigError:
-    """Return the error for a file that cannot be read."""
-    return ConfigError(f"{file} cannot be read ({error.strerror}); restore it, or give files that you may read")
+def unreadable(file: str, error: Exception) -> ConfigError:
+    """Return the error for a file that cannot be read, or not to its end."""
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(f"{file} cannot be read ({reason}); copy it again, or give files that you may read")
 
 
 def number_of(digest: hashlib.blake2b) -> int:
@@ -52,13 +53,11 @@ def stdlib_files() -> list[str]:
         folders[:] = [name for name in folders if name not in _NOT_STDLIB]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     found.sort(key=lambda file: file.relative_to(root).as_posix())
-    return [str(file) for file in found if _has_text(file)]
-
-
-def _has_text(file: Path) -> bool:
-    with suppress(UnicodeDecodeError, OSError):
-        return bool(file.read_bytes().decode("utf-8-sig").strip())
-    return False
+    texts = []
+    for file in found:
+        with suppress(UnicodeDecodeError, OSError):
+            texts += [str(file)] if file.read_bytes().decode("utf-8-sig").strip() else []
+    return texts
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from trainer.config.errors import ConfigError, MissingFile
-from trainer.data.sources.records import Row
+from trainer.config.errors import ConfigError
+from trainer.data.sources.bad_records import BadRecord
+from trainer.data.sources.records import check_column, package, text_of_row
 
 _ANSWER_SECONDS = 3.0
 
@@ -56,22 +57,13 @@ class HubData:
         """
         _package()
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        name = self.name
         try:
-            found = HfApi().dataset_info(name, revision=self.revision, timeout=_ANSWER_SECONDS)
-        except HFValidationError:
-            raise ConfigError(f"{name!r} is no name of a data set of the hub; write it as allenai/c4") from None
-        except HfHubHTTPError as error:
+            found = HfApi().dataset_info(self.name, revision=self.revision, timeout=_ANSWER_SECONDS)
+        except Exception as error:  # of huggingface_hub, and of whichever package it sends requests with
             raise ConfigError(
-                f"{name!r} is refused by the Hugging Face hub ({_first_line(error)}); check the name and the "
-                "revision, and log in with `hf auth login` if it is private or needs consent"
-            ) from None
-        except Exception as error:  # of whichever package huggingface_hub sends requests with
-            raise ConfigError(
-                f"{name!r}: the Hugging Face hub cannot be reached ({_first_line(error)}); run `lct tokenize` on "
-                "a machine with network, or give files that are here"
+                f"{self.name!r} is not found at the Hugging Face hub ({_first_line(error)}); check name, revision and "
+                "network, log in with `hf auth login` if it is private or needs consent, or give files that are here"
             ) from None
         return replace(self, revision=found.sha)
 
@@ -98,8 +90,8 @@ class HubData:
         """
         return self._rows.num_shards
 
-    def records(self, shard: int, name: str) -> Iterator[Row]:
-        """Yield the rows of a shard. name: of the column with the text.
+    def texts(self, shard: int, name: str) -> Iterator[str | BadRecord]:
+        """Yield the texts in the column `name` of a shard.
 
         The packages below repeat requests that fail, for some minutes.
 
@@ -108,11 +100,8 @@ class HubData:
         """
         try:
             for number, row in enumerate(self._rows.shard(self.shards, shard)):
-                if name not in row:
-                    raise ConfigError(
-                        f'{self} has no column "{name}" ({", ".join(row)}); name one with training.dataset_text_field'
-                    )
-                yield Row(row[name], f"{self}, shard {shard}, row {number}")
+                check_column(name, list(row), str(self))
+                yield text_of_row(row[name], name, f"{self}, shard {shard}, row {number}")
         except ConfigError:
             raise
         except Exception as error:
@@ -123,10 +112,7 @@ class HubData:
 
 
 def _package() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingFile("data sets of the Hugging Face hub need the package datasets: pip install datasets") from None
+    datasets = package("datasets", "the Hugging Face hub")
     datasets.disable_progress_bars()
     return datasets
 

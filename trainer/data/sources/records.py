@@ -1,122 +1,152 @@
-"""Records of a file, one after another: lines of JSON, rows of tables, whole texts. Torch-free.
+"""Documents of files, one after another: lines of JSON, rows of Parquet, whole texts. Torch-free.
 
-A record says where it stands, and returns its document or raises `BadRecord`.
+A reader yields each document, or a `BadRecord` in its place. The package `datasets` reads these formats too, but it
+cannot name or skip a bad line, and does not compare the check sums of Parquet's pages.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, TypeAlias
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, MissingFile
 from trainer.data.sources.bad_records import BadRecord
-from trainer.data.sources.conversations import conversation
 from trainer.data.sources.files import BLOCK, unreadable
 from trainer.data.tokenizers.tokenizer import replace_surrogates
 
-
-class Line(NamedTuple):
-    """A line of a file. where: says which one, as "file, line 7"; called for messages only."""
-
-    content: bytes
-    where: Callable[[], str]
-
-    def text(self, name: str) -> str:
-        """Return the field `name`.
-
-        Raises:
-            BadRecord: the line is no JSON object, or has no such string.
-        """
-        try:
-            text = json.loads(self.content)[name]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            text = None
-        if not isinstance(text, str):
-            raise BadRecord(f'{self.where()}, must be a JSON object with a string field "{name}", in UTF-8')
-        return text if text.isascii() else replace_surrogates(text)
-
-    def chat(self) -> dict[str, Any]:
-        """Return the conversation, checked.
-
-        Raises:
-            BadRecord: it is none.
-        """
-        try:
-            return conversation(self.content, self.where())
-        except ConfigError as error:
-            raise BadRecord(str(error)) from None
+COMPRESSED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+STREAMED = (*COMPRESSED, ".parquet")
+"""Endings of files that can only be read from their start to their end."""
+Where: TypeAlias = Callable[[], str]
+"""Returns which record it is, such as "file, line 7". It is called for messages only, because it may take long."""
 
 
-class Row(NamedTuple):
-    """A row of a table, of which one column is read. where: says which row."""
+def lines_of(file: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[bytes, Where]]:
+    """Yield the lines of a file that are not blank. start, stop: of the bytes in which they begin.
 
-    value: Any
-    where: str
-
-    def text(self, name: str) -> str:
-        """Return the text; a null is an empty one.
-
-        Raises:
-            BadRecord: the column `name` holds something else.
-        """
-        if self.value is None:
-            return ""
-        if not isinstance(self.value, str):
-            kind = type(self.value).__name__
-            raise BadRecord(f'{self.where}, must have a text in UTF-8 in the column "{name}", not {kind}')
-        return self.value if self.value.isascii() else replace_surrogates(self.value)
-
-
-class TextFile(NamedTuple):
-    """A file that is one document, in UTF-8."""
-
-    file: str
-
-    def text(self, _: str) -> str:
-        """Return the whole text.
-
-        Raises:
-            BadRecord: it is no UTF-8.
-            ConfigError: the file cannot be read.
-        """
-        try:
-            return Path(self.file).read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise BadRecord(
-                f"{self.file} is not UTF-8 text (byte {error.start}); convert it, or leave it out of the data set"
-            ) from None
-        except OSError as error:
-            raise unreadable(self.file, error) from None
+    Raises:
+        ConfigError: the file cannot be read to its end.
+    """
+    try:
+        with _opened(file) as stream:
+            if start:  # behind the line that begins before
+                start = stream.seek(start - 1) + len(stream.readline())
+            before, place = cache(lambda: _lines_before(file, start)), start
+            for number, content in enumerate(stream, 1):
+                if stop is not None and place >= stop:
+                    return
+                place += len(content)
+                if content.strip():
+                    yield content, lambda number=number: f"{file}, line {before() + number}"
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(file, error) from None
 
 
-def lines_of(file: str, start: int = 0, stop: int | None = None) -> Iterator[Line]:
-    """Yield the lines of a file that are not blank; start, stop: of the bytes in which they begin.
+def rows_of(file: str, name: str) -> Iterator[str | BadRecord]:
+    """Yield the texts in the column `name` of a Parquet file, of which no other column is read.
+
+    Raises:
+        ConfigError: the file cannot be read to its end, has no such column, or needs pyarrow.
+    """
+    parquet, numbers = package("pyarrow.parquet", file), count()
+    try:
+        with parquet.ParquetFile(file, page_checksum_verification=True) as rows:
+            check_column(name, rows.schema_arrow.names, file)
+            for batch in rows.iter_batches(batch_size=1024, columns=[name]):
+                for value, number in zip(_values(batch[0]), numbers, strict=False):
+                    yield text_of_row(value, name, f"{file}, row {number}")
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # Arrow's are among these
+        raise unreadable(file, error) from None
+
+
+def text_of_file(file: str) -> str | BadRecord:
+    """Return the whole text of a file, or why it is no UTF-8.
 
     Raises:
         ConfigError: the file cannot be read.
     """
     try:
-        with open(file, "rb") as stream:
-            if start:
-                stream.seek(start - 1)
-                start += len(stream.readline()) - 1  # the line that begins before
-            for content in stream:
-                if stop is not None and start >= stop:
-                    return
-                place = start
-                start += len(content)
-                if content.strip():
-                    yield Line(content, lambda place=place: f"{file}, line {_line_number(file, place)}")
+        return Path(file).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return BadRecord(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out of the data set")
     except OSError as error:
         raise unreadable(file, error) from None
 
 
-def _line_number(file: str, place: int) -> int:
-    """Return the number of the line that begins at a byte."""
-    number = 1
+def text_of_line(content: bytes, name: str, where: Where) -> str | BadRecord:
+    """Return the field `name` of a line of JSON, or why there is none."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        if isinstance(text := json.loads(content)[name], str):
+            return replace_surrogates(text)
+    return BadRecord(f'{where()}, must be a JSON object with a string field "{name}", in UTF-8')
+
+
+def text_of_row(value: object, name: str, where: str) -> str | BadRecord:
+    """Return the text in the column `name` of a row, empty if it is null, or why it is none."""
+    if value is None or isinstance(value, str):
+        return replace_surrogates(value or "")
+    return BadRecord(f'{where}, must have a text in UTF-8 in the column "{name}", not {type(value).__name__}')
+
+
+def check_column(name: str, columns: Sequence[str], where: str) -> None:
+    """Check that a table has a column; ConfigError otherwise."""
+    if name not in columns:
+        raise ConfigError(
+            f'{where} has no column "{name}" ({", ".join(columns[:8])}); name one with training.dataset_text_field'
+        )
+
+
+def package(module: str, reader_of: str) -> Any:
+    """Return a module of a package that only some data need.
+
+    Raises:
+        MissingFile: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError:
+        name = module.partition(".")[0]
+        raise MissingFile(
+            f"{reader_of} needs the package {name}: pip install {name}, or give .jsonl or .jsonl.gz"
+        ) from None
+
+
+def _opened(file: str) -> BinaryIO:
+    if file.endswith(".gz"):
+        return gzip.open(file)
+    if file.endswith(".zst"):
+        return io.BufferedReader(package("pyarrow", file).input_stream(file, compression="zstd"), BLOCK)
+    return open(file, "rb")
+
+
+def _lines_before(file: str, place: int) -> int:
+    """Return how many lines end before a byte."""
+    number = 0
     with open(file, "rb") as stream:
         while block := stream.read(min(BLOCK, place)):
             number, place = number + block.count(b"\n"), place - len(block)
     return number
+
+
+def _values(column: Any) -> Iterator[Any]:
+    """Yield the values of a column of Arrow's; a text that is no UTF-8 as its bytes, where Arrow would stop."""
+    types = package("pyarrow.types", "")
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    is_text = types.is_string(column.type) or types.is_large_string(column.type)
+    for value in (column.cast("large_binary") if is_text else column).to_pylist():
+        try:
+            yield value.decode() if is_text and value is not None else value
+        except UnicodeDecodeError:
+            yield value

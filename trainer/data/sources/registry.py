@@ -8,18 +8,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice, pairwise
+from itertools import islice, pairwise, starmap
 from typing import Any
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import Model, Training
-from trainer.data.sources.bad_records import Skipped
-from trainer.data.sources.compressed import COMPRESSED, STREAMED, records_of
+from trainer.data.sources.bad_records import BadRecord, Tally
+from trainer.data.sources.conversations import conversation
 from trainer.data.sources.files import DataKeys, find_files, stdlib_files
 from trainer.data.sources.hub import HubData
-from trainer.data.sources.records import TextFile, lines_of
+from trainer.data.sources.records import (
+    COMPRESSED,
+    STREAMED,
+    lines_of,
+    rows_of,
+    text_of_file,
+    text_of_line,
+)
 from trainer.data.tokenizers.encoders import ConversationEncoder, Encoder, TextEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
@@ -32,8 +38,7 @@ class DataSettings:
     """A data set, and how its documents become token ids.
 
     path: file, folder or glob; for the hub NAME[:CONFIGURATION[:SPLIT]][@REVISION]. text_field: of a line of JSON, or
-    column; skips: bad records are left out; token_dtype: of flat files of ids, "auto": by the vocabulary; keys: of the
-    configuration, for messages.
+    column; skips: bad records are left out; keys: of the configuration, for messages.
     """
 
     dataset: str
@@ -42,29 +47,15 @@ class DataSettings:
     chat_template: str | None = None
     text_field: str = "text"
     skips: bool = False
-    token_dtype: str = "auto"
     keys: DataKeys = field(default=DataKeys(), compare=False, repr=False)
 
     @classmethod
     def of(
-        cls,
-        dataset: str,
-        path: str | None,
-        model: Model = _MODEL,
-        training: Training = _TRAINING,
-        keys: DataKeys = DataKeys(),  # noqa: B008 (frozen)
+        cls, dataset: str, path: str | None, model: Model = _MODEL, training: Training = _TRAINING, **keys: DataKeys
     ) -> DataSettings:
-        """Return what the tables [model] and [training] say."""
-        return cls(
-            dataset,
-            path,
-            model.tokenizer_file,
-            model.chat_template,
-            training.dataset_text_field,
-            training.on_bad_record == "skip",
-            training.token_dtype,
-            keys,
-        )
+        """Return what the tables [model] and [training] say. keys: as the field, if it is given."""
+        tokenizer, field, skips = model.tokenizer_file, training.dataset_text_field, training.on_bad_record == "skip"
+        return cls(dataset, path, tokenizer, model.chat_template, field, skips, **keys)
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class Source:
 
     endings: of the files in a folder; empty: the data set has no path.
     parts: (settings, files, bytes) -> parts of about so many bytes, which processes tokenize one by one.
-    readers: (settings, part) -> what reads each document of a part, in order; a call raises BadRecord.
+    documents: (settings, part) -> the documents of a part in their order, a `BadRecord` in the place of a bad one.
     encoder: settings -> what makes token ids of a document.
     own_files: files of a data set without a path.
     token_files: the files have token ids.
@@ -94,7 +85,7 @@ class Source:
 
     endings: tuple[str, ...]
     parts: Callable[[DataSettings, Sequence[str], int], list[Part]]
-    readers: Callable[[DataSettings, Part], Iterator[Callable[[], Any]]]
+    documents: Callable[[DataSettings, Part], Iterator[Any]]
     encoder: Callable[[DataSettings], Encoder] = lambda settings: TextEncoder(open_tokenizer(settings.tokenizer))
     own_files: Callable[[], list[str]] | None = None
     token_files: bool = False
@@ -148,17 +139,20 @@ def source_of(settings: DataSettings) -> Source:
     raise ConfigError(f"{keys.dataset} = {name!r} is not a known data set{did_you_mean(name, DATASETS)}")
 
 
-def documents_of(settings: DataSettings, part: Part, skipped: Skipped) -> Iterator[Any]:
+def documents_of(settings: DataSettings, part: Part, skipped: Tally) -> Iterator[Any]:
     """Yield the documents of a part. A bad one is empty if bad records are skipped, and counted in `skipped`.
 
     Raises:
         ConfigError: the data cannot be read, or a record is bad and not to be skipped.
     """
-    for read in source_of(settings).readers(settings, part):
-        document = ""
-        with skipped.counted(settings.skips):
-            document = read()
-        yield document
+    for document in source_of(settings).documents(settings, part):
+        if not isinstance(document, BadRecord):
+            yield document
+            continue
+        if not settings.skips:
+            raise document
+        skipped.count(document)
+        yield ""
 
 
 def all_documents(settings: DataSettings) -> Iterator[Any]:
@@ -167,7 +161,7 @@ def all_documents(settings: DataSettings) -> Iterator[Any]:
     Raises:
         ConfigError: see `files_of` and `documents_of`.
     """
-    skipped = Skipped()
+    skipped = Tally()
     for part in source_of(settings).parts(settings, files_of(settings), _WHOLE):
         yield from documents_of(settings, part, skipped)
 
@@ -186,14 +180,13 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
         HubData.of(settings.path or "")
         return
     parts = source.parts(settings, files, _WHOLE)
-    readers = (read for part in parts for read in source.readers(settings, part))
-    first = next(readers, None)
-    if first is not None and not settings.skips:
-        first()
+    documents = (document for part in parts for document in source.documents(settings, part))
+    first = next(documents, None)
+    if isinstance(first, BadRecord) and not settings.skips:
+        raise first
     if first is None or not any(file.endswith(STREAMED) for file in files):
-        check_streams(
-            where, first is not None and 1 + sum(1 for _ in islice(readers, (data_streams or 1) - 1)), data_streams
-        )
+        more = islice(documents, (data_streams or 1) - 1)
+        check_streams(where, first is not None and 1 + sum(1 for _ in more), data_streams)
 
 
 def check_streams(where: str, items: int, data_streams: int | None, *, item: str = "document") -> None:
@@ -243,38 +236,22 @@ def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[P
     return found
 
 
-# --- readers
+# --- documents
 
 
-def _texts(settings: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
-    return (partial(TextFile(file).text, "") for file in part.files)
+def _texts(_: DataSettings, part: Part) -> Iterator[Any]:
+    return map(text_of_file, part.files)
 
 
-def _lines(settings: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
+def _lines(settings: DataSettings, part: Part) -> Iterator[Any]:
     file, name = part.files[0], settings.text_field
-    records = records_of(file, name) if file.endswith(STREAMED) else lines_of(file, part.start, part.stop)
-    return (partial(record.text, name) for record in records)
+    if file.endswith(".parquet"):
+        return rows_of(file, name)
+    return (text_of_line(content, name, where) for content, where in lines_of(file, part.start, part.stop))
 
 
-def _chats(settings: DataSettings, part: Part) -> Iterator[Callable[[], dict[str, Any]]]:
-    file = part.files[0]
-    lines = records_of(file, "") if file.endswith(STREAMED) else lines_of(file, part.start, part.stop)
-    return (line.chat for line in lines)
-
-
-def _shards_of_hub(settings: DataSettings, *_: object) -> list[Part]:
-    """Return a part for each shard, mostly a file."""
-    path = settings.path or ""
-    return [Part((path,), 0, shard) for shard in range(HubData.of(path).shards)]
-
-
-def _rows_of_hub(settings: DataSettings, part: Part) -> Iterator[Callable[[], str]]:
-    rows = HubData.of(part.files[0]).records(part.start, settings.text_field)
-    return (partial(row.text, settings.text_field) for row in rows)
-
-
-def _conversation_encoder(settings: DataSettings) -> ConversationEncoder:
-    return ConversationEncoder.of(settings.tokenizer, settings.chat_template)
+def _chats(_: DataSettings, part: Part) -> Iterator[Any]:
+    return starmap(conversation, lines_of(part.files[0], part.start, part.stop))
 
 
 def _none(*_: object) -> Any:
@@ -287,8 +264,17 @@ DATASETS: Registry[Source] = Registry(
         "python_stdlib": Source((), _groups_of_files, _texts, own_files=stdlib_files),
         "text": Source((".txt",), _groups_of_files, _texts),
         "jsonl": Source((".jsonl", *STREAMED), _ranges_of_lines, _lines),
-        "chat": Source((".jsonl", *COMPRESSED), _ranges_of_lines, _chats, _conversation_encoder),
-        "hub": Source((), _shards_of_hub, _rows_of_hub),
-        "tokens": Source((".idx", ".npy"), _none, _none, token_files=True),
+        "chat": Source(
+            (".jsonl", *COMPRESSED),
+            _ranges_of_lines,
+            _chats,
+            lambda settings: ConversationEncoder.of(settings.tokenizer, settings.chat_template),
+        ),
+        "hub": Source(
+            (),
+            lambda settings, *_: [Part((settings.path,), 0, i) for i in range(HubData.of(settings.path).shards)],
+            lambda settings, part: HubData.of(settings.path).texts(part.start, settings.text_field),
+        ),
+        "tokens": Source((".idx",), _none, _none, token_files=True),
     },
 )

@@ -7,11 +7,12 @@ into the cache. The other ranks open the catalog, and of the token files those t
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from hashlib import blake2b, sha256
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,13 @@ from trainer.config.errors import ConfigError
 from trainer.data.sources.bad_records import BadRecord
 from trainer.data.sources.files import cache_folder, contents, number_of, unreadable, write_whole
 from trainer.data.sources.registry import DataSettings, all_documents, check_source, check_streams, files_of, source_of
-from trainer.data.token_files.foreign import checked_pair, flat_layout, flat_lengths, flat_pair
-from trainer.data.token_files.format import MANIFEST, UNFINISHED, Pair, open_pair
+from trainer.data.token_files.format import MANIFEST, UNFINISHED, Pair, checked_pair, open_pair
 from trainer.data.token_files.made import cached, made_by
 from trainer.data.token_files.reader import Catalog, TokenFiles
 from trainer.data.tokenizers.encoders import Encoded
-from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
+from trainer.data.tokenizers.tokenizer import tokenizer_hash, vocab_size_of
 
-_COPY = "copy the file again, or make it again with `lct tokenize`"
+_REMEDY = "copy the file again; or remove its .idx, and the same `lct tokenize` makes the shard again"
 
 
 def catalog_of(settings: DataSettings) -> str:
@@ -80,18 +80,11 @@ def check_data(settings: DataSettings, data_streams: int | None = None) -> None:
     if not source_of(settings).token_files:
         check_source(settings, data_streams)
         return
-    eos, manifests, documents = _end_of_text(settings, files := files_of(settings)), {}, 0
-    for file in files:
+    documents = 0
+    for pair, _ in _pairs(settings):
+        documents += pair.documents
         if documents >= (data_streams or 1):
             break
-        if file.endswith(".idx"):
-            documents += _pair(file, manifests, settings)[0].documents
-            continue
-        layout = flat_layout(file, vocab_size_of(settings.tokenizer), settings.token_dtype)
-        for lengths in flat_lengths(file, layout, eos):
-            documents += len(lengths)
-            if documents >= (data_streams or 1):
-                break
     check_streams(f"{settings.keys.path} = {settings.path!r}", documents, data_streams)
 
 
@@ -109,47 +102,35 @@ def _of_cache(settings: DataSettings) -> Catalog:
 
 def _of_token_files(settings: DataSettings) -> Catalog:
     """Return the catalog of files of token ids, each of which has a content of its own."""
-    eos, manifests, found = _end_of_text(settings, files := files_of(settings)), {}, []
-    vocab_size = vocab_size_of(settings.tokenizer)
-    for file in files:
-        if file.endswith(".idx"):
-            found.append(_pair(file, manifests, settings))
-        else:
-            found.append(flat_pair(file, flat_layout(file, vocab_size, settings.token_dtype), eos))
-    unknown = [pair for pair, content in found if content is None]
-    both = zip(contents([pair.ids for pair in unknown]), contents([pair.idx for pair in unknown]), strict=True)
-    pairs, digests = [pair for pair, _ in found], [next(both) if content is None else content for _, content in found]
-    digest, content = blake2b(digest_size=8), []
-    for documents, part in zip(accumulate(pair.documents for pair in pairs), digests, strict=True):
-        digest.update(f"{part}\0".encode())
+    found = list(_pairs(settings))
+    others = [pair for pair, content in found if content is None]
+    both = zip(contents([pair.ids for pair in others]), contents([pair.idx for pair in others]), strict=True)
+    digest, content, documents = blake2b(digest_size=8), [], 0
+    for pair, own in found:
+        digest.update(f"{own or next(both)}\0".encode())
+        documents += pair.documents
         content.append((documents, number_of(digest)))
-    return Catalog(pairs, made_by(settings), content, vocab_size, _COPY)
+    vocab_size = vocab_size_of(settings.tokenizer)
+    return Catalog([pair for pair, _ in found], made_by(settings), content, vocab_size, _REMEDY)
 
 
-def _end_of_text(settings: DataSettings, files: Sequence[str]) -> int:
-    """Return the id that ends documents of flat files; -1: there are no such files, or no such id."""
-    eos = None if all(file.endswith(".idx") for file in files) else open_tokenizer(settings.tokenizer).eos_id
-    return -1 if eos is None else eos
-
-
-def _pair(
-    idx: str, manifests: dict[Path, Mapping[str, Any]], settings: DataSettings
-) -> tuple[Pair, tuple[int, int, int] | None]:
-    """Return a pair, and what tells its content; None: its bytes must be read. manifests: those read so far."""
-    folder = Path(idx).parent
-    if folder not in manifests:
-        manifests[folder] = _shards(folder, settings)
-    entry = manifests[folder].get(Path(idx).stem)
-    if entry is not None:
-        pair = _own_pair(idx, entry)
-        # The check sums in the .crc are those of all ids, which are compared when they are read.
-        return pair, (Path(pair.ids).stat().st_size, entry["idx"], entry["crc"])
-    if Path(idx).with_suffix(".crc").exists():
-        raise ConfigError(
-            f"{idx} is of `lct tokenize`, and no {MANIFEST} beside it names it; copy the whole folder again, or "
-            "make it again with another --output"
-        )
-    return checked_pair(idx), None
+def _pairs(settings: DataSettings) -> Iterator[tuple[Pair, tuple[int, int, int] | None]]:
+    """Yield each pair, and what tells its content; None: all of its bytes must be hashed."""
+    shards_of = cache(partial(_shards, settings=settings))
+    for idx in files_of(settings):
+        stem = Path(idx).with_suffix("")
+        entry = shards_of(stem.parent).get(stem.name)
+        if entry is not None:
+            pair = _own_pair(idx, entry)
+            # The check sums in the .crc are those of all ids, which are compared when they are read.
+            yield pair, (os.path.getsize(pair.ids), entry["idx"], entry["crc"])
+            continue
+        if stem.with_suffix(".crc").exists():
+            raise ConfigError(
+                f"{idx} is of `lct tokenize`, and no {MANIFEST} beside it names it; copy the whole folder again, or "
+                "make it again with another --output"
+            )
+        yield checked_pair(idx), None
 
 
 def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:

@@ -34,18 +34,19 @@ CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 
 MANIFEST, UNFINISHED = "tokens.json", "unfinished.json"
 _OTHER_FILES = 512  # of a process that trains: connections, libraries, devices
 _MOST_FILES = 1 << 16
+_CHECKED = 1 << 20  # places of an index that are checked at once
 
 
-def index_bytes(code: int, lengths: Sequence[int] | np.ndarray, start: int = 0) -> tuple[bytes, ...]:
-    """Return the content of an .idx in parts; each document is a sequence. start: place of the first one, in bytes."""
+def index_bytes(code: int, lengths: Sequence[int] | np.ndarray) -> tuple[bytes, ...]:
+    """Return the content of an .idx in parts; each document is a sequence."""
     n = len(lengths)
-    ends = start + np.cumsum([0, *lengths], dtype="<i8") * np.dtype(CODES[code]).itemsize
+    ends = np.cumsum([0, *lengths], dtype="<i8") * np.dtype(CODES[code]).itemsize
     arrays = (np.asarray(lengths, dtype="<i4"), ends[:-1], np.arange(n + 1, dtype="<i8"))
     return HEADER.pack(MAGIC, 1, code, n, n + 1), *(array.tobytes() for array in arrays)
 
 
 class Pair(NamedTuple):
-    """An index and its ids. crc, answers: further files of this program; None: there are none."""
+    """An index and its ids. crc, answers: further files of this program; None if absent."""
 
     idx: str
     ids: str
@@ -77,6 +78,10 @@ def open_pair(idx: str) -> Pair:
     Raises:
         ConfigError: the index is damaged, or does not fit the ids.
     """
+    if not idx.endswith(".idx"):
+        raise ConfigError(
+            f"{idx} is no index of token ids; name an .idx file beside its .bin (docs/data.md makes one for other ids)"
+        )
     ids = str(Path(idx).with_suffix(".bin"))
     try:
         size, ids_size = os.path.getsize(idx), os.path.getsize(ids)
@@ -94,6 +99,29 @@ def open_pair(idx: str) -> Pair:
         raise ConfigError(
             f"{ids} has {ids_size} bytes and its index {Path(idx).name} says {end}: it is damaged or of another index; "
             "copy both again"
+        )
+    return pair
+
+
+def checked_pair(idx: str) -> Pair:
+    """Return a pair of another program, whose sequences follow each other in the .bin.
+
+    Raises:
+        ConfigError: they do not, or the index is damaged.
+    """
+    pair = open_pair(idx)
+    lengths, places, firsts = pair.arrays
+    whole = firsts[0] == 0 and firsts[-1] == len(lengths) and (not len(places) or places[0] == 0)
+    for start in range(0, len(firsts), _CHECKED):
+        whole = whole and bool((np.diff(firsts[start : start + _CHECKED + 1]) >= 0).all())
+    for start in range(0, len(lengths), _CHECKED):
+        sizes = lengths[start : start + _CHECKED].astype(np.int64) * pair.itemsize
+        steps = np.diff(places[start : start + _CHECKED + 1])
+        whole = whole and bool((sizes >= 0).all()) and bool((steps == sizes[: len(steps)]).all())
+    if not whole:
+        raise ConfigError(
+            f"{idx} is damaged: its sequences do not follow each other in {Path(pair.ids).name}, or its documents in "
+            "them; copy both again"
         )
     return pair
 

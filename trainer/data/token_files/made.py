@@ -13,12 +13,11 @@ import json
 import logging
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,12 +27,13 @@ from trainer.config.errors import ConfigError
 from trainer.config.imports import IMPORTED, import_packages
 from trainer.data.sources.files import cache_folder, contents, number_of, write_whole
 from trainer.data.sources.hub import HubData
-from trainer.data.sources.records import TextFile
+from trainer.data.sources.records import text_of_file
 from trainer.data.sources.registry import DataSettings, Part, files_of, source_of
 from trainer.data.token_files.format import MANIFEST, UNFINISHED
-from trainer.data.token_files.writer import entry_of, keep_if_whole, write_shard
+from trainer.data.token_files.writer import entry_of, write_shard
 from trainer.data.tokenizers.encoders import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
+from trainer.runtime.launcher_watch import end_with
 
 logger = logging.getLogger("trainer")
 _FORMAT = 2
@@ -94,7 +94,7 @@ class Inputs:
         """Return the number of documents up to the end of each file, and the hash of the content of these."""
         digest, found, documents, last = hashlib.blake2b(digest_size=8), [], 0, None
         if not self.settings.path:  # as files of other names have the same content on another machine
-            for text in (TextFile(file).text("") for file in self.files):
+            for text in map(text_of_file, self.files):
                 digest.update(f"{text}\0".encode("utf-8", "surrogatepass"))
             return [(sum(entry["documents"] for entry in entries), number_of(digest))]
         digests = dict(zip(self.files or (self.settings.path,), self.digests, strict=True))
@@ -141,7 +141,9 @@ def cached(settings: DataSettings) -> Path:
         folder = cache_folder() / "tokens" / key
         if not (folder / MANIFEST).exists():
             logger.info(f"making token files of {described(inputs.settings, inputs.size)} in {folder}")
-            tokenize(inputs, folder, processes=_processes(inputs.size), log=logger.info, every=_LOG_SECONDS)
+            cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            processes = 1 if 0 < inputs.size <= _ALONE_BYTES else cpus
+            tokenize(inputs, folder, processes=processes, log=logger.info, every=_LOG_SECONDS)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or cache_folder()} cannot be written ({error.strerror}); make room there, or name "
@@ -168,13 +170,6 @@ def _pinned(settings: DataSettings) -> DataSettings:
     if not note.exists():
         write_whole(note, HubData.of(path).found().path.encode())
     return replace(settings, path=note.read_text(encoding="utf-8"))
-
-
-def _processes(size: int) -> int:
-    """Return the number of processes that tokenize data of so many bytes; 0: unknown."""
-    if 0 < size <= _ALONE_BYTES:
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tokenize(
@@ -209,7 +204,8 @@ def tokenize(
         shards = dict(zip([stem.name for stem in stems], entries, strict=True))
         manifest = plan | {"content": inputs.content(parts, entries), "shards": shards}
         write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-        (folder / UNFINISHED).unlink(missing_ok=True)
+        for file in (folder / UNFINISHED, *folder.glob("*.tmp")):  # of processes that were killed
+            file.unlink(missing_ok=True)
     documents, tokens = (sum(entry[key] for entry in entries) for key in ("documents", "tokens"))
     seconds = _duration(time.monotonic() - started)
     log(f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({seconds})")
@@ -264,13 +260,18 @@ def _held(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
 
 def _missing(stems: Sequence[Path], entries: Mapping[str, Any], log: Callable[[str], None]) -> list[int]:
     """Return the numbers of the shards that are not there, or are damaged. entries: those of the manifest."""
-    there = [stem.with_suffix(".idx").exists() for stem in stems]
-    with ThreadPoolExecutor(8) as threads:
-        whole = list(threads.map(lambda stem: keep_if_whole(stem, entries.get(stem.name)), stems))
-    for stem, was_there, is_whole in zip(stems, there, whole, strict=True):
-        if was_there and not is_whole:
+    missing = []
+    for number, stem in enumerate(stems):
+        index = stem.with_suffix(".idx")
+        if index.exists():
+            with suppress(ConfigError, OSError):
+                found = entry_of(stem)
+                if found == entries.get(stem.name, found):
+                    continue
             log(f"{stem.name} is damaged, and is made again")
-    return [number for number, is_whole in enumerate(whole) if not is_whole]
+            index.unlink()
+        missing.append(number)
+    return missing
 
 
 def _write(
@@ -283,36 +284,38 @@ def _write(
     log: Callable[[str], None],
     every: float,
 ) -> None:
-    """Write shards, and log how far they are."""
+    """Write the shards `left`, and log how far they are."""
     started = logged = time.monotonic()
     done, total = 0, sum(parts[i].size for i in left)
-    processes = min(processes, len(left))
-    for number, (part, stem) in enumerate(_written([(settings, parts[i], stems[i]) for i in left], processes), 1):
-        done += part.size
+    work = {i: (settings, parts[i], stems[i]) for i in left}
+    for number, i in enumerate(_written(work, min(processes, len(left))), 1):
+        done += parts[i].size
         if (now := time.monotonic()) - logged < every:
             continue
         logged, seconds = now, now - started
         share = done / total if total else number / len(left)
         rate = f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB, {done / 2**20 / seconds:.1f} MiB/s, " if total else ""
-        log(f"{stem.name}: {number} of {len(left)} shards, {rate}{_duration(seconds * (1 - share) / share)} left")
+        log(f"{stems[i].name}: {number} of {len(left)} shards, {rate}{_duration(seconds * (1 - share) / share)} left")
 
 
-def _written(work: Sequence[tuple[DataSettings, Part, Path]], processes: int) -> Iterator[tuple[Part, Path]]:
-    """Write shards, and yield each when it is written.
+def _written(work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int) -> Iterator[int]:
+    """Write shards, and yield the number of each when it is written.
 
     Raises:
         ConfigError: of a process, or one was killed.
     """
     if processes <= 1:
-        yield from (_write_one(*one) for one in work)
+        for number, one in work.items():
+            write_shard(*one)
+            yield number
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        processes, spawn, initializer=_begin_process, initargs=(os.getpid(), tuple(IMPORTED))
-    ) as pool:
+    spawn, begin = multiprocessing.get_context("spawn"), (os.getpid(), tuple(IMPORTED))
+    with ProcessPoolExecutor(processes, spawn, initializer=_begin_process, initargs=begin) as pool:
         try:
-            for future in as_completed([pool.submit(_write_one, *one) for one in work]):
-                yield future.result()
+            numbers = {pool.submit(write_shard, *one): number for number, one in work.items()}
+            for future in as_completed(numbers):
+                future.result()
+                yield numbers[future]
         except BrokenProcessPool:
             raise ConfigError(
                 "a process that makes token files was killed, mostly for lack of memory; run the same command again, "
@@ -324,24 +327,8 @@ def _written(work: Sequence[tuple[DataSettings, Part, Path]], processes: int) ->
 
 def _begin_process(parent: int, packages: Sequence[str]) -> None:
     """Begin a process that tokenizes: it ends with its parent, and knows the sources of the same packages."""
-    _end_with(parent)
+    end_with(parent)
     import_packages(packages)
-
-
-def _end_with(parent: int) -> None:
-    """End this process soon after its parent: without one it would write its shard and then wait for ever."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _write_one(settings: DataSettings, part: Part, stem: Path) -> tuple[Part, Path]:
-    write_shard(settings, part, stem)
-    return part, stem
 
 
 def _duration(seconds: float) -> str:

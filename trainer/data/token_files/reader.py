@@ -6,26 +6,13 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.sources.bad_records import BadRecord, Skipped
+from trainer.data.sources.bad_records import BadRecord, Tally
 from trainer.data.token_files.format import HEADER, ByteRanges, Pair
 from trainer.data.tokenizers.encoders import NOTHING, Encoded
-
-
-class Documents(Protocol):
-    """Documents by number, in an order that depends on the data only."""
-
-    made_by: Mapping[str, int]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int) -> Encoded: ...
-
-    def fingerprint(self, documents: int) -> int:
-        """Return a 63-bit hash of the content of the first documents; 0: they end within a file."""
 
 
 class Catalog(NamedTuple):
@@ -55,7 +42,7 @@ class TokenFiles:
     def __init__(self, catalog: Catalog, *, skips: bool = False) -> None:
         self.made_by, self._catalog, self._skips = catalog.made_by, catalog, skips
         self._ends = np.cumsum([pair.documents for pair in catalog.pairs], dtype=np.int64)
-        self._reads, self._skipped, self._bad = ByteRanges(), Skipped(), set[int]()
+        self._reads, self._skipped, self._bad = ByteRanges(), Tally(), set[int]()
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -69,12 +56,17 @@ class TokenFiles:
         """
         if i in self._bad:  # every epoch meets it again
             return NOTHING
-        with self._skipped.counted(self._skips):
+        try:
             return self._document(i)
+        except BadRecord as error:
+            if not self._skips:
+                raise
+            self._skipped.count(error)
         self._bad.add(i)
         return NOTHING
 
     def fingerprint(self, documents: int) -> int:
+        """Return a 63-bit hash of the content of the first documents; 0: they end within a file."""
         return next((content for end, content in self._catalog.content if end == documents), 0)
 
     def _document(self, i: int) -> Encoded:

@@ -10,20 +10,16 @@ import fcntl
 import json
 import os
 import zlib
-from collections.abc import Mapping
 from contextlib import suppress
-from operator import eq
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.config.errors import ConfigError
-from trainer.data.sources.bad_records import Skipped
+from trainer.data.sources.bad_records import Tally
 from trainer.data.sources.files import write_whole
 from trainer.data.sources.registry import DataSettings, Part, documents_of, source_of
-from trainer.data.token_files.foreign import checked_pair
-from trainer.data.token_files.format import CODES, ByteRanges, index_bytes, open_pair
+from trainer.data.token_files.format import CODES, index_bytes, open_pair
 from trainer.data.tokenizers.encoders import NOTHING
 from trainer.data.tokenizers.tokenizer import vocab_size_of
 
@@ -37,7 +33,7 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
     """
     code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4  # uint16, or int32: the format has no uint32
     encoder, dtype = source_of(settings).encoder(settings), np.dtype(CODES[code])
-    index, lengths, sums, answers, skipped = stem.with_suffix(".idx"), [], [], [], Skipped()
+    index, lengths, sums, answers, skipped = stem.with_suffix(".idx"), [], [], [], Tally()
     with stem.with_suffix(".bin").open("ab") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # a process of a run whose parent was killed may still write
         if index.exists():
@@ -63,42 +59,14 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
 
 
 def entry_of(stem: Path) -> dict[str, Any]:
-    """Return what the manifest says about a shard: documents, tokens, check sums, and what was skipped in it."""
+    """Return the manifest's entry of a shard: documents, tokens, check sums, and what was skipped in it.
+
+    Raises:
+        ConfigError: the index is damaged, or does not fit the ids.
+        OSError: a file is missing.
+    """
     sums = {name: zlib.crc32(stem.with_suffix(f".{name}").read_bytes()) for name in ("idx", "crc")}
     pair, note = open_pair(str(stem.with_suffix(".idx"))), {}
     with suppress(FileNotFoundError):
         note = json.loads(stem.with_suffix(".skipped").read_text(encoding="utf-8"))
     return {"documents": pair.documents, "tokens": os.path.getsize(pair.ids) // pair.itemsize, **sums, **note}
-
-
-def keep_if_whole(stem: Path, entry: Mapping[str, Any] | None) -> bool:
-    """Return whether a shard is there and whole. The index of a damaged one is removed, so that it is made again.
-
-    entry: what the manifest says about the shard; None: there is no manifest yet.
-    """
-    index = stem.with_suffix(".idx")
-    if not index.exists():
-        return False
-    with stem.with_suffix(".bin").open("ab") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # another process may make it again
-        if not _is_whole(stem, entry):
-            index.unlink(missing_ok=True)
-        return index.exists()
-
-
-def _is_whole(stem: Path, entry: Mapping[str, Any] | None) -> bool:
-    """Return whether the files of a shard fit each other and the manifest; all of them are read."""
-    reads, marks = ByteRanges(), stem.with_suffix(".answers")
-    try:
-        pair, sums = checked_pair(str(stem.with_suffix(".idx"))), np.fromfile(stem.with_suffix(".crc"), dtype="<u4")
-        lengths, places, _ = pair.arrays
-        found, has_marks = [], marks.exists()
-        for start, length in zip(places.tolist(), lengths.tolist(), strict=True):
-            found.append(zlib.crc32(reads.read(pair.ids, start, start + length * pair.itemsize)))
-            if has_marks:
-                first = start // pair.itemsize
-                found[-1] = zlib.crc32(reads.read(str(marks), first, first + length), found[-1])
-        same = entry is None or entry_of(stem) == entry
-        return same and len(sums) == len(found) and all(map(eq, found, sums.tolist()))
-    except (ConfigError, OSError, KeyError, TypeError, ValueError):
-        return False

@@ -11,11 +11,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.data.tokenizers.chat_written import left_out, with_objects
+from trainer.data.tokenizers.tokenizer_json import read_settings
 
 if TYPE_CHECKING:
     import jinja2
@@ -58,25 +60,25 @@ class ChatTemplate:
             roles = {"user": found["prompt"], "assistant": found["answer"]}
             messages = [{"role": role, "content": text} for role, text in roles.items()]
         try:
-            return self._rendered(found, messages)
-        except ConfigError:  # most templates write arguments of calls as JSON, and some take them as such
-            if (objects := with_objects(messages)) is None:
-                raise
-        return self._rendered(found, objects)
+            try:
+                return self._rendered(messages, found.get("tools"))
+            except ConfigError:  # most templates write arguments of calls as JSON, and some take them as such
+                if (objects := with_objects(messages)) is None:
+                    raise
+            return self._rendered(objects, found.get("tools"))
+        except ConfigError as error:
+            raise ConfigError(f"{found['where']()}: the chat template {self._name} {error}") from None
 
-    def _rendered(
-        self, found: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        write = partial(self._text, tools=found.get("tools"), where=found["where"])
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: object) -> tuple[str, list[tuple[int, int]]]:
+        write = partial(self._text, tools=tools)
         text = write(self._plain, messages)
         if missing := left_out(messages, text):
             raise ConfigError(
-                f"{found['where']}: the chat template {self._name} does not write {missing}; use the template of a "
-                "model that has it, or leave the line out"
+                f"does not write {missing}; use the template of a model that has it, or leave the line out"
             )
         if self._marked is None:
-            return text, self._spans_by_prefixes(write, messages, text, found["where"])
-        return text, self._spans_by_marks(write(self._marked, messages), text, found["where"])
+            return text, self._spans_by_prefixes(write, messages, text)
+        return text, _spans_by_marks(write(self._marked, messages), text)
 
     def _text(
         self,
@@ -84,7 +86,6 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: object,
-        where: str,
         prompts: bool = False,
     ) -> str:
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompts}
@@ -92,32 +93,12 @@ class ChatTemplate:
             return template.render(**self._special, **given)
         except Exception as error:  # a template is a program: anything can go wrong in it
             reason = str(error).strip().split("\n")[0] or type(error).__name__
-            raise ConfigError(
-                f"{where}: the chat template {self._name} refuses it ({reason}); change the line or the template"
-            ) from None
-
-    def _spans_by_marks(self, marked: str, text: str, where: str) -> list[tuple[int, int]]:
-        """Return the answers that the template itself marks."""
-        parts = re.split("|".join(_MARKS), marked)
-        inside = parts[1::2]
-        if "".join(parts) != text or any(mark in text for mark in _MARKS):
-            raise ConfigError(
-                f"{where}: the chat template {self._name} changes text after {{% generation %}} has marked it; keep "
-                "the block where the text is written"
-            )
-        if not any(inside):
-            raise ConfigError(f"{where}: the chat template {self._name} marks no answer in it; {_MARK_ANSWERS}")
-        spans, place = [], 0
-        for number, part in enumerate(parts):
-            if number % 2:
-                spans.append((place, place + len(part)))
-            place += len(part)
-        return spans
+            raise ConfigError(f"refuses it ({reason}); change the line or the template") from None
 
     def _spans_by_prefixes(
-        self, write: partial[str], messages: Sequence[Mapping[str, Any]], text: str, where: str
+        self, write: partial[str], messages: Sequence[Mapping[str, Any]], text: str
     ) -> list[tuple[int, int]]:
-        """Return the answers as what follows when a conversation goes on by one: each text must continue the last."""
+        """Return each answer as the text that one more message adds to the rendering."""
         spans, before = [], ""
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -126,22 +107,32 @@ class ChatTemplate:
             whole = write(self._plain, messages[: i + 1])
             if not (prompt.startswith(before) and whole.startswith(prompt) and text.startswith(whole)):
                 raise ConfigError(
-                    f"{where}: the chat template {self._name} writes message {i + 1} otherwise when others follow, or "
-                    f"not after its own generation prompt, so that its answer cannot be found; {_MARK_ANSWERS}, or "
-                    "give one line for each answer"
+                    f"writes message {i + 1} otherwise when others follow, or not after its own generation prompt, so "
+                    f"that its answer cannot be found; {_MARK_ANSWERS}, or give one line for each answer"
                 )
             answer, content = whole[len(prompt) :], message["content"].strip()
             begins = bool(content) and answer.lstrip().startswith(content)
             if not begins and (i == 0 or prompt == write(self._plain, messages[:i])):  # no header goes before it
                 raise ConfigError(
-                    f"{where}: the chat template {self._name} has no generation prompt before message {i + 1}, so that "
-                    f"the start of the answer is not known; {_MARK_ANSWERS}"
+                    f"has no generation prompt before message {i + 1}, so that the start of the answer is not known; "
+                    f"{_MARK_ANSWERS}"
                 )
             # White space after an end token is the template's; the model is not asked for it.
             ends_by_itself = content and answer.rstrip().endswith(content)
             spans.append((len(prompt), len(whole if ends_by_itself else whole.rstrip())))
             before = whole
         return spans
+
+
+def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
+    """Return the answers that the template itself marks."""
+    parts = re.split("|".join(_MARKS), marked)
+    if "".join(parts) != text or any(mark in text for mark in _MARKS):
+        raise ConfigError("changes text after {% generation %} has marked it; keep the block where the text is written")
+    if not any(parts[1::2]):
+        raise ConfigError(f"marks no answer in it; {_MARK_ANSWERS}")
+    ends = list(accumulate(map(len, parts)))
+    return list(zip(ends[:-1:2], ends[1::2], strict=True))
 
 
 def find_template(
@@ -157,8 +148,11 @@ def find_template(
     """
     if chat_template == NO_TEMPLATE:
         return None
-    folders = _folders(Path(tokenizer_path))
-    settings = [(folder, _settings(folder)) for folder in folders]
+    tokenizer = Path(tokenizer_path)
+    folders = [tokenizer if tokenizer.is_dir() else tokenizer.absolute().parent]
+    if not tokenizer.is_dir() and folders[0].name == "original":  # Meta's is in a folder inside that of the model
+        folders.append(folders[0].parent)
+    settings = [(folder, read_settings(folder / "tokenizer_config.json")) for folder in folders]
     special = next((_special_tokens(found) for _, found in settings if found), ends or {})
     if chat_template is not None:
         try:
@@ -180,20 +174,6 @@ def find_template(
         if isinstance(source, str):
             return ChatTemplate(source, str(folder / "tokenizer_config.json"), special)
     return None
-
-
-def _folders(tokenizer: Path) -> list[Path]:
-    """Return where files beside a tokenizer lie; Meta's has a folder of its own inside the model's."""
-    if tokenizer.is_dir():
-        return [tokenizer]
-    inside = tokenizer.absolute().parent.name == "original"
-    return [tokenizer.parent, *([tokenizer.absolute().parent.parent] if inside else [])]
-
-
-def _settings(folder: Path) -> Mapping[str, Any]:
-    from trainer.data.tokenizers.tokenizer_json import read_settings
-
-    return read_settings(folder / "tokenizer_config.json")
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -226,10 +206,8 @@ def _environment(marks: tuple[str, str]) -> jinja2.Environment:
     def refuse(reason: str) -> None:
         raise TemplateError(reason)
 
-    def to_json(
-        value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def to_json(value: object, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]

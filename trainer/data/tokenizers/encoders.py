@@ -96,8 +96,8 @@ def plain_text(found: Mapping[str, Any]) -> dict[str, str]:
     """
     if "messages" in found:
         raise ConfigError(
-            f'{found["where"]} has "messages", which need a chat template, and the tokenizer has none; name its Jinja '
-            "file in model.chat_template, or the folder of an instruction-tuned model in model.tokenizer_path"
+            f'{found["where"]()} has "messages", which need a chat template, and the tokenizer has none; name its '
+            "Jinja file in model.chat_template, or the folder of an instruction-tuned model in model.tokenizer_path"
         )
     return {"prompt": found["prompt"], "answer": found["answer"]}
 

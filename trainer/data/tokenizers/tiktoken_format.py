@@ -130,3 +130,6 @@ def read_ranks(file: str, given: str) -> dict[bytes, int]:
 def vocab_size(file: str, given: str) -> int:
     """Return `TiktokenTokenizer(file, given).vocab_size`, without tiktoken."""
     return len(read_ranks(file, given)) + NUM_SPECIAL_TOKENS
+
+
+FORMAT = TiktokenTokenizer

@@ -10,12 +10,12 @@ The first one that a folder has is taken. All other modules know tokenizers by `
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import TOKENIZER_FILES, Model
 
 HINT = (
-    "; get Llama 3's with `lct download-tokenizer`, train one with `lct train-tokenizer`,"
+    "; get Llama 3's with `python scripts/download_tokenizer.py`, train one with `python scripts/train_tokenizer.py`,"
     " or leave model.tokenizer_path out for the shipped one"
 )
 
@@ -79,7 +79,7 @@ class Tokenizer(ABC):
 
 def replace_surrogates(text: str) -> str:
     """Return `text` as legal Unicode: surrogate pairs joined, lone surrogates as U+FFFD (tiktoken's rule)."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def open_tokenizer(path: str | None = None) -> Tokenizer:
@@ -88,28 +88,19 @@ def open_tokenizer(path: str | None = None) -> Tokenizer:
     Raises:
         ConfigError: there is none, or its file is damaged.
     """
-    found = _found(path or default_tokenizer_path())
-    module = importlib.import_module(f"trainer.data.tokenizers.{found.module}")
-    return getattr(module, found.name)(found.file, found.given)
+    module, *found = _found(path)
+    return module.FORMAT(*found)
 
 
 def vocab_size_of(path: str | None = None) -> int:
-    """Return `open_tokenizer(path).vocab_size`, without the tokenizer's library where the file alone tells it.
-
-    Raises:
-        ConfigError: there is no tokenizer, or its file is damaged.
-    """
-    found = _found(path or default_tokenizer_path())
-    return importlib.import_module(f"trainer.data.tokenizers.{found.module}").vocab_size(found.file, found.given)
+    """Return `open_tokenizer(path).vocab_size`, from the file alone, without the tokenizer's library."""
+    module, *found = _found(path)
+    return module.vocab_size(*found)
 
 
 def tokenizer_hash(path: str | None = None) -> str:
-    """Return the SHA-256 of the tokenizer's file.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-    """
-    return hashlib.sha256(Path(_found(path or default_tokenizer_path()).file).read_bytes()).hexdigest()
+    """Return the SHA-256 of the tokenizer's file."""
+    return hashlib.sha256(Path(_found(path)[1]).read_bytes()).hexdigest()
 
 
 def default_tokenizer_path() -> str:
@@ -117,18 +108,10 @@ def default_tokenizer_path() -> str:
     return Model().tokenizer_file
 
 
-class _Found(NamedTuple):
-    """A tokenizer's file, the path that the user gave, and the module and class of its format."""
-
-    file: str
-    given: str
-    module: str
-    name: str
-
-
-def _found(path: str) -> _Found:
+def _found(path: str | None) -> tuple[Any, str, str]:
+    """Return the module of a tokenizer's format, its file, and the path that the user gave."""
+    file = path = path or default_tokenizer_path()
     try:
-        file = path
         if os.path.isdir(path):
             files = (os.path.join(path, name) for name in TOKENIZER_FILES)
             file = next((file for file in files if os.path.isfile(file)), "")
@@ -143,12 +126,11 @@ def _found(path: str) -> _Found:
         raise MissingFile(f"model.tokenizer_path = {path!r} does not exist{HINT}") from None
     except OSError as error:
         raise ConfigError(f"model.tokenizer_path = {path!r} cannot be read ({error.strerror}){HINT}") from None
-    if start.lstrip()[:1] == b"{":
-        return _Found(file, path, "tokenizer_json", "JsonTokenizer")
     # A message of protobuf, whose first field is a piece: a tag, a length, a tag.
     if start[:1] == b"\n" and start[2:3] == b"\n":
         raise ConfigError(
             f"model.tokenizer_path = {path!r} is a model of sentencepiece, which is not read; name the tokenizer.json "
             "of the same model, which its folder at the Hugging Face hub has"
         )
-    return _Found(file, path, "tiktoken_format", "TiktokenTokenizer")
+    name = "tokenizer_json" if start.lstrip()[:1] == b"{" else "tiktoken_format"
+    return import_module(f"trainer.data.tokenizers.{name}"), file, path

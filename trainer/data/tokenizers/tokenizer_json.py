@@ -127,3 +127,6 @@ def _damaged(given: str, reason: str) -> ConfigError:
         f"model.tokenizer_path = {given!r} is no tokenizer.json of Hugging Face's tokenizers "
         f"({reason.strip().splitlines()[0][:200]}); copy it again, or name another tokenizer"
     )
+
+
+FORMAT = JsonTokenizer

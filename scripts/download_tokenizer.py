@@ -1,7 +1,7 @@
 """Download a tokenizer from the Hugging Face hub: `original/tokenizer.model` of Llama 3, or `tokenizer.json`.
 
-    lct download-tokenizer --repo-id meta-llama/Llama-3.1-8B --token hf_...
-    lct download-tokenizer --repo-id Qwen/Qwen3-8B --folder assets/qwen3
+    python scripts/download_tokenizer.py --repo-id meta-llama/Llama-3.1-8B --token hf_...
+    python scripts/download_tokenizer.py --repo-id Qwen/Qwen3-8B --folder assets/qwen3
 
 Meta's repositories ask for an account and the acceptance of the licence; a token also comes from `hf auth login`.
 """
@@ -9,6 +9,8 @@ Meta's repositories ask for an account and the acceptance of the licence; a toke
 import argparse
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
 from trainer.config.errors import ConfigError
 
@@ -74,15 +76,15 @@ def _unreachable(error: Exception) -> str:
     reason = str(error.__cause__ or error).strip().partition("\n")[0]
     return (
         f"the Hugging Face hub cannot be reached ({reason}); check the network, or copy {FILENAME} here by hand,"
-        " or train a tokenizer with `lct train-tokenizer`"
+        " or train a tokenizer with `python scripts/train_tokenizer.py`"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="lct download-tokenizer", description=__doc__.splitlines()[0])
-    parser.add_argument("--repo-id", default="meta-llama/Llama-3.1-8B", help="repository on the hub")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repo-id", "--repo_id", default="meta-llama/Llama-3.1-8B", help="repository on the hub")
     parser.add_argument("--folder", default="assets/tokenizer", help="where to put it")
-    parser.add_argument("--token", default=None, help="access token; default: the one of `hf auth login`")
+    parser.add_argument("--token", "--hf_token", default=None, help="access token; default: the one of `hf auth login`")
     args = parser.parse_args(argv)
     try:
         path = Path(download(args.repo_id, args.folder, args.token))

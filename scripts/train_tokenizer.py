@@ -1,7 +1,7 @@
 """Train a byte-level BPE with Llama 3's split pattern and write it in tiktoken's rank format.
 
-    lct train-tokenizer --output trainer/assets/python_4k.tiktoken
-    lct train-tokenizer --dataset text --path 'books/*.txt' --vocab-size 32000 --output my.tiktoken
+    python scripts/train_tokenizer.py --output trainer/assets/python_4k.tiktoken
+    python scripts/train_tokenizer.py --dataset text --path 'books/*.txt' --vocab-size 32000 --output my.tiktoken
 
 The same text gives the same file, byte for byte.
 """
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
 from trainer.config.errors import ConfigError
 from trainer.data.sources.registry import DATASETS, DataSettings, all_documents, check_source
@@ -55,7 +57,7 @@ def byte_of_char() -> dict[str, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="lct train-tokenizer", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", default="python_stdlib", help=f"one of {', '.join(DATASETS)}")
     parser.add_argument("--path", default=None, help="file, folder or glob, for text and jsonl")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens without the 256 special ones")
