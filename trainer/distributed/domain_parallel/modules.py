@@ -11,33 +11,32 @@ circular padding is another matter: torch pads in a step of its own, which gives
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules import module as torch_modules
 
 from trainer.distributed.domain_parallel.agreement import check_layouts, same_draws
-from trainer.distributed.domain_parallel.convolution import conv
 from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, is_sharded, map_tensors
-from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.domain_parallel.whole import flat
+from trainer.distributed.domain_parallel.windows import conv
 
 
 class _DomainConv:
     """What a convolution's class becomes: on a sharded tensor a circular padding is a halo."""
 
     def forward(self, x: torch.Tensor | DomainTensor) -> Any:
-        if not is_sharded(x) or self.padding_mode not in ("zeros", "circular"):
+        if not is_sharded(x) or self.padding_mode != "circular":
             return super().forward(x)
-        options = {name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
-        return DomainTensor(*conv(x.local, x.domain, self.weight, self.bias, **options))
+        function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[self.weight.ndim - 2]
+        options = (self.stride, self.padding, self.dilation, self.groups)
+        return conv(function, x, self.weight, self.bias, *options, periodic=True)
 
 
 class DomainConv1d(_DomainConv, nn.Conv1d):
@@ -68,12 +67,7 @@ class NeighborhoodAttention(nn.Module):
 
     def forward(self, q: Any, k: Any, v: Any) -> Any:
         """q: (B, *spatial, H, D); k, v: (B, *spatial, K, D) -> (B, *spatial, H, D)."""
-        tensors = [x for x in (q, k, v) if isinstance(x, DomainTensor)]
-        if not tensors:
-            return neighborhood_attention(q, k, v, Domain({}), **self.options)[0]
-        domain = common_domain("neighborhood attention", tensors, q.shape)
-        q, k, v = (own_part(x, domain, x.shape) for x in (q, k, v))
-        return DomainTensor(*neighborhood_attention(q, k, v, domain, **self.options))
+        return neighborhood_attention(q, k, v, **self.options)
 
 
 DROP_INS: Mapping[type[nn.Module], type[nn.Module]] = {
@@ -83,29 +77,23 @@ DROP_INS: Mapping[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def parallelize(model: nn.Module, *args: Any, plan: Mapping[str, type[nn.Module]] | None = None, **kwargs: Any) -> Any:
+def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Prepare a model for sharded inputs, in place, and return its output for such inputs, on the meta device.
 
     A collective: all ranks must describe their inputs alike, which is compared by a hash.
 
-    args, kwargs: of the model's forward; only shapes and domains count. plan: pattern of module names, such as
-    `blocks.*.attention` -> the class that these modules take, with the same parameters; it goes before `DROP_INS`.
+    args, kwargs: of the model's forward; only shapes and domains count.
 
     Raises:
         DomainOperatorError: the forward calls a function that is not handled, or checkpoints in the reentrant way; the
             message names the module. A module with backward hooks gets a sharded tensor, now or in a later forward.
-        ValueError: layouts, shapes or types that differ between ranks; a pattern of the plan that no module has.
+        ValueError: layouts, shapes or types that differ between ranks.
     """
     tensors = [x for x in flat((args, kwargs)) if isinstance(x, DomainTensor)]
     check_layouts(tensors)
-    for pattern in plan or ():
-        if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
-            raise ValueError(f"plan: no module has a name like {pattern!r}; the first are {_names(model)}")
-    for name, module in model.named_modules():
-        chosen = [cls for pattern, cls in (plan or {}).items() if fnmatchcase(name, pattern)]
-        new = chosen[0] if chosen else DROP_INS.get(type(module))
-        if new is not None:
-            module.__class__ = new  # parameters, buffers and hooks stay
+    for module in model.modules():
+        if type(module) in DROP_INS:
+            module.__class__ = DROP_INS[type(module)]  # parameters, buffers and hooks stay
     with same_draws(tensors):
         result, reached = _dry_run(model, args, kwargs)
     model.register_forward_pre_hook(partial(_check_later_hooks, reached))
@@ -178,7 +166,3 @@ def _check_backward_hooks(module: nn.Module, where: str = "") -> None:
             f"{where}a backward hook of a module that gets a sharded tensor would not run; put hooks on parameters "
             "(`parameter.register_hook`) or on the shard (`x.local.register_hook`)"
         )
-
-
-def _names(model: nn.Module) -> str:
-    return ", ".join([name for name, _ in model.named_modules() if name][:5])

@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.domain_parallel.dispatch import DomainTensor
+from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.neighborhoods import (
     Neighborhood,
     Tiles,
+    seen_rows,
     tile_axis,
     tile_rows,
-    wanted_rows,
 )
-from trainer.distributed.domain_parallel.sliding import per_axis
+from trainer.distributed.domain_parallel.windows import per_axis
 from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Ranges
 from trainer.distributed.sharding.rows import connected, fetch
@@ -37,48 +38,57 @@ _TILES_OF_A_CALL = 1 << 14  # kernels launch a block for each tile in a dimensio
 
 
 def neighborhood_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    domain: Domain,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
     kernel_size: int | Sequence[int],
     dilation: int | Sequence[int] = 1,
     stride: int | Sequence[int] = 1,
     is_causal: bool | Sequence[bool] = False,
     scale: float | None = None,
-) -> tuple[torch.Tensor, Domain]:
-    """Return the attention of each query to its neighbourhood: (B, *spatial, H, D of v), and its domain, the same one.
+) -> Any:
+    """Return the attention of each query to its neighbourhood: (B, *spatial, H, D of v), in the domain of q, k and v.
 
-    q: (B, *spatial, H, D); k, v: (B, *spatial, K, D), where K divides H and head h reads head h // (H / K). Options are
-    given for all axes or one by one. scale: of the scores, None for 1 / sqrt(D).
+    q: (B, *spatial, H, D); k, v: (B, *spatial, K, D), where K divides H and head h reads head h // (H / K); sharded or
+    whole. Options are given for all axes or one by one. scale: of the scores, None for 1 / sqrt(D).
 
     Raises:
-        ValueError: tensors that do not fit each other or the domain, sharded heads, a stride above the kernel size, or
-            a window that does not fit the axis.
+        ValueError: tensors that do not fit each other, sharded heads, a stride above the kernel size, or a window that
+            does not fit the axis.
     """
-    shape = _check_shapes(q, k, v, domain)
+    tensors, shape = [x for x in (q, k, v) if isinstance(x, DomainTensor)], q.shape
+    _check_shapes(q, k, v)
+    domain = common_domain("neighborhood attention", tensors, shape)
     dims = range(1, q.ndim - 2)
+    if any(dim > dims[-1] for dim in domain.axes):
+        raise ValueError(
+            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
+            "must have whole; shard batch or spatial dimensions"
+        )
     options = (per_axis(option, dims) for option in (kernel_size, dilation, stride, is_causal))
     hoods: dict[int, Hood] = {dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)}
     for dim, hood in hoods.items():
         _check_fit(hood, shape[dim], dim)
+    q, k, v = (own_part(x, domain, x.shape) for x in (q, k, v))
     keys = {dim: ((0, shape[dim]),) for dim in dims}
-    split = domain.split(dims)
-    if split:
+    sharded = [dim for dim in dims if dim in domain.axes]
+    if sharded:
         both = torch.cat([k, v], -1)
-        for dim, axis in split.items():
+        for dim in sharded:
+            axis = domain.axes[dim]
             wanted = _wanted(axis.layout.ranges, shape[dim], hoods[dim])
             both, keys[dim] = fetch(both, axis, wanted, dim), wanted[axis.rank]
         k, v = both.split([k.shape[-1], v.shape[-1]], -1)
     result = (*q.shape[:-1], v.shape[-1])
     if q.is_meta:
-        return q.new_empty(result), domain
-    if 0 in result:
-        return connected(q.new_zeros(result), q, k, v), domain
-    queries = [domain.ranges(dim, shape[dim]) for dim in dims]
-    axes = [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)]
-    return _attend_axes(q, k, v, axes, scale), domain
+        out = q.new_empty(result)
+    elif 0 in result:
+        out = connected(q.new_zeros(result), q, k, v)
+    else:
+        queries = [domain.ranges(dim, shape[dim]) for dim in dims]
+        out = _attend_axes(q, k, v, [*zip(queries, keys.values(), shape[1:-2], hoods.values(), strict=True)], scale)
+    return DomainTensor(out, domain) if tensors else out
 
 
 def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None) -> torch.Tensor:
@@ -108,7 +118,7 @@ def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, 
 @planned
 def _wanted(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ranges, ...]:
     """Return for each rank the rows that its queries see; owned: by each rank."""
-    return wanted_rows(owned, length, Neighborhood(*hood))
+    return tuple(seen_rows(ranges, length, Neighborhood(*hood)) for ranges in owned)
 
 
 @planned
@@ -134,8 +144,7 @@ def _tiles(cut: Cut, single: bool) -> tuple[Tiles, ...]:
 # ---- checks
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, domain: Domain) -> tuple[int, ...]:
-    """Return the global shape of q."""
+def _check_shapes(q: Any, k: Any, v: Any) -> None:
     fits = q.ndim == k.ndim == v.ndim in (4, 5, 6) and q.shape[:-2] == k.shape[:-2] and k.shape[:-1] == v.shape[:-1]
     if not fits or q.shape[-1] != k.shape[-1] or not k.shape[-2] or q.shape[-2] % k.shape[-2]:
         raise ValueError(
@@ -143,12 +152,6 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, domain: Dom
             "(batch, *spatial, heads, head dim) with one to three spatial dimensions, the same head dim of q and k, "
             "and a number of heads of k and v that divides q's"
         )
-    if any(dim >= q.ndim - 2 for dim, axis in domain.axes.items() if axis.degree > 1):
-        raise ValueError(
-            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
-            "must have whole; shard batch or spatial dimensions"
-        )
-    return domain.shape(q)
 
 
 def _check_fit(hood: Hood, length: int, dim: int) -> None:

@@ -66,12 +66,8 @@ def segments(ranges: Sequence[Range], length: int, hood: Neighborhood) -> Iterat
             yield Segment(remainder, rows, (first, end), keys)
 
 
-def wanted_rows(owned: Sequence[Ranges], length: int, hood: Neighborhood) -> tuple[Ranges, ...]:
-    """Return for each rank the rows that its queries see; owned: by each rank, of an axis of `length` rows."""
-    return tuple(_seen(ranges, length, hood) for ranges in owned)
-
-
-def _seen(ranges: Ranges, length: int, hood: Neighborhood) -> Ranges:
+def seen_rows(ranges: Ranges, length: int, hood: Neighborhood) -> Ranges:
+    """Return the rows of an axis of `length` rows that the queries at rows `ranges` see."""
     if hood.dilation == 1:
         return union(segment.keys for segment in segments(ranges, length, hood))
     seen = np.zeros(length + 2, dtype=np.int8)

@@ -8,71 +8,57 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.sharding.exchange import all_to_all
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.placement import unshard
+from trainer.distributed.sharding.placement import unshard, with_adjoint
 from trainer.distributed.sharding.rows import fetch
 
 
-def reshard(x: torch.Tensor, domain: Domain, layouts: Mapping[int, AxisLayout]) -> tuple[torch.Tensor, Domain]:
+def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
     """Return x with other layouts of some of its sharded dimensions, over the same ranks; only moved rows are sent.
 
     Raises:
-        ValueError: a dimension that is not sharded, or a layout of another length or degree.
+        ValueError: a layout of another length or number of ranks.
     """
-    domain.shape(x)
+    local = x.local
     for dim, layout in layouts.items():
-        axis = domain.axes.get(dim)
-        if axis is None or (axis.layout.length, axis.degree) != (layout.length, layout.degree):
-            there = "is not sharded" if axis is None else f"has {axis.layout.length} rows on {axis.degree} ranks"
+        axis = x.domain.axes.get(dim)
+        rows, degree = x.shape[dim], 1 if axis is None else axis.degree
+        if (rows, degree) != (layout.length, layout.degree):
             raise ValueError(
-                f"dimension {dim} {there}; a layout of {layout.length} rows on {layout.degree} ranks does not fit it"
+                f"dimension {dim} has {rows} rows on {degree} rank(s); a layout of {layout.length} rows on "
+                f"{layout.degree} rank(s) does not fit it"
             )
-        x = fetch(x, axis, layout.ranges, dim)
-    return x, domain.layouts(layouts)
+        local = fetch(local, axis, layout.ranges, dim)
+    return DomainTensor(local, x.domain.layouts(layouts))
 
 
-def move(
-    x: torch.Tensor, domain: Domain, source_dim: int, target_dim: int, layout: AxisLayout
-) -> tuple[torch.Tensor, Domain]:
+def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) -> DomainTensor:
     """Return x sharded in another dimension over the same ranks, such as rows to columns; one all-to-all.
 
     layout: of the target dimension, which is whole before; the source dimension is whole after. Each element is sent
     from the rank that has it to the one rank that gets it, and its gradient back.
 
     Raises:
-        ValueError: a source that is not sharded, a target that is, or a layout of another length or degree.
+        ValueError: a target that is sharded, or a layout of another length or number of ranks.
     """
-    shape, axis = domain.shape(x), domain.axes.get(source_dim)
-    if (
-        axis is None
-        or target_dim in domain.axes
-        or not 0 <= target_dim < x.ndim
-        or (layout.length, layout.degree) != (shape[target_dim], axis.degree)
-    ):
+    axes = dict(x.domain.axes)
+    axis = axes.pop(source_dim, None)
+    is_whole = target_dim not in x.domain.axes and 0 <= target_dim < x.ndim
+    if not is_whole or (layout.length, layout.degree) != (x.shape[target_dim], 1 if axis is None else axis.degree):
         raise ValueError(
-            f"a tensor of shape {shape}, sharded in dimensions {[*domain.axes]}, cannot move from dimension "
+            f"a tensor of shape {tuple(x.shape)}, sharded in dimensions {[*x.domain.axes]}, cannot move from dimension "
             f"{source_dim} to dimension {target_dim} with a layout of {layout.length} rows on {layout.degree} ranks; "
             "the source is sharded, the target is whole, and the layout has the target's length and the source's ranks"
         )
-    others = {dim: a for dim, a in domain.axes.items() if dim != source_dim}
-    target = Axis(layout, axis.group)
-    return _Move.apply(x, axis, source_dim, target, target_dim), Domain(others | {target_dim: target})
-
-
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, source, source_dim, target, target_dim):
-        ctx.back = target, target_dim, source, source_dim
-        return _moved(x, source, source_dim, target, target_dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return _moved(gradient, *ctx.back), None, None, None, None
+    if axis is None:
+        return x
+    source, target = (axis, source_dim), (Axis(layout, axis.group), target_dim)
+    local = with_adjoint(x.local, lambda x: _moved(x, *source, *target), lambda x: _moved(x, *target, *source))
+    return DomainTensor(local, Domain(axes | {target_dim: target[0]}))
 
 
 def _moved(x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int) -> torch.Tensor:
@@ -91,18 +77,13 @@ def _moved(x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_
     return torch.cat(pieces, source_dim).index_select(source_dim, order)
 
 
-def gather(
-    x: torch.Tensor, domain: Domain, dims: Sequence[int] | None = None, *, grad: str = "partial"
-) -> tuple[torch.Tensor, Domain]:
-    """Return x with dimensions (None: all) whole on every rank, differentiable.
-
-    grad: placement of the result's gradient: `partial` (summed over the ranks) or `replicated` (nothing is sent).
-    """
-    domain.shape(x)
-    dims = tuple(domain.axes) if dims is None else tuple(dims)
-    for dim, axis in domain.split(dims).items():
-        x = unshard(x, axis.layout, dim, group=axis.group, grad=grad)
-    return x, domain.reduced(dims, keepdim=True)
+def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
+    """Return x with dimensions (None: all) whole on every rank; the ranks' gradients of it are summed."""
+    dims, local = tuple(x.domain.axes) if dims is None else dims, x.local
+    for dim, axis in x.domain.axes.items():
+        if dim in dims:
+            local = unshard(local, axis.layout, dim, group=axis.group)
+    return DomainTensor(local, x.domain.reduced(dims, keepdim=True))
 
 
 def scatter(
@@ -138,8 +119,6 @@ def scatter(
                     x = torch.empty([*rows[:dim], 0, *rows[dim + 1 :]], dtype=dtype, device=device)
                 x = fetch(x, _all_on(axis, owners[dim]), axis.layout.ranges, dim)
             rows[dim] = axis.rows
-    if x is None:
-        raise AssertionError("the last axis gives every rank its rows")
     return x.contiguous()
 
 
