@@ -159,7 +159,8 @@ class Interception(TorchFunctionMode):
     def _raise_together(self, refusal: str | None) -> str | None:
         """Return why this rank must raise: its own refusal, or that of other ranks or of all. A collective."""
         mesh = self._live.mesh
-        mine = torch.tensor([refusal is not None, self._watch.flags], dtype=torch.int64, device=mesh.device_type)
+        positions = self._watch.positions
+        mine = torch.tensor([refusal is not None, positions.flags], dtype=torch.int64, device=mesh.device_type)
         ranks = all_gather(mine, mesh).tolist()
         refusing = [rank for rank, (refused, _) in enumerate(ranks) if refused]
         if refusing and refusal is None:
@@ -167,7 +168,8 @@ class Interception(TorchFunctionMode):
                 f"rank(s) {refusing} of the group cannot do this attention call context parallel; their message says "
                 "why"
             )
-        return refusal or self._watch.refusal_of_ranks([flags for _, flags in ranks])
+        self._watch.has_news = False
+        return refusal or positions.refusal_of_ranks([flags for _, flags in ranks])
 
 
 @lru_cache(maxsize=4096)

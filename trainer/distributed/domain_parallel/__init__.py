@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "domain": "Axis Domain balanced gathered sized",
         "gradients": "average_gradients",
-        "modules": "DomainConv1d DomainConv2d DomainConv3d NeighborhoodAttention parallelize",
+        "modules": "NeighborhoodAttention parallelize",
         "neighborhood": "neighborhood_attention",
         "tensor": "DomainOperatorError DomainTensor rule",
         "transfer": "gather move read reshard scatter",

@@ -1,12 +1,12 @@
 """Models that run on sharded tensors as they are: modules that take another class, and a check before the first step.
 
     x = DomainTensor(local, domain)
-    y = parallelize(model, x)      # convolutions become DomainConv; the forward runs once without data
+    y = parallelize(model, x)      # the forward runs once without data
     y = model(x)                   # names of parameters, hooks and code of the model are as before
 
-Most modules need nothing, because a `DomainTensor` has rules for the functions that they call. A convolution with
-circular padding is another matter: torch pads in a step of its own, which gives the first and the last rank more rows.
-`DomainConv2d` and its kin fetch the rows of the other end as a halo, so that the layout stays.
+Most modules need nothing, because a `DomainTensor` has rules for the functions that they call. For a convolution with
+circular padding torch pads in a step of its own, which gives the first and the last rank more rows. Its class changes:
+it fetches the rows of the other end as a halo, so that the layout stays.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,27 +28,18 @@ from trainer.distributed.domain_parallel.whole import flat
 from trainer.distributed.domain_parallel.windows import conv
 
 
-class _DomainConv:
-    """What a convolution's class becomes: on a sharded tensor a circular padding is a halo."""
+class _CircularConv:
+    """What the class of a convolution with circular padding becomes: on a sharded tensor the padding is a halo."""
 
     def forward(self, x: torch.Tensor | DomainTensor) -> Any:
-        if not is_sharded(x) or self.padding_mode != "circular":
+        if not is_sharded(x):
             return super().forward(x)
         function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[self.weight.ndim - 2]
         options = (self.stride, self.padding, self.dilation, self.groups)
         return conv(function, x, self.weight, self.bias, *options, periodic=True)
 
 
-class DomainConv1d(_DomainConv, nn.Conv1d):
-    """nn.Conv1d for sharded and whole tensors."""
-
-
-class DomainConv2d(_DomainConv, nn.Conv2d):
-    """nn.Conv2d for sharded and whole tensors."""
-
-
-class DomainConv3d(_DomainConv, nn.Conv3d):
-    """nn.Conv3d for sharded and whole tensors."""
+_CIRCULAR = {cls: type(f"Domain{cls.__name__}", (_CircularConv, cls), {}) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
 
 class NeighborhoodAttention(nn.Module):
@@ -70,13 +61,6 @@ class NeighborhoodAttention(nn.Module):
         return neighborhood_attention(q, k, v, **self.options)
 
 
-DROP_INS: Mapping[type[nn.Module], type[nn.Module]] = {
-    nn.Conv1d: DomainConv1d,
-    nn.Conv2d: DomainConv2d,
-    nn.Conv3d: DomainConv3d,
-}
-
-
 def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Prepare a model for sharded inputs, in place, and return its output for such inputs, on the meta device.
 
@@ -92,8 +76,8 @@ def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     tensors = [x for x in flat((args, kwargs)) if isinstance(x, DomainTensor)]
     check_layouts(tensors)
     for module in model.modules():
-        if type(module) in DROP_INS:
-            module.__class__ = DROP_INS[type(module)]  # parameters, buffers and hooks stay
+        if type(module) in _CIRCULAR and module.padding_mode == "circular":
+            module.__class__ = _CIRCULAR[type(module)]  # parameters, buffers and hooks stay
     with same_draws(tensors):
         result, reached = _dry_run(model, args, kwargs)
     model.register_forward_pre_hook(partial(_check_later_hooks, reached))

@@ -5,14 +5,12 @@ the receiving rank's queries see. Then each rank attends in tiles: a tile of que
 Tiles that see their keys in the same way are one call of scaled_dot_product_attention. `neighborhoods` has the windows.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
@@ -32,8 +30,7 @@ from trainer.distributed.sharding.to_device import to_device
 Hood = tuple[int, int, int, bool]
 """The fields of a `Neighborhood`, as plain data."""
 
-_MASK_ELEMENTS = 1 << 20
-_COPIES_KEPT = 8  # of each key, for the backward; if tiles overlap more, the backward cuts them out again
+_MASK_ELEMENTS = 1 << 24  # with fewer, tiles are narrower than a wide kernel, and their keys overlap more
 _TILES_OF_A_CALL = 1 << 14  # kernels launch a block for each tile in a dimension that ends at 65,535
 
 
@@ -94,18 +91,10 @@ def neighborhood_attention(
 def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None) -> torch.Tensor:
     """Attend in tiles; axes: of each one the rows of q, the rows of k and v, its length, and its neighbourhood."""
     hoods, most = tuple([hood for *_, hood in axes]), _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
-    rows, cuts_again = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
-    cuts = [(*axis, tile) for axis, tile in zip(axes, rows, strict=True)]
-    tiles = [_tiles(cut, cuts_again and not number) for number, cut in enumerate(cuts)]
-    parts = [_parts(of_axis, q.device) for of_axis in tiles]
-
-    def attend(*args: Any) -> torch.Tensor:
-        return _attend_tiles(*args, scale)
-
-    def attend_again(*args: Any) -> torch.Tensor:
-        return checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False)
-
-    out = _attend(q, k, v, parts, (), attend_again if cuts_again else attend)
+    rows = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
+    tiles = [_tiles((*axis, tile)) for axis, tile in zip(axes, rows, strict=True)]
+    parts = [[_Part.of(each, q.device) for each in of_axis] for of_axis in tiles]
+    out = _attend(q, k, v, parts, (), scale)
     for dim, of_axis in enumerate(tiles, 1):
         place = torch.tensor([row for each in of_axis for tile in each.queries for row in tile])
         out = out.index_select(dim, to_device(place.argsort(), out.device))
@@ -122,11 +111,9 @@ def _wanted(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ranges,
 
 
 @planned
-def _tile_rows(hoods: tuple[Hood, ...], lengths: tuple[int, ...], most: int) -> tuple[tuple[int, ...], bool]:
-    """Return for each axis the rows of a tile, and whether the backward cuts keys out again, because tiles overlap."""
-    rows = tile_rows([Neighborhood(*hood) for hood in hoods], lengths, most)
-    copies = math.prod((tile + kernel - 1) / tile for tile, (kernel, *_) in zip(rows, hoods, strict=True))
-    return rows, copies > _COPIES_KEPT
+def _tile_rows(hoods: tuple[Hood, ...], lengths: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return for each axis the rows of a tile."""
+    return tile_rows([Neighborhood(*hood) for hood in hoods], lengths, most)
 
 
 Cut = tuple[Ranges, Ranges, int, Hood, int]
@@ -134,11 +121,10 @@ Cut = tuple[Ranges, Ranges, int, Hood, int]
 
 
 @planned
-def _tiles(cut: Cut, single: bool) -> tuple[Tiles, ...]:
-    """Return the tiles of an axis, those together that see keys in the same way; single: each alone."""
+def _tiles(cut: Cut) -> tuple[Tiles, ...]:
+    """Return the tiles of an axis, those together that see keys in the same way."""
     queries, keys, length, hood, rows = cut
-    found = tile_axis(queries, keys, length, Neighborhood(*hood), rows)
-    return tuple(tile for each in found for tile in each.single()) if single else found
+    return tile_axis(queries, keys, length, Neighborhood(*hood), rows)
 
 
 # ---- checks
@@ -178,25 +164,18 @@ class _Part(NamedTuple):
     queries: torch.Tensor
     keys: torch.Tensor
 
-
-def _parts(of_axis: Sequence[Tiles], device: torch.device) -> list[_Part]:
-    """Return the tiles of an axis with their indices, which are copied to the device at once."""
-    indices = []
-    for tables in ([each.queries for each in of_axis], [each.keys for each in of_axis]):
-        together = to_device(torch.tensor([*chain.from_iterable(chain.from_iterable(tables))]), device)
-        sizes = [(len(table), len(table[0])) for table in tables]
-        parts = together.split([math.prod(size) for size in sizes])
-        indices.append([part.view(size) for part, size in zip(parts, sizes, strict=True)])
-    return [_Part(*part) for part in zip(of_axis, *indices, strict=True)]
+    @classmethod
+    def of(cls, tiles: Tiles, device: torch.device) -> "_Part":
+        return cls(tiles, *(to_device(torch.tensor(table), device) for table in (tiles.queries, tiles.keys)))
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[_Part, ...], attend: Callable
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[_Part, ...], scale: float | None
 ) -> torch.Tensor:
     """Attend for each combination of tiles of the axes, and put the results together."""
     if not axes:
-        return attend(q, k, v, chosen)
-    results = [_attend(q, k, v, axes[1:], (*chosen, part), attend) for part in axes[0]]
+        return _attend_tiles(q, k, v, chosen, scale)
+    results = [_attend(q, k, v, axes[1:], (*chosen, part), scale) for part in axes[0]]
     return results[0] if len(results) == 1 else torch.cat(results, len(chosen) + 1)
 
 

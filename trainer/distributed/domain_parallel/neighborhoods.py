@@ -93,11 +93,6 @@ class Tiles(NamedTuple):
         """Whether every query sees all keys of its tile."""
         return all(window == (0, len(self.keys[0])) for window in self.windows)
 
-    def single(self) -> Iterator["Tiles"]:
-        """Yield each tile alone."""
-        for queries, keys in zip(self.queries, self.keys, strict=True):
-            yield Tiles((queries,), (keys,), self.windows)
-
 
 def tile_axis(queries: Ranges, keys: Ranges, length: int, hood: Neighborhood, rows: int) -> tuple[Tiles, ...]:
     """Cut queries into tiles of `rows`, a multiple of the stride.

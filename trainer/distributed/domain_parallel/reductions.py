@@ -46,7 +46,7 @@ def extreme(function, x, dim=None, keepdim=False) -> Any:
         is_whole = isinstance(dim, int) and dim % x.ndim not in x.domain.axes
         refuse_unless(is_whole, function, x, "indices along that dimension")
         return wrapped(function(x.local, dim, keepdim), x.domain.reduced([dim % x.ndim], keepdim=keepdim))
-    sign, dims = -1 if "min" in name else 1, _dims(x, dim)
+    sign, dims = -1 if name in ("amin", "min") else 1, _dims(x, dim)
     signed = sign * (x.local if x.is_floating_point() else x.local.long())
     top = _Max.apply(signed, dims, [axis.group for axis in _axes(x.domain, dims)])
     return _reduced((sign * top).to(x.dtype), x, dims, keepdim)

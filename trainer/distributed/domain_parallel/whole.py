@@ -55,18 +55,16 @@ def results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ..
     """
     if torch.compiler.is_compiling():
         return None
-    try:
-        key = function, _key(args, kinds), _key(kwargs, kinds)
-        if key in _CACHE:
-            return _CACHE[key]
-    except TypeError:  # an argument without a hash
-        key = None
-    found = _results(function, args, kwargs, kinds)
-    if key is not None:
+
+    def described(x: Any) -> Any:
+        return (tuple(x.shape), x.dtype) if isinstance(x, kinds) else x
+
+    key = function, repr(mapped(described, (args, kwargs)))  # 0 and False differ in it, and lists have no hash
+    if key not in _CACHE:
         if len(_CACHE) >= 4096:
             _CACHE.clear()
-        _CACHE[key] = found
-    return found
+        _CACHE[key] = _results(function, args, kwargs, kinds)
+    return _CACHE[key]
 
 
 def _results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]) -> tuple[Seen, ...] | None:
@@ -91,17 +89,6 @@ def _results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, .
 def is_alias(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors share memory."""
     return torch._C._is_alias_of(a, b)
-
-
-def _key(x: Any, kinds: tuple[type, ...]) -> Any:
-    """Return what the answer depends on, hashable; the type belongs to it, because 0 equals False."""
-    if isinstance(x, kinds):
-        return "tensor", tuple(x.shape), x.dtype
-    if isinstance(x, tuple | list):
-        return type(x), tuple(_key(part, kinds) for part in x)
-    if isinstance(x, dict):
-        return tuple((name, _key(part, kinds)) for name, part in x.items())
-    return (slice, x.start, x.stop, x.step) if isinstance(x, slice) else (type(x), x)
 
 
 def flat(value: Any) -> Iterator[Any]:

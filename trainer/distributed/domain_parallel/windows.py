@@ -1,4 +1,4 @@
-"""Rules of functions whose outputs read windows of rows: convolutions and pools, for one to three spatial dimensions.
+"""Rules of functions whose outputs read windows of rows: convolutions, pools, interpolation and padding.
 
 The owner of some rows computes the outputs that belong to them (trainer/distributed/sharding/windows.py). It fetches
 the rows that these read, one exchange for each sharded dimension, and computes one tile of outputs after another. Each
@@ -6,7 +6,7 @@ rank's gradients of weight and bias are its outputs' part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule, wrapped
 from trainer.distributed.domain_parallel.reductions import wide
 from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.planned import planned
+from trainer.distributed.sharding.ranges import Range
 from trainer.distributed.sharding.rows import connected, fetch
 from trainer.distributed.sharding.to_device import to_device
 from trainer.distributed.sharding.windows import (
@@ -21,6 +23,7 @@ from trainer.distributed.sharding.windows import (
     Window,
     WindowPlan,
     outputs_of,
+    plan_outputs,
     transposed_outputs,
     transposed_plan,
     window_plan,
@@ -33,7 +36,7 @@ Tiles = Mapping[int, Tile]
 """For each dimension with a plan the outputs that a call computes, and the rows that it gets."""
 
 
-def slide(
+def _slide(
     x: DomainTensor,
     ways: Mapping[int, Way],
     function: Callable[[torch.Tensor, Tiles], torch.Tensor],
@@ -53,7 +56,7 @@ def slide(
             shape[dim] = way
             continue
         axis = x.domain.axes.get(dim)
-        plan = way(whole_axis(shape[dim]) if axis is None else axis.layout)
+        plan = way(_whole_axis(shape[dim]) if axis is None else axis.layout)
         local, layouts[dim] = fetch(local, axis, plan.wanted, dim, periodic=periodic), plan.layout
         tiles[dim] = plan.tiles[0 if axis is None else axis.rank]
         shape[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles[dim])
@@ -79,17 +82,17 @@ def _tile_by_tile(x: torch.Tensor, tiles: list, function: Callable, chosen: dict
     return results[0] if len(results) == 1 else torch.cat(results, dim)
 
 
-def whole_axis(length: int) -> AxisLayout:
+def _whole_axis(length: int) -> AxisLayout:
     """Return the layout of a dimension that one rank has."""
     return AxisLayout("whole", length, (((0, length),) if length else (),))
 
 
-def numbers(name: str) -> list[str]:
+def _numbers(name: str) -> list[str]:
     """Return the names of a function of torch for one to three dimensions."""
     return [f"{name}{n}d" for n in (1, 2, 3)]
 
 
-def spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
+def _spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
     """Return the last `number` dimensions of x; refuse sharded channels, the dimension before them."""
     first = x.ndim - number
     refuse_unless(first - 1 not in x.domain.axes, function, x, "sharded channels")
@@ -112,7 +115,7 @@ def per_axis(value: int | str | Sequence, dims: Sequence[int]) -> tuple:
 # ---- convolutions
 
 
-@rule(*numbers("conv"), first_only=True)
+@rule(*_numbers("conv"), first_only=True)
 def conv(
     function, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, periodic: bool = False
 ) -> DomainTensor:
@@ -120,7 +123,7 @@ def conv(
 
     weight: (C_out, C / groups, *kernel), whole on every rank. periodic: the padding is rows of the other end.
     """
-    dims = spatial_dims(function, x, weight.ndim - 2)
+    dims = _spatial_dims(function, x, weight.ndim - 2)
     steps, pads, gaps = (per_axis(option, dims) for option in (stride, padding, dilation))
     options = zip(dims, weight.shape[2:], steps, pads, gaps, strict=True)
     windows = {d: Window(k, step, *_padding(pad, gap * (k - 1)), gap) for d, k, step, pad, gap in options}
@@ -133,7 +136,7 @@ def conv(
     def compute(part: torch.Tensor, _: Tiles) -> torch.Tensor:
         return function(part, weight, bias, steps, tuple(around.values()), gaps, groups)
 
-    return slide(x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic)
+    return _slide(x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic)
 
 
 def _padding(value: int | str, reach: int) -> tuple[int, int]:
@@ -143,7 +146,7 @@ def _padding(value: int | str, reach: int) -> tuple[int, int]:
     return value, value
 
 
-@rule(*numbers("conv_transpose"), first_only=True)
+@rule(*_numbers("conv_transpose"), first_only=True)
 def conv_transpose(
     function, x, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
 ) -> DomainTensor:
@@ -151,7 +154,7 @@ def conv_transpose(
 
     weight: (C, C_out / groups, *kernel), whole on every rank.
     """
-    dims = spatial_dims(function, x, weight.ndim - 2)
+    dims = _spatial_dims(function, x, weight.ndim - 2)
     steps, gaps, pads, extras = (per_axis(option, dims) for option in (stride, dilation, padding, output_padding))
     options = zip(dims, weight.shape[2:], steps, pads, gaps, extras, strict=True)
     windows = {d: Window(k, step, pad, pad, gap, extra) for d, k, step, pad, gap, extra in options}
@@ -168,7 +171,7 @@ def conv_transpose(
             y = y.narrow(dim, start, rows)
         return y
 
-    return slide(x, ways, compute, channels=weight.shape[1] * groups, parameters=(weight, bias))
+    return _slide(x, ways, compute, channels=weight.shape[1] * groups, parameters=(weight, bias))
 
 
 def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
@@ -182,7 +185,7 @@ def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
 # ---- pools
 
 
-@rule(*numbers("max_pool"), first_only=True)
+@rule(*_numbers("max_pool"), first_only=True)
 def max_pool(
     function, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
 ) -> DomainTensor:
@@ -202,10 +205,10 @@ def max_pool(
                 part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf)
         return function(part, kernels, steps, native, gaps, ceil_mode)
 
-    return slide(x, ways, compute)
+    return _slide(x, ways, compute)
 
 
-@rule(*numbers("avg_pool"), first_only=True)
+@rule(*_numbers("avg_pool"), first_only=True)
 def avg_pool(
     function,
     x,
@@ -235,25 +238,26 @@ def avg_pool(
             total = total / counts.view(-1, *[1] * (total.ndim - 1 - dim))
         return total.to(part.dtype)
 
-    return slide(x, {d: partial(window_plan, window=w) for d, w in windows.items()}, compute)
+    return _slide(x, {d: partial(window_plan, window=w) for d, w in windows.items()}, compute)
 
 
-@rule(*numbers("adaptive_avg_pool"), *numbers("adaptive_max_pool"))
+@rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
 def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
     spatial = int(function.__name__[-2])
-    if spatial_is_whole(x, spatial):
-        return on_samples(function, x, output_size)
+    if _spatial_is_whole(x, spatial):
+        return _on_samples(function, x, output_size)
     is_one = output_size in (1, (1,) * spatial, [1] * spatial)
     refuse_unless(is_one, function, x, "an output size other than 1")
-    return (torch.mean if "avg" in function.__name__ else torch.amax)(x, [*range(-spatial, 0)], keepdim=True)
+    reduction = torch.mean if function.__name__.startswith("adaptive_avg") else torch.amax
+    return reduction(x, [*range(-spatial, 0)], keepdim=True)
 
 
-def spatial_is_whole(x: DomainTensor, number: int) -> bool:
+def _spatial_is_whole(x: DomainTensor, number: int) -> bool:
     """Return whether the last `number` dimensions are whole."""
     return all(dim < x.ndim - number for dim in x.domain.axes)
 
 
-def on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainTensor:
+def _on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainTensor:
     """Apply a function to a shard, which may be empty, of a tensor whose spatial dimensions are whole."""
     if x.local.numel():
         return wrapped(function(x.local, *options), x.domain)
@@ -262,7 +266,7 @@ def on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainT
 
 
 def _windows(function, x, kernel_size, stride, padding, dilation, ceil_mode) -> dict[int, Window]:
-    dims = spatial_dims(function, x, int(function.__name__[-2]))
+    dims = _spatial_dims(function, x, int(function.__name__[-2]))
     options = (per_axis(option, dims) for option in (kernel_size, stride or kernel_size, padding, dilation))
     return {
         dim: Window(kernel, step, pad, pad, gap, ceil=ceil_mode)
@@ -281,3 +285,110 @@ def _counts(outputs: tuple[int, int], window: Window, end: int, margin: int) -> 
     """Return how many rows of [-margin, end) each window covers."""
     starts = (output * window.stride - window.before for output in range(*outputs))
     return [min(start + window.kernel, end) - max(start, -margin) for start in starts]
+
+
+# ---- interpolation and padding
+
+
+@rule("interpolate")
+def interpolate(
+    function,
+    x,
+    size=None,
+    scale_factor=None,
+    mode="nearest",
+    align_corners=None,
+    recompute_scale_factor=None,
+    antialias=False,
+) -> DomainTensor:
+    """Rows are read where torch reads them. The owner of input rows [a, b) of n computes outputs from ceil(a * m / n).
+
+    size or scale_factor: of all m outputs, or one for each spatial dimension.
+    """
+    if _spatial_is_whole(x, x.ndim - 2):
+        options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return _on_samples(function, x, *options)
+    is_known = mode in ("nearest", "linear", "bilinear", "trilinear") and not recompute_scale_factor and not antialias
+    refuse_unless(is_known, function, x, f"mode {mode!r}, or an option")
+    dims = _spatial_dims(function, x, x.ndim - 2)
+    factors = [None] * len(dims)
+    if scale_factor is not None:
+        scales = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
+        factors = [float(factor) for factor in scales]
+        size = [int(x.shape[dim] * factor) for dim, factor in zip(dims, factors, strict=True)]
+    targets = zip(dims, per_axis(size, dims), factors, strict=True)
+    sources = {dim: _sources(x.shape[dim], n, f, mode, bool(align_corners)) for dim, n, f in targets}
+
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        for dim, tile in tiles.items():
+            part = _mixed(part, dim, tile, sources[dim])
+        return part
+
+    return _slide(x, {dim: partial(_plan, sources=each) for dim, each in sources.items()}, compute)
+
+
+Sources = tuple[tuple[int, int, float], ...]
+"""For each output the two rows that it mixes, and the share of the second."""
+
+
+@planned
+def _sources(length: int, outputs: int, factor: float | None, mode: str, align_corners: bool) -> Sources:
+    if mode == "nearest":  # PyTorch itself says which rows, in its rounding
+        rows = torch.arange(length, dtype=torch.float64).view(1, 1, -1)
+        chosen = F.interpolate(rows, scale_factor=factor) if factor else F.interpolate(rows, outputs)
+        return tuple((int(row), int(row), 0.0) for row in chosen.flatten().tolist())
+    scale = length / outputs if factor is None else 1 / factor
+    if align_corners:
+        scale = (length - 1) / (outputs - 1) if outputs > 1 else 0.0
+    sources = []
+    for output in range(outputs):
+        place = output * scale if align_corners else max((output + 0.5) * scale - 0.5, 0.0)
+        first = min(int(place), length - 1)
+        sources.append((first, min(first + 1, length - 1), place - first))
+    return tuple(sources)
+
+
+@lru_cache(maxsize=1024)
+def _plan(layout: AxisLayout, sources: Sources) -> WindowPlan:
+    outputs = len(sources)
+
+    def inputs(start: int, stop: int) -> Range:
+        return sources[start][0], sources[stop - 1][1] + 1
+
+    return plan_outputs(layout, outputs, lambda row: -(-row * outputs // layout.length), inputs)
+
+
+def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.Tensor:
+    """Return the outputs of a tile: each mixes two rows."""
+    chosen = sources[slice(*tile.outputs)]
+    first, second, share = zip(*chosen, strict=True)
+    low = part.index_select(dim, to_device(torch.tensor(first), part.device) - tile.inputs[0])
+    if not any(share):
+        return low
+    high = part.index_select(dim, to_device(torch.tensor(second), part.device) - tile.inputs[0])
+    weights = to_device(torch.tensor(share, dtype=part.dtype), part.device).view(-1, *[1] * (part.ndim - 1 - dim))
+    return torch.lerp(low, high, weights)
+
+
+@rule("pad")
+def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
+    """New rows belong to the owners of the first and the last row: the layout changes.
+
+    A convolution's `padding` leaves it as it is.
+    """
+    is_known = mode == "circular" or (mode == "constant" and not value)
+    refuse_unless(is_known, function, x, f"mode {mode!r} with value {value}; pad with zeros, or circularly")
+    pairs = enumerate(zip(pad[::2], pad[1::2], strict=True), 1)
+    ways = {x.ndim - i: partial(_padded, before=pair[0], after=pair[1]) for i, pair in pairs if any(pair)}
+    result = _slide(x, dict(sorted(ways.items())), lambda part, _: part, periodic=mode == "circular") if ways else x
+    return result if any(n > 0 for n in pad) else DomainTensor(result.local.clone(), result.domain)
+
+
+@lru_cache(maxsize=256)
+def _padded(layout: AxisLayout, before: int, after: int) -> WindowPlan:
+    return plan_outputs(
+        layout,
+        layout.length + before + after,
+        lambda row: max(row + before, 0) if row else 0,
+        lambda start, stop: (start - before, stop - before),
+    )
