@@ -74,7 +74,7 @@ def model_of(args: argparse.Namespace) -> "nn.Module":
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trainer.integrations.transformers import register_transformers_attention
+    from trainer.integrations.calls import register_transformers_attention
 
     register_transformers_attention()
     try:

@@ -12,8 +12,7 @@ from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.distributed.domain_parallel import neighborhood
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
-from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
-from trainer.distributed.domain_parallel.neighborhoods import Neighborhood, segments
+from trainer.distributed.domain_parallel.neighborhood import Neighborhood, neighborhood_attention, segments
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.sharding import exchange
 

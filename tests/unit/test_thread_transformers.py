@@ -29,8 +29,8 @@ from tests.distributed.attention_cases import relative
 from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations.calls import _is_window, _transformers_mask, register_transformers_attention
 from trainer.integrations.interception import intercept_sdpa
-from trainer.integrations.transformers import _is_window, _transformers_mask, register_transformers_attention
 from trainer.integrations.verification import Verification, check_model
 
 SEQ_LEN, RANKS, WINDOW = 24, 2, 16

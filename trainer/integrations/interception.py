@@ -10,7 +10,6 @@ Such a call is refused.
 """
 
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -31,7 +30,6 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.integrations.calls import NOT_COMPILED, Call, attend, is_intercepted, outside_of_graphs, refusal_of_call
 from trainer.integrations.inspection import Allowed
-from trainer.integrations.transformers import mask_from_kwargs
 from trainer.integrations.watch import ModelWatch
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
@@ -121,7 +119,7 @@ class Interception(TorchFunctionMode):
             # The compiler then breaks its graph here, or raises where it may not (fullgraph).
             raise ContextParallelError(NOT_COMPILED)
         if func in _ATTENTION_CALLS:
-            return self._attend(_sdpa_call(mask_from_kwargs(sys._getframe(1)), *args, **kwargs))
+            return self._attend(_sdpa_call(*args, **kwargs))
         if func is attend:
             return self._attend(*args)
         if func is is_intercepted:
@@ -180,7 +178,6 @@ def _is_kernel(func: Callable) -> bool:
 
 
 def _sdpa_call(
-    told: dict[str, Any],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -194,7 +191,7 @@ def _sdpa_call(
     refusal = refusal_of_call(query, key, value, attn_mask, dropout_p)
     if refusal is None and query.shape[1] != key.shape[1] and not enable_gqa:
         refusal = f"{query.shape[1]} query heads and {key.shape[1]} key/value heads need enable_gqa=True"
-    return Call(query, key, value, scale, is_causal, refusal=refusal, told=told)
+    return Call(query, key, value, scale, is_causal, refusal=refusal)
 
 
 def _tensor_backward(

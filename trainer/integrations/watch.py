@@ -36,7 +36,6 @@ from trainer.integrations.inspection import (
     takes_positions,
 )
 from trainer.integrations.positions import Positions, depends_on_length, lengthened, shortened
-from trainer.integrations.transformers import refusal_of_window
 
 _POSITIONS = re.compile("rotary|rope|position", re.IGNORECASE)
 _ATTENTION = re.compile(r"(Attention|Attn)\d*$")
@@ -111,8 +110,14 @@ class ModelWatch:
 
     def on_attention(self, call: Call) -> str | None:
         """Return why a call cannot be context parallel, by rules that give every rank the same result, or None."""
-        self.see(call.told.get("position_ids"))
-        return self._shift or refusal_of_window(call, self._live.layout.length)
+        self.see(call.positions)
+        if self._shift is None and 0 < call.hides_from < self._live.layout.length:
+            return (
+                f"this model's mask hides tokens by a distance of {call.hides_from} in another way than a causal "
+                f"window, such as chunks, for {self._live.layout.length} tokens; use a causal model, or sequences of "
+                f"at most {call.hides_from} tokens"
+            )
+        return self._shift
 
     # ---- hooks, at which the compiler breaks its graph
 

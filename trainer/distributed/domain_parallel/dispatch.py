@@ -196,7 +196,9 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     name = function.__name__
     if name not in _RULES or kwargs.pop("out", None) is not None:
         raise refused(name, x, "the argument `out`" if name in _RULES else "it has no rule for sharded axes")
-    stale = next((x for x in tensors if x.base and x.base.has_changed()), None)
+    stale = None
+    if not torch.compiler.is_compiling():
+        stale = next((x for x in tensors if x.base and x.base.has_changed()), None)
     if stale is not None:
         raise refused(name, stale, f"{VIEW}, and that was changed in place since")
     if "axis" in kwargs:  # torch knows both names of the first two
