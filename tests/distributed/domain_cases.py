@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config.loader import parse_command_line
 from trainer.distributed.domain_parallel.domain import Axis, Domain, balanced, sized
+from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.sharding.layout import AxisLayout, head_tail
 from trainer.distributed.sharding.ranges import union
 from trainer.runtime.process_group import Process, process_group
@@ -29,18 +30,31 @@ NUMBERS = (25, pytest.param(300, marks=pytest.mark.slow))
 
 @dataclass(frozen=True)
 class DomainCase:
-    """shape: of x; sharded: its dimensions that may be; split(x, domain, *parameters): the operator on shards."""
+    """shape: of x; sharded: its dimensions that may be; split(x, domain, *parameters): the operator on shards.
+
+    split: None for the same function as of the whole tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
     sharded: tuple[int, ...]
-    split: Operator
     whole: Callable[..., torch.Tensor]
+    split: Operator | None = None
     parameters: Sequence[tuple[int, ...]] = ()
     is_linear: bool = False
-    grad: str = "partial"
     keeps_layout: bool = False
     ties: bool = False
+
+
+def on_shards(function: Callable[..., DomainTensor]) -> Operator:
+    """Return a function of torch on a `DomainTensor` as an operator on shards."""
+
+    def split(x: torch.Tensor, domain: Domain, *operands: torch.Tensor) -> tuple[torch.Tensor, Domain]:
+        result = function(DomainTensor(x, domain), *operands)
+        assert isinstance(result, DomainTensor)
+        return result.local, result.domain
+
+    return split
 
 
 def layout_of(rng: random.Random, length: int, degree: int) -> AxisLayout:
@@ -101,8 +115,8 @@ def compare(case: DomainCase, domain: Domain, seed: int) -> dict[str, float]:
     cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     wanted = torch.autograd.grad(expected, wholes, cotangent)
     leaves = [local(x, domain).requires_grad_(), *(p.clone().requires_grad_() for p in parameters)]
-    got, result = case.split(leaves[0], domain, *leaves[1:])
-    mine = _cotangent(cotangent, domain, result, case.grad)
+    got, result = (case.split or on_shards(case.whole))(leaves[0], domain, *leaves[1:])
+    mine = _cotangent(cotangent, domain, result)
     gradients = torch.autograd.grad(got, leaves, mine, allow_unused=False)
     result.shape(got)
     errors = {"output": error(got, local(expected, result), expected)}
@@ -110,12 +124,13 @@ def compare(case: DomainCase, domain: Domain, seed: int) -> dict[str, float]:
     for name, gradient, whole in zip("abcd", gradients[1:], wanted[1:], strict=False):
         dist.all_reduce(gradient := gradient.contiguous())
         errors[f"parameter {name}"] = error(gradient / _copies(domain), whole)
-    if case.is_linear and case.grad == "partial":
+    if case.is_linear:
         dots = torch.stack([(got * mine).sum(), (gradients[0] * leaves[0]).sum()]).detach()
         dist.all_reduce(dots)
         errors["adjoint"] = abs(dots[0] - dots[1]).item() / max((expected.norm() * cotangent.norm()).item(), 1e-9)
     if case.keeps_layout:
-        errors["layout"] = float(any(result.axes[d].layout != axis.layout for d, axis in domain.axes.items()))
+        wanted = DomainTensor(leaves[0].detach(), domain).domain  # without axes of one rank
+        errors["layout"] = float(any(result.axes[d].layout != axis.layout for d, axis in wanted.axes.items()))
     return errors
 
 
@@ -127,14 +142,13 @@ def _copies(domain: Domain) -> int:
     return dist.get_world_size() // used
 
 
-def _cotangent(cotangent: torch.Tensor, domain: Domain, result: Domain, grad: str) -> torch.Tensor:
-    """Return this rank's; of what ranks have in common a random share if gradients are partial."""
+def _cotangent(cotangent: torch.Tensor, domain: Domain, result: Domain) -> torch.Tensor:
+    """Return this rank's; of what ranks have in common a random share."""
     mine = local(cotangent, result)
     shared = [axis for dim, axis in domain.axes.items() if all(a.group is not axis.group for a in result.axes.values())]
-    if grad == "partial":
-        for axis in shared:
-            shares = torch.softmax(torch.arange(axis.degree, dtype=torch.float64), 0)
-            mine = mine * shares[axis.rank]
+    for axis in shared:
+        shares = torch.softmax(torch.arange(axis.degree, dtype=torch.float64), 0)
+        mine = mine * shares[axis.rank]
     return mine
 
 

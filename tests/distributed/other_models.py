@@ -22,8 +22,8 @@ from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.mask import documents
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations.calls import register_transformers_attention
 from trainer.integrations.interception import intercept_sdpa
-from trainer.integrations.transformers import register_transformers_attention
 from trainer.runtime.process_group import Process, process_group
 
 RANKS = 2

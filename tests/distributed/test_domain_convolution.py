@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
+from tests.distributed.domain_cases import NUMBERS, DomainCase, check, on_shards, seeds, worst
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel.convolution import conv, conv_transpose
+from trainer.distributed.domain_parallel.windows import conv
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -33,16 +33,11 @@ def draw_conv(rng: random.Random) -> DomainCase:
     dilation = [rng.randint(1, 3) for _ in range(ndim)]
     stride = [rng.randint(1, 4) for _ in range(ndim)]
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    padding, pads = [], []
-    for axis in range(ndim):
-        kind = rng.choice(["number", "pair", "valid", "same", "causal"])
-        if kind == "same":
-            stride[axis] = 1
-        pair = (rng.randint(0, 4), rng.randint(0, 4))
-        numbers = {"number": (pair[0],) * 2, "pair": pair, "valid": (0, 0), "causal": (reach[axis], 0)}
-        numbers["same"] = (reach[axis] // 2, reach[axis] - reach[axis] // 2)
-        padding.append({"number": pair[0], "pair": pair}.get(kind, kind))
-        pads.append(numbers[kind])
+    padding = rng.choice([[rng.randint(0, 4) for _ in range(ndim)]] * 2 + ["valid", "same"])
+    if padding == "same":
+        stride = [1] * ndim
+    pads = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
+    pads = pads if isinstance(padding, str) else [(p, p) for p in padding]
     sizes = [max(rng.randint(1, 14 if ndim == 1 else 8), r + 1 - sum(p)) for r, p in zip(reach, pads, strict=True)]
     groups, batch = rng.choice([1, 2]), rng.choice([(), (1,), (2,)])
     mode = rng.choice(["zeros", "circular"])
@@ -54,8 +49,8 @@ def draw_conv(rng: random.Random) -> DomainCase:
         f"conv {kernel} padding {padding} {mode} {options}",
         (*batch, 2, *sizes),
         tuple(range(first, first + ndim)) + ((0,) if batch == (2,) else ()),
-        partial(conv, padding=tuple(padding), padding_mode=mode, **options),
         partial(padded_conv, pads=pads, mode=mode, **options),
+        on_shards(partial(conv, CONV[ndim], padding=padding, periodic=mode == "circular", **options)),
         parameters,
         is_linear=len(parameters) == 1,
         keeps_layout=keeps,
@@ -79,8 +74,7 @@ def draw_transposed(rng: random.Random) -> DomainCase:
     extra = [rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
     pads, sizes = [], []
     for k, s, d, e in zip(kernel, stride, dilation, extra, strict=True):
-        pair = (rng.randint(0, 3), rng.randint(0, 3))
-        pads.append(pair if rng.random() < 0.5 else (pair[0],) * 2)
+        pads.append((rng.randint(0, 3),) * 2)
         least = 1
         while (least - 1) * s - sum(pads[-1]) + d * (k - 1) + e < 0:
             least += 1
@@ -88,13 +82,13 @@ def draw_transposed(rng: random.Random) -> DomainCase:
     groups = rng.choice([1, 2])
     options = {"stride": stride, "dilation": dilation, "output_padding": extra, "groups": groups}
     parameters = [(4, 3, *kernel), (3 * groups,)][: rng.randint(1, 2)]
-    padding = [p[0] if p[0] == p[1] else p for p in pads]
+    padding = [p for p, _ in pads]
     return DomainCase(
         f"conv_transpose {kernel} padding {padding} {options}",
         (2, 4, *sizes),
         (0, *range(2, 2 + ndim)),
-        partial(conv_transpose, padding=padding, **options),
         partial(whole_transposed, pads=pads, **options),
+        on_shards(partial(TRANSPOSED[ndim], padding=padding, **options)),
         parameters,
         is_linear=len(parameters) == 1,
     )

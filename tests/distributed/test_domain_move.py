@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.domain_cases import NUMBERS, DomainCase, check, layout_of, local, meshes, seeds, worst
+from tests.distributed.domain_cases import NUMBERS, DomainCase, check, layout_of, local, meshes, on_shards, seeds, worst
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel import norms
-from trainer.distributed.domain_parallel.convolution import conv
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
+from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.domain_parallel.transfer import move
 from trainer.distributed.sharding import exchange as door
 
@@ -25,10 +24,10 @@ def draw_move(rng: random.Random) -> DomainCase:
     def split(x: torch.Tensor, domain: Domain) -> tuple[torch.Tensor, Domain]:
         source = next(iter(domain.axes))
         layout = layout_of(random.Random(key), shape[target], domain.axes[source].degree)
-        return move(x, domain, source, target, layout)
+        return on_shards(lambda x: move(x, source, target, layout))(x, domain)
 
     others = tuple(dim for dim in range(len(shape)) if dim != target)
-    return DomainCase(f"move to {target}", shape, others, split, lambda x: x * 1, is_linear=True)
+    return DomainCase(f"move to {target}", shape, others, lambda x: x * 1, split, is_linear=True)
 
 
 def moves(numbers: range) -> list[tuple[float, str]]:
@@ -43,10 +42,10 @@ def bytes_of_a_move() -> tuple[int, int, int, bool]:
         whole = torch.arange(7 * 8 * 3, dtype=torch.float32).view(7, 8, 3)
         x, domain = local(whole, Domain({0: axis})).requires_grad_(), Domain({0: axis})
         door.bytes_sent.clear()
-        y, result = move(x, domain, 0, 1, layout)
+        y = move(DomainTensor(x, domain), 0, 1, layout)
         forward = door.bytes_sent["move"]
-        y.backward(torch.ones_like(y))
-        back, _ = move(y.detach(), result, 1, 0, axis.layout)
+        y.local.backward(torch.ones_like(y.local))
+        back = move(y.detach(), 1, 0, axis.layout).local
         sent = axis.rows * (8 - layout.local_length(axis.rank)) * 3 * 4
         received = layout.local_length(axis.rank) * (7 - axis.rows) * 3 * 4
         return forward - sent, door.bytes_sent["move"] - forward - 2 * received, sent, torch.equal(back, x)
@@ -55,11 +54,11 @@ def bytes_of_a_move() -> tuple[int, int, int, bool]:
 def refusals() -> list[str]:
     with meshes() as (mesh, *_):
         domain = Domain({0: Axis(sized([2, 1]), mesh.get_group())})
-        x = torch.ones(domain.axes[0].rows, 4)
+        x = DomainTensor(torch.ones(domain.axes[0].rows, 4), domain)
         said = []
         for source, target, layout in ((1, 0, sized([2, 1])), (0, 1, sized([3, 2])), (0, 0, sized([2, 1]))):
             with pytest.raises(ValueError) as error:
-                move(x, domain, source, target, layout)
+                move(x, source, target, layout)
             said.append(str(error.value))
         return said
 
@@ -72,8 +71,8 @@ def draw_3d(rng: random.Random) -> DomainCase:
             "group norm",
             shape,
             (2, 3, 4),
-            lambda x, domain, w, b: norms.group_norm(x, domain, 2, w, b),
             lambda x, w, b: F.group_norm(x, 2, w, b),
+            None,
             ((4,), (4,)),
             keeps_layout=True,
         )
@@ -82,8 +81,8 @@ def draw_3d(rng: random.Random) -> DomainCase:
         f"conv3d, stride {stride}",
         shape,
         (2, 3, 4),
-        lambda x, domain, w, b: conv(x, domain, w, b, stride=stride, padding=1),
         lambda x, w, b: F.conv3d(x, w, b, stride=stride, padding=1),
+        None,
         ((6, 4, 3, 3, 2), (6,)),
     )
 

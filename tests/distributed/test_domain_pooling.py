@@ -4,16 +4,16 @@ import random
 from functools import partial
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel import pooling
 
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+ADAPTIVE_MAX = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
+ADAPTIVE_AVERAGE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 
 
 def draw_pooling(rng: random.Random) -> DomainCase:
@@ -27,24 +27,21 @@ def draw_pooling(rng: random.Random) -> DomainCase:
     sizes = [max(rng.randint(2, 14 if ndim == 1 else 7), r) for r in reach]
     shape, sharded = (2, 3, *sizes), (0, *range(2, 2 + ndim))
     if name == "adaptive":
-        dims = [*range(2, 2 + ndim)]
         average = rng.random() < 0.5
-        split = pooling.adaptive_avg_pool if average else pooling.adaptive_max_pool
-        whole = partial(torch.mean if average else torch.amax, dim=dims, keepdim=True)
-        return DomainCase(f"adaptive, average {average}", shape, sharded, split, whole)
+        pool = (ADAPTIVE_AVERAGE if average else ADAPTIVE_MAX)[ndim]
+        return DomainCase(f"adaptive, average {average}", shape, sharded, partial(pool, output_size=1))
     if name == "max":
         options["dilation"] = dilation
-        split, whole = pooling.max_pool, MAX[ndim]
+        whole = MAX[ndim]
     else:
         options["count_include_pad"] = rng.random() < 0.5
         if ndim > 1 and rng.random() < 0.3:
             options["divisor_override"] = 3
-        split, whole = pooling.avg_pool, AVERAGE[ndim]
+        whole = AVERAGE[ndim]
     return DomainCase(
         f"{name} {kernel} stride {stride} {options}",
         shape,
         sharded,
-        partial(split, kernel_size=kernel, stride=stride, **options),
         partial(whole, kernel_size=kernel, stride=stride, **options),
         is_linear=name == "avg",
     )

@@ -1,4 +1,4 @@
-"""Law: reductions and norms over sharded axes equal those of one process, with either placement of the gradient."""
+"""Law: reductions and norms over sharded axes equal those of one process."""
 
 import random
 from functools import partial
@@ -10,41 +10,33 @@ import torch.nn.functional as F
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, error, local, meshes, seeds, worst
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel import norms, reductions
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 
 REDUCTIONS = {
-    "sum": (reductions.domain_sum, torch.sum),
-    "mean": (reductions.domain_mean, torch.mean),
-    "var": (reductions.domain_var, torch.var),
-    "max": (reductions.domain_max, torch.amax),
-    "norm": (reductions.domain_norm, torch.linalg.vector_norm),
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "var": torch.var,
+    "max": torch.amax,
+    "norm": torch.linalg.vector_norm,
 }
 
 
 def draw_reduction(rng: random.Random) -> DomainCase:
     name = rng.choice([*REDUCTIONS])
-    split, whole = REDUCTIONS[name]
     ndim = rng.randint(1, 4)
     shape = [rng.randint(2, 9) for _ in range(ndim)]
     dims = rng.sample(range(ndim), rng.randint(1, ndim))
-    options, grad = {"keepdim": rng.random() < 0.5}, rng.choice(["partial", "replicated"])
-    theirs = dict(options)
+    options = {"keepdim": rng.random() < 0.5, "dim": tuple(dim - ndim * rng.randint(0, 1) for dim in dims)}
     if name == "var":
-        options["correction"] = theirs["correction"] = rng.randint(0, 1)
+        options["correction"] = rng.randint(0, 1)
     if name == "norm":
-        options["order"] = theirs["ord"] = rng.choice([1.0, 2.0, 3.0, torch.inf])
-    signed = [dim - ndim * rng.randint(0, 1) for dim in dims]
-    # Dimensions that stay sharded need a gradient for each shard, so a replicated one is drawn for whole results.
-    sharded = tuple(dims) if grad == "replicated" else tuple(range(ndim))
+        options["ord"] = rng.choice([1.0, 2.0, 3.0, torch.inf])
     return DomainCase(
-        f"{name} over {dims} {options} {grad}",
+        f"{name} {options}",
         tuple(shape),
-        sharded,
-        lambda x, domain: split(x, domain, signed, grad=grad, **options),
-        lambda x: whole(x, dim=tuple(dims), **theirs),
-        grad=grad,
+        tuple(range(ndim)),
+        partial(REDUCTIONS[name], **options),
         is_linear=name in ("sum", "mean"),
         ties=name == "max",
     )
@@ -52,35 +44,17 @@ def draw_reduction(rng: random.Random) -> DomainCase:
 
 def draw_norm(rng: random.Random) -> DomainCase:
     ndim = rng.randint(1, 3)
-    name = rng.choice(["group", "instance", "batch", "layer", "rms"])
+    name = rng.choice(["group", "instance", "batch"])
     # Of two values each becomes 1 or -1, whose gradient is what rounding leaves; so there are three or more.
     shape = (rng.randint(2, 3), 4, *[rng.randint(3, 7) for _ in range(ndim)])
     sharded = (0, *range(2, 2 + ndim))
-    if name in ("group", "instance", "batch"):
-        groups, mode = rng.choice([1, 2, 4]), rng.choice([(), ((4,),), ((4,), (4,))])
-        split, whole = {
-            "group": (partial(group, groups=groups), lambda x, *p: F.group_norm(x, groups, *p)),
-            "instance": (norms.instance_norm, lambda x, *p: F.group_norm(x, 4, *p)),
-            "batch": (batch, lambda x, *p: F.batch_norm(x, None, None, *p, training=True)),
-        }[name]
-    else:
-        last = rng.randint(1, ndim)
-        normalized = shape[-last:]
-        mode = rng.choice([(), (normalized,), (normalized, normalized)])[: 1 if name == "rms" else 2]
-        function, whole_function = {"layer": (norms.layer_norm, F.layer_norm), "rms": (norms.rms_norm, F.rms_norm)}[
-            name
-        ]
-        split = lambda x, domain, *p: function(x, domain, normalized, *p)  # noqa: E731
-        whole = lambda x, *p: whole_function(x, normalized, *p)  # noqa: E731
-    return DomainCase(f"{name} norm, parameters {mode}", shape, sharded, split, whole, mode, keeps_layout=True)
-
-
-def group(x, domain, *parameters, groups):
-    return norms.group_norm(x, domain, groups, *parameters)
-
-
-def batch(x, domain, *parameters):
-    return norms.batch_norm(x, domain, None, None, *parameters, training=True)
+    groups, mode = rng.choice([1, 2, 4]), rng.choice([(), ((4,),), ((4,), (4,))])
+    whole = {
+        "group": lambda x, *p: F.group_norm(x, groups, *p),
+        "instance": lambda x, *p: F.instance_norm(x, None, None, *p),
+        "batch": lambda x, *p: F.batch_norm(x, None, None, *p, training=True),
+    }[name]
+    return DomainCase(f"{name} norm, parameters {mode}", shape, sharded, whole, None, mode, keeps_layout=True)
 
 
 DRAW = {"reductions": draw_reduction, "norms": draw_norm}
@@ -107,7 +81,7 @@ def far_from_zero() -> list[float]:
         whole = x.detach().double().requires_grad_()
         expected = F.group_norm(whole, 2)
         (wanted,) = torch.autograd.grad(expected, whole, cotangent.double())
-        y, _ = norms.group_norm(local(x, domain), domain, 2)
+        y = F.group_norm(DomainTensor(local(x, domain), domain), 2).local
         (found,) = torch.autograd.grad(y, x, local(cotangent, domain))
         return [error(a, local(b, domain)) for a, b in ((y, expected), (local(found, domain), wanted))]
 
@@ -127,7 +101,6 @@ PRECISE = {
     "mse": lambda x: F.mse_loss(x, x * 0),
     "adaptive pool": lambda x: F.adaptive_avg_pool2d(x + 10, 1),
     "average pool": lambda x: F.avg_pool2d(x.abs() * 1000 + 5000, 16),
-    "cumsum": lambda x: (x / 10).cumsum(2),
 }
 """name -> reduction of a tensor (2, 2, 128, 64)."""
 
@@ -174,7 +147,6 @@ SPECIAL = {
     "infinite": lambda x: x.nan_to_num(-torch.inf).amax() - x.nan_to_num(torch.inf).amin((0, 2)),
     "var of too few": lambda x: x.nan_to_num(1.0).var(correction=64) + x.nan_to_num(1.0).var(correction=100),
     "var of one value": lambda x: x[:1, :1, 7:, :1].var() + x[:1, :1, 7:, :1].std(correction=3),
-    "cumsum of infinite values": lambda x: (x.nan_to_num(1.0) / 0).cumsum(2),
 }
 """name -> function of a tensor (2, 2, 8, 2) with a NaN, the result of which has NaN or infinite values."""
 
@@ -199,17 +171,3 @@ def special_values() -> list[str]:
 def test_results_are_nan_or_infinite_where_those_of_torch_are(pool: WorkerPool) -> None:
     for wrong in pool.run(2, special_values):
         assert wrong == []
-
-
-def under_autocast() -> float:
-    """The error of a cumulative sum of float32 values under autocast."""
-    with meshes() as all_meshes, torch.autocast("cpu", torch.bfloat16):
-        domain = Domain({2: Axis(sized([90, 38]), all_meshes[0].get_group())})
-        x = torch.randn(2, 2, 128, 8, generator=torch.Generator().manual_seed(0))
-        y = DomainTensor(local(x, domain), domain).cumsum(2)
-        assert y.dtype == torch.float32
-        return error(y.local, local(x.double().cumsum(2), domain))
-
-
-def test_a_cumulative_sum_under_autocast_loses_no_digits(pool: WorkerPool) -> None:
-    assert max(pool.run(2, under_autocast)) <= 1e-6

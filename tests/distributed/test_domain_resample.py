@@ -1,15 +1,14 @@
-"""Law: interpolation, padding, flips, rolls and cumulative sums along sharded axes equal those of one process."""
+"""Law: interpolation and padding along sharded axes equal those of one process."""
 
 import random
+from functools import partial
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 from tests.distributed.domain_cases import NUMBERS, DomainCase, check, seeds, worst
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
-from trainer.distributed.domain_parallel import resample
 
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
@@ -28,51 +27,21 @@ def draw_interpolation(rng: random.Random) -> DomainCase:
         f"interpolate {target} {mode} {options}",
         (2, 2, *sizes),
         (0, *range(2, 2 + ndim)),
-        lambda x, domain: resample.interpolate(x, domain, mode=mode, **target, **options),
         lambda x: F.interpolate(x, mode=torch_mode, **target, **options),
         is_linear=True,
     )
 
 
-def whole_pad(x: torch.Tensor, rows: dict[int, tuple[int, int]], mode: str, value: float) -> torch.Tensor:
-    for dim, (before, after) in rows.items():
-        y = x.movedim(dim, -1)
-        flat = F.pad(y.reshape(1, -1, y.shape[-1]), (before, after), mode=mode, value=value or None)
-        x = flat.view(*y.shape[:-1], -1).movedim(-1, dim)
-    return x
+def draw_padding(rng: random.Random) -> DomainCase:
+    ndim, mode = rng.randint(1, 3), rng.choice(["constant", "constant", "circular"])
+    shape = (2, 2, *(rng.randint(2, 9) for _ in range(ndim)))
+    low = -1 if mode == "constant" else 0
+    pads = [rng.randint(low, n - 1) if rng.random() < 0.7 else 0 for n in reversed(shape[2:]) for _ in range(2)]
+    name = f"pad {pads} {mode}"
+    return DomainCase(name, shape, (0, *range(2, 2 + ndim)), partial(F.pad, pad=pads, mode=mode), is_linear=True)
 
 
-def draw_moves(rng: random.Random) -> DomainCase:
-    ndim = rng.randint(1, 3)
-    shape = tuple(rng.randint(2, 9) for _ in range(ndim))
-    dims = rng.sample(range(ndim), rng.randint(1, ndim))
-    name = rng.choice(["pad", "pad", "flip", "roll", "cumsum"])
-    everything = tuple(range(ndim))
-    if name == "pad":
-        mode = rng.choice(["constant", "circular", "reflect", "replicate"])
-        low = -1 if mode == "constant" else 0
-        rows = {d: (rng.randint(low, shape[d] - 1), rng.randint(0, shape[d] - 1)) for d in dims}
-        value = rng.choice([0.0, 2.5]) if mode == "constant" else 0.0
-        return DomainCase(
-            f"pad {rows} {mode} {value}",
-            shape,
-            everything,
-            lambda x, domain: resample.pad(x, domain, rows, mode=mode, value=value),
-            lambda x: whole_pad(x, rows, mode, value),
-            is_linear=not value,
-        )
-    split, whole = {
-        "flip": (lambda x, domain: resample.flip(x, domain, dims), lambda x: x.flip(*dims)),
-        "roll": (
-            lambda x, domain: resample.roll(x, domain, {d: 2 * d - 5 for d in dims}),
-            lambda x: x.roll([2 * d - 5 for d in dims], dims),
-        ),
-        "cumsum": (lambda x, domain: resample.cumsum(x, domain, dims[0]), lambda x: x.cumsum(dims[0])),
-    }[name]
-    return DomainCase(f"{name} {dims}", shape, everything, split, whole, is_linear=True, keeps_layout=True)
-
-
-DRAW = {"interpolation": draw_interpolation, "moves": draw_moves}
+DRAW = {"interpolation": draw_interpolation, "padding": draw_padding}
 
 
 def cases(name: str, numbers: range) -> list[tuple[float, str]]:

@@ -70,14 +70,14 @@ DOMAIN = (
     ),
     Mutant(
         "the window of an even or odd kernel is off by one",
-        f"{_DOMAIN}/neighborhoods.py",
+        f"{_DOMAIN}/neighborhood.py",
         "first = min(max(leader - self.kernel // 2, 0), length - self.kernel)",
         "first = min(max(leader - (self.kernel - 1) // 2, 0), length - self.kernel)",
         _NEIGHBORHOOD,
     ),
     Mutant(
         "ranks at the edges fetch a centred halo",
-        f"{_DOMAIN}/neighborhoods.py",
+        f"{_DOMAIN}/neighborhood.py",
         "return union(segment.keys for segment in segments(ranges, length, hood))",
         "return union((max(a - hood.kernel // 2, 0), min(b + hood.kernel // 2, length)) for a, b in ranges)",
         _NEIGHBORHOOD,

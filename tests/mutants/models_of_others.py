@@ -19,14 +19,14 @@ MODELS_OF_OTHERS = (
     ),
     Mutant(
         "the window of a mask is forgotten",
-        "trainer/integrations/transformers.py",
+        "trainer/integrations/calls.py",
         "    if not local_size:\n        return None",
         "    if local_size or not local_size:\n        return None",
         "tests/unit/test_thread_transformers.py::test_every_causal_model_with_windows",
     ),
     Mutant(
         "chunks are taken for a window",
-        "trainer/integrations/transformers.py",
+        "trainer/integrations/calls.py",
         "local_size if _is_window(mask_function, local_size) else -local_size",
         "local_size",
         "tests/unit/test_thread_transformers.py::test_the_form_of_a_mask_is_that_of_its_function",

@@ -234,7 +234,7 @@ RULES = [
         says="peft loads them",
     ),
     Rule(r"lct convert to-hf .*", r"rm -rf exported && \g<0>", why=OWN, first=SAVED, says="transformers loads it"),
-    Rule(r"lct check-model .*", first=LLAMA, says=r"gradients  equal"),
+    Rule(r"python scripts/check_model.py .*", first=LLAMA, says=r"gradients  equal"),
     # ---- training
     Rule(
         r"(lct train --training\.dataset text .*)",

@@ -24,13 +24,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from scripts import check_model as check_model_command
 from tests.distributed.attention_cases import relative
 from tests.thread_ranks import ThreadMesh, run_ranks
-from trainer.commands import check_model as check_model_command
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.integrations.calls import _is_window, _transformers_mask, register_transformers_attention
 from trainer.integrations.interception import intercept_sdpa
-from trainer.integrations.transformers import _is_window, _transformers_mask, register_transformers_attention
 from trainer.integrations.verification import Verification, check_model
 
 SEQ_LEN, RANKS, WINDOW = 24, 2, 16
@@ -233,14 +233,14 @@ def test_check_model_says_what_is_refused_and_what_it_did_not_see() -> None:
         ("nothing", 2, "has no function 'nothing'; name one that returns a module"),
     ],
 )
-def test_the_command_check_model(model: str, code: int, words: str, tmp_path: Path) -> None:
+def test_the_script_check_model(model: str, code: int, words: str, tmp_path: Path) -> None:
     names = "torch", "from torch import nn", "from torch.nn import functional as F"
     text = "\n".join(["import " + names[0], *names[1:], inspect.getsource(Shifting)])
     (tmp_path / "mine.py").write_text(
         f"{text}\n\ndef build():\n    return Shifting({0.0 if model == 'nothing' else model})\n"
     )
     name = f"{tmp_path}/mine.py:{'nothing' if model == 'nothing' else 'build'}"
-    command = [sys.executable, "-m", "trainer", "check-model", name, "--seq-len", "9"]
+    command = [sys.executable, "scripts/check_model.py", name, "--seq-len", "9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     assert words in (done.stderr if code == 2 else done.stdout)

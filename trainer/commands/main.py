@@ -22,11 +22,6 @@ COMMANDS = {
     ),
     "verify": ("verify", "read checkpoints whole, and say which are damaged", "lct verify outputs/debug_model"),
     "plan": ("plan", "show who computes and sends what in context parallelism", "lct plan --seq-len 65536 --degree 4"),
-    "check-model": (
-        "check_model",
-        "compare a step of your own model over ranks with one process",
-        "lct check-model ./Qwen2.5-0.5B --ranks 2",
-    ),
     "tokenize": (
         "tokenize_text",
         "turn text into files of token ids, which train faster",
@@ -55,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"lct {__version__}")
         return 0
+    if arguments[0] == "check-model":
+        print("error: check-model is a script of the repository: python scripts/check_model.py MODEL", file=sys.stderr)
+        return 2
     if arguments[0] not in COMMANDS:
         from trainer.config.errors import did_you_mean
 

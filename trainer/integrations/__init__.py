@@ -5,8 +5,8 @@ from trainer.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "calls": "register_transformers_attention",
         "interception": "intercept_sdpa",
-        "transformers": "register_transformers_attention",
         "verification": "check_model",
     },
 )

@@ -10,7 +10,6 @@ Such a call is refused.
 """
 
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -31,7 +30,6 @@ from trainer.distributed.context_parallel.planning.options import ContextParalle
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.integrations.calls import NOT_COMPILED, Call, attend, is_intercepted, outside_of_graphs, refusal_of_call
 from trainer.integrations.inspection import Allowed
-from trainer.integrations.transformers import mask_from_kwargs
 from trainer.integrations.watch import ModelWatch
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
@@ -121,7 +119,7 @@ class Interception(TorchFunctionMode):
             # The compiler then breaks its graph here, or raises where it may not (fullgraph).
             raise ContextParallelError(NOT_COMPILED)
         if func in _ATTENTION_CALLS:
-            return self._attend(_sdpa_call(mask_from_kwargs(sys._getframe(1)), *args, **kwargs))
+            return self._attend(_sdpa_call(*args, **kwargs))
         if func is attend:
             return self._attend(*args)
         if func is is_intercepted:
@@ -159,7 +157,8 @@ class Interception(TorchFunctionMode):
     def _raise_together(self, refusal: str | None) -> str | None:
         """Return why this rank must raise: its own refusal, or that of other ranks or of all. A collective."""
         mesh = self._live.mesh
-        mine = torch.tensor([refusal is not None, self._watch.flags], dtype=torch.int64, device=mesh.device_type)
+        positions = self._watch.positions
+        mine = torch.tensor([refusal is not None, positions.flags], dtype=torch.int64, device=mesh.device_type)
         ranks = all_gather(mine, mesh).tolist()
         refusing = [rank for rank, (refused, _) in enumerate(ranks) if refused]
         if refusing and refusal is None:
@@ -167,7 +166,8 @@ class Interception(TorchFunctionMode):
                 f"rank(s) {refusing} of the group cannot do this attention call context parallel; their message says "
                 "why"
             )
-        return refusal or self._watch.refusal_of_ranks([flags for _, flags in ranks])
+        self._watch.has_news = False
+        return refusal or positions.refusal_of_ranks([flags for _, flags in ranks])
 
 
 @lru_cache(maxsize=4096)
@@ -178,7 +178,6 @@ def _is_kernel(func: Callable) -> bool:
 
 
 def _sdpa_call(
-    told: dict[str, Any],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -192,7 +191,7 @@ def _sdpa_call(
     refusal = refusal_of_call(query, key, value, attn_mask, dropout_p)
     if refusal is None and query.shape[1] != key.shape[1] and not enable_gqa:
         refusal = f"{query.shape[1]} query heads and {key.shape[1]} key/value heads need enable_gqa=True"
-    return Call(query, key, value, scale, is_causal, refusal=refusal, told=told)
+    return Call(query, key, value, scale, is_causal, refusal=refusal)
 
 
 def _tensor_backward(

@@ -1,13 +1,18 @@
-"""Check that a model uses the positions at which this rank's tokens stand."""
+"""The positions that a model uses on this rank, and rotary tables that depend on the largest position of all ranks."""
 
 import weakref
 from functools import reduce
 from operator import or_
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.live import LivePlan
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.distributed.sharding.exchange import all_reduce
 from trainer.distributed.sharding.versions import version_of
 
 _RESTARTED, _NOT_GLOBAL, _NOT_BY_DOCUMENT = 1, 2, 4
@@ -17,8 +22,7 @@ class Positions:
     """The positions that a model was seen to use on this rank.
 
     A model without positions counts a rank's part of the sequence from 0. This is right if the part begins a sequence
-    or a document, and only if the other ranks count in the same way. So the ranks compare their `flags`, and
-    `wrong_ranks` judges them together.
+    or a document, and only if the other ranks count in the same way. So the ranks compare their `flags`.
     """
 
     def __init__(self, live: LivePlan) -> None:
@@ -54,11 +58,16 @@ class Positions:
             self.flags |= _RESTARTED * restarted | _NOT_GLOBAL * (not is_global)
             self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)
 
-    @staticmethod
-    def wrong_ranks(flags: list[int]) -> list[int]:
-        """Return the ranks that counted their part from 0; none if all ranks counted the sequence or its documents."""
-        wrong = reduce(or_, flags) == _RESTARTED | _NOT_GLOBAL | _NOT_BY_DOCUMENT
-        return [rank for rank, each in enumerate(flags) if wrong and each & _RESTARTED]
+    def refusal_of_ranks(self, flags: list[int]) -> str | None:
+        """Return why positions are wrong, by the flags of all ranks, or None if all count the sequence or documents."""
+        self.flags = 0
+        if reduce(or_, flags) != _RESTARTED | _NOT_GLOBAL | _NOT_BY_DOCUMENT:
+            return None
+        return (
+            f"the model counts positions from 0 on rank(s) {[rank for rank, x in enumerate(flags) if x & _RESTARTED]} "
+            "of the group, where its tokens are not the sequence's first; give it global `position_ids`, cut as a "
+            "buffer of `context_parallel`, or those of documents together with their mask"
+        )
 
 
 def _agree(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -77,3 +86,33 @@ def _places_in_documents(live: LivePlan, tokens: np.ndarray) -> list[np.ndarray]
         firsts = np.array([band.kv_start for band in bands], dtype=np.int64)
         places.append(np.where(band >= 0, tokens - firsts[np.maximum(band, 0)], tokens) if len(bands) else tokens)
     return places
+
+
+# ---- transformers' `dynamic` and `longrope`: frequencies depend on max(position_ids) + 1
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Return whether a module's table depends on the largest position, of which a rank has its part only."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def lengthened(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """Return a rotary module's arguments with the largest position of all ranks appended; a collective."""
+    positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+    if not isinstance(positions, torch.Tensor) or positions.ndim < 2:
+        raise ContextParallelError(
+            f"{type(module).__name__} has a rotary table that depends on the largest position, and was called "
+            "without `position_ids`; use another rope_type, such as 'linear', 'yarn' or 'llama3'"
+        )
+    largest = all_reduce(positions.max().reshape(1), mesh, "max")
+    longer = torch.cat([positions, largest.expand(*positions.shape[:-1], 1)], dim=-1)
+    if "position_ids" in kwargs:
+        return args, kwargs | {"position_ids": longer}
+    return (args[0], longer, *args[2:]), kwargs
+
+
+def shortened(module: nn.Module, args: tuple, kwargs: dict[str, Any], table: Any) -> Any:
+    """Return a rotary module's table, or tables, without the row of the position that `lengthened` appended."""
+    return table[..., :-1, :] if isinstance(table, torch.Tensor) else tuple(x[..., :-1, :] for x in table)

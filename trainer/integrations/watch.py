@@ -1,13 +1,15 @@
 """Checks of the models that run inside a context, by hooks that are removed with the context.
 
 A model is given, or found at its first call. Its modules and configuration are checked before it runs. While it runs,
-the hooks see which positions its modules use, and which layers attend without the context.
+the hooks see which positions its modules use, and which attention modules and layers attended through the context. A
+layer that did not, although others did, either mixes no tokens or mixes them where the context does not see it.
 """
 
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,11 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.calls import Call, outside_of_graphs
-from trainer.integrations.coverage import Coverage
 from trainer.integrations.inspection import (
     Allowed,
     checked_modules,
     is_model,
+    is_tokenwise,
+    layer_kinds,
     mixes_if_called,
     moves_tokens,
     reads_text,
@@ -32,11 +35,10 @@ from trainer.integrations.inspection import (
     refusal_of_module,
     takes_positions,
 )
-from trainer.integrations.positions import Positions
-from trainer.integrations.rotary import GlobalLength, depends_on_length
-from trainer.integrations.transformers import refusal_of_window
+from trainer.integrations.positions import Positions, depends_on_length, lengthened, shortened
 
 _POSITIONS = re.compile("rotary|rope|position", re.IGNORECASE)
+_ATTENTION = re.compile(r"(Attention|Attn)\d*$")
 
 
 class ModelWatch:
@@ -54,19 +56,18 @@ class ModelWatch:
         self, live: LivePlan, is_in_force: Callable[[], bool], model: nn.Module | None, allowed: Allowed
     ) -> None:
         self.has_news = True
-        """Whether a forward began, or positions were seen, since the ranks last compared their flags."""
-        self._live = live
-        self._model = model
-        self._allowed = allowed
-        self._positions = Positions(live)
-        self._length = GlobalLength(live.mesh)
-        self._coverage = Coverage(live, is_in_force)
+        """Whether a forward began, or positions were seen, since the ranks last compared them."""
+        self.positions = Positions(live)
+        self._live, self._model, self._allowed, self._is_in_force = live, model, allowed, is_in_force
         self._known: set[nn.Module] = set()
         self._handles: list[RemovableHandle] = []
-        self._reads_tokens = False
-        self._in_allowed = 0
+        self._inside: Counter[str] = Counter()  # calls that run: of `tokens` (embeddings), of `allowed` modules
         self._shift: str | None = None
         self._thread = threading.get_ident()
+        self._root: nn.Module | None = None  # whose forward runs
+        self._calls_before: dict[nn.Module, int] = {}
+        self._attended: dict[str, bool] = {}  # of attention modules and layers, in this forward
+        self._stacks: dict[nn.Module, dict[str, tuple[list[str], int]]] = {}  # of nn.ModuleLists: kinds, number
 
     def __enter__(self) -> "ModelWatch":
         self._handles.append(register_module_forward_pre_hook(self._on_call))
@@ -84,19 +85,15 @@ class ModelWatch:
 
     # ---- for the interception
 
-    @property
-    def flags(self) -> int:
-        """What this rank saw of positions, for `refusal_of_ranks`."""
-        return self._positions.flags
+    def see(self, *values: object) -> None:
+        """Check values that may be positions."""
+        for x in values:
+            self.has_news |= self.positions.see(x)
 
     def on_embedding(self, indices: object) -> None:
         """Check the indices of a table, which may be positions."""
-        if not self._reads_tokens:
-            self._see(indices)
-
-    def _see(self, *values: object) -> None:
-        for x in values:
-            self.has_news |= self._positions.see(x)
+        if not self._inside["tokens"]:
+            self.see(indices)
 
     def on_shift(self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check a call such as F.pad or torch.cumsum, which mixes tokens if it works along them.
@@ -104,7 +101,7 @@ class ModelWatch:
         Its refusal waits for the next attention call, where ranks may still compare, or for the end of the forward.
         """
         length = self._live.layout.local_length(self._live.mesh.get_local_rank())
-        if self._in_allowed == 0 and moves_tokens(name, x, shifted, args, kwargs, length):
+        if not self._inside["allowed"] and moves_tokens(name, x, shifted, args, kwargs, length):
             self._shift = self._shift or (
                 f"the model calls {name} along the {length} tokens of this rank, which mixes tokens outside of "
                 "attention; use a model in which attention alone mixes tokens, or, if it is right for a part of a "
@@ -113,65 +110,58 @@ class ModelWatch:
 
     def on_attention(self, call: Call) -> str | None:
         """Return why a call cannot be context parallel, by rules that give every rank the same result, or None."""
-        self._see(call.told.get("position_ids"))
-        return self._shift or refusal_of_window(call, self._live.layout.length)
-
-    def refusal_of_ranks(self, flags: list[int]) -> str | None:
-        """Return why positions are wrong, by the flags of all ranks, or None."""
-        self.has_news = False
-        self._positions.flags = 0
-        ranks = Positions.wrong_ranks(flags)
-        if not ranks:
-            return None
-        return (
-            f"the model counts positions from 0 on rank(s) {ranks} of the group, where its tokens are not the "
-            "sequence's first; give it global `position_ids`, cut as a buffer of `context_parallel`, or those of "
-            "documents together with their mask"
-        )
+        self.see(call.positions)
+        if self._shift is None and 0 < call.hides_from < self._live.layout.length:
+            return (
+                f"this model's mask hides tokens by a distance of {call.hides_from} in another way than a causal "
+                f"window, such as chunks, for {self._live.layout.length} tokens; use a causal model, or sequences of "
+                f"at most {call.hides_from} tokens"
+            )
+        return self._shift
 
     # ---- hooks, at which the compiler breaks its graph
+
+    def _before(self, module: nn.Module, hook: Callable) -> None:
+        self._handles.append(module.register_forward_pre_hook(outside_of_graphs(hook), with_kwargs=True))
+
+    def _after(self, module: nn.Module, hook: Callable) -> None:
+        self._handles.append(module.register_forward_hook(outside_of_graphs(hook), with_kwargs=True))
 
     @outside_of_graphs
     def _on_call(self, module: nn.Module, args: tuple) -> None:
         """Adopt a called module that belongs to no known model."""
         if module not in self._known and threading.get_ident() == self._thread:
             self._adopt(module)
-            self._coverage.begin(module)
+            self._begin(module)
 
     def _adopt(self, root: nn.Module) -> None:
         self._known.update(root.modules())
-        refusal = refusal_of_model(root, self._live.layout.length, self._allowed)
-        if refusal:
+        if refusal := refusal_of_model(root, self._live.layout.length, self._allowed):
             raise ContextParallelError(refusal)
         self.has_news = True
         found = dict(checked_modules(root, self._allowed))
         for name, module in found.items():
             self._hook(module, root)
             if mixes_if_called(module):
-                refusal = refusal_of_module(name, module, self._live.layout.length)
-                self._handles.append(module.register_forward_pre_hook(partial(_refuse, refusal)))
-        for module in root.modules():
+                self._before(module, partial(_refuse, refusal_of_module(name, module, self._live.layout.length)))
+        for name, module in root.named_modules():
             if module is not root and is_model(module) and not reads_text(module):
                 refusal = (
                     f"{type(module).__name__} reads {module.main_input_name!r}, not the sequence that was cut; call "
                     "it outside of the context, and give the model `inputs_embeds`, cut as a buffer"
                 )
-                self._handles.append(module.register_forward_pre_hook(partial(_refuse, refusal)))
-        for name, module in root.named_modules():
+                self._before(module, partial(_refuse, refusal))
             if self._allowed.has(module, name):
-                self._handles.append(module.register_forward_pre_hook(self._before_allowed))
-                self._handles.append(module.register_forward_hook(self._after_allowed))
-        self._handles += self._coverage.hook(found)
-        self._handles.append(root.register_forward_pre_hook(self._before_root))
-        self._handles.append(root.register_forward_hook(self._after_root, with_kwargs=True))
+                self._count(module, "allowed")
+        self._stacks[root] = self._cover(found)
+        self._before(root, lambda module, args, kwargs: self._begin(module))
+        self._after(root, self._after_root)
 
     def _hook(self, module: nn.Module, root: nn.Module) -> None:
         if is_model(module):
-            self._handles.append(module.register_forward_pre_hook(_check_inputs, with_kwargs=True))
+            self._before(module, _check_inputs)
             with suppress(NotImplementedError, AttributeError):
-                tokens = module.get_input_embeddings()
-                self._handles.append(tokens.register_forward_pre_hook(self._before_tokens))
-                self._handles.append(tokens.register_forward_hook(self._after_tokens))
+                self._count(module.get_input_embeddings(), "tokens")
             return
         by_length = depends_on_length(module)
         if by_length and module is root:
@@ -180,45 +170,92 @@ class ModelWatch:
                 "itself; give the model that it belongs to as `intercept_sdpa(model)`"
             )
         if by_length or _POSITIONS.search(type(module).__name__):
-            self._handles.append(module.register_forward_pre_hook(self._see_positions, with_kwargs=True))
+            self._before(module, self._see_positions)
         if by_length:
-            self._handles += self._length.hook(module)
+            self._before(module, partial(lengthened, self._live.mesh))
+            self._after(module, shortened)
 
-    @outside_of_graphs
+    def _count(self, module: nn.Module, what: str) -> None:
+        """Count the calls of a module that run."""
+
+        def add(number: int, *_: object) -> None:
+            self._inside[what] += number
+
+        self._before(module, partial(add, 1))
+        self._after(module, partial(add, -1))
+
     def _see_positions(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._see(*args, *kwargs.values())
+        self.see(*args, *kwargs.values())
 
-    @outside_of_graphs
-    def _before_tokens(self, *_: object) -> None:
-        self._reads_tokens = True
-
-    @outside_of_graphs
-    def _after_tokens(self, *_: object) -> None:
-        self._reads_tokens = False
-
-    @outside_of_graphs
-    def _before_allowed(self, *_: object) -> None:
-        self._in_allowed += 1
-
-    @outside_of_graphs
-    def _after_allowed(self, *_: object) -> None:
-        self._in_allowed -= 1
-
-    @outside_of_graphs
-    def _before_root(self, root: nn.Module, args: tuple) -> None:
-        self.has_news = True
-        self._coverage.begin(root)
-
-    @outside_of_graphs
     def _after_root(self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         if is_model(root):
             _check_inputs(root, args, kwargs)  # a model found by its call had no hook before that call
             _check_logits(root, getattr(result, "logits", None), self._live)
         elif _POSITIONS.search(type(root).__name__):
-            self._see_positions(root, args, kwargs)
-        refusal = self._coverage.end(root) or self._shift
-        if refusal:
+            self.see(*args, *kwargs.values())
+        if refusal := (self._end(root) or self._shift):
             raise ContextParallelError(refusal)
+
+    # ---- which attention modules and layers attended through the context
+
+    def _cover(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[list[str], int]]:
+        """Count the context's attention calls of attention modules and layers, and return the stacks of layers.
+
+        The context does not see a call from another thread, a function compiled by torch.jit or a C++ library. The
+        module of such a call counts none.
+        """
+        kinds: list[str] = []
+        stacks, layers = {}, set()
+        for name, module in modules.items():
+            kinds = layer_kinds(getattr(module, "config", None)) or kinds
+            if isinstance(module, nn.ModuleList):
+                stacks[name] = kinds, len(module)
+                layers.update(f"{name}.{i}" for i in range(len(module)))
+            if name in layers or _ATTENTION.search(type(module).__name__):
+                self._before(module, self._before_layer)
+                self._after(module, partial(self._after_layer, name))
+        return stacks
+
+    def _before_layer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._is_in_force():
+            raise ContextParallelError(
+                f"{type(module).__name__} was called in another thread, or outside of the context's interception; "
+                "run the model's forward and backward in the thread that entered `context_parallel`"
+            )
+        self._calls_before[module] = self._live.calls
+
+    def _after_layer(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+        if self._root is not None:  # it is not a recomputation
+            self._attended[name] = self._attended.get(name, True) and self._live.calls > self._calls_before[module]
+
+    def _begin(self, root: nn.Module) -> None:
+        """Start counting a forward of the whole model."""
+        self.has_news = True
+        if self._root in (None, root):
+            self._root, self._attended = root, {}
+            self._calls_before[root] = self._live.calls  # a model found by its call gets hooks too late for it
+
+    def _end(self, root: nn.Module) -> str | None:
+        """Return why a part of the forward escaped the context, or None."""
+        if root is not self._root:
+            return None
+        attended, self._attended, self._root = self._attended, {}, None
+        for name, did in attended.items():
+            if not did and _ATTENTION.search(type(root.get_submodule(name)).__name__):
+                return (
+                    f"{name} ran and no context-parallel attention in it: it attends in another way than by "
+                    "F.scaled_dot_product_attention, or in another thread; make it call that, or name it in "
+                    "`intercept_sdpa(allow_modules=[...])`"
+                )
+        for name, (kinds, number) in self._stacks[root].items():
+            ran = {i: attended[f"{name}.{i}"] for i in range(number) if f"{name}.{i}" in attended}
+            without = [i for i, did in ran.items() if not did and not is_tokenwise(kinds, i, number)]
+            if without and any(ran.values()):
+                return (
+                    f"layers {without} of {name} ran no context-parallel attention, and other layers there did; if "
+                    "they mix no tokens in another way, name their class in `intercept_sdpa(allow_modules=[...])`"
+                )
+        return None
 
 
 def _check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
@@ -231,7 +268,6 @@ def _check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
         )
 
 
-@outside_of_graphs
 def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if a model of transformers was called in a way that is wrong for a part of a sequence."""
     given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
@@ -250,6 +286,5 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
         )
 
 
-@outside_of_graphs
-def _refuse(refusal: str, module: nn.Module, args: tuple) -> None:
+def _refuse(refusal: str, *_: object) -> None:
     raise ContextParallelError(refusal)

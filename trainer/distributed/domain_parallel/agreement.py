@@ -17,16 +17,16 @@ def check_layouts(tensors: Iterable[DomainTensor]) -> None:
     """Compare what the ranks say of the whole tensors: one all-gather of a hash for each sharded axis.
 
     Raises:
-        ValueError: on every rank, if layouts, global shapes, strides or types differ.
+        ValueError: on every rank, if layouts, global shapes or types differ.
     """
     said = [
-        (tuple(x.shape), x.strides, str(x.dtype), {dim: axis.layout.ranges for dim, axis in x.domain.axes.items()})
+        (tuple(x.shape), str(x.dtype), {dim: axis.layout.ranges for dim, axis in x.domain.axes.items()})
         for x in tensors
     ]
     if not _are_equal(repr(said).encode(), tensors):
         raise ValueError(
-            f"the ranks of the domain describe their tensors differently; this rank has (shape, strides, type, rows of "
-            f"each rank): {said}; give every rank the same sizes of all shards, such as `sized([5, 4])`, or `gathered`"
+            f"the ranks of the domain describe their tensors differently; this rank has (shape, type, rows of each "
+            f"rank): {said}; give every rank the same sizes of all shards, such as `sized([5, 4])`, or `gathered`"
         )
 
 

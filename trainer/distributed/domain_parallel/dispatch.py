@@ -41,12 +41,11 @@ def rule(*names: str, first_only: bool = False, by_element: bool = False) -> Cal
     """Register a rule for the functions and methods of torch of these names; a later rule replaces an earlier one.
 
     The rule is called as rule(function, *args, **kwargs) with at least one sharded `DomainTensor` among its arguments.
-    Before it torch's own function runs on tensors of the global shapes without data, so the result's global shape and
-    strides are torch's, and a rule's result that shares memory with an argument is copied where torch returns a copy.
+    Before it torch's own function runs on tensors of the global shapes without data, so the result's global shape is
+    torch's, and a rule's result that shares memory with an argument is copied where torch returns a copy.
 
     first_only: the first argument is sharded, other tensors are given as plain ones, and refused if they are sharded.
-    by_element: of contiguous tensors the result is new and contiguous, or aliases as it does for every shard; torch is
-    not asked.
+    by_element: the result is new, or shares memory as every shard does; torch is not asked.
     """
 
     def register(function: Rule) -> Rule:
@@ -67,8 +66,7 @@ def rule(*names: str, first_only: bool = False, by_element: bool = False) -> Cal
 class DomainTensor:
     """This rank's shard `local` of a tensor, sharded as `domain` says; axes of one rank count as whole.
 
-    strides: of the whole tensor; None: contiguous. They decide, on every rank alike, what is a view and what a copy.
-    copied: set by `call` where torch has a view and the shard is a copy.
+    base: set by `call` where torch has a view of another tensor; it is not changed in place.
 
     Raises:
         ValueError: the shard does not fit the domain.
@@ -77,8 +75,7 @@ class DomainTensor:
 
     local: torch.Tensor
     domain: Domain
-    strides: whole.Strides = None
-    copied: whole.Copied | None = None
+    base: whole.Base | None = None
     __iter__: ClassVar[None] = None  # else Python iterates by __getitem__
     __array_ufunc__: ClassVar[None] = None  # else a number of numpy on the left takes this for an array
 
@@ -91,7 +88,7 @@ class DomainTensor:
                 "`x.local`"
             )
         self.shape = torch.Size(self.domain.shape(self.local))
-        self.domain = Domain(self.domain.split(self.domain.axes))
+        self.domain = Domain({dim: axis for dim, axis in self.domain.axes.items() if axis.degree > 1})
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None):
@@ -121,32 +118,19 @@ class DomainTensor:
         """Return the number of dimensions."""
         return len(self.shape)
 
-    def stride(self, dim: int | None = None) -> Any:
-        """Return the strides of the whole tensor, or one of them."""
-        if not self.domain.axes:
-            return self.local.stride() if dim is None else self.local.stride(dim)
-        strides = whole.contiguous_strides(self.shape) if self.strides is None else self.strides
-        return strides if dim is None else strides[dim]
-
-    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-        """Return whether the whole tensor is contiguous in a memory format."""
-        if self.domain.axes and self.strides is None and memory_format == torch.contiguous_format:
-            return True
-        return torch.empty_strided(self.shape, self.stride(), device="meta").is_contiguous(memory_format=memory_format)
-
     def __len__(self) -> int:
         return self.shape[0]
 
     def __copy__(self) -> "DomainTensor":
-        return DomainTensor(self.local, self.domain, self.strides, self.copied)
+        return DomainTensor(self.local, self.domain, self.base)
 
     def __deepcopy__(self, memo: dict) -> "DomainTensor":
-        return DomainTensor(deepcopy(self.local, memo), self.domain, self.strides)
+        return DomainTensor(deepcopy(self.local, memo), self.domain)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
             "a DomainTensor cannot be pickled or saved, because its domain holds process groups; save the shard "
-            "`x.local` on each rank, or the whole tensor: `gather(x.local, x.domain)[0]`"
+            "`x.local` on each rank, or the whole tensor: `gather(x).local`"
         )
 
 
@@ -166,7 +150,7 @@ DomainTensor.__hash__ = object.__hash__  # __eq__ compares elements
 # Activation checkpointing and compilers find the shard in the arguments of a module, and so does FSDP of torch 2.11.
 pytree.register_pytree_node(
     DomainTensor,
-    lambda x: ([x.local], (x.domain, x.strides, x.copied)),
+    lambda x: ([x.local], (x.domain, x.base)),
     lambda leaves, context: _refilled(*leaves, *context),
     serialized_type_name="trainer.distributed.domain_parallel.DomainTensor",
 )
@@ -200,57 +184,56 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch with domain tensors, and perhaps tensor-parallel weights, among its arguments.
 
     Raises:
-        DomainOperatorError: a tensor is sharded, and the function has no rule; or it is a copy where torch has a view,
-            and the tensor that it copied was changed in place since.
+        DomainOperatorError: a tensor is sharded, and the function has no rule; or it may be a copy where torch has a
+            view, and the tensor of that view was changed in place since.
     """
     leaves = [*flat((args, kwargs))]
-    tensors = sorted(filter(lambda x: isinstance(x, DomainTensor), leaves), key=is_sharded, reverse=True)
+    tensors = [x for x in leaves if isinstance(x, DomainTensor)]
     is_parallel = any(isinstance(x, DTensor) for x in leaves)
-    if not is_sharded(tensors[0]) and not is_parallel:
+    x = next(filter(is_sharded, tensors), tensors[0])
+    if not is_sharded(x) and not is_parallel:
         return wrapped(function(*unwrapped(args), **unwrapped(kwargs)), Domain({}))
     name = function.__name__
     if name not in _RULES or kwargs.pop("out", None) is not None:
-        raise refused(name, tensors[0], "the argument `out`" if name in _RULES else "it has no rule for sharded axes")
-    stale = next((x for x in tensors if x.copied and x.copied.is_stale()), None)
+        raise refused(name, x, "the argument `out`" if name in _RULES else "it has no rule for sharded axes")
+    stale = None
+    if not torch.compiler.is_compiling():
+        stale = next((x for x in tensors if x.base and x.base.has_changed()), None)
     if stale is not None:
-        raise refused(name, stale, f"{COPY}, and that was changed in place since")
+        raise refused(name, stale, f"{VIEW}, and that was changed in place since")
     if "axis" in kwargs:  # torch knows both names of the first two
         kwargs["dim"] = kwargs.pop("axis")
     args = (kwargs.pop("input"), *args) if "input" in kwargs else args
-    is_simple = name in _BY_ELEMENT and "memory_format" not in kwargs and all(map(_is_plainly_stored, leaves))
+    is_simple = name in _BY_ELEMENT and (name == "clone" or "memory_format" not in kwargs)
     seen = None
     if not (is_simple or is_parallel):
         seen = whole.results(function, args, kwargs, (torch.Tensor, DomainTensor))
     result = _RULES[name](function, *args, **kwargs)
-    return result if seen is None else _as_torch_has_it(name, result, seen, tensors)
+    if seen is not None:
+        has_format = any(isinstance(leaf, torch.memory_format) for leaf in leaves)  # the order of memory is not kept
+        _check_and_mark(name, result, seen, tensors, has_format or name == "contiguous")
+    return result
 
 
-COPY = "it is a gathered copy where torch has a view of another tensor"
+VIEW = "it may be a copy where torch has a view of another tensor"
 
 
-def _is_plainly_stored(x: Any) -> bool:
-    if isinstance(x, DomainTensor):
-        return x.copied is None and (x.strides is None if x.domain.axes else x.local.is_contiguous())
-    return not isinstance(x, torch.Tensor) or x.is_contiguous()
-
-
-def _as_torch_has_it(name: str, result: Any, seen: tuple[whole.Seen, ...], given: list[DomainTensor]) -> Any:
-    """Return a rule's result with the strides of torch's, and copied where torch returns a copy; check its shape."""
+def _check_and_mark(
+    name: str, result: Any, seen: tuple[whole.Seen, ...], given: list[DomainTensor], may_be_view: bool
+) -> None:
+    """Check the shapes of a rule's results; mark what may be a view, and copy what torch copies."""
     found = [x for x in flat(result) if isinstance(x, DomainTensor)]
     if len(found) != len(seen):  # a rule of the user's own
-        return result
-    for x, (shape, strides, is_view) in zip(found, seen, strict=True):
+        return
+    for x, (shape, is_view) in zip(found, seen, strict=True):
         if any(x is other for other in given):
             continue
         if tuple(x.shape) != shape:
             raise DomainOperatorError(f"the rule of {name} returned the shape {tuple(x.shape)}, torch returns {shape}")
-        sources = [other for other in given if whole.is_alias(x.local, other.local)]
-        if sources and not is_view:
+        if is_view or may_be_view:
+            x.base = given[0].base or whole.Base.of(given[0].local)
+        elif any(whole.is_alias(x.local, other.local) for other in given):
             x.local = x.local.clone()
-        elif is_view:
-            x.copied = sources[0].copied if sources else whole.Copied.of(given[0].local)
-        x.strides = strides if x.domain.axes else None
-    return result
 
 
 def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
@@ -261,6 +244,12 @@ def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
         f"{dims}, is not handled: {why}; "
         "call it on `gather`ed tensors, or give it a rule with `trainer.distributed.domain_parallel.rule`"
     )
+
+
+def refuse_unless(condition: bool, function: Callable, x: DomainTensor, why: str) -> None:
+    """Raise the error of a call that is not handled, unless the condition holds."""
+    if not condition:
+        raise refused(function.__name__, x, why)
 
 
 def wrapped(result: Any, domain: Domain) -> Any:
@@ -274,8 +263,4 @@ def wrapped(result: Any, domain: Domain) -> Any:
 
 def unwrapped(value: Any) -> Any:
     """Return arguments with the shards of domain tensors."""
-    if isinstance(value, DomainTensor):
-        return value.local
-    if isinstance(value, tuple | list):
-        return type(value)(map(unwrapped, value)) if type(value) in (tuple, list) else value
-    return {name: unwrapped(part) for name, part in value.items()} if type(value) is dict else value
+    return whole.mapped(lambda x: x.local if isinstance(x, DomainTensor) else x, value)

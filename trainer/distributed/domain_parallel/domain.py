@@ -1,7 +1,7 @@
 """Domains: which axes of a tensor are sharded, over which ranks, and which rank has which rows.
 
-A tensor of a domain is a plain local tensor. Each operator takes the tensor and its domain, and returns the result and
-the result's domain, so that shards of any sizes stay described:
+A `DomainTensor` is a local shard with its domain, and so is the result of each function of it. So shards of any sizes
+stay described:
 
     x: (2, 16, 9, 12) on a 2x2 mesh (h, w)    h: 9 rows as 5 + 4        w: 12 columns as 7 + 5
     Domain.on(mesh, {2: ("h", sized([5, 4])), 3: ("w", sized([7, 5]))})
@@ -10,7 +10,7 @@ the result's domain, so that shards of any sizes stay described:
     rank (1, 0) has (2, 16, 4, 7)    rank (1, 1) has (2, 16, 4, 5)
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,10 +57,6 @@ class Domain:
         """Return the domain with other layouts of some of its dimensions."""
         return Domain({d: Axis(layouts.get(d, axis.layout), axis.group) for d, axis in self.axes.items()})
 
-    def split(self, dims: Iterable[int]) -> dict[int, Axis]:
-        """Return those of `dims` that more than one rank shares."""
-        return {dim: self.axes[dim] for dim in dims if dim in self.axes and self.axes[dim].degree > 1}
-
     def ranges(self, dim: int, length: int) -> Ranges:
         """Return the rows of dimension `dim`, whose global length is given, that this rank has."""
         axis = self.axes.get(dim)
@@ -76,7 +72,7 @@ class Domain:
             if dim >= x.ndim or x.shape[dim] != axis.rows:
                 raise ValueError(
                     f"a tensor of shape {tuple(x.shape)} does not fit its domain, which has {axis.rows} rows for this "
-                    f"rank in dimension {dim}; pass the domain that the operator returned with the tensor"
+                    f"rank in dimension {dim}; pass the domain that belongs to it"
                 )
         return tuple(self.axes[dim].layout.length if dim in self.axes else n for dim, n in enumerate(x.shape))
 

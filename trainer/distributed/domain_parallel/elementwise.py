@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.domain_parallel.dispatch import (
-    COPY,
+    VIEW,
     DomainTensor,
     is_sharded,
+    refuse_unless,
     refused,
     rule,
     unwrapped,
@@ -34,7 +35,6 @@ threshold true_divide trunc where zeros_like
 __add__ __sub__ __mul__ __truediv__ __floordiv__ __mod__ __pow__ __and__ __or__ __xor__ __radd__ __rsub__ __rmul__
 __rdiv__ __rfloordiv__ __rmod__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
-_KEPT = {"memory_format": torch.contiguous_format}
 _IN_PLACE = frozenset(
     [f"{name}_" for name in _NAMES.split() if hasattr(torch.Tensor, f"{name}_") or hasattr(F, f"{name}_")]
     + [f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
@@ -53,8 +53,8 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
         isinstance(x, DomainTensor) and x.shape == shape and x.domain.axes.keys() == domain.axes.keys()
     ):
         raise refused(name, next(filter(is_sharded, operands)), "it changes a tensor that has not the result's axes")
-    if is_in_place and x.copied is not None:
-        raise refused(name, x, f"{COPY}; change a `clone` of it")
+    if is_in_place and x.base is not None:
+        raise refused(name, x, f"{VIEW}; change a `clone` of it")
 
     def own(x: Any) -> Any:
         return own_part(x, domain, shape) if isinstance(x, DomainTensor | torch.Tensor) else x
@@ -66,19 +66,34 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule("contiguous")
-def contiguous(function: Callable, x: DomainTensor, **kwargs: Any) -> DomainTensor:
-    """Return x itself if the whole tensor is contiguous, and a copy on every rank if it is not."""
-    if torch.compiler.is_compiling():  # strides are not tracked
-        return DomainTensor(x.local.contiguous(**kwargs), x.domain)
-    return x if x.is_contiguous(**kwargs) else DomainTensor(x.local.clone(**_KEPT | kwargs), x.domain)
+def contiguous(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+    return DomainTensor(x.local.contiguous(*args, **kwargs), x.domain)
 
 
-@rule("to", "type", "type_as")
+@rule("to", "type", "type_as", by_element=True)
 def converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert the shard; another tensor among the arguments gives only its type."""
     if not isinstance(x, DomainTensor):
         return function(x, *unwrapped(args), **unwrapped(kwargs))
-    return DomainTensor(function(x.local, *unwrapped(args), **unwrapped(kwargs)), x.domain, x.strides)
+    return DomainTensor(function(x.local, *unwrapped(args), **unwrapped(kwargs)), x.domain)
+
+
+@rule("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+def dropout(function: Callable, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> DomainTensor:
+    why = "ranks would draw masks that no single process draws; use p = 0"
+    refuse_unless(not training or p == 0, function, x, why)
+    return x
+
+
+@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+def loss(
+    function, x, target, *, reduction="mean", size_average=None, reduce=None, weight=None, **kwargs
+) -> DomainTensor:
+    plain = weight is None and size_average is None and reduce is None and reduction in ("none", "mean", "sum")
+    why = "weights, `reduce`, `size_average`, or a reduction that is not none, mean or sum"
+    refuse_unless(plain, function, x if is_sharded(x) else target, why)
+    each = elementwise(function, x, target, reduction="none", **kwargs)
+    return each if reduction == "none" else getattr(each, reduction)()
 
 
 def common_domain(name: str, operands: Sequence, shape: torch.Size, *, but_for: int | None = None) -> Domain:
@@ -122,7 +137,7 @@ def own_part(x: DomainTensor | torch.Tensor, domain: Domain, shape: torch.Size) 
     mine = {dim - before: axis for dim, axis in domain.axes.items() if dim >= before}
     if isinstance(x, DomainTensor):
         other = {d: mine[d].layout for d, a in x.domain.axes.items() if a.layout.ranges != mine[d].layout.ranges}
-        local, has = reshard(x.local, x.domain, other)[0] if other else x.local, x.domain.axes
+        local, has = reshard(x, other).local, x.domain.axes
     else:
         local, has = x, {}
     for dim, axis in mine.items():

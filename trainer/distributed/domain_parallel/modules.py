@@ -1,55 +1,45 @@
 """Models that run on sharded tensors as they are: modules that take another class, and a check before the first step.
 
     x = DomainTensor(local, domain)
-    y = parallelize(model, x)      # convolutions become DomainConv; the forward runs once without data
+    y = parallelize(model, x)      # the forward runs once without data
     y = model(x)                   # names of parameters, hooks and code of the model are as before
 
-Most modules need nothing, because a `DomainTensor` has rules for the functions that they call. A convolution with
-circular padding is another matter: torch pads in a step of its own, which gives the first and the last rank more rows.
-`DomainConv2d` and its kin fetch the rows of the other end as a halo, so that the layout stays.
+Most modules need nothing, because a `DomainTensor` has rules for the functions that they call. For a convolution with
+circular padding torch pads in a step of its own, which gives the first and the last rank more rows. Its class changes:
+it fetches the rows of the other end as a halo, so that the layout stays.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.nn.modules import module as torch_modules
 
 from trainer.distributed.domain_parallel.agreement import check_layouts, same_draws
-from trainer.distributed.domain_parallel.convolution import conv
 from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, is_sharded, map_tensors
-from trainer.distributed.domain_parallel.domain import Domain
-from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.neighborhood import neighborhood_attention
 from trainer.distributed.domain_parallel.tensor import DomainTensor
 from trainer.distributed.domain_parallel.whole import flat
+from trainer.distributed.domain_parallel.windows import conv
 
 
-class _DomainConv:
-    """What a convolution's class becomes: on a sharded tensor a circular padding is a halo."""
+class _CircularConv:
+    """What the class of a convolution with circular padding becomes: on a sharded tensor the padding is a halo."""
 
     def forward(self, x: torch.Tensor | DomainTensor) -> Any:
-        if not is_sharded(x) or self.padding_mode not in ("zeros", "circular"):
+        if not is_sharded(x):
             return super().forward(x)
-        options = {name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
-        return DomainTensor(*conv(x.local, x.domain, self.weight, self.bias, **options))
+        function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[self.weight.ndim - 2]
+        options = (self.stride, self.padding, self.dilation, self.groups)
+        return conv(function, x, self.weight, self.bias, *options, periodic=True)
 
 
-class DomainConv1d(_DomainConv, nn.Conv1d):
-    """nn.Conv1d for sharded and whole tensors."""
-
-
-class DomainConv2d(_DomainConv, nn.Conv2d):
-    """nn.Conv2d for sharded and whole tensors."""
-
-
-class DomainConv3d(_DomainConv, nn.Conv3d):
-    """nn.Conv3d for sharded and whole tensors."""
+_CIRCULAR = {cls: type(f"Domain{cls.__name__}", (_CircularConv, cls), {}) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
 
 class NeighborhoodAttention(nn.Module):
@@ -68,44 +58,26 @@ class NeighborhoodAttention(nn.Module):
 
     def forward(self, q: Any, k: Any, v: Any) -> Any:
         """q: (B, *spatial, H, D); k, v: (B, *spatial, K, D) -> (B, *spatial, H, D)."""
-        tensors = [x for x in (q, k, v) if isinstance(x, DomainTensor)]
-        if not tensors:
-            return neighborhood_attention(q, k, v, Domain({}), **self.options)[0]
-        domain = common_domain("neighborhood attention", tensors, q.shape)
-        q, k, v = (own_part(x, domain, x.shape) for x in (q, k, v))
-        return DomainTensor(*neighborhood_attention(q, k, v, domain, **self.options))
+        return neighborhood_attention(q, k, v, **self.options)
 
 
-DROP_INS: Mapping[type[nn.Module], type[nn.Module]] = {
-    nn.Conv1d: DomainConv1d,
-    nn.Conv2d: DomainConv2d,
-    nn.Conv3d: DomainConv3d,
-}
-
-
-def parallelize(model: nn.Module, *args: Any, plan: Mapping[str, type[nn.Module]] | None = None, **kwargs: Any) -> Any:
+def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Prepare a model for sharded inputs, in place, and return its output for such inputs, on the meta device.
 
     A collective: all ranks must describe their inputs alike, which is compared by a hash.
 
-    args, kwargs: of the model's forward; only shapes and domains count. plan: pattern of module names, such as
-    `blocks.*.attention` -> the class that these modules take, with the same parameters; it goes before `DROP_INS`.
+    args, kwargs: of the model's forward; only shapes and domains count.
 
     Raises:
         DomainOperatorError: the forward calls a function that is not handled, or checkpoints in the reentrant way; the
             message names the module. A module with backward hooks gets a sharded tensor, now or in a later forward.
-        ValueError: layouts, shapes or types that differ between ranks; a pattern of the plan that no module has.
+        ValueError: layouts, shapes or types that differ between ranks.
     """
     tensors = [x for x in flat((args, kwargs)) if isinstance(x, DomainTensor)]
     check_layouts(tensors)
-    for pattern in plan or ():
-        if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
-            raise ValueError(f"plan: no module has a name like {pattern!r}; the first are {_names(model)}")
-    for name, module in model.named_modules():
-        chosen = [cls for pattern, cls in (plan or {}).items() if fnmatchcase(name, pattern)]
-        new = chosen[0] if chosen else DROP_INS.get(type(module))
-        if new is not None:
-            module.__class__ = new  # parameters, buffers and hooks stay
+    for module in model.modules():
+        if type(module) in _CIRCULAR and module.padding_mode == "circular":
+            module.__class__ = _CIRCULAR[type(module)]  # parameters, buffers and hooks stay
     with same_draws(tensors):
         result, reached = _dry_run(model, args, kwargs)
     model.register_forward_pre_hook(partial(_check_later_hooks, reached))
@@ -178,7 +150,3 @@ def _check_backward_hooks(module: nn.Module, where: str = "") -> None:
             f"{where}a backward hook of a module that gets a sharded tensor would not run; put hooks on parameters "
             "(`parameter.register_hook`) or on the shard (`x.local.register_hook`)"
         )
-
-
-def _names(model: nn.Module) -> str:
-    return ", ".join([name for name, _ in model.named_modules() if name][:5])

@@ -1,57 +1,186 @@
-"""Reductions over sharded axes. The result is whole on every rank, and weighted by counts: never a mean of means.
+"""Rules of reductions and norms over sharded axes: statistics of the ranks, combined by counts, never a mean of means.
 
-Each returns (result, domain of the result). The gradient of the result has one of two placements, which the caller
-names as in trainer/distributed/sharding/placement.py:
-
-                 forward                  backward
-    partial      sum over the ranks       sum over the ranks    each rank's gradient is its part, as where the result
-                                                                is used on shards, or losses are parts of a sum
-    replicated   sum over the ranks       nothing is sent       every rank has the whole gradient
-
-`replicate` there is the counterpart: nothing is sent in the forward, and gradients are summed in the backward.
+The result of a reduction is whole on every rank. Its gradient is partial: the ranks' gradients are summed in the
+backward. Statistics are computed in at least float32.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule, wrapped
 from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.domain_parallel.elementwise import elementwise
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
-from trainer.distributed.sharding.placement import PLACEMENTS
+from trainer.distributed.sharding.placement import summed, with_adjoint
 from trainer.distributed.sharding.to_device import to_device
 
-Dims = int | Sequence[int] | None
-"""Dimensions, negative ones from the end; None: all."""
+# ---- reductions
 
 
-def domain_sum(
-    x: torch.Tensor, domain: Domain, dims: Dims = None, *, keepdim: bool = False, grad: str = "partial"
-) -> tuple[torch.Tensor, Domain]:
-    """Return the sum over dimensions, in which x may be sharded."""
-    dims = check_reduction(x, domain, dims, grad)
-    total = _total(x, domain, dims, keepdim, grad)
-    return total.to(x.dtype) if x.is_floating_point() else total, domain.reduced(dims, keepdim=keepdim)
+@rule("sum", "mean")
+def total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
+    local, dims = x.local if dtype is None else x.local.to(dtype), _dims(x, dim)
+    # Of floats in at least float32: in float16 a sum overflows where a mean does not.
+    result = local.sum(dims, keepdim=True, dtype=wide(local.dtype) if local.is_floating_point() else None)
+    for axis in _axes(x.domain, dims):
+        add_up = partial(summed, group=axis.group)
+        result = with_adjoint(result, add_up, add_up)
+    if function.__name__ == "mean":
+        result = result / math.prod([x.shape[d] for d in dims])
+    return _reduced(result.to(local.dtype) if local.is_floating_point() else result, x, dims, keepdim)
 
 
-def domain_mean(
-    x: torch.Tensor, domain: Domain, dims: Dims = None, *, keepdim: bool = False, grad: str = "partial"
-) -> tuple[torch.Tensor, Domain]:
-    """Return the mean over dimensions: the sum over all ranks, divided by the number of all elements."""
-    dims = check_reduction(x, domain, dims, grad)
-    mean = _total(x, domain, dims, keepdim, grad) / count(x, domain, dims)
-    return mean.to(x.dtype) if x.is_floating_point() else mean, domain.reduced(dims, keepdim=keepdim)
+@rule("amax", "amin", "max", "min")
+def extreme(function, x, dim=None, keepdim=False) -> Any:
+    """Equal maxima share the gradient evenly, as with torch.amax; a NaN on any rank is the result."""
+    name = function.__name__
+    if isinstance(dim, DomainTensor | torch.Tensor):  # of two tensors
+        return elementwise(torch.maximum if name == "max" else torch.minimum, x, dim)
+    if not name.startswith("a") and dim is not None:
+        is_whole = isinstance(dim, int) and dim % x.ndim not in x.domain.axes
+        refuse_unless(is_whole, function, x, "indices along that dimension")
+        return wrapped(function(x.local, dim, keepdim), x.domain.reduced([dim % x.ndim], keepdim=keepdim))
+    sign, dims = -1 if name in ("amin", "min") else 1, _dims(x, dim)
+    signed = sign * (x.local if x.is_floating_point() else x.local.long())
+    top = _Max.apply(signed, dims, [axis.group for axis in _axes(x.domain, dims)])
+    return _reduced((sign * top).to(x.dtype), x, dims, keepdim)
 
 
-def _total(x: torch.Tensor, domain: Domain, dims: tuple[int, ...], keepdim: bool, grad: str) -> torch.Tensor:
-    """Return the sum over the ranks, of floats in at least float32: in float16 it overflows where a mean does not."""
-    dtype = wide(x.dtype) if x.is_floating_point() else None
-    total = x.sum(dims, keepdim=keepdim, dtype=dtype) if dims else x
-    for axis in domain.split(dims).values():
-        total = _Sum.apply(total, axis.group, grad)
-    return total
+@rule("all", "any")
+def truth(function, x, dim=None, keepdim=False) -> DomainTensor:
+    sought = (x.local if function.__name__ == "any" else x.local == 0).bool().long()
+    found = total(torch.sum, DomainTensor(sought, x.domain), dim, keepdim)
+    return DomainTensor(found.local > 0 if function.__name__ == "any" else found.local == 0, found.domain)
+
+
+@rule("var", "std")
+def variance(function, x, dim=None, unbiased=None, keepdim=False, *, correction=None) -> DomainTensor:
+    """As in torch, on CPUs it is computed in float64; without a positive divisor it is infinite or NaN."""
+    if isinstance(dim, bool):  # the first argument may be `unbiased`
+        dim, unbiased = None, dim
+    correction, dims = (unbiased is not False) if correction is None else correction, _dims(x, dim)
+    exact = torch.promote_types(x.dtype, torch.float64 if x.is_cpu else torch.float32)
+    _, squares, number = moments(x.local, x.domain, dims, exact)
+    var = (squares / max(number - correction, 0)).to(wide(x.dtype))
+    if function.__name__ == "std":  # without a gradient where it is 0
+        var = torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
+    return _reduced(var.to(x.dtype), x, dims, keepdim)
+
+
+@rule("norm", "linalg_vector_norm")
+def vector_norm(function, x, p=2.0, dim=None, keepdim=False, dtype=None, **named) -> DomainTensor:
+    p = named.pop("ord", p)
+    refuse_unless(p in (None, "fro") or (not isinstance(p, str) and p > 0), function, x, f"order {p!r}")
+    order, dims = 2.0 if p in (None, "fro") else p, _dims(x, dim)
+    local = x.local if dtype is None else x.local.to(dtype)
+    if order == torch.inf:
+        return extreme(torch.amax, DomainTensor(local.abs(), x.domain), dims, keepdim)
+    norm = torch.linalg.vector_norm(local, order, dims, keepdim=True, dtype=wide(local.dtype))
+    for axis in _axes(x.domain, dims):
+        norm = torch.linalg.vector_norm(_gathered(norm, axis), order, 0)
+    return _reduced(norm if local.is_complex() else norm.to(local.dtype), x, dims, keepdim)
+
+
+def _dims(x: DomainTensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the dimensions in order, counted from 0; None or an empty list: all."""
+    asked = (dim,) if isinstance(dim, int) else dim or range(x.ndim)
+    return tuple(sorted({d % x.ndim for d in asked}))
+
+
+def _axes(domain: Domain, dims: Iterable[int]) -> list[Axis]:
+    return [domain.axes[dim] for dim in dims if dim in domain.axes]
+
+
+def _reduced(result: torch.Tensor, x: DomainTensor, dims: tuple[int, ...], keepdim: bool) -> DomainTensor:
+    """Return a result of size 1 in the dimensions as that of a reduction of x."""
+    return DomainTensor(result if keepdim else result.squeeze(dims), x.domain.reduced(dims, keepdim=keepdim))
+
+
+# ---- norms
+
+
+@rule("group_norm", first_only=True)
+def group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5) -> DomainTensor:
+    """x: (N, C, *spatial); weight, bias: (C,), whole on every rank."""
+    _check_channels(function, x)
+    grouped, dims = x.local.unflatten(1, (num_groups, -1)), range(2, x.ndim + 1)
+    mean, squares, number = moments(grouped, x.domain.moved(1, first=2), dims, wide(x.dtype))
+    shape = [1, num_groups, -1, *[1] * (x.ndim - 2)]
+    return DomainTensor(_normalized(grouped, mean, squares / number, eps, weight, bias, shape).flatten(1, 2), x.domain)
+
+
+@rule("instance_norm", first_only=True)
+def instance_norm(
+    function,
+    x,
+    running_mean=None,
+    running_var=None,
+    weight=None,
+    bias=None,
+    use_input_stats=True,
+    momentum=0.1,
+    eps=1e-5,
+) -> DomainTensor:
+    refuse_unless(use_input_stats and running_mean is None, function, x, "running statistics of instances")
+    return group_norm(function, x, x.shape[1], weight, bias, eps)
+
+
+@rule("batch_norm", first_only=True)
+def batch_norm(
+    function, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+) -> DomainTensor:
+    """x: (N, C, *spatial). In training the running statistics are updated in place, equally on every rank."""
+    _check_channels(function, x)
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+    if not training:
+        mean, var = running_mean.view(shape), running_var.view(shape)
+        return DomainTensor(_normalized(x.local, mean, var, eps, weight, bias, shape), x.domain)
+    mean, squares, number = moments(x.local, x.domain, (0, *range(2, x.ndim)), wide(x.dtype))
+    y = _normalized(x.local, mean, squares / number, eps, weight, bias, shape)
+    with torch.no_grad():
+        for running, new in ((running_mean, mean), (running_var, squares / (number - 1))):
+            if running is not None:
+                running.lerp_(new.flatten().to(running.dtype), momentum)
+    return DomainTensor(y, x.domain)
+
+
+@rule("layer_norm", "rms_norm", first_only=True)
+def last_norm(function, x, normalized_shape, *args, **kwargs) -> DomainTensor:
+    is_whole = all(dim < x.ndim - len(normalized_shape) for dim in x.domain.axes)
+    refuse_unless(is_whole, function, x, "it normalises over a sharded dimension")
+    return DomainTensor(function(x.local, normalized_shape, *args, **kwargs), x.domain)
+
+
+def _check_channels(function: Callable, x: DomainTensor) -> None:
+    refuse_unless(1 not in x.domain.axes, function, x, "sharded channels")
+
+
+def _normalized(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: Sequence[int],
+) -> torch.Tensor:
+    """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass over x; shape: of the parameters beside x."""
+    scale = (var + eps).rsqrt()
+    shift = -mean * scale
+    if weight is not None:
+        scale, shift = scale * weight.view(shape), shift * weight.view(shape)
+    if bias is not None:
+        shift = shift + bias.view(shape)
+    return torch.addcmul(shift, x.to(scale.dtype), scale).to(x.dtype)
+
+
+# ---- statistics
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -59,76 +188,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def domain_var(
-    x: torch.Tensor,
-    domain: Domain,
-    dims: Dims = None,
-    *,
-    correction: int = 1,
-    keepdim: bool = False,
-    grad: str = "partial",
-    dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, Domain]:
-    """Return the variance over dimensions: the sum of squares about the mean, divided by (elements - correction).
-
-    As in torch it is computed in float64 on CPUs, and infinite or NaN where elements - correction is not positive.
-    dtype: of the result; None: that of x.
-    """
-    dims = check_reduction(x, domain, dims, grad)
-    exact = torch.promote_types(x.dtype, torch.float64 if x.is_cpu else torch.float32)
-    _, squares, number = moments(x, domain, dims, grad=grad, dtype=exact)
-    var = (squares / max(number - correction, 0)).to(dtype or x.dtype)
-    return _dropped(var, dims, keepdim), domain.reduced(dims, keepdim=keepdim)
-
-
-def domain_max(
-    x: torch.Tensor, domain: Domain, dims: Dims = None, *, keepdim: bool = False, grad: str = "partial"
-) -> tuple[torch.Tensor, Domain]:
-    """Return the maximum over dimensions. Equal maxima share the gradient evenly, as with torch.amax.
-
-    Raises:
-        ValueError: there is no element.
-    """
-    dims = check_reduction(x, domain, dims, grad)
-    if not count(x, domain, dims):
-        raise ValueError("the maximum of no elements is not defined; give the axis at least one row")
-    groups = [axis.group for axis in domain.split(dims).values()]
-    top = _Max.apply(x, dims, groups, grad) if groups else x.amax(dims, keepdim=True)
-    return _dropped(top, dims, keepdim), domain.reduced(dims, keepdim=keepdim)
-
-
-def domain_norm(
-    x: torch.Tensor,
-    domain: Domain,
-    dims: Dims = None,
-    *,
-    order: float = 2.0,
-    keepdim: bool = False,
-    grad: str = "partial",
-) -> tuple[torch.Tensor, Domain]:
-    """Return the vector norm over dimensions; order: positive, or infinity."""
-    dims = check_reduction(x, domain, dims, grad)
-    if order == torch.inf:
-        return domain_max(x.abs(), domain, dims, keepdim=keepdim, grad=grad)
-    if not order > 0:
-        raise ValueError(f"a norm of order {order} is not handled; use a positive number, or infinity")
-    norm = torch.linalg.vector_norm(x, order, dims, keepdim=keepdim, dtype=wide(x.dtype)) if dims else x.abs()
-    for axis in domain.split(dims).values():
-        norm = torch.linalg.vector_norm(gather_statistics(norm, axis, grad), order, 0)
-    return norm if x.is_complex() else norm.to(x.dtype), domain.reduced(dims, keepdim=keepdim)
-
-
 def moments(
-    x: torch.Tensor,
-    domain: Domain,
-    dims: Sequence[int],
-    *,
-    grad: str = "partial",
-    dtype: torch.dtype | None = None,
+    x: torch.Tensor, domain: Domain, dims: Sequence[int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return mean and sum of squares about it, of size 1 in `dims`, and the number of elements.
-
-    dtype: of the statistics; None: that of x.
+    """Return mean and sum of squares about it, of size 1 in `dims` and of a dtype, and the number of elements.
 
     Each axis gathers the ranks' means and squares, which are combined as in Chan, Golub and LeVeque (1983). One
     collective for each sharded axis.
@@ -136,49 +199,34 @@ def moments(
     dims = tuple(dims)
     sizes = {dim: x.shape[dim] for dim in dims}
     if number := math.prod([*sizes.values()]):
-        mean, squares = _Moments.apply(x, dims, number, dtype or x.dtype)
+        mean, squares = _Moments.apply(x, dims, number, dtype)
     else:
         mean = squares = x.sum(dims, keepdim=True, dtype=dtype)  # zeros that depend on x
-    for dim, axis in domain.split(dims).items():
-        layout = axis.layout
-        sizes[dim] = layout.length
+    for dim in dims:
+        if dim not in domain.axes:
+            continue
+        axis = domain.axes[dim]
+        sizes[dim] = axis.layout.length
         number = math.prod([*sizes.values()])
-        means, parts = gather_statistics(torch.stack([mean, squares]), axis, grad).unbind(1)
-        rows = torch.tensor([layout.local_length(rank) for rank in range(layout.degree)], dtype=means.dtype)
-        weights = to_device(rows / max(layout.length, 1), means.device).view(-1, *[1] * mean.ndim)
+        means, parts = _gathered(torch.stack([mean, squares]), axis).unbind(1)
+        rows = torch.tensor([axis.layout.local_length(rank) for rank in range(axis.degree)], dtype=means.dtype)
+        weights = to_device(rows / max(axis.layout.length, 1), means.device).view(-1, *[1] * mean.ndim)
         mean = (means * weights).sum(0)
         squares = parts.sum(0) + ((means - mean).square() * weights).sum(0) * number
     return mean, squares, number
 
 
-def gather_statistics(x: torch.Tensor, axis: Axis, grad: str = "partial") -> torch.Tensor:
+def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return the x of all ranks of an axis, small and of one shape: (ranks, *x.shape); a collective, differentiable."""
-    return _Gather.apply(x, axis.group, grad)
+    return with_adjoint(x, partial(_all_of, axis=axis), partial(_own_of, axis=axis))
 
 
-def count(x: torch.Tensor, domain: Domain, dims: Sequence[int]) -> int:
-    """Return the number of elements of the whole tensor over dimensions."""
-    return math.prod([domain.axes[d].layout.length if d in domain.axes else x.shape[d] for d in dims])
+def _all_of(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return all_gather(x.contiguous(), axis.group)
 
 
-def check_reduction(x: torch.Tensor, domain: Domain, dims: Dims, grad: str = "partial") -> tuple[int, ...]:
-    """Return the dimensions in order, counted from 0.
-
-    Raises:
-        ValueError: a tensor that does not fit its domain, a dimension that it lacks, or another placement.
-    """
-    domain.shape(x)
-    asked = range(x.ndim) if dims is None else (dims,) if isinstance(dims, int) else dims
-    if grad not in PLACEMENTS or any(not -x.ndim <= dim < x.ndim for dim in asked):
-        raise ValueError(
-            f"dims = {dims!r}, grad = {grad!r} do not fit a tensor of {x.ndim} dimensions; dims count from "
-            f"{-x.ndim} to {x.ndim - 1}, and grad is one of {', '.join(map(repr, PLACEMENTS))}"
-        )
-    return tuple(sorted({dim % x.ndim for dim in asked}))
-
-
-def _dropped(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    return x if keepdim or not dims else x.squeeze(dims)
+def _own_of(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return summed(gradient, axis.group)[axis.rank]
 
 
 class _Moments(torch.autograd.Function):
@@ -201,35 +249,10 @@ class _Moments(torch.autograd.Function):
         return torch.addcmul(constant, x.to(slope.dtype), slope).to(x.dtype), None, None, None
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, grad):
-        ctx.group, ctx.grad = group, grad
-        return _summed(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return _summed(gradient, ctx.group) if ctx.grad == "partial" else gradient, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, grad):
-        ctx.group, ctx.grad = group, grad
-        return all_gather(x.contiguous(), group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        whole = _summed(gradient, ctx.group) if ctx.grad == "partial" else gradient
-        return whole[ctx.group.rank()], None, None
-
-
 class _Max(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dims, groups, grad):
-        ctx.dims, ctx.groups, ctx.grad = dims, groups, grad
+    def forward(ctx, x, dims, groups):
+        ctx.dims, ctx.groups = dims, groups
         shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
         lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
         filled = 0 not in [x.shape[dim] for dim in dims]
@@ -247,8 +270,8 @@ class _Max(torch.autograd.Function):
         ties = equal.sum(ctx.dims, keepdim=True)
         for group in ctx.groups:
             all_reduce(ties, group)
-            gradient = _summed(gradient, group) if ctx.grad == "partial" else gradient
-        return equal * (gradient / ties), None, None, None
+            gradient = summed(gradient, group)
+        return equal * (gradient / ties), None, None
 
 
 def _largest(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -258,10 +281,3 @@ def _largest(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     both = torch.stack([x.nan_to_num(-torch.inf, torch.inf, -torch.inf), x.isnan().to(x.dtype)])
     top, is_nan = all_reduce(both, group, "max")
     return top.masked_fill(is_nan > 0, torch.nan)
-
-
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over the ranks, of floats computed in at least float32."""
-    dtype = wide(x.dtype) if x.is_floating_point() else x.dtype
-    total = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return all_reduce(total, group).to(x.dtype)

@@ -1,146 +1,46 @@
-"""How a tensor gets into a domain, from one domain to another, and out: scatter, read, reshard, move, gather.
+"""How a tensor gets into a domain, from one domain to another, and out: read, reshard, gather.
 
 Axes are treated one after another, each by one exchange of the rows that change their owner.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from trainer.distributed.domain_parallel.domain import Axis, Domain
-from trainer.distributed.sharding.exchange import all_to_all
+from trainer.distributed.domain_parallel.dispatch import DomainTensor
+from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import unshard
 from trainer.distributed.sharding.rows import fetch
 
 
-def reshard(x: torch.Tensor, domain: Domain, layouts: Mapping[int, AxisLayout]) -> tuple[torch.Tensor, Domain]:
+def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
     """Return x with other layouts of some of its sharded dimensions, over the same ranks; only moved rows are sent.
 
     Raises:
-        ValueError: a dimension that is not sharded, or a layout of another length or degree.
+        ValueError: a layout of another length or number of ranks.
     """
-    domain.shape(x)
+    local = x.local
     for dim, layout in layouts.items():
-        axis = domain.axes.get(dim)
-        if axis is None or (axis.layout.length, axis.degree) != (layout.length, layout.degree):
-            there = "is not sharded" if axis is None else f"has {axis.layout.length} rows on {axis.degree} ranks"
+        axis = x.domain.axes.get(dim)
+        rows, degree = x.shape[dim], 1 if axis is None else axis.degree
+        if (rows, degree) != (layout.length, layout.degree):
             raise ValueError(
-                f"dimension {dim} {there}; a layout of {layout.length} rows on {layout.degree} ranks does not fit it"
+                f"dimension {dim} has {rows} rows on {degree} rank(s); a layout of {layout.length} rows on "
+                f"{layout.degree} rank(s) does not fit it"
             )
-        x = fetch(x, axis, layout.ranges, dim)
-    return x, domain.layouts(layouts)
+        local = fetch(local, axis, layout.ranges, dim)
+    return DomainTensor(local, x.domain.layouts(layouts))
 
 
-def move(
-    x: torch.Tensor, domain: Domain, source_dim: int, target_dim: int, layout: AxisLayout
-) -> tuple[torch.Tensor, Domain]:
-    """Return x sharded in another dimension over the same ranks, such as rows to columns; one all-to-all.
-
-    layout: of the target dimension, which is whole before; the source dimension is whole after. Each element is sent
-    from the rank that has it to the one rank that gets it, and its gradient back.
-
-    Raises:
-        ValueError: a source that is not sharded, a target that is, or a layout of another length or degree.
-    """
-    shape, axis = domain.shape(x), domain.axes.get(source_dim)
-    if (
-        axis is None
-        or target_dim in domain.axes
-        or not 0 <= target_dim < x.ndim
-        or (layout.length, layout.degree) != (shape[target_dim], axis.degree)
-    ):
-        raise ValueError(
-            f"a tensor of shape {shape}, sharded in dimensions {[*domain.axes]}, cannot move from dimension "
-            f"{source_dim} to dimension {target_dim} with a layout of {layout.length} rows on {layout.degree} ranks; "
-            "the source is sharded, the target is whole, and the layout has the target's length and the source's ranks"
-        )
-    others = {dim: a for dim, a in domain.axes.items() if dim != source_dim}
-    target = Axis(layout, axis.group)
-    return _Move.apply(x, axis, source_dim, target, target_dim), Domain(others | {target_dim: target})
-
-
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, source, source_dim, target, target_dim):
-        ctx.back = target, target_dim, source, source_dim
-        return _moved(x, source, source_dim, target, target_dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return _moved(gradient, *ctx.back), None, None, None, None
-
-
-def _moved(x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int) -> torch.Tensor:
-    """Send each rank its rows of the target dimension; put what arrives at its rows of the source dimension."""
-    shape, parts, shapes = list(x.shape), [], []
-    shape[source_dim], shape[target_dim] = source.layout.length, target.rows
-    for rank in range(source.degree):
-        chosen = torch.from_numpy(target.layout.indices(rank)).to(x.device)
-        parts.append(x.index_select(target_dim, chosen))
-        shapes.append([source.layout.local_length(rank) if d == source_dim else n for d, n in enumerate(shape)])
-    sent, counts = [part.numel() for part in parts], [math.prod(arriving) for arriving in shapes]
-    arrived, pending = all_to_all(torch.cat([p.reshape(-1) for p in parts]), sent, counts, source.group, kind="move")
-    pending.wait()
-    pieces = [piece.view(s) for piece, s in zip(arrived.split(counts), shapes, strict=True)]
-    order = torch.from_numpy(source.layout.order().argsort()).to(x.device)
-    return torch.cat(pieces, source_dim).index_select(source_dim, order)
-
-
-def gather(
-    x: torch.Tensor, domain: Domain, dims: Sequence[int] | None = None, *, grad: str = "partial"
-) -> tuple[torch.Tensor, Domain]:
-    """Return x with dimensions (None: all) whole on every rank, differentiable.
-
-    grad: placement of the result's gradient: `partial` (summed over the ranks) or `replicated` (nothing is sent).
-    """
-    domain.shape(x)
-    dims = tuple(domain.axes) if dims is None else tuple(dims)
-    for dim, axis in domain.split(dims).items():
-        x = unshard(x, axis.layout, dim, group=axis.group, grad=grad)
-    return x, domain.reduced(dims, keepdim=True)
-
-
-def scatter(
-    x: torch.Tensor | None,
-    domain: Domain,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    source: Mapping[int, int] | None = None,
-) -> torch.Tensor:
-    """Return this rank's shard of a tensor that one rank has; no other rank ever holds it whole. Not differentiable.
-
-    x: the tensor on the source, None elsewhere; shape: its global shape. source: for each sharded dimension the rank,
-    in the group of that axis, of the process that has the tensor; the first rank where it is not given. With several
-    axes the source cuts the first axis, and the ranks that get its slabs cut the next one.
-
-    Raises:
-        ValueError: x has another shape or dtype, or is given on another rank than the source.
-    """
-    owners = {dim: (source or {}).get(dim, 0) for dim in domain.axes}
-    mine = [axis.rank == owners[dim] for dim, axis in domain.axes.items()]
-    if all(mine) != (x is not None) or (x is not None and (tuple(x.shape), x.dtype) != (tuple(shape), dtype)):
-        given = "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
-        raise ValueError(
-            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {given} on this rank; pass the "
-            "tensor on the source, and None elsewhere"
-        )
-    rows = list(shape)
-    with torch.no_grad():
-        for number, (dim, axis) in enumerate(domain.axes.items()):
-            if all(mine[number + 1 :]):  # the others' turn comes with the next axis
-                if x is None:
-                    x = torch.empty([*rows[:dim], 0, *rows[dim + 1 :]], dtype=dtype, device=device)
-                x = fetch(x, _all_on(axis, owners[dim]), axis.layout.ranges, dim)
-            rows[dim] = axis.rows
-    if x is None:
-        raise AssertionError("the last axis gives every rank its rows")
-    return x.contiguous()
+def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
+    """Return x with dimensions (None: all) whole on every rank; the ranks' gradients of it are summed."""
+    dims, local = tuple(x.domain.axes) if dims is None else dims, x.local
+    for dim, axis in x.domain.axes.items():
+        if dim in dims:
+            local = unshard(local, axis.layout, dim, group=axis.group)
+    return DomainTensor(local, x.domain.reduced(dims, keepdim=True))
 
 
 def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -159,9 +59,3 @@ def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     return part(0, ())
-
-
-def _all_on(axis: Axis, rank: int) -> Axis:
-    whole = ((0, axis.layout.length),) if axis.layout.length else ()
-    ranges = tuple(whole if r == rank else () for r in range(axis.degree))
-    return Axis(AxisLayout("one rank", axis.layout.length, ranges), axis.group)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trainer.distributed.domain_parallel import whole
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, is_sharded, refused, rule, wrapped
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
@@ -13,7 +14,7 @@ from trainer.distributed.domain_parallel.transfer import gather
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Range, intersection, union
 
-_PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)  # strides that tell dimensions apart
+_PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)  # each the stride of one dimension
 # name -> place and default of the argument that names the dimension along which the function works
 _ALONG = {
     "argmax": (1, None),
@@ -35,7 +36,7 @@ _ALONG = {
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "t")
 def arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
-    """Bring the dimensions of the shard into another order, which a tensor with telling strides shows."""
+    """Bring the dimensions of the shard into another order, which the strides of an empty tensor show."""
     marks = _PRIMES[: x.ndim]
     order = function(torch.empty_strided(x.shape, marks, device="meta"), *args, **kwargs).stride()
     axes = {order.index(marks[dim]): axis for dim, axis in x.domain.axes.items()}
@@ -48,62 +49,38 @@ def unsqueezed(function: Callable, x: DomainTensor, dim: int) -> DomainTensor:
     return wrapped(x.local.unsqueeze(dim), x.domain.moved(1, first=dim % (x.ndim + 1)))
 
 
-@rule("squeeze")
-def squeezed(function: Callable, x: DomainTensor, dim: int | Sequence[int] | None = None) -> DomainTensor:
-    """Drop dimensions of global size 1, which must be whole."""
-    asked = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
-    dropped = [d for d in {d % x.ndim for d in asked} if x.shape[d] == 1]
-    if any(d in x.domain.axes for d in dropped):
-        raise refused("squeeze", x, "it drops a sharded dimension")
-    return wrapped(x.local.squeeze(dropped), x.domain.reduced(dropped, keepdim=False))
+@rule("view", "reshape", "flatten", "unflatten", "squeeze", "view_as", "reshape_as")
+def reshaped(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_sharded(x):  # the other tensor is
+        return x.reshape(tuple(args[0].shape))
+    if isinstance(args[0] if args else None, torch.dtype):
+        raise refused(function.__name__, x, "a view as another data type")
+    empty = whole.mapped(lambda x: torch.empty(x.shape, device="meta") if hasattr(x, "shape") else x, (x, args, kwargs))
+    return _reshaped(function.__name__, x, function(empty[0], *empty[1], **empty[2]).shape)
 
 
-@rule("view", "reshape")
-def reshaped(function: Callable, x: DomainTensor, *sizes: Any, shape: Sequence[int] = ()) -> DomainTensor:
+def _reshaped(name: str, x: DomainTensor, sizes: torch.Size) -> DomainTensor:
     """Merge or split dimensions. A sharded one may be the first of those that are merged, or that come of it.
 
     If it is merged behind another sharded one, as width behind height, it is gathered: the result is sharded as the
     first one alone.
     """
-    asked = (sizes[0] if not isinstance(sizes[0], int) else sizes) if sizes else shape
-    if not isinstance(asked, Sequence):
-        raise refused(function.__name__, x, "a view as another data type")
-    sizes = torch.empty(x.shape, device="meta").reshape(asked).shape
     axes: dict[int, Axis] = {}
     for dim, axis in x.domain.axes.items():
         after = math.prod(x.shape[dim:])
         if axes and math.prod(sizes[max(axes) + 1 :]) <= math.prod(x.shape[dim + 1 :]):
-            return reshaped(function, DomainTensor(*gather(x.local, x.domain, [dim])), sizes)
+            return _reshaped(name, gather(x, [dim]), sizes)
         places = [place for place in range(len(sizes)) if math.prod(sizes[place:]) == after]
         if not places or places[-1] in axes or not x.numel():
-            raise refused(function.__name__, x, f"dimension {dim} is not the first of those that are merged")
+            raise refused(name, x, f"dimension {dim} is not the first of those that are merged")
         place = places[-1]  # those before it have size 1
         old, new = after // axis.layout.length, after // sizes[place]  # elements of a row
         if any(end * old % new for ranges in axis.layout.ranges for part in ranges for end in part):
-            raise refused(function.__name__, x, f"the shards {axis.layout.ranges} do not end at rows of {new // old}")
+            raise refused(name, x, f"the shards {axis.layout.ranges} do not end at rows of {new // old}")
         ranges = tuple(tuple((a * old // new, b * old // new) for a, b in ranges) for ranges in axis.layout.ranges)
         axes[place] = Axis(AxisLayout(axis.layout.name, sizes[place], ranges), axis.group)
     result = Domain(axes)
     return wrapped(x.local.reshape(result.local_shape(sizes)), result)
-
-
-@rule("flatten")
-def flattened(function: Callable, x: DomainTensor, start_dim: int = 0, end_dim: int = -1) -> DomainTensor:
-    start, end = start_dim % x.ndim, end_dim % x.ndim
-    return reshaped(function, x, (*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]))
-
-
-@rule("unflatten")
-def unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[int]) -> DomainTensor:
-    dim %= x.ndim
-    known = math.prod([size for size in sizes if size != -1])
-    sizes = [x.shape[dim] // known if size == -1 else size for size in sizes]
-    return reshaped(function, x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]))
-
-
-@rule("view_as", "reshape_as")
-def reshaped_as(function: Callable, x: Any, other: Any) -> Any:
-    return reshaped(function, x, tuple(other.shape)) if is_sharded(x) else x.reshape(tuple(other.shape))
 
 
 @rule("expand", "expand_as")

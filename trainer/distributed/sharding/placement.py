@@ -14,6 +14,7 @@ The gradient of a tensor that every rank has whole has one of two placements, wh
                 ranks, put together
 """
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
@@ -40,7 +41,7 @@ def shard(
     check_rows(x, dim, layout.length)
     _check_placement(grad)
     own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
-    return own_rows(x) if grad == "partial" else _WithAdjoint.apply(x, own_rows, all_rows)
+    return own_rows(x) if grad == "partial" else with_adjoint(x, own_rows, all_rows)
 
 
 def unshard(
@@ -57,17 +58,27 @@ def unshard(
     check_rows(x, dim, layout.local_length(group.rank()))
     _check_placement(grad)
     own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
-    return all_rows(x) if grad == "partial" else _WithAdjoint.apply(x, all_rows, own_rows)
+    return all_rows(x) if grad == "partial" else with_adjoint(x, all_rows, own_rows)
 
 
 def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return x, with the sum of all ranks' gradients as gradient on every rank; a collective in the backward."""
+    return with_adjoint(x, lambda x: x.view_as(x), lambda gradient: summed(gradient, group))
 
-    def summed(gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
-        return all_reduce(total, group).to(gradient.dtype)
 
-    return _WithAdjoint.apply(x, lambda x: x.view_as(x), summed)
+def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over the ranks, of floats computed in at least float32. Not differentiable."""
+    dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+    return all_reduce(x.to(dtype, copy=True, memory_format=torch.contiguous_format), group).to(x.dtype)
+
+
+def with_adjoint(
+    x: torch.Tensor,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    adjoint: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the function of x; its backward applies the adjoint to the gradient."""
+    return _WithAdjoint.apply(x, function, adjoint)
 
 
 def check_rows(x: torch.Tensor, dim: int, rows: int) -> None:

@@ -1,7 +1,7 @@
 """Run one step of your own model over ranks of this machine's CPU, and compare it with one process.
 
-    lct check-model ./Qwen2.5-0.5B --seq-len 96
-    lct check-model my_model.py:build_model --ranks 4 --method all_to_all
+    python scripts/check_model.py ./Qwen2.5-0.5B --seq-len 96
+    python scripts/check_model.py my_model.py:build_model --ranks 4 --method all_to_all
 
 A folder has a config.json of Hugging Face. Its class is built small, in float64, with random weights: what may go wrong
 depends on the code, not on the weights. A function is called on each rank and returns a module, which is called as
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone
 
 from trainer.commands.options import Parser, number
 from trainer.config.errors import ConfigError
@@ -72,7 +74,7 @@ def model_of(args: argparse.Namespace) -> "nn.Module":
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trainer.integrations.transformers import register_transformers_attention
+    from trainer.integrations.calls import register_transformers_attention
 
     register_transformers_attention()
     try:
@@ -180,3 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.model}: one step over {args.ranks} ranks against one process, {args.seq_len} tokens, float64")
     print(table)
     return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,394 @@
+"""Rules of functions whose outputs read windows of rows: convolutions, pools, interpolation and padding.
+
+The owner of some rows computes the outputs that belong to them (trainer/distributed/sharding/windows.py). It fetches
+the rows that these read, one exchange for each sharded dimension, and computes one tile of outputs after another. Each
+rank's gradients of weight and bias are its outputs' part.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+
+import torch
+import torch.nn.functional as F
+
+from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule, wrapped
+from trainer.distributed.domain_parallel.reductions import wide
+from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.planned import planned
+from trainer.distributed.sharding.ranges import Range
+from trainer.distributed.sharding.rows import connected, fetch
+from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.windows import (
+    Tile,
+    Window,
+    WindowPlan,
+    outputs_of,
+    plan_outputs,
+    transposed_outputs,
+    transposed_plan,
+    window_plan,
+)
+
+Way = Callable[[AxisLayout], WindowPlan] | int
+"""How a dimension is computed: by the plan for a layout; or it is whole, and the function itself makes n outputs."""
+
+Tiles = Mapping[int, Tile]
+"""For each dimension with a plan the outputs that a call computes, and the rows that it gets."""
+
+
+def _slide(
+    x: DomainTensor,
+    ways: Mapping[int, Way],
+    function: Callable[[torch.Tensor, Tiles], torch.Tensor],
+    *,
+    channels: int | None = None,
+    parameters: Sequence[torch.Tensor | None] = (),
+    periodic: bool = False,
+) -> DomainTensor:
+    """Return the function of the windows of x, put together from tiles.
+
+    channels: of the result, in the dimension before the first of `ways`; None: as x. parameters: of the function, which
+    must have gradients on every rank. periodic: rows beyond the ends are those of the other end, else zeros.
+    """
+    local, tiles, layouts, shape = x.local, {}, {}, list(x.local.shape)
+    for dim, way in ways.items():
+        if isinstance(way, int):
+            shape[dim] = way
+            continue
+        axis = x.domain.axes.get(dim)
+        plan = way(_whole_axis(shape[dim]) if axis is None else axis.layout)
+        local, layouts[dim] = fetch(local, axis, plan.wanted, dim, periodic=periodic), plan.layout
+        tiles[dim] = plan.tiles[0 if axis is None else axis.rank]
+        shape[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles[dim])
+    if channels is not None:
+        shape[min(ways) - 1] = channels
+    if 0 in shape:
+        result = connected(local.new_zeros(shape), local, *parameters)
+    else:
+        result = _tile_by_tile(local, [*tiles.items()], function, {})
+    return DomainTensor(result, x.domain.layouts(layouts))
+
+
+def _tile_by_tile(x: torch.Tensor, tiles: list, function: Callable, chosen: dict[int, Tile]) -> torch.Tensor:
+    if not tiles:
+        return function(x, chosen)
+    (dim, parts), *others = tiles
+    results, place = [], 0
+    for tile in parts:
+        rows = tile.inputs[1] - tile.inputs[0]
+        part = x if len(parts) == 1 else x.narrow(dim, place, rows)
+        results.append(_tile_by_tile(part, others, function, chosen | {dim: tile}))
+        place += rows
+    return results[0] if len(results) == 1 else torch.cat(results, dim)
+
+
+def _whole_axis(length: int) -> AxisLayout:
+    """Return the layout of a dimension that one rank has."""
+    return AxisLayout("whole", length, (((0, length),) if length else (),))
+
+
+def _numbers(name: str) -> list[str]:
+    """Return the names of a function of torch for one to three dimensions."""
+    return [f"{name}{n}d" for n in (1, 2, 3)]
+
+
+def _spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
+    """Return the last `number` dimensions of x; refuse sharded channels, the dimension before them."""
+    first = x.ndim - number
+    refuse_unless(first - 1 not in x.domain.axes, function, x, "sharded channels")
+    return range(first, x.ndim)
+
+
+def per_axis(value: int | str | Sequence, dims: Sequence[int]) -> tuple:
+    """Return one value for each spatial dimension, given for all of them or one by one.
+
+    Raises:
+        ValueError: another number of values.
+    """
+    values = (value,) * len(dims) if isinstance(value, int | str) else tuple(value)
+    values *= len(dims) if len(values) == 1 else 1
+    if len(values) != len(dims):
+        raise ValueError(f"{values} has {len(values)} entries for {len(dims)} spatial dimensions; give one for each")
+    return values
+
+
+# ---- convolutions
+
+
+@rule(*_numbers("conv"), first_only=True)
+def conv(
+    function, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, periodic: bool = False
+) -> DomainTensor:
+    """With stride 1 and as many outputs as inputs the layout stays; else it is that of rows at multiples of the stride.
+
+    weight: (C_out, C / groups, *kernel), whole on every rank. periodic: the padding is rows of the other end.
+    """
+    dims = _spatial_dims(function, x, weight.ndim - 2)
+    steps, pads, gaps = (per_axis(option, dims) for option in (stride, padding, dilation))
+    options = zip(dims, weight.shape[2:], steps, pads, gaps, strict=True)
+    windows = {d: Window(k, step, *_padding(pad, gap * (k - 1)), gap) for d, k, step, pad, gap in options}
+    ways: dict[int, Way] = {d: partial(window_plan, window=w) for d, w in windows.items()}
+    around = dict.fromkeys(dims, 0)
+    for dim, window in windows.items():
+        if dim not in x.domain.axes and window.before == window.after and not periodic:
+            ways[dim], around[dim] = outputs_of(x.shape[dim], window), window.before
+
+    def compute(part: torch.Tensor, _: Tiles) -> torch.Tensor:
+        return function(part, weight, bias, steps, tuple(around.values()), gaps, groups)
+
+    return _slide(x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic)
+
+
+def _padding(value: int | str, reach: int) -> tuple[int, int]:
+    """Return the rows before and after; `same` pads the odd row behind, as PyTorch does."""
+    if isinstance(value, str):
+        return (reach // 2, reach - reach // 2) if value == "same" else (0, 0)
+    return value, value
+
+
+@rule(*_numbers("conv_transpose"), first_only=True)
+def conv_transpose(
+    function, x, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
+) -> DomainTensor:
+    """The owner of input row i computes the outputs [i * stride, (i + 1) * stride).
+
+    weight: (C, C_out / groups, *kernel), whole on every rank.
+    """
+    dims = _spatial_dims(function, x, weight.ndim - 2)
+    steps, gaps, pads, extras = (per_axis(option, dims) for option in (stride, dilation, padding, output_padding))
+    options = zip(dims, weight.shape[2:], steps, pads, gaps, extras, strict=True)
+    windows = {d: Window(k, step, pad, pad, gap, extra) for d, k, step, pad, gap, extra in options}
+    ways: dict[int, Way] = {
+        d: partial(transposed_plan, window=w) if d in x.domain.axes else transposed_outputs(x.shape[d], w)
+        for d, w in windows.items()
+    }
+
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        cuts = {dim: _cut(tile, windows[dim]) for dim, tile in tiles.items()}
+        around = ((0, cuts[dim][2]) if dim in cuts else (w.before, w.extra) for dim, w in windows.items())
+        y = function(part, weight, bias, steps, *zip(*around, strict=True), groups, gaps)
+        for dim, (start, rows, _) in cuts.items():
+            y = y.narrow(dim, start, rows)
+        return y
+
+    return _slide(x, ways, compute, channels=weight.shape[1] * groups, parameters=(weight, bias))
+
+
+def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
+    """Return of the transposed convolution of a tile's inputs: first output wanted, how many, how many are missing."""
+    (start, stop), (first, last) = tile
+    offset = first * window.stride - window.before
+    computed = (last - first - 1) * window.stride + window.reach + 1
+    return start - offset, stop - start, max(stop - offset - computed, 0)
+
+
+# ---- pools
+
+
+@rule(*_numbers("max_pool"), first_only=True)
+def max_pool(
+    function, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
+) -> DomainTensor:
+    windows = _windows(function, x, kernel_size, stride, padding, dilation, ceil_mode)
+    axes = x.domain.axes
+    ways: dict[int, Way] = {
+        d: partial(window_plan, window=w, within=True) if d in axes else outputs_of(x.shape[d], w)
+        for d, w in windows.items()
+    }
+    native = tuple(0 if dim in axes else w.before for dim, w in windows.items())
+    kernels, steps, gaps = zip(*((w.kernel, w.stride, w.dilation) for w in windows.values()), strict=True)
+
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        for dim, tile in tiles.items():
+            before, after = _outside(tile, windows[dim])
+            if before or after:  # PyTorch's padding is no element, which minus infinity is too
+                part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf)
+        return function(part, kernels, steps, native, gaps, ceil_mode)
+
+    return _slide(x, ways, compute)
+
+
+@rule(*_numbers("avg_pool"), first_only=True)
+def avg_pool(
+    function,
+    x,
+    kernel_size,
+    stride=None,
+    padding=0,
+    ceil_mode=False,
+    count_include_pad=True,
+    divisor_override=None,
+) -> DomainTensor:
+    windows = _windows(function, x, kernel_size, stride, padding, 1, ceil_mode)
+
+    kernels, steps = zip(*((w.kernel, w.stride) for w in windows.values()), strict=True)
+
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        total = part.to(wide(part.dtype))  # a sum may overflow in float16
+        if len(windows) == 1:  # the function for one dimension has no divisor
+            total = F.avg_pool2d(total.unsqueeze(-2), (1, *kernels), (1, *steps), divisor_override=1).squeeze(-2)
+        else:
+            total = function(total, kernels, steps, divisor_override=1)
+        if divisor_override is not None:
+            return (total / divisor_override).to(part.dtype)
+        for dim, tile in tiles.items():
+            margin = windows[dim].before * count_include_pad
+            counts = _counts(tile.outputs, windows[dim], x.shape[dim] + margin, margin)
+            counts = to_device(torch.tensor(counts, dtype=total.dtype), total.device)
+            total = total / counts.view(-1, *[1] * (total.ndim - 1 - dim))
+        return total.to(part.dtype)
+
+    return _slide(x, {d: partial(window_plan, window=w) for d, w in windows.items()}, compute)
+
+
+@rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
+def adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
+    spatial = int(function.__name__[-2])
+    if _spatial_is_whole(x, spatial):
+        return _on_samples(function, x, output_size)
+    is_one = output_size in (1, (1,) * spatial, [1] * spatial)
+    refuse_unless(is_one, function, x, "an output size other than 1")
+    reduction = torch.mean if function.__name__.startswith("adaptive_avg") else torch.amax
+    return reduction(x, [*range(-spatial, 0)], keepdim=True)
+
+
+def _spatial_is_whole(x: DomainTensor, number: int) -> bool:
+    """Return whether the last `number` dimensions are whole."""
+    return all(dim < x.ndim - number for dim in x.domain.axes)
+
+
+def _on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainTensor:
+    """Apply a function to a shard, which may be empty, of a tensor whose spatial dimensions are whole."""
+    if x.local.numel():
+        return wrapped(function(x.local, *options), x.domain)
+    shape = function(torch.empty(x.shape, device="meta"), *options).shape
+    return wrapped(connected(x.local.new_zeros(x.domain.local_shape(shape)), x.local), x.domain)
+
+
+def _windows(function, x, kernel_size, stride, padding, dilation, ceil_mode) -> dict[int, Window]:
+    dims = _spatial_dims(function, x, int(function.__name__[-2]))
+    options = (per_axis(option, dims) for option in (kernel_size, stride or kernel_size, padding, dilation))
+    return {
+        dim: Window(kernel, step, pad, pad, gap, ceil=ceil_mode)
+        for dim, kernel, step, pad, gap in zip(dims, *options, strict=True)
+    }
+
+
+def _outside(tile: Tile, window: Window) -> tuple[int, int]:
+    """Return how many rows before and after the rows of a tile its windows read, which are not in the axis."""
+    first = tile.outputs[0] * window.stride - window.before
+    last = (tile.outputs[1] - 1) * window.stride - window.before + window.reach + 1
+    return tile.inputs[0] - first, last - tile.inputs[1]
+
+
+def _counts(outputs: tuple[int, int], window: Window, end: int, margin: int) -> list[int]:
+    """Return how many rows of [-margin, end) each window covers."""
+    starts = (output * window.stride - window.before for output in range(*outputs))
+    return [min(start + window.kernel, end) - max(start, -margin) for start in starts]
+
+
+# ---- interpolation and padding
+
+
+@rule("interpolate")
+def interpolate(
+    function,
+    x,
+    size=None,
+    scale_factor=None,
+    mode="nearest",
+    align_corners=None,
+    recompute_scale_factor=None,
+    antialias=False,
+) -> DomainTensor:
+    """Rows are read where torch reads them. The owner of input rows [a, b) of n computes outputs from ceil(a * m / n).
+
+    size or scale_factor: of all m outputs, or one for each spatial dimension.
+    """
+    if _spatial_is_whole(x, x.ndim - 2):
+        options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return _on_samples(function, x, *options)
+    is_known = mode in ("nearest", "linear", "bilinear", "trilinear") and not recompute_scale_factor and not antialias
+    refuse_unless(is_known, function, x, f"mode {mode!r}, or an option")
+    dims = _spatial_dims(function, x, x.ndim - 2)
+    factors = [None] * len(dims)
+    if scale_factor is not None:
+        scales = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
+        factors = [float(factor) for factor in scales]
+        size = [int(x.shape[dim] * factor) for dim, factor in zip(dims, factors, strict=True)]
+    targets = zip(dims, per_axis(size, dims), factors, strict=True)
+    sources = {dim: _sources(x.shape[dim], n, f, mode, bool(align_corners)) for dim, n, f in targets}
+
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        for dim, tile in tiles.items():
+            part = _mixed(part, dim, tile, sources[dim])
+        return part
+
+    return _slide(x, {dim: partial(_plan, sources=each) for dim, each in sources.items()}, compute)
+
+
+Sources = tuple[tuple[int, int, float], ...]
+"""For each output the two rows that it mixes, and the share of the second."""
+
+
+@planned
+def _sources(length: int, outputs: int, factor: float | None, mode: str, align_corners: bool) -> Sources:
+    if mode == "nearest":  # PyTorch itself says which rows, in its rounding
+        rows = torch.arange(length, dtype=torch.float64).view(1, 1, -1)
+        chosen = F.interpolate(rows, scale_factor=factor) if factor else F.interpolate(rows, outputs)
+        return tuple((int(row), int(row), 0.0) for row in chosen.flatten().tolist())
+    scale = length / outputs if factor is None else 1 / factor
+    if align_corners:
+        scale = (length - 1) / (outputs - 1) if outputs > 1 else 0.0
+    sources = []
+    for output in range(outputs):
+        place = output * scale if align_corners else max((output + 0.5) * scale - 0.5, 0.0)
+        first = min(int(place), length - 1)
+        sources.append((first, min(first + 1, length - 1), place - first))
+    return tuple(sources)
+
+
+@lru_cache(maxsize=1024)
+def _plan(layout: AxisLayout, sources: Sources) -> WindowPlan:
+    outputs = len(sources)
+
+    def inputs(start: int, stop: int) -> Range:
+        return sources[start][0], sources[stop - 1][1] + 1
+
+    return plan_outputs(layout, outputs, lambda row: -(-row * outputs // layout.length), inputs)
+
+
+def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.Tensor:
+    """Return the outputs of a tile: each mixes two rows."""
+    chosen = sources[slice(*tile.outputs)]
+    first, second, share = zip(*chosen, strict=True)
+    low = part.index_select(dim, to_device(torch.tensor(first), part.device) - tile.inputs[0])
+    if not any(share):
+        return low
+    high = part.index_select(dim, to_device(torch.tensor(second), part.device) - tile.inputs[0])
+    weights = to_device(torch.tensor(share, dtype=part.dtype), part.device).view(-1, *[1] * (part.ndim - 1 - dim))
+    return torch.lerp(low, high, weights)
+
+
+@rule("pad")
+def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
+    """New rows belong to the owners of the first and the last row: the layout changes.
+
+    A convolution's `padding` leaves it as it is.
+    """
+    is_known = mode == "circular" or (mode == "constant" and not value)
+    refuse_unless(is_known, function, x, f"mode {mode!r} with value {value}; pad with zeros, or circularly")
+    pairs = enumerate(zip(pad[::2], pad[1::2], strict=True), 1)
+    ways = {x.ndim - i: partial(_padded, before=pair[0], after=pair[1]) for i, pair in pairs if any(pair)}
+    result = _slide(x, dict(sorted(ways.items())), lambda part, _: part, periodic=mode == "circular") if ways else x
+    return result if any(n > 0 for n in pad) else DomainTensor(result.local.clone(), result.domain)
+
+
+@lru_cache(maxsize=256)
+def _padded(layout: AxisLayout, before: int, after: int) -> WindowPlan:
+    return plan_outputs(
+        layout,
+        layout.length + before + after,
+        lambda row: max(row + before, 0) if row else 0,
+        lambda start, stop: (start - before, stop - before),
+    )
