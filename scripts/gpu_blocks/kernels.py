@@ -14,8 +14,7 @@ from trainer.distributed.context_parallel.execution.kernels.base import Backward
 from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
 from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
 from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, pack, unpack
-from trainer.distributed.context_parallel.planning.capabilities import has_ragged_cudnn
-from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES
+from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES, has_ragged_cudnn
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch, split, together
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile

@@ -28,7 +28,7 @@ from trainer.distributed.context_parallel import (
     documents,
     full,
 )
-from trainer.distributed.context_parallel.marks import parallelised_modules
+from trainer.distributed.context_parallel.live import parallelised_modules
 from trainer.distributed.context_parallel.planning.lowering import lower
 from trainer.distributed.context_parallel.planning.methods import _plan
 from trainer.models.common.attention import InnerAttention

@@ -81,7 +81,7 @@ PLANS = (
     ),
     Mutant(
         "the ring sends rows that nobody sees",
-        f"{_CP}/planning/needs.py",
+        f"{_CP}/planning/tiles.py",
         "self._held[key] = intersection(self.keys(rank), self.kv_ranges[owner])",
         "self._held[key] = self.kv_ranges[owner]",
         "tests/unit/test_plan_traffic.py",
@@ -308,7 +308,7 @@ EXECUTION = (
     ),
     Mutant(
         "sinks learn the wrong way",
-        f"{_CP}/execution/sinks.py",
+        f"{_CP}/execution/stages.py",
         "return -(share * (dout",
         "return (share * (dout",
         _ATTENTION,
@@ -364,7 +364,7 @@ EXECUTION = (
     ),
     Mutant(
         "a copy of a module is not counted",
-        f"{_CP}/marks.py",
+        f"{_CP}/live.py",
         "return Mark(self.group)",
         "return Mark(None)",
         _GUARDS,
@@ -385,7 +385,7 @@ EXECUTION = (
     ),
 )
 
-_TAPS = f"{_CP}/execution/taps.py"
+_TAPS = f"{_CP}/convolution.py"
 _CONVOLUTION = "tests/distributed/test_short_convolution.py"
 CONVOLUTIONS = (
     Mutant(

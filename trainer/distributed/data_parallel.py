@@ -7,6 +7,7 @@ none.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -212,3 +213,25 @@ def reduce_across_replicas(model: nn.Module, now: bool) -> None:
     """Set whether the next backward sums gradients over dp_replicate too; the last micro-batch of a step must."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(now)
+
+
+class _Held:
+    """A tensor in an object in which FSDP finds none."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def keep_on_host(model: nn.Module, *names: str) -> None:
+    """Hide these arguments, given by name, from FSDP's hooks of `model`. Call it after `fully_shard`."""
+
+    def hide(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {
+            name: _Held(x) if name in names and isinstance(x, torch.Tensor) else x for name, x in kwargs.items()
+        }
+
+    def show(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {name: x.tensor if isinstance(x, _Held) else x for name, x in kwargs.items()}
+
+    model.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)  # before the hook of `fully_shard`
+    model.register_forward_pre_hook(show, with_kwargs=True)

@@ -4,7 +4,8 @@ Between blocks each tp rank holds a part of the sequence, (B, S / tp, dim). Insi
 the whole sequence and a part of the heads or of the hidden dimension (Korthikanti et al., arXiv 2205.05198).
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -12,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
-
-from trainer.distributed.ties import preserve_ties
 
 
 class LocalParameter(ParallelStyle):
@@ -57,6 +56,22 @@ class VocabularyParallel(ParallelStyle):
             return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
 
         return distribute_module(module, device_mesh, partition, input_fn=gather)
+
+
+@contextmanager
+def preserve_ties(module: nn.Module) -> Iterator[None]:
+    """Tie again, at the end, the parameters that modules shared at the start.
+
+    Inside, parameters may be replaced (`parallelize_module`, `to_empty`).
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append((owner, name))
+    yield
+    for (first, first_name), *others in owners.values():
+        for owner, name in others:
+            setattr(owner, name, getattr(first, first_name))
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:

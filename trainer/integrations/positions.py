@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainer.distributed.context_parallel.live import LivePlan
-from trainer.distributed.sharding.versions import version_of
+from trainer.distributed.sharding.tensors import version_of
 
 _RESTARTED, _NOT_GLOBAL, _NOT_BY_DOCUMENT = 1, 2, 4
 

@@ -14,6 +14,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "planning.methods": "METHODS make_plan",
         "planning.plan": "RankPlan",
         "planning.cost": "AttentionShape attention_cost",
-        "regions": "Region borrow give_back region replicate shard unshard",
+        "regions": "Region region replicate shard unshard",
     },
 )

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.context_parallel.inputs import check_mask
-from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, flat_mesh, opened
+from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, check_mask, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.exchange import all_gather
-from trainer.distributed.sharding.hashing import content_hash
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import rows_on
+from trainer.distributed.sharding.tensors import content_hash
 
 Intercept = Callable[[torch.Tensor, LivePlan], AbstractContextManager[None]]
 """What runs calls of attention by a plan: (its handle, the plan) -> a context."""

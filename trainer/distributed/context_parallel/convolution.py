@@ -9,18 +9,21 @@ In the backward each range needs the gradients of the kernel - 1 outputs after i
 kept, and forward and backward are one exchange each. As an operator it finds its plan by the handle (`live.py`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trainer.distributed.context_parallel.execution.taps import Tiles, convolved, gradients
 from trainer.distributed.context_parallel.live import LivePlan, resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.distributed.sharding.axis import Axis
 from trainer.distributed.sharding.forward import replace_forward
-from trainer.distributed.sharding.rows import fetch
+from trainer.distributed.sharding.rows import Axis, fetch
 from trainer.distributed.sharding.windows import Window, window_plan
+
+Tiles = Sequence[tuple[int, int]]
+"""(First row, number of outputs) of each tile, a run of outputs."""
 
 
 @torch.library.custom_op("trainer::context_parallel_convolution", mutates_args=())
@@ -132,3 +135,51 @@ def _forward(
             "pass that context's `attention_plan` to its forward"
         )
     return context_parallel_convolution(x, weight, plan, positions)
+
+
+# ---- arithmetic
+
+
+def convolved(rows: torch.Tensor, weight: torch.Tensor, reach: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+    """Return the convolution at the rows of all tiles, one after another: (B, S, C), as the rows.
+
+    rows: (B, R, C), where R is S + kernel - 1 for one tile; weight: (C, 1, kernel); reach: (B, S). Sums are float32 at
+    least.
+    """
+    last = weight.shape[2] - 1
+    taps = weight.to(torch.promote_types(rows.dtype, torch.float32)).unbind(2)  # kernel x (C, 1)
+    total = _of_tiles(rows, tiles, last) * taps[last].squeeze(1)
+    for tap in range(1, last + 1):
+        total += _reached(_of_tiles(rows, tiles, last - tap), reach, tap) * taps[last - tap].squeeze(1)
+    return total.to(rows.dtype)
+
+
+def gradients(
+    rows: torch.Tensor, reach: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the tiles' own rows x (B, S, C), and their part of the gradient of the weight.
+
+    rows: (B, R, C), gradients of the outputs; reach: (B, R), of these outputs.
+    """
+    last, dtype = weight.shape[2] - 1, torch.promote_types(rows.dtype, torch.float32)
+    dx, taps = x.new_zeros(x.shape, dtype=dtype), weight.to(dtype).unbind(2)
+    dweight = weight.new_zeros(weight.shape, dtype=dtype)
+    for tap in range(last + 1):
+        here = None if reach is None else _of_tiles(reach, tiles, tap)
+        dy = _reached(_of_tiles(rows, tiles, tap), here, tap)  # of the output that read x by this tap
+        dx += dy * taps[last - tap].squeeze(1)
+        dweight[:, 0, last - tap] = (dy.to(dtype) * x).sum((0, 1))
+    return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
+def _of_tiles(rows: torch.Tensor, tiles: Tiles, offset: int) -> torch.Tensor:
+    """Return as many rows as each tile has outputs, `offset` rows behind its first row."""
+    parts = [rows.narrow(1, first + offset, outputs) for first, outputs in tiles]
+    if len(parts) > 1:
+        return torch.cat(parts, 1)
+    return parts[0] if parts else rows.narrow(1, 0, 0)
+
+
+def _reached(rows: torch.Tensor, reach: torch.Tensor | None, tap: int) -> torch.Tensor:
+    """Return rows (B, S, C) with zeros where a tap begins before its output's document."""
+    return rows if reach is None or tap == 0 else rows.masked_fill((reach < tap).unsqueeze(-1), 0)

@@ -23,10 +23,9 @@ from trainer.distributed.domain_parallel.neighborhoods import (
     wanted_rows,
 )
 from trainer.distributed.domain_parallel.sliding import per_axis
-from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Ranges
 from trainer.distributed.sharding.rows import connected, fetch
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import planned, to_device
 
 Hood = tuple[int, int, int, bool]
 """The fields of a `Neighborhood`, as plain data."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import domain_max, domain_mean, wide
 from trainer.distributed.domain_parallel.sliding import Tiles, Way, per_axis, slide, spatial_dims
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import to_device
 from trainer.distributed.sharding.windows import Tile, Window, outputs_of, window_plan
 
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}

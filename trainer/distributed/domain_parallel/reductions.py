@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.sharding.placement import PLACEMENTS
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import to_device
 
 Dims = int | Sequence[int] | None
 """Dimensions, negative ones from the end; None: all."""

@@ -10,10 +10,9 @@ from trainer.distributed.domain_parallel.domain import Domain
 from trainer.distributed.domain_parallel.reductions import gather_statistics, wide
 from trainer.distributed.domain_parallel.sliding import Tiles, per_axis, slide, spatial_dims, whole
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Range
 from trainer.distributed.sharding.rows import Wanted, connected, fetch
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import planned, to_device
 from trainer.distributed.sharding.windows import Tile, WindowPlan, plan_outputs
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}

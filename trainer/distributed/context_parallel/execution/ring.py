@@ -5,7 +5,7 @@ next stage's rows are sent while this stage's tiles are computed, so that two su
 in float32 at least.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -13,9 +13,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.context_parallel.execution.gather import gather_rows, reduce_rows
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.execution.sinks import sink_gradient, with_sinks
 from trainer.distributed.context_parallel.execution.stages import (
     Merged,
     add_gradients,
@@ -28,15 +26,24 @@ from trainer.distributed.context_parallel.execution.stages import (
     part,
     query_heads,
     restore_shape,
+    sink_gradient,
     unfold_batch,
     unpack,
     with_next,
+    with_sinks,
 )
 from trainer.distributed.context_parallel.planning.heads import passes_of
 from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, fresh_rows
 from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
-from trainer.distributed.sharding.exchange import Pending, Transfer, put_rows, send_receive
-from trainer.distributed.sharding.ranges import Offsets, Ranges, size
+from trainer.distributed.sharding.exchange import (
+    Pending,
+    Transfer,
+    gather_shards,
+    put_rows,
+    reduce_shards,
+    send_receive,
+)
+from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, intersection, size
 
 
 @dataclass(frozen=True)
@@ -266,3 +273,39 @@ def _return_gradients(item: _Item, gradient: torch.Tensor, run: StagedExecution)
             transfers.append(Transfer(buffer, message.source, is_send=False))
             arriving.append((message, buffer))
     return _Returning(send_receive(transfers, run.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)
+
+
+def gather_rows(
+    k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, stage: Stage, plan: RankPlan, group: dist.ProcessGroup
+) -> Pending:
+    """Start gathering every rank's k, v (B, K, T, D); on arrival, copy the rows that `stage` holds to `rows`."""
+    mine = k.new_empty(plan.longest, 2, *k.shape[:2], k.shape[3])
+    pack(k, v, ((0, k.shape[2]),), into=mine)
+    mine[k.shape[2] :] = 0
+    gathered, pending = gather_shards(mine, group, kind="kv")
+
+    def arrived() -> None:
+        for owner, there, here in _pieces(stage, plan):
+            rows[slice(*here)] = gathered[owner, slice(*there)]
+
+    return Pending([pending], [gathered], arrived)
+
+
+def reduce_rows(
+    gradient: torch.Tensor, stage: Stage, plan: RankPlan, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, Pending]:
+    """Start summing all ranks' gradients of held rows at the owners; return (own rows, padded; handle)."""
+    shards = gradient.new_zeros(plan.degree, plan.longest, *gradient.shape[1:])
+    for owner, there, here in _pieces(stage, plan):
+        shards[owner, slice(*there)] = gradient[slice(*here)]
+    return reduce_shards(shards, group, kind="dkv")
+
+
+def _pieces(stage: Stage, plan: RankPlan) -> Iterator[tuple[int, Range, Range]]:
+    """Yield the ranges that a stage holds: (owner, place in the owner's shard, place in the stage's buffer)."""
+    for owner, ranges in enumerate(plan.kv_layout.repeated(plan.sequences).ranges):
+        if owner == plan.rank:
+            continue
+        there = Offsets(ranges)
+        for start, stop in intersection(stage.held, ranges):
+            yield owner, (there(start), there(stop - 1) + 1), (stage.places(start), stage.places(stop - 1) + 1)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from trainer.distributed.context_parallel.planning.mask import Mask
-from trainer.distributed.context_parallel.planning.needs import Needs
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.context_parallel.planning.schedules import Schedule, all_gather, ring
+from trainer.distributed.context_parallel.planning.tiles import Needs
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import union
 

@@ -22,8 +22,8 @@ Ring attention: arXiv 2310.01889.
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from trainer.distributed.context_parallel.planning.needs import Needs
 from trainer.distributed.context_parallel.planning.plan import Message, Stage
+from trainer.distributed.context_parallel.planning.tiles import Needs
 from trainer.distributed.sharding.ranges import difference, intersection, size
 
 Schedule = tuple[tuple[Stage, ...], tuple[Stage, ...]]

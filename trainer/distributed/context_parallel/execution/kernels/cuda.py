@@ -16,7 +16,7 @@ from trainer.distributed.context_parallel.planning.capabilities import CAPABILIT
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import to_device
 
 
 class _Aten:
