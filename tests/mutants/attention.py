@@ -273,9 +273,9 @@ EXECUTION = (
     ),
     Mutant(
         "one copy of a replicated head has the gradient",
-        f"{_CP}/execution/ulysses.py",
-        "x.unflatten(1, (-1, copies)).sum(2)",
-        "x.unflatten(1, (-1, copies))[:, :, 0]",
+        f"{_CP}/execution/kernels/base.py",
+        "x.unflatten(1, (kv_heads, -1)).sum(2)",
+        "x.unflatten(1, (kv_heads, -1))[:, :, 0]",
         _ATTENTION,
     ),
     Mutant(
@@ -488,8 +488,8 @@ EMPTY_GROUPS = (
     Mutant(
         "dK and dV are sent in float32, whatever is asked for",
         f"{_CP}/execution/ring.py",
-        "return self.gradient_dtype or lse.dtype",
-        "return lse.dtype",
+        "sent_dtype = self.gradient_dtype or lse.dtype",
+        "sent_dtype = lse.dtype",
         "tests/distributed/test_bfloat16.py::test_gradients_of_keys_in_bfloat16",
     ),
     Mutant(

@@ -62,15 +62,24 @@ def context_parallel(
         ContextParallelError: a context is open already; buffers, mask or layout do not fit; ranks differ; or, at the
             end, no attention ran although modules of this process are parallelised over `mesh`.
     """
-    options = _options(options, method, load_balancer)
+    given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
+    options = replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
     mesh, groups = flat_mesh(mesh, options)
     if check_consistency:  # before checks that might fail on one rank alone
         _check_ranks_agree(mesh, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
     cuts, seq_len = _cuts(buffers, buffer_seq_dims)
     check_mask(mask, seq_len, seq_len, sequences)
-    given = isinstance(load_balancer, AxisLayout)
-    layout = load_balancer if given else options.layout(seq_len, mesh.size(), mask)
-    _check_layout(layout, seq_len, mesh)
+    if any_plan_open(mesh):
+        raise ContextParallelError(
+            "a context or region is open already over this mesh; leave it before entering `context_parallel`"
+        )
+    is_layout = isinstance(load_balancer, AxisLayout)
+    layout = load_balancer if is_layout else options.layout(seq_len, mesh.size(), mask)
+    if (layout.length, layout.degree) != (seq_len, mesh.size()):
+        raise ContextParallelError(
+            f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
+            f"are {seq_len} on {mesh.size()}; make it for them, or name a load balancer"
+        )
     live = LivePlan(mesh, layout, mask, options, groups=groups)
     with (
         opened(live, sequences) as handle,
@@ -101,13 +110,6 @@ def _cut(
         for x, original in whole:
             if id(x) not in dropped:
                 x.set_(original)
-
-
-def _options(
-    options: ContextParallelOptions | None, method: str | None, load_balancer: str | AxisLayout | None
-) -> ContextParallelOptions:
-    given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
-    return replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
 
 
 def _cuts(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[list[tuple[torch.Tensor, int]], int]:
@@ -143,19 +145,6 @@ def _cuts(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[list[tu
                 f"sequence's {seq_len}, which the first buffer has; give the right dimension, or a longer buffer"
             )
     return list(cuts.values()), seq_len
-
-
-def _check_layout(layout: AxisLayout, seq_len: int, mesh: DeviceMesh) -> None:
-    """Check that a layout fits the sequence, and that no context is open over the mesh."""
-    if any_plan_open(mesh):
-        raise ContextParallelError(
-            "a context or region is open already over this mesh; leave it before entering `context_parallel`"
-        )
-    if (layout.length, layout.degree) != (seq_len, mesh.size()):
-        raise ContextParallelError(
-            f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
-            f"are {seq_len} on {mesh.size()}; make it for them, or name a load balancer"
-        )
 
 
 def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.Tensor]) -> None:

@@ -4,13 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Gradients, Kernel
 from trainer.distributed.context_parallel.execution.merging import merge
 from trainer.distributed.context_parallel.planning.lowering import Launch
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.sharding.ranges import Ranges, size
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def part(x: torch.Tensor, place: slice, dim: int = 2) -> torch.Tensor:
@@ -96,18 +94,6 @@ def attend(
             out, lse = kernel.forward(*inputs, relation=call.relation, scale=scale)
         for run in launch.q_runs:
             total.add(heads, run.rows, part(out, run.places), part(lse, run.places), fresh=run.fresh)
-
-
-def add_gradients(
-    totals: Gradients,
-    given: BackwardInputs,
-    launches: tuple[Launch, ...],
-    kernel: Kernel,
-    scale: float,
-) -> None:
-    """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D); or write fresh ones."""
-    for launch in launches:
-        add_parts(totals, gradients(given, launch, kernel, scale), launch)
 
 
 def add_parts(totals: Gradients, parts: Gradients, launch: Launch, *, sums: bool = False) -> None:
