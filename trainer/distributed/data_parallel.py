@@ -134,9 +134,9 @@ def _set_communicators(
     module: FSDPModule, mesh: DeviceMesh, reduce_group: dist.ProcessGroup | None, options: DataParallelOptions
 ) -> None:
     if reduce_group is not None:
-        module.set_custom_reduce_scatter(ReduceScatterOver(reduce_group, zero_copy=options.zero_copy))
+        module.set_custom_reduce_scatter(OverGroup(reduce_scatter, reduce_group, options.zero_copy))
     if options.zero_copy and mesh.size(mesh.ndim - 1) > 1:
-        module.set_custom_all_gather(GatherOver(mesh.get_group(mesh.ndim - 1), zero_copy=True))
+        module.set_custom_all_gather(OverGroup(all_gather_single, mesh.get_group(mesh.ndim - 1), zero_copy=True))
 
 
 def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
@@ -144,49 +144,29 @@ def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
     return options.reshard_after_forward and mesh.size(mesh.ndim - 1) > 1
 
 
-class _Over:
-    """A collective of FSDP over a given group, with buffers in the group's memory if `zero_copy`, where it has some."""
+class OverGroup:
+    """A collective of FSDP over a given group, with buffers in the group's memory if `zero_copy`, where it has some.
 
-    def __init__(self, group: dist.ProcessGroup, *, zero_copy: bool) -> None:
-        self.group, self._zero_copy = group, zero_copy
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised buffer."""
-        if self._zero_copy and has_memory(self.group, device):
-            return allocate(self.group, size, dtype=dtype, device=device)
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class GatherOver(_Over):
-    """FSDP's all-gather."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return all_gather_single(output_tensor, input_tensor, group=self.group, async_op=async_op)
-
-
-class ReduceScatterOver(_Over):
-    """FSDP's reduce-scatter over a group of its own, so that it runs beside the all-gathers of the backward.
-
-    Both share a communicator by default, and NCCL runs its operations one after another. FSDP has the same as
+    Reduce-scatters have a group of their own, so that they run beside the all-gathers of the backward: both share a
+    communicator by default, and NCCL runs its operations one after another. FSDP has the same as
     `set_separate_reduce_scatter_group` from torch 2.13 on; but each call of that splits NCCL's group of all ranks, so
     that pipeline stages with and without experts would wait for each other.
     """
 
+    def __init__(self, collective: Callable[..., dist.Work | None], group: dist.ProcessGroup, zero_copy: bool) -> None:
+        self._collective, self._group, self._zero_copy = collective, group, zero_copy
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer."""
+        if self._zero_copy and has_memory(self._group, device):
+            return allocate(self._group, size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
+
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **settings: Any
     ) -> dist.Work | None:
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=self.group, async_op=async_op)
+        """Run the collective, with FSDP's `async_op` and `op`, over this group in place of `group`."""
+        return self._collective(output_tensor, input_tensor, group=self._group, **settings)
 
 
 def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:

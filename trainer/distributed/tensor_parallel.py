@@ -15,15 +15,18 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 
+def shard_rows(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the first dimension of a module's own parameters, as `distribute_module` calls it."""
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+        part.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+
+
 class LocalParameter(ParallelStyle):
     """Style for a module whose forward returns its `weight`: each rank gets the first dimension's part of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            weight = distribute_tensor(part.weight, mesh, [Shard(0)], src_data_rank=None)
-            part.register_parameter("weight", nn.Parameter(weight))
-
-        return distribute_module(module, device_mesh, partition, output_fn=lambda _part, x, _mesh: x.to_local())
+        return distribute_module(module, device_mesh, shard_rows, output_fn=lambda _part, x, _mesh: x.to_local())
 
 
 class OwnPositions(ParallelStyle):
@@ -48,14 +51,10 @@ class VocabularyParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            weight = distribute_tensor(part.weight, mesh, [Shard(0)], src_data_rank=None)
-            part.register_parameter("weight", nn.Parameter(weight))
-
         def gather(_part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
             return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
 
-        return distribute_module(module, device_mesh, partition, input_fn=gather)
+        return distribute_module(module, device_mesh, shard_rows, input_fn=gather)
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, check_mask, flat_mesh, opened
+from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, flat_mesh
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.context_parallel.regions import Region, region
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import rows_on
@@ -17,15 +18,6 @@ from trainer.distributed.sharding.tensors import content_hash
 
 Intercept = Callable[[torch.Tensor, LivePlan], AbstractContextManager[None]]
 """What runs calls of attention by a plan: (its handle, the plan) -> a context."""
-
-
-@dataclass(frozen=True)
-class ContextParallel:
-    """An open context: the handle for the model's forward, the layout, and the plan, which counts attention calls."""
-
-    attention_plan: torch.Tensor
-    layout: AxisLayout
-    live: LivePlan
 
 
 @contextmanager
@@ -42,7 +34,7 @@ def context_parallel(
     sequences: int | None = None,
     check_consistency: bool = False,
     intercept: Intercept | None = None,
-) -> Iterator[ContextParallel]:
+) -> Iterator[Region]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
 
     mesh: 1-D, or for `hybrid` 2-D, (ring, head group).
@@ -64,29 +56,27 @@ def context_parallel(
     """
     given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
     options = replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
-    mesh, groups = flat_mesh(mesh, options)
+    flat, _ = flat_mesh(mesh, options)
     if check_consistency:  # before checks that might fail on one rank alone
-        _check_ranks_agree(mesh, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
+        _check_ranks_agree(flat, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
     cuts, seq_len = _cuts(buffers, buffer_seq_dims)
-    check_mask(mask, seq_len, seq_len, sequences)
-    if any_plan_open(mesh):
+    if any_plan_open(flat):
         raise ContextParallelError(
             "a context or region is open already over this mesh; leave it before entering `context_parallel`"
         )
     is_layout = isinstance(load_balancer, AxisLayout)
-    layout = load_balancer if is_layout else options.layout(seq_len, mesh.size(), mask)
-    if (layout.length, layout.degree) != (seq_len, mesh.size()):
+    layout = load_balancer if is_layout else options.layout(seq_len, flat.size(), mask)
+    if (layout.length, layout.degree) != (seq_len, flat.size()):
         raise ContextParallelError(
             f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
-            f"are {seq_len} on {mesh.size()}; make it for them, or name a load balancer"
+            f"are {seq_len} on {flat.size()}; make it for them, or name a load balancer"
         )
-    live = LivePlan(mesh, layout, mask, options, groups=groups)
     with (
-        opened(live, sequences) as handle,
-        _cut(cuts, layout, mesh.get_local_rank(), no_restore_buffers or ()),
-        nullcontext() if intercept is None else intercept(handle, live),
+        region(mesh, layout, mask, options, sequences=sequences) as cp,
+        _cut(cuts, layout, flat.get_local_rank(), no_restore_buffers or ()),
+        nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):
-        yield ContextParallel(handle, layout, live)
+        yield cp
 
 
 @contextmanager

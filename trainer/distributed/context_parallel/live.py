@@ -184,18 +184,6 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
     return live, [entry % _SEQUENCES for entry in entries]
 
 
-def check_mask(mask: Mask | None, q_len: int, kv_len: int, sequences: int | None) -> None:
-    """Check that a mask is for sequences of these lengths, and for this number of them (None: any number)."""
-    if mask is None:
-        return
-    if (mask.q_len, mask.kv_len) != (q_len, kv_len) or mask.sequences not in (1, sequences or mask.sequences):
-        raise ContextParallelError(
-            f"the mask is for {mask.sequences} x {mask.q_len} queries and {mask.kv_len} keys, and there are "
-            f"{sequences or 'any number of'} sequences of {q_len} queries and {kv_len} keys; make it for them, or "
-            "one for all sequences"
-        )
-
-
 class Mark:
     """A mark of a module whose attention is parallelised over a group: copied with it, but saved without the group."""
 

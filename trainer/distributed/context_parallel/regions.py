@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.context_parallel.live import LivePlan, check_mask, flat_mesh, opened
+from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.layout import AxisLayout
@@ -25,7 +25,7 @@ from trainer.distributed.sharding.placement import replicate, shard, unshard
 
 @dataclass(frozen=True)
 class Region:
-    """An open region: the handle for its attention, and `shard`, `unshard` and `replicate` for its layout and group.
+    """An open context or region: the handle for its attention, its layout, group, and plan, which counts calls.
 
     attention_plan: (sequences,) int64, the `plan` of attention that has the style `ContextParallelAttention`.
     """
@@ -75,7 +75,15 @@ def region(
             raise ContextParallelError(
                 f"a layout for {part.degree} ranks does not fit a region over {mesh.size()} ranks; make it for them"
             )
-    check_mask(mask, layout.length, (kv_layout or layout).length, sequences)
+    q_len, kv_len = layout.length, (kv_layout or layout).length
+    if mask is not None and (
+        (mask.q_len, mask.kv_len) != (q_len, kv_len) or mask.sequences not in (1, sequences or mask.sequences)
+    ):
+        raise ContextParallelError(
+            f"the mask is for {mask.sequences} x {mask.q_len} queries and {mask.kv_len} keys, and there are "
+            f"{sequences or 'any number of'} sequences of {q_len} queries and {kv_len} keys; make it for them, or "
+            "one for all sequences"
+        )
     live = LivePlan(mesh, layout, mask, options, kv_layout, groups)
     with opened(live, sequences) as handle:
         yield Region(handle, layout, mesh.get_group(), live)
