@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trainer.distributed.context_parallel.live import LivePlan, resolve
+from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.forward import replace_forward
 from trainer.distributed.sharding.rows import Axis, fetch
@@ -40,7 +40,7 @@ def context_parallel_convolution(
         ContextParallelError: no context is open, or it did not cut the inputs.
     """
     kernel = weight.shape[2]
-    rows, tiles = _fetched(x, _live(plan, x), Window(kernel, before=kernel - 1))
+    rows, tiles = _fetched(x, x, plan, Window(kernel, before=kernel - 1))
     return convolved(rows, weight, positions, tiles)
 
 
@@ -57,34 +57,29 @@ def _context_parallel_convolution_backward(
     if positions is not None:
         # Positions of later rows are sent with their gradients, as one more channel; small numbers are exact.
         dout = torch.cat((dout, positions.clamp(max=kernel - 1).unsqueeze(-1).to(dout.dtype)), -1)
-    rows, tiles = _fetched(dout, _live(plan, x), Window(kernel, after=kernel - 1))
+    rows, tiles = _fetched(dout, x, plan, Window(kernel, after=kernel - 1))
     if positions is not None:
         rows, reach = rows[..., :-1], rows[..., -1]
     return gradients(rows, reach, x, weight, tiles)
 
 
-def _live(plan: torch.Tensor, x: torch.Tensor) -> LivePlan:
+def _fetched(rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Window) -> tuple[torch.Tensor, Tiles]:
+    """Return the rows that the windows of this rank's rows read, and its tiles. rows: x (B, S, C), or its gradient."""
     live, _ = resolve(plan)
-    rows = live.layout.local_length(live.mesh.get_local_rank())
-    if x.ndim != 3 or x.shape[1] != rows:
-        raise ContextParallelError(
-            f"a context-parallel convolution got {tuple(x.shape)} and its plan has {rows} rows for this rank; give "
-            "(B, S, C), cut by naming the inputs in `context_parallel(buffers=...)`"
-        )
-    return live
-
-
-def _fetched(x: torch.Tensor, live: LivePlan, window: Window) -> tuple[torch.Tensor, Tiles]:
-    """Return the rows that the windows of this rank's rows read, and its tiles."""
     axis = Axis(live.layout, live.mesh.get_group())
+    if x.ndim != 3 or x.shape[1] != axis.rows:
+        raise ContextParallelError(
+            f"a context-parallel convolution got {tuple(x.shape)} and its plan has {axis.rows} rows for this rank; "
+            "give (B, S, C), cut by naming the inputs in `context_parallel(buffers=...)`"
+        )
     if not live.layout.length:
-        return x, []
-    plan = window_plan(live.layout, window)
+        return rows, []
+    windows = window_plan(live.layout, window)
     tiles, first = [], 0
-    for outputs, inputs in plan.tiles[axis.rank]:
+    for outputs, inputs in windows.tiles[axis.rank]:
         tiles.append((first, outputs[1] - outputs[0]))
         first += inputs[1] - inputs[0]
-    return fetch(x, axis, plan.wanted, 1), tiles
+    return fetch(rows, axis, windows.wanted, 1), tiles
 
 
 @context_parallel_convolution.register_fake

@@ -31,7 +31,6 @@ class Axis:
 
     @property
     def degree(self) -> int:
-        """The number of ranks."""
         return self.layout.degree
 
     @property
@@ -41,7 +40,6 @@ class Axis:
 
     @property
     def rows(self) -> int:
-        """The number of rows of this rank."""
         return self.layout.local_length(self.rank)
 
 
