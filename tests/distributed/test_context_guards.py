@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.distributed.attention_cases import mesh_of_all
 from tests.distributed.pool import WorkerPool
 from tests.masks import dense
-from trainer.config import ConfigError, parse_command_line
+from trainer.config import OptionError, parse_command_line
 from trainer.distributed import head_tail
 from trainer.distributed.context_parallel import (
     ContextParallelAttention,
@@ -149,7 +149,7 @@ def calls_body(mesh: DeviceMesh, refused: Refusals) -> None:
 
     all_to_all = ContextParallelOptions("all_to_all")
     refused("'all_to_all' over 2 ranks cannot divide 3 query heads", lambda: call(all_to_all, 3))
-    refused("'cudnn' cannot do tensors on cpu", lambda: call(ContextParallelOptions(kernel="cudnn"), 2), ConfigError)
+    refused("'cudnn' cannot do tensors on cpu", lambda: call(ContextParallelOptions(kernel="cudnn"), 2), OptionError)
     for scale in (float("nan"), float("inf"), 0.0, -1.0):
         refused(f"got scale = {scale}; it must be a number above 0", lambda s=scale: call(all_to_all, 2, s))
     call(all_to_all, heads=4)

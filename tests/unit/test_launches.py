@@ -124,7 +124,7 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
             dq = torch.full_like(q, torch.nan)
         for stage, launches in zip(plan.plan.forward, plan.forward, strict=True):
             k, v = (x[:, :, rows_of(stage.held)] for x in whole[1:3])
-            attend(total, q, k, v, slice(0, HEADS), launches, kernel, SCALE)
+            attend(total, (q, k, v), slice(0, HEADS), launches, kernel, SCALE)
         for got, wish in zip(total.result, (out, lse), strict=True):
             assert error(got, wish) < 1e-12
         for stage, launches in zip(plan.plan.backward, plan.backward, strict=True):

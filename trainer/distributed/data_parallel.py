@@ -95,7 +95,7 @@ def apply_data_parallel(
     units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose parameters
     the backward needs first; it stays gathered unless `reshard_last`. inner: units within `units`. All other
     parameters belong to the root. reduce_group: of the ranks that shard, for reduce-scatter alone; None: that of the
-    mesh. The model is left as it is where there is nothing to shard, to cast or to offload; but plain parameters beside
+    mesh. The model is not changed where there is nothing to shard, to cast or to offload; but plain parameters beside
     tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
     """
     storage = next(model.parameters()).dtype

@@ -46,11 +46,7 @@ def context_parallel_convolution(
 
 @torch.library.custom_op("trainer::context_parallel_convolution_backward", mutates_args=())
 def _context_parallel_convolution_backward(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    plan: torch.Tensor,
-    positions: torch.Tensor | None,
+    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, plan: torch.Tensor, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dx, and this rank's part of the gradient of the weight."""
     kernel, reach = weight.shape[2], None
@@ -117,11 +113,7 @@ class ContextParallelConvolution(ParallelStyle):
 
 
 def _forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    positions: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, *, positions: torch.Tensor | None = None, plan: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Run as the forward of a parallelised module."""
     if plan is None:

@@ -65,7 +65,7 @@ class Transfer:
 
 
 class Pending:
-    """Transfers under way. Their tensors may be read and written after `wait`.
+    """Transfers that have started. Their tensors may be read and written after `wait`.
 
     kept: tensors that are kept alive until then, because another stream still uses their memory. arrived: what `wait`
     calls once, when everything has arrived. timeout: how long to wait; None: the group's time-out.

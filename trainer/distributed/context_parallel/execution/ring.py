@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Gradients, Kernel
+from trainer.distributed.context_parallel.execution.kernels.base import QKV, BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.stages import (
     Merged,
     add_parts,
@@ -96,7 +96,7 @@ class StagedExecution:
         for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
             incoming, pending = _fetch(following, own, held, self)
             heads = query_heads(item.kv_heads, q, k)
-            attend(total, part(q, heads, 1), held.k, held.v, heads, item.launches, self.kernel, scale)
+            attend(total, (part(q, heads, 1), held.k, held.v), heads, item.launches, self.kernel, scale)
             pending.wait()
             held = incoming
         out, lse = (unfold_batch(x, whole_q) for x in total.result)
@@ -125,7 +125,7 @@ class StagedExecution:
         found = zip(lone or self._summed_gradients(given, scale), inputs, types, strict=True)
         return *(restore_shape(x, like, dtype) for x, like, dtype in found), *of_sinks
 
-    def _summed_gradients(self, given: BackwardInputs, scale: float) -> Gradients:
+    def _summed_gradients(self, given: BackwardInputs, scale: float) -> QKV:
         """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
         dout, q, k, v, out, lse = given
         launches = self.lowered.backward
@@ -142,7 +142,8 @@ class StagedExecution:
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
             if len(item.launches) == 1 and returning.has_sums_of(item, self):
                 parts = gradients(of_item, item.launches[0], self.kernel, scale)
-                gradient = returning.sums()  # while the kernel ran, they were sent
+                returning.pending.wait()  # while the kernel ran, they were sent
+                gradient = returning.arriving[0][1]
                 add_parts((dq_, *unpack(gradient)), parts, item.launches[0], sums=True)
             else:
                 gradient = own_gradient
@@ -209,7 +210,7 @@ def _sums(like: torch.Tensor, shape: tuple[int, ...], launches: tuple[Launch, ..
 
 @dataclass
 class _Returning:
-    """Gradients of keys and values on their way to their owners, or to the next rank, which adds to them."""
+    """Gradients of keys and values that are sent to their owners, or to the next rank, which adds to them."""
 
     pending: Pending = field(default_factory=Pending)
     arriving: list[tuple[Message, torch.Tensor]] = field(default_factory=list)
@@ -222,11 +223,6 @@ class _Returning:
             return False
         ranges, stage = self.arriving[0][0].ranges, item.stage
         return not run.plan.owns(ranges[0]) and stage.places.places(ranges) == ((0, stage.rows),)
-
-    def sums(self) -> torch.Tensor:
-        """Wait, and return what has arrived: (rows, 2, B, K, D)."""
-        self.pending.wait()
-        return self.arriving[0][1]
 
     def add(
         self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: StagedExecution

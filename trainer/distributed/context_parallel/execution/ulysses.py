@@ -250,7 +250,7 @@ def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> 
 
 @dataclass
 class _Arriving:
-    """All rows of this rank's heads, under way."""
+    """All rows of this rank's heads, while they are sent."""
 
     bundle: PackedRows
     received: torch.Tensor | None

@@ -43,7 +43,7 @@ def shortest_ring(stages: int) -> int:
 class AttentionShape:
     """The local sizes of one attention call.
 
-    itemsize: bytes of an element of q, k, v; gradient_itemsize: of dK and dV on their way; 0: of an accumulator.
+    itemsize: bytes of an element of q, k, v; gradient_itemsize: of dK and dV when they are sent; 0: of an accumulator.
     """
 
     batch: int

@@ -1,9 +1,9 @@
 """Schedules: the rows of K/V that are sent at each stage, and the tiles that are computed. Stage 0 is local.
 
 ring          Forward: K/V move from rank r to r - 1; at stage s rank r has the rows that rank (r + s) mod N owns. A row
-              comes from the previous rank on its way if that rank needs it too, else from its owner. For causal
+              comes from the previous rank of the ring if that rank needs it too, else from its owner. For causal
               head_tail this sends 25 % less in total than a ring in which every row goes round.
-              Backward: K/V move from rank r to r + 1, from the farthest owner first. The first rank on the way that
+              Backward: K/V move from rank r to r + 1, from the farthest owner first. The first rank of the ring that
               needs a row gets it from its owner. Its gradient (dK, dV) is added up on the way home.
 
                   forward, N = 4: whose K/V rank r holds        backward

@@ -13,7 +13,7 @@ to query each end of the interval stays or moves on by one. Queries between two 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,28 +34,6 @@ class Tile:
     def pairs(self) -> int:
         """The number of visible (query, key) pairs."""
         return self.relation.pairs(self.q[1] - self.q[0], self.kv[1] - self.kv[0])
-
-
-Piece = tuple[int, int, int, Band]
-"""Queries [start, stop) of one band, the place of the first among the local queries, and the band."""
-
-
-def tiles_of(pieces: Iterable[Piece], held: Ranges) -> tuple[Tile, ...]:
-    """Return tiles that cover every visible pair of the pieces' queries and the held keys once."""
-    if not held:
-        return ()
-    places = Offsets(held)
-    tiles: list[Tile] = []
-    open_rows: _Rows | None = None
-    for piece in pieces:
-        for rows in _stretches(piece, places):
-            joined = open_rows.followed_by(rows) if open_rows else None
-            if joined is None and open_rows:
-                tiles.append(open_rows.tile())
-            open_rows = joined or rows
-    if open_rows:
-        tiles.append(open_rows.tile())
-    return tuple(tiles)
 
 
 @dataclass(frozen=True)
@@ -86,9 +64,8 @@ class _Rows:
         return Tile((self.start, self.start + self.count), (self.first[0], self.last[1]), relation)
 
 
-def _stretches(piece: Piece, places: Offsets) -> Iterator[_Rows]:
-    """Yield the piece's queries in stretches on which each end of their interval has one slope."""
-    start, stop, place, band = piece
+def _stretches(start: int, stop: int, place: int, band: Band, places: Offsets) -> Iterator[_Rows]:
+    """Yield the queries of a piece in stretches on which each end of their interval has one slope."""
     cuts = {start, stop}
     for bound in (band.lower, band.upper):
         if abs(bound) < ANY:
@@ -133,11 +110,20 @@ class Needs:
         return self._held[key]
 
     def tiles(self, rank: int, held: Ranges) -> tuple[Tile, ...]:
-        """Return the tiles of the rank's queries and the held keys."""
-        return tiles_of(self._pieces(self.q_ranges[rank]), held)
+        """Return tiles that cover every visible pair of the rank's queries and the held keys once."""
+        if not held:
+            return ()
+        places, tiles, open_rows = Offsets(held), [], None
+        for piece in self._pieces(self.q_ranges[rank]):
+            for rows in _stretches(*piece, places):
+                joined = open_rows.followed_by(rows) if open_rows else None
+                if joined is None and open_rows:
+                    tiles.append(open_rows.tile())
+                open_rows = joined or rows
+        return (*tiles, open_rows.tile()) if open_rows else ()
 
-    def _pieces(self, queries: Ranges) -> Iterator[Piece]:
-        """Yield the parts of `queries` that lie in one band, with their place among the queries."""
+    def _pieces(self, queries: Ranges) -> Iterator[tuple[int, int, int, Band]]:
+        """Yield the parts [start, stop) of `queries` in one band, the place of the first among them, and the band."""
         place = 0
         for start, stop in queries:
             number = bisect_right(self._band_stops, start)

@@ -14,8 +14,8 @@ import torch
 from trainer.distributed.context_parallel.planning.capabilities import Capabilities
 from trainer.distributed.context_parallel.planning.mask import Relation
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of q, k and v."""
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q (B, H, S, D), k and v (B, K, T, D), or their gradients."""
 
 
 class BackwardInputs(NamedTuple):
@@ -40,7 +40,7 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, as q, and lse."""
 
-    def backward(self, *given: torch.Tensor, relation: Relation, scale: float) -> Gradients:
+    def backward(self, *given: torch.Tensor, relation: Relation, scale: float) -> QKV:
         """Return dq, dk, dv; given: `BackwardInputs`. Gradients of repeated key/value heads are summed."""
 
 

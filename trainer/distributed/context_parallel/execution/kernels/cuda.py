@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from trainer.distributed.context_parallel.execution.kernels.base import (
+    QKV,
     BackwardInputs,
-    Gradients,
     hidden_pairs,
     repeated,
     summed,
@@ -151,7 +151,7 @@ class Varlen(_Aten):
         out, lse, *_ = self._forward(rows, launch, batch, scale)
         return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
-    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> Gradients:
+    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
         """Return dq, dk and dv of a launch, to be added up; their rows are as in `forward_many`.
 
         given: all rows, out and lse over all keys.
