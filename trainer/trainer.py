@@ -24,7 +24,7 @@ from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.pipeline_parallel import Pipeline
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import to_device
 from trainer.job.pipeline_stages import PipelinePlan
 from trainer.job.record import ResolvedJob
 from trainer.job.summary import closing

@@ -15,7 +15,7 @@ from trainer.distributed.context_parallel.execution.kernels.base import Backward
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash
-from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, pack, unpack
+from trainer.distributed.context_parallel.execution.stages import Merged, add_parts, attend, gradients, pack, unpack
 from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
 from trainer.distributed.context_parallel.planning.heads import HeadShare
 from trainer.distributed.context_parallel.planning.lowering import Launch, lower
@@ -112,19 +112,21 @@ class Tiles:
         total = Merged(self._q)
         heads = slice(0, self._q.shape[1])
         for rows, launches in self._forward:
-            attend(total, self._q, *unpack(rows), heads, launches, self._kernel, self._scale)
+            attend(total, (self._q, *unpack(rows)), heads, launches, self._kernel, self._scale)
         out, lse = total.result
         return out.to(self._q.dtype), lse
 
     def backward(self, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
         """The gradient of the queries, and each stage's of K and V, (rows, 2, B, K, D)."""
         dq = torch.zeros_like(self._q, dtype=lse.dtype)
-        gradients = []
+        totals = []
         for rows, launches in self._backward:
-            gradients.append(torch.zeros_like(rows, dtype=lse.dtype))
+            totals.append(torch.zeros_like(rows, dtype=lse.dtype))
             given = BackwardInputs(self._dout, self._q, *unpack(rows), out, lse)
-            add_gradients((dq, *unpack(gradients[-1])), given, launches, self._kernel, self._scale)
-        return [dq, *gradients]
+            for launch in launches:
+                parts = gradients(given, launch, self._kernel, self._scale)
+                add_parts((dq, *unpack(totals[-1])), parts, launch)
+        return [dq, *totals]
 
 
 class OneCall:

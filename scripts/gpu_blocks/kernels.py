@@ -13,10 +13,9 @@ from scripts.gpu_blocks.block import Check
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel, hidden_pairs
 from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
 from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
-from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, pack, unpack
-from trainer.distributed.context_parallel.planning.capabilities import has_ragged_cudnn
-from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES
-from trainer.distributed.context_parallel.planning.lowering import Call, Launch, split, together
+from trainer.distributed.context_parallel.execution.stages import Merged, add_parts, attend, gradients, pack, unpack
+from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES, has_ragged_cudnn
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch, batch_calls, split
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
 
@@ -157,18 +156,19 @@ def _shares(
     q, k, v, dout = _inputs(shape, n, m, dtype, device)
     exact = _written_out(*(x.double() for x in (q, k, v, dout)), relation, scale)
     plain = _written_out(q, k, v, dout, relation, scale)
-    if is_strided:  # rows of one buffer, as keys and values travel
+    if is_strided:  # rows of one buffer, as keys and values are sent
         k, v = unpack(pack(k, v, ((0, m),)))
     parts = split(Tile((0, n), (0, m), relation), kernel.capabilities)
     calls = [Call(part.q, part.kv, part.relation, fresh=False) for part in parts]
-    groups = together(calls, kernel.capabilities) if kernel.capabilities.many else [(call,) for call in calls]
+    groups = batch_calls(calls, kernel.capabilities) if kernel.capabilities.many else [(call,) for call in calls]
     launches = tuple(map(Launch, groups))
     total = Merged(q)
-    attend(total, q, k, v, slice(0, q.shape[1]), launches, kernel, scale)
+    attend(total, (q, k, v), slice(0, q.shape[1]), launches, kernel, scale)
     precise = torch.promote_types(dtype, torch.float32)
     grads = tuple(torch.zeros_like(x, dtype=precise) for x in (q, k, v))
     given = BackwardInputs(dout, q, k, v, exact[0].to(dtype), exact[1].to(precise))
-    add_gradients(grads, given, launches, kernel, scale)
+    for launch in launches:
+        add_parts(grads, gradients(given, launch, kernel, scale), launch)
     errors = [_error(a, b) for a, b in zip((*total.result, *grads), exact, strict=True)]
     bounds = [2 * _error(a, b) + _FLOOR for a, b in zip(plain, exact, strict=True)]
     bounds[1] = _LSE

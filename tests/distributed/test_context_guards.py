@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.distributed.attention_cases import mesh_of_all
 from tests.distributed.pool import WorkerPool
 from tests.masks import dense
-from trainer.config import ConfigError, parse_command_line
+from trainer.config import parse_command_line
 from trainer.distributed import head_tail
 from trainer.distributed.context_parallel import (
     ContextParallelAttention,
@@ -28,9 +28,10 @@ from trainer.distributed.context_parallel import (
     documents,
     full,
 )
-from trainer.distributed.context_parallel.marks import parallelised_modules
+from trainer.distributed.context_parallel.live import parallelised_modules
 from trainer.distributed.context_parallel.planning.lowering import lower
 from trainer.distributed.context_parallel.planning.methods import _plan
+from trainer.distributed.sharding.errors import OptionError
 from trainer.models.attention import InnerAttention
 from trainer.runtime.process_group import Process, process_group
 
@@ -149,7 +150,7 @@ def calls_body(mesh: DeviceMesh, refused: Refusals) -> None:
 
     all_to_all = ContextParallelOptions("all_to_all")
     refused("'all_to_all' over 2 ranks cannot divide 3 query heads", lambda: call(all_to_all, 3))
-    refused("'cudnn' cannot do tensors on cpu", lambda: call(ContextParallelOptions(kernel="cudnn"), 2), ConfigError)
+    refused("'cudnn' cannot do tensors on cpu", lambda: call(ContextParallelOptions(kernel="cudnn"), 2), OptionError)
     for scale in (float("nan"), float("inf"), 0.0, -1.0):
         refused(f"got scale = {scale}; it must be a number above 0", lambda s=scale: call(all_to_all, 2, s))
     call(all_to_all, heads=4)

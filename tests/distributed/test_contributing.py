@@ -7,10 +7,10 @@ import pytest
 from tests.distributed.attention_cases import MASKS, Case, assert_exact, attention_case
 from tests.distributed.pool import WorkerPool
 from trainer.distributed.context_parallel.planning.methods import METHODS, Method
-from trainer.distributed.context_parallel.planning.needs import Needs
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.distributed.context_parallel.planning.plan import Message, Stage
 from trainer.distributed.context_parallel.planning.schedules import Schedule
+from trainer.distributed.context_parallel.planning.tiles import Needs
 
 
 def direct(needs: Needs, rank: int) -> Schedule:

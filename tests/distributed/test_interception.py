@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.other_models import RANKS, Attention, data, ranks, relative
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.context_parallel.context import ContextParallel, context_parallel
+from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.distributed.context_parallel.regions import Region
 from trainer.integrations.interception import intercept_sdpa
 
 
 @contextmanager
-def intercepted(mesh: DeviceMesh, x: torch.Tensor, **settings: Any) -> Iterator[ContextParallel]:
+def intercepted(mesh: DeviceMesh, x: torch.Tensor, **settings: Any) -> Iterator[Region]:
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], intercept=intercept_sdpa(), **settings) as cp:
         yield cp
 

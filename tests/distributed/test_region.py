@@ -18,9 +18,9 @@ from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.planning.mask import documents, documents_of, full
+from trainer.distributed.context_parallel.planning.mask import documents_of, full
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.context_parallel.regions import Region, borrow, give_back, region, replicate, shard, unshard
+from trainer.distributed.context_parallel.regions import Region, region, replicate, shard, unshard
 from trainer.distributed.sharding import exchange as door
 from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout, head_tail
@@ -230,48 +230,6 @@ def test_cross_attention_between_two_sharded_sequences(pool: WorkerPool, method:
         assert max(errors) < 1e-11
 
 
-def borrowing_case(copies: int, method: str) -> list[float]:
-    """Every set of ranks has samples of its own; the decoder's region spans all ranks, so that they share the work."""
-    process = Process.from_environment()
-    sets = process.world_size // copies
-    batches = [data(seed) for seed in range(sets)]
-    alone, toy = Toy(SOURCE, TARGET), Toy(SOURCE, TARGET)
-    for source, target, labels in batches:
-        loss_of(alone(source, target), labels).backward()
-    with process_group(process, parse_command_line([]).config.comm):
-        mesh = mesh_of_all(process)
-        group = mesh.get_group()
-        style(toy.decoder, mesh)
-        options = ContextParallelOptions(method)
-        layout, memory_layout = (options.layout(n, mesh.size()) for n in (TARGET, SOURCE))
-        source, target, labels = batches[process.rank // copies]
-        with region(mesh, layout, documents([5, 8]), options) as part:
-            # Cross attention needs the whole memory of every sample: borrowed rows, put together.
-            memory = borrow(toy.encoded(toy.embedded(source)), memory_layout, group=group, copies=copies)
-            memory = unshard(memory, memory_layout, 1, group=group)
-            x = borrow(toy.embedded(target), layout, group=group, copies=copies)
-            assert x.shape[:2] == (2 * sets, layout.local_length(process.rank))
-            x = give_back(toy.decoded(x, memory, part.attention_plan), layout, group=group, copies=copies)
-            assert x.shape[:2] == target.shape
-            (loss_of(toy.head(x), labels) / copies).backward()
-        # The oracle of the same documents: two decoder passes, one for each.
-        alone.zero_grad()
-        for source, target, labels in batches:
-            memory, x = alone.encoded(alone.embedded(source)), alone.embedded(target)
-            parts = [alone.decoded(part, memory) for part in x.split([5, 8], dim=1)]
-            loss_of(alone.head(torch.cat(parts, dim=1)), labels).backward()
-        return compared(toy, summed=True, group=group, wanted=alone)
-
-
-@pytest.mark.parametrize("method", ["all_to_all", *slow("ring")])
-@pytest.mark.parametrize(("degree", "copies"), [(2, 1), (4, 2), *slow((2, 2))])
-def test_samples_move_between_ranks_before_and_after_a_region(
-    pool: WorkerPool, degree: int, copies: int, method: str
-) -> None:
-    for errors in pool.run(degree, borrowing_case, copies, method):
-        assert max(errors) < 1e-11
-
-
 def refusal(act: Callable[[], object], error_type: type[Exception] = ContextParallelError) -> str:
     with pytest.raises(error_type) as error:
         act()
@@ -290,12 +248,8 @@ def refused_arguments(mesh: DeviceMesh, layout: AxisLayout, x: torch.Tensor) -> 
         refusal(lambda: shard(x, layout, 1, group=group, grad="sum"), ValueError),
         refusal(lambda: shard(x, layout, 2, group=group), ValueError),
         refusal(lambda: unshard(x, layout, 1, group=group), ValueError),
-        refusal(lambda: borrow(x, layout, group=group, copies=3)),
-        refusal(lambda: give_back(random(3, 4, 2), layout, group=group)),
-        refusal(lambda: give_back(random(2, 4, 2), layout, group=group, copies=0)),
         refusal(lambda: exchange(x[:, :4], layout, [[(5, 3)], []], dim=1, group=group), ValueError),
         refusal(lambda: exchange(x, layout, [[], []], dim=1, group=group), ValueError),
-        refusal(lambda: exchange(x[:, :4], layout, [[(0, 9)], []], dim=1, group=group, outside="refuse"), ValueError),
         refusal(lambda: open_region(mesh, layout, sequences=3, mask=documents_of(np.zeros((2, 8))))),
         refusal(lambda: AxisLayout("part", 8, (((0, 4),), ())), ValueError),
     ]
@@ -346,14 +300,8 @@ def test_guards(pool: WorkerPool) -> None:
         "'sum' is none of 'partial', 'replicated'",
         "layout with 8",
         "layout with 4",
-        "3 copies do not divide the 2 ranks",
-    ]
-    words += [
-        "3 samples cannot be given back",
-        "0 copies do not divide",
         "ends before it begins",
         "got 8 rows",
-        "rows [(0, 9)] of an axis of 8",
         "the mask is for 2 x 8 queries",
         "of layout 'part' do not give each of 8 tokens",
         *["differentiate twice"] * 4,

@@ -108,7 +108,9 @@ def gone_case(folder: str, arguments: list[str], mode: str) -> tuple[str, str]:
         trainer.checkpoint.save(1, tokens_seen=0, due=True)
         trainer.checkpoint.wait()
         trainer.train_step(2)
-        away = mock.patch.object(type(trainer.checkpoint.folder.path.fs), "_call_s3", side_effect=RuntimeError("no answer"))
+        away = mock.patch.object(
+            type(trainer.checkpoint.folder.path.fs), "_call_s3", side_effect=RuntimeError("no answer")
+        )
         where = "save"
         with away:
             try:

@@ -81,7 +81,7 @@ PLANS = (
     ),
     Mutant(
         "the ring sends rows that nobody sees",
-        f"{_CP}/planning/needs.py",
+        f"{_CP}/planning/tiles.py",
         "self._held[key] = intersection(self.keys(rank), self.kv_ranges[owner])",
         "self._held[key] = self.kv_ranges[owner]",
         "tests/unit/test_plan_traffic.py",
@@ -273,9 +273,9 @@ EXECUTION = (
     ),
     Mutant(
         "one copy of a replicated head has the gradient",
-        f"{_CP}/execution/ulysses.py",
-        "x.unflatten(1, (-1, copies)).sum(2)",
-        "x.unflatten(1, (-1, copies))[:, :, 0]",
+        f"{_CP}/execution/kernels/base.py",
+        "x.unflatten(1, (kv_heads, -1)).sum(2)",
+        "x.unflatten(1, (kv_heads, -1))[:, :, 0]",
         _ATTENTION,
     ),
     Mutant(
@@ -308,7 +308,7 @@ EXECUTION = (
     ),
     Mutant(
         "sinks learn the wrong way",
-        f"{_CP}/execution/sinks.py",
+        f"{_CP}/execution/stages.py",
         "return -(share * (dout",
         "return (share * (dout",
         _ATTENTION,
@@ -364,7 +364,7 @@ EXECUTION = (
     ),
     Mutant(
         "a copy of a module is not counted",
-        f"{_CP}/marks.py",
+        f"{_CP}/live.py",
         "return Mark(self.group)",
         "return Mark(None)",
         _GUARDS,
@@ -385,7 +385,7 @@ EXECUTION = (
     ),
 )
 
-_TAPS = f"{_CP}/execution/taps.py"
+_TAPS = f"{_CP}/convolution.py"
 _CONVOLUTION = "tests/distributed/test_short_convolution.py"
 CONVOLUTIONS = (
     Mutant(
@@ -488,8 +488,8 @@ EMPTY_GROUPS = (
     Mutant(
         "dK and dV are sent in float32, whatever is asked for",
         f"{_CP}/execution/ring.py",
-        "return self.gradient_dtype or lse.dtype",
-        "return lse.dtype",
+        "sent_dtype = self.gradient_dtype or lse.dtype",
+        "sent_dtype = lse.dtype",
         "tests/distributed/test_bfloat16.py::test_gradients_of_keys_in_bfloat16",
     ),
     Mutant(

@@ -511,8 +511,8 @@ PROCESSES = (
     Mutant(
         "a message is waited for as long as when its group was made",
         "trainer/distributed/sharding/exchange.py",
-        'if dist.get_backend(group) != "gloo":',
-        'if dist.get_backend(group) == "gloo":',
+        'if dist.get_backend(group) == "gloo":  # its',
+        'if dist.get_backend(group) != "gloo":  # its',
         _LOOP,
     ),
     Mutant(

@@ -254,8 +254,8 @@ GRADIENTS = (
     Mutant(
         "gradients are reduced over the communicator of the gathers",
         "trainer/distributed/data_parallel.py",
-        "op=op, group=self.group, async_op",
-        "op=op, group=group, async_op",
+        "group=self._group, **settings)",
+        "group=group, **settings)",
         f"{_LOOP}::test_gradients_are_reduced_over_a_communicator_of_their_own",
     ),
     Mutant(

@@ -124,7 +124,7 @@ PRIVATE = {
         lambda: isinstance(torch.autograd.forward_ad._current_level, int),
     ),
     # meshes and groups
-    "_flatten": Private("trainer/distributed/sharding/meshes.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
+    "_flatten": Private("trainer/distributed/sharding/tensors.py", "derived meshes", lambda: dist.DeviceMesh._flatten),
     "fake_pg": Private(
         "trainer/distributed/parallel_dims.py",
         "groups of one rank, without a communicator",
@@ -233,7 +233,7 @@ PRIVATE = {
     ),
     "_is_alias_of": Private(f"{_DOMAIN}/whole.py", "which results are views", lambda: torch._C._is_alias_of),
     "_version": Private(
-        "trainer/distributed/sharding/versions.py",
+        "trainer/distributed/sharding/tensors.py",
         "the refusal of stale copies, positions that are watched",
         lambda: hasattr(torch.Tensor, "_version"),
     ),

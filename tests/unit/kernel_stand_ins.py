@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, CudnnVarlen, Efficient, Varlen
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
-from trainer.distributed.context_parallel.planning.lowering import Call, Launch, together
+from trainer.distributed.context_parallel.planning.lowering import Call, Launch, batch_calls
 
 # ---- plain attention of one sequence: q (S, H, D), k and v (T, H or fewer, D), lse (H, S)
 
@@ -292,7 +292,7 @@ KERNELS = [CudaFlash(OPS), Efficient(OPS), Cudnn(OPS), Varlen(OPS), CudnnVarlen(
 
 
 def launches_of(calls: tuple[Call, ...], kernel: str = "varlen") -> list[Launch]:
-    return [Launch(group) for group in together(calls, CAPABILITIES[kernel])]
+    return [Launch(group) for group in batch_calls(calls, CAPABILITIES[kernel])]
 
 
 def of_calls(launch: Launch, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[Call, tuple[torch.Tensor, ...]]]:

@@ -144,7 +144,7 @@ def rows_sent(plan: RankPlan) -> dict[str, int]:
     """Return how many rows of K/V (forward, backward) and dK/dV (home) a rank sends, without exchanges of heads."""
     plan = plan.inner or plan
     return {
-        "forward": sum(plan.rows_sent_for(stage, stage.messages) for stage in plan.forward),
-        "backward": sum(plan.rows_sent_for(stage, stage.messages) for stage in plan.backward),
-        "home": sum(plan.rows_sent_for(stage, stage.home) for stage in plan.backward),
+        "forward": sum(plan.rows_for(stage, stage.messages)[0] for stage in plan.forward),
+        "backward": sum(plan.rows_for(stage, stage.messages)[0] for stage in plan.backward),
+        "home": sum(plan.rows_for(stage, stage.home)[0] for stage in plan.backward),
     }

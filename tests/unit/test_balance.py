@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.distributed.context_parallel.planning.balance import Work, balanced, build_layout
 from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, documents, sliding_window
-from trainer.distributed.context_parallel.planning.needs import Needs
+from trainer.distributed.context_parallel.planning.tiles import Needs
 from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
 from trainer.distributed.sharding.ranges import difference, size, union
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.unit.kernel_stand_ins import OPS, counts
 from trainer.distributed.context_parallel.execution.kernels import flash
 from trainer.distributed.context_parallel.execution.kernels.flash import activated, is_installed
-from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES, FlashPackage
+from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES, FlashPackage
 from trainer.models import attention
 from trainer.models.attention import InnerAttention
 

@@ -12,8 +12,12 @@ from trainer.distributed.context_parallel.execution.kernels import choose
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel, repeated, summed
 from trainer.distributed.context_parallel.execution.kernels.choose import CUDA_KERNELS, choose_kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.planning.capabilities import Capabilities, auto_kernel, kernel_words
-from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES
+from trainer.distributed.context_parallel.planning.capabilities import (
+    FLASH_PACKAGES,
+    Capabilities,
+    auto_kernel,
+    kernel_words,
+)
 from trainer.distributed.context_parallel.planning.lowering import split
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile

@@ -18,7 +18,7 @@ from tests.unit.test_kernels import error
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Varlen
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
-from trainer.distributed.context_parallel.execution.stages import Merged, add_gradients, attend, lone_gradients
+from trainer.distributed.context_parallel.execution.stages import Merged, add_parts, attend, gradients, lone_gradients
 from trainer.distributed.context_parallel.planning.balance import build_layout
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, fresh_rows, lower
@@ -124,7 +124,7 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
             dq = torch.full_like(q, torch.nan)
         for stage, launches in zip(plan.plan.forward, plan.forward, strict=True):
             k, v = (x[:, :, rows_of(stage.held)] for x in whole[1:3])
-            attend(total, q, k, v, slice(0, HEADS), launches, kernel, SCALE)
+            attend(total, (q, k, v), slice(0, HEADS), launches, kernel, SCALE)
         for got, wish in zip(total.result, (out, lse), strict=True):
             assert error(got, wish) < 1e-12
         for stage, launches in zip(plan.plan.backward, plan.backward, strict=True):
@@ -133,7 +133,9 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
             if fresh_rows(run for launch in launches for run in launch.kv_runs) == k.shape[2]:
                 dk, dv = torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
-            add_gradients((dq, dk, dv), BackwardInputs(dout, q, k, v, out, lse), launches, kernel, SCALE)
+            for launch in launches:
+                parts = gradients(BackwardInputs(dout, q, k, v, out, lse), launch, kernel, SCALE)
+                add_parts((dq, dk, dv), parts, launch)
             for whole_grad, part in zip(grads[1:], (dk, dv), strict=True):
                 whole_grad[:, :, held] += part
         grads[0][:, :, mine] = dq

@@ -287,12 +287,12 @@ def test_gradients_of_a_heads_copies_are_added_up_in_float32(method: str) -> Non
     case = case_of({"method": method, "degree": "4", "mask": "causal", "kernel": "math bfloat16"} | BALANCER, "cpu")
     case = dataclasses.replace(case, heads=(8, 1))
     added: list[tuple[torch.dtype, int]] = []
-    real = ulysses._summed
+    real = ulysses.summed
 
-    def seen(x: torch.Tensor, copies: int) -> torch.Tensor:
-        added.append((x.dtype, copies))
-        return real(x, copies)
+    def seen(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        added.append((x.dtype, x.shape[1] // kv_heads))
+        return real(x, kv_heads)
 
-    with mock.patch.object(ulysses, "_summed", seen):
+    with mock.patch.object(ulysses, "summed", seen):
         run_ranks(4, attended, case, case.options.layout(case.seq_len, 4, case.batch_mask))
     assert set(added) == {(torch.float32, 4 if method == "all_to_all" else 2)}

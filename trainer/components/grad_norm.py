@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import to_device
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:

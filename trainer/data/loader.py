@@ -13,7 +13,7 @@ from trainer.config.schema import Training
 from trainer.data.mixture import Mixture, MixtureStream
 from trainer.data.order.streams import StreamLoader
 from trainer.data.text_data import TextData, TextStream
-from trainer.distributed.sharding.hashing import content_hash
+from trainer.distributed.sharding.tensors import content_hash
 
 
 class BatchLoader(StreamLoader[TextStream | MixtureStream]):

@@ -10,6 +10,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "data_parallel": "apply_data_parallel",
         "tensor_parallel": "apply_tensor_parallel",
         "pipeline_parallel": "Pipeline",
-        "pipeline_stages": "PipelinePlan SCHEDULES",
     },
 )

@@ -7,6 +7,7 @@ none.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,7 @@ def apply_data_parallel(
     units: modules that are gathered one at a time, in the order of the forward. last: one more unit, whose parameters
     the backward needs first; it stays gathered unless `reshard_last`. inner: units within `units`. All other
     parameters belong to the root. reduce_group: of the ranks that shard, for reduce-scatter alone; None: that of the
-    mesh. The model is left as it is where there is nothing to shard, to cast or to offload; but plain parameters beside
+    mesh. The model is not changed where there is nothing to shard, to cast or to offload; but plain parameters beside
     tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
     """
     storage = next(model.parameters()).dtype
@@ -133,9 +134,9 @@ def _set_communicators(
     module: FSDPModule, mesh: DeviceMesh, reduce_group: dist.ProcessGroup | None, options: DataParallelOptions
 ) -> None:
     if reduce_group is not None:
-        module.set_custom_reduce_scatter(ReduceScatterOver(reduce_group, zero_copy=options.zero_copy))
+        module.set_custom_reduce_scatter(OverGroup(reduce_scatter, reduce_group, options.zero_copy))
     if options.zero_copy and mesh.size(mesh.ndim - 1) > 1:
-        module.set_custom_all_gather(GatherOver(mesh.get_group(mesh.ndim - 1), zero_copy=True))
+        module.set_custom_all_gather(OverGroup(all_gather_single, mesh.get_group(mesh.ndim - 1), zero_copy=True))
 
 
 def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
@@ -143,49 +144,29 @@ def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
     return options.reshard_after_forward and mesh.size(mesh.ndim - 1) > 1
 
 
-class _Over:
-    """A collective of FSDP over a given group, with buffers in the group's memory if `zero_copy`, where it has some."""
+class OverGroup:
+    """A collective of FSDP over a given group, with buffers in the group's memory if `zero_copy`, where it has some.
 
-    def __init__(self, group: dist.ProcessGroup, *, zero_copy: bool) -> None:
-        self.group, self._zero_copy = group, zero_copy
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised buffer."""
-        if self._zero_copy and has_memory(self.group, device):
-            return allocate(self.group, size, dtype=dtype, device=device)
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class GatherOver(_Over):
-    """FSDP's all-gather."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return all_gather_single(output_tensor, input_tensor, group=self.group, async_op=async_op)
-
-
-class ReduceScatterOver(_Over):
-    """FSDP's reduce-scatter over a group of its own, so that it runs beside the all-gathers of the backward.
-
-    Both share a communicator by default, and NCCL runs its operations one after another. FSDP has the same as
+    Reduce-scatters have a group of their own, so that they run beside the all-gathers of the backward: both share a
+    communicator by default, and NCCL runs its operations one after another. FSDP has the same as
     `set_separate_reduce_scatter_group` from torch 2.13 on; but each call of that splits NCCL's group of all ranks, so
     that pipeline stages with and without experts would wait for each other.
     """
 
+    def __init__(self, collective: Callable[..., dist.Work | None], group: dist.ProcessGroup, zero_copy: bool) -> None:
+        self._collective, self._group, self._zero_copy = collective, group, zero_copy
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer."""
+        if self._zero_copy and has_memory(self._group, device):
+            return allocate(self._group, size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
+
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **settings: Any
     ) -> dist.Work | None:
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=self.group, async_op=async_op)
+        """Run the collective, with FSDP's `async_op` and `op`, over this group in place of `group`."""
+        return self._collective(output_tensor, input_tensor, group=self._group, **settings)
 
 
 def _prefetch(units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool) -> None:
@@ -212,3 +193,25 @@ def reduce_across_replicas(model: nn.Module, now: bool) -> None:
     """Set whether the next backward sums gradients over dp_replicate too; the last micro-batch of a step must."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(now)
+
+
+class _Held:
+    """A tensor in an object in which FSDP finds none."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def keep_on_host(model: nn.Module, *names: str) -> None:
+    """Hide these arguments, given by name, from FSDP's hooks of `model`. Call it after `fully_shard`."""
+
+    def hide(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {
+            name: _Held(x) if name in names and isinstance(x, torch.Tensor) else x for name, x in kwargs.items()
+        }
+
+    def show(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {name: x.tensor if isinstance(x, _Held) else x for name, x in kwargs.items()}
+
+    model.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)  # before the hook of `fully_shard`
+    model.register_forward_pre_hook(show, with_kwargs=True)

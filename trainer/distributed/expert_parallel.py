@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from trainer.distributed.data_parallel import REDUCE_SCATTER, InnerUnits
@@ -29,6 +29,7 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.alignment import aligned
 from trainer.distributed.sharding.exchange import all_gather, all_to_all
 from trainer.distributed.sharding.forward import replace_forward
+from trainer.distributed.tensor_parallel import shard_rows
 
 Tensors = Sequence[torch.Tensor]
 Sums = Callable[..., torch.Tensor]
@@ -43,11 +44,6 @@ class ExpertParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(part.named_parameters(recurse=False)):
-                shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-                part.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-
         group = device_mesh.get_group()
 
         def forward(self: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -56,7 +52,7 @@ class ExpertParallel(ParallelStyle):
             return dispatched_sums(x, chosen, weights, partial(self.sums, parameters), experts, group)
 
         replace_forward(module, "expert parallelism", MethodType(forward, module))
-        return distribute_module(module, device_mesh, partition)
+        return distribute_module(module, device_mesh, shard_rows)
 
 
 def expert_units(experts: Mapping[nn.Module, nn.Module], dims: ParallelDims) -> InnerUnits | None:
@@ -138,7 +134,7 @@ class _Dispatch(torch.autograd.Function):
         numbers = chosen[plan.places] - plan.peers.unsqueeze(1) * experts
         numbers = numbers.masked_fill((numbers < 0) | (numbers >= experts), experts).to(torch.int32)
         ctx.plan = plan
-        rows, row_weights, numbers = _travel(
+        rows, row_weights, numbers = _exchanged(
             [x[plan.places], weights[plan.places], numbers], plan.sent, plan.received, plan.group, "expert_dispatch"
         )
         numbers = numbers.long()
@@ -149,7 +145,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, drows, dweights, _dnumbers):
         plan = ctx.plan
-        arrived = _travel([drows, dweights], plan.received, plan.sent, plan.group, "expert_dispatch_backward")
+        arrived = _exchanged([drows, dweights], plan.received, plan.sent, plan.group, "expert_dispatch_backward")
         dx, dweights = (_added(part, plan) for part in arrived)
         return dx, dweights, None, None
 
@@ -160,14 +156,14 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sums, plan):
         ctx.plan = plan
-        (arrived,) = _travel([sums], plan.received, plan.sent, plan.group, "expert_combine")
+        (arrived,) = _exchanged([sums], plan.received, plan.sent, plan.group, "expert_combine")
         return _added(arrived, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         plan = ctx.plan
-        (drows,) = _travel([dout[plan.places]], plan.sent, plan.received, plan.group, "expert_combine_backward")
+        (drows,) = _exchanged([dout[plan.places]], plan.sent, plan.received, plan.group, "expert_combine_backward")
         return drows.contiguous(), None
 
 
@@ -178,7 +174,7 @@ def _added(parts: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
     return total.index_add_(0, plan.places, parts.to(dtype)).to(parts.dtype)
 
 
-def _travel(
+def _exchanged(
     tensors: Tensors, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, kind: str
 ) -> list[torch.Tensor]:
     """Send rows of several tensors (T, C) side by side, as bytes; return those that arrive, views of the message.

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the back end)
 
 from trainer.distributed.sharding.exchange import all_gather
-from trainer.distributed.sharding.meshes import flattened
+from trainer.distributed.sharding.tensors import flattened
 from trainer.job.degrees import Degrees
 from trainer.runtime.console import logger
 

@@ -4,7 +4,8 @@ Between blocks each tp rank holds a part of the sequence, (B, S / tp, dim). Insi
 the whole sequence and a part of the heads or of the hidden dimension (Korthikanti et al., arXiv 2205.05198).
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -13,18 +14,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from trainer.distributed.ties import preserve_ties
+
+def shard_rows(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the first dimension of a module's own parameters, as `distribute_module` calls it."""
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+        part.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 class LocalParameter(ParallelStyle):
     """Style for a module whose forward returns its `weight`: each rank gets the first dimension's part of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            weight = distribute_tensor(part.weight, mesh, [Shard(0)], src_data_rank=None)
-            part.register_parameter("weight", nn.Parameter(weight))
-
-        return distribute_module(module, device_mesh, partition, output_fn=lambda _part, x, _mesh: x.to_local())
+        return distribute_module(module, device_mesh, shard_rows, output_fn=lambda _part, x, _mesh: x.to_local())
 
 
 class OwnPositions(ParallelStyle):
@@ -49,14 +51,26 @@ class VocabularyParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def partition(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            weight = distribute_tensor(part.weight, mesh, [Shard(0)], src_data_rank=None)
-            part.register_parameter("weight", nn.Parameter(weight))
-
         def gather(_part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
             return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
 
-        return distribute_module(module, device_mesh, partition, input_fn=gather)
+        return distribute_module(module, device_mesh, shard_rows, input_fn=gather)
+
+
+@contextmanager
+def preserve_ties(module: nn.Module) -> Iterator[None]:
+    """Tie again, at the end, the parameters that modules shared at the start.
+
+    Inside, parameters may be replaced (`parallelize_module`, `to_empty`).
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append((owner, name))
+    yield
+    for (first, first_name), *others in owners.values():
+        for owner, name in others:
+            setattr(owner, name, getattr(first, first_name))
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.distributed.context_parallel.live import LivePlan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.exchange import all_reduce
-from trainer.distributed.sharding.versions import version_of
+from trainer.distributed.sharding.tensors import version_of
 
 _RESTARTED, _NOT_GLOBAL, _NOT_BY_DOCUMENT = 1, 2, 4
 

@@ -10,13 +10,13 @@ from trainer.config.schema import JobConfig, Parallelism
 from trainer.distributed.context_parallel.planning.auto import choose
 from trainer.distributed.context_parallel.planning.capabilities import (
     FLASH_KERNELS,
+    FLASH_PACKAGES,
     RAGGED_CUDNN,
     able_kernels,
     auto_kernel,
     has_ragged_cudnn,
 )
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
-from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES
 from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, causal, sliding_window
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan

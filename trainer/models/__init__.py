@@ -3,5 +3,5 @@
 from trainer.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"model_spec": "Decoder ModelSpec", "registry": "MODELS model_args", "initialization": "initialize"}
+    __name__, {"model_spec": "Decoder ModelSpec", "initialization": "initialize"}
 )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.distributed.ties import preserve_ties
+from trainer.distributed.tensor_parallel import preserve_ties
 from trainer.models.model_spec import Decoder
 from trainer.transforms.lora import init_adapter, is_adapter
 

@@ -19,9 +19,8 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
-from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, apply_data_parallel
+from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, apply_data_parallel, keep_on_host
 from trainer.distributed.expert_parallel import ExpertParallel, expert_units
-from trainer.distributed.host_arguments import keep_on_host
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.tensor_parallel import (
     LocalParameter,

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.distributed.context_parallel.execution.taps import convolved
+from trainer.distributed.context_parallel.convolution import convolved
 from trainer.models.initial import draw
 
 

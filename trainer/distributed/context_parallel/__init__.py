@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "attention": "ContextParallelAttention context_parallel_attention",
-        "context": "ContextParallel context_parallel",
+        "context": "context_parallel",
         "convolution": "ContextParallelConvolution context_parallel_convolution",
         "planning.balance": "LOAD_BALANCERS balanced build_layout",
         "planning.mask": "Band Mask by_sequence causal documents documents_of full sliding_window",
@@ -14,6 +14,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "planning.methods": "METHODS make_plan",
         "planning.plan": "RankPlan",
         "planning.cost": "AttentionShape attention_cost",
-        "regions": "Region borrow give_back region replicate shard unshard",
+        "regions": "Region region replicate shard unshard",
     },
 )

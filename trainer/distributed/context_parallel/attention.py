@@ -8,6 +8,7 @@ log-sum-exp instead of communicating again. With `keep_exchanged` it keeps what 
 import math
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +16,9 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trainer.distributed.context_parallel.autocast import add_autocast_rule
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange, Kept
-from trainer.distributed.context_parallel.live import resolve
-from trainer.distributed.context_parallel.marks import Mark
+from trainer.distributed.context_parallel.live import Mark, resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.forward import replace_forward
 
@@ -56,8 +55,17 @@ def context_parallel_attention(
             scale is not above 0, forward-mode differentiation is used, or keep_exchanged and no heads are exchanged.
         OptionError: the kernel cannot do it.
     """
-    _check_call(scale)
-    q, k, v = map(rows_contiguous, (q, k, v))
+    if not 0 < scale < math.inf:
+        raise ContextParallelError(
+            f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"
+        )
+    # No public name as of torch 2.13. The body of an operator does not see the tangents of `torch.func.jvp`.
+    if forward_ad._current_level >= 0:
+        raise ContextParallelError(
+            "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
+            "`torch.autograd.grad`), or compute the tangent on one process"
+        )
+    q, k, v = map(_rows_contiguous, (q, k, v))
     live, sequences = resolve(plan)
     run = live.execution(q, k, v, sequences, is_causal, window)
     live.calls += 1
@@ -87,7 +95,7 @@ def _context_parallel_attention_backward(
     saved: q, k, v, output and log-sum-exp; or the two tensors of bytes of what was exchanged. kv_heads: K.
     """
     live, sequences = resolve(plan)
-    dout, *saved = map(rows_contiguous, (dout, *saved))
+    dout, *saved = map(_rows_contiguous, (dout, *saved))
     if len(saved) == 2:
         given = Kept(dout, *saved, kv_heads)
         b, _, s, d = dout.shape
@@ -99,26 +107,8 @@ def _context_parallel_attention_backward(
     return gradients if sinks is not None else (*gradients, dout.new_empty(0))
 
 
-def _check_call(scale: float) -> None:
-    """Refuse what the operator cannot compute.
-
-    Raises:
-        ContextParallelError: a scale that is not above 0, or forward-mode differentiation.
-    """
-    if not 0 < scale < math.inf:
-        raise ContextParallelError(
-            f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"
-        )
-    # No public name as of torch 2.13. The body of an operator does not see the tangents of `torch.func.jvp`.
-    if forward_ad._current_level >= 0:
-        raise ContextParallelError(
-            "context-parallel attention has no forward-mode derivative; use reverse mode (`backward`, "
-            "`torch.autograd.grad`), or compute the tangent on one process"
-        )
-
-
-def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Kernels read a row's elements one after another, whatever the strides of the other dimensions."""
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Return x as kernels read it: the elements of a row lie one after another; other strides may be any."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -162,8 +152,28 @@ def _differentiate(ctx, dout: torch.Tensor, *_: None):
 
 
 context_parallel_attention.register_autograd(_differentiate, setup_context=_save)
-add_autocast_rule("context_parallel_attention", casts=3)
-add_autocast_rule("context_parallel_attention_backward", casts=0)
+
+_LIBRARY = torch.library.Library("trainer", "FRAGMENT")
+
+
+def _add_autocast_rule(operator: Any, device_type: str, casts: int) -> None:
+    """Cast the first `casts` arguments of an operator, but not float64, as F.scaled_dot_product_attention does.
+
+    Inside the operator autocast is off, so that its float32 tensors stay float32.
+    """
+
+    def run(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in args[:casts]]
+        with torch.autocast(device_type, enabled=False):
+            return operator(*cast, *args[casts:])
+
+    _LIBRARY.impl(operator, run, f"Autocast{device_type.upper()}")
+
+
+for _device_type in ("cpu", "cuda"):
+    _add_autocast_rule(torch.ops.trainer.context_parallel_attention.default, _device_type, casts=3)
+    _add_autocast_rule(torch.ops.trainer.context_parallel_attention_backward.default, _device_type, casts=0)
 
 
 # ---- the style
@@ -193,7 +203,15 @@ class ContextParallelAttention(ParallelStyle):
         self.keep_exchanged = keep_exchanged
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _refuse_dropout(module)
+        # Dropout would need the same random pairs in every tile and in the backward.
+        rates = [part.p for part in module.modules() if isinstance(part, nn.Dropout)]
+        rates += [getattr(module, name, 0.0) for name in ("dropout", "dropout_p", "attention_dropout")]
+        for rate in rates:
+            if isinstance(rate, int | float) and rate > 0:
+                raise ContextParallelError(
+                    f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, or drop "
+                    "elsewhere, such as after the output projection"
+                )
         forward = _forward_of(self.is_causal, self.sliding_window or 0, self.keep_exchanged)
         replace_forward(module, "context parallelism", forward)
         module._context_parallel_mark = Mark(device_mesh.get_group())
@@ -229,15 +247,3 @@ def _forward(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return context_parallel_attention(q, k, v, plan, scale, is_causal, window, sinks, keep_exchanged)[0]
-
-
-def _refuse_dropout(module: nn.Module) -> None:
-    """Raise if a module has dropout: it would need the same random pairs in every tile and in the backward."""
-    rates = [part.p for part in module.modules() if isinstance(part, nn.Dropout)]
-    rates += [getattr(module, name, 0.0) for name in ("dropout", "dropout_p", "attention_dropout")]
-    for rate in rates:
-        if isinstance(rate, int | float) and rate > 0:
-            raise ContextParallelError(
-                f"attention with dropout {rate} cannot be context parallel; set its dropout to 0, or drop elsewhere, "
-                "such as after the output projection"
-            )

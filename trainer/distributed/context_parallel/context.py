@@ -2,31 +2,22 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.context_parallel.inputs import check_mask
-from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, flat_mesh, opened
+from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, flat_mesh
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.context_parallel.regions import Region, region
 from trainer.distributed.sharding.exchange import all_gather
-from trainer.distributed.sharding.hashing import content_hash
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.placement import rows_on
+from trainer.distributed.sharding.tensors import content_hash
 
 Intercept = Callable[[torch.Tensor, LivePlan], AbstractContextManager[None]]
 """What runs calls of attention by a plan: (its handle, the plan) -> a context."""
-
-
-@dataclass(frozen=True)
-class ContextParallel:
-    """An open context: the handle for the model's forward, the layout, and the plan, which counts attention calls."""
-
-    attention_plan: torch.Tensor
-    layout: AxisLayout
-    live: LivePlan
 
 
 @contextmanager
@@ -43,7 +34,7 @@ def context_parallel(
     sequences: int | None = None,
     check_consistency: bool = False,
     intercept: Intercept | None = None,
-) -> Iterator[ContextParallel]:
+) -> Iterator[Region]:
     """Cut `buffers` over the ranks of a mesh, in place, for forward AND backward; restore them afterwards.
 
     mesh: 1-D, or for `hybrid` 2-D, (ring, head group).
@@ -63,22 +54,29 @@ def context_parallel(
         ContextParallelError: a context is open already; buffers, mask or layout do not fit; ranks differ; or, at the
             end, no attention ran although modules of this process are parallelised over `mesh`.
     """
-    options = _options(options, method, load_balancer)
-    mesh, groups = flat_mesh(mesh, options)
+    given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
+    options = replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
+    flat, _ = flat_mesh(mesh, options)
     if check_consistency:  # before checks that might fail on one rank alone
-        _check_ranks_agree(mesh, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
+        _check_ranks_agree(flat, (options, mask, load_balancer, tuple(buffer_seq_dims)), buffers)
     cuts, seq_len = _cuts(buffers, buffer_seq_dims)
-    check_mask(mask, seq_len, seq_len, sequences)
-    given = isinstance(load_balancer, AxisLayout)
-    layout = load_balancer if given else options.layout(seq_len, mesh.size(), mask)
-    _check_layout(layout, seq_len, mesh)
-    live = LivePlan(mesh, layout, mask, options, groups=groups)
+    if any_plan_open(flat):
+        raise ContextParallelError(
+            "a context or region is open already over this mesh; leave it before entering `context_parallel`"
+        )
+    is_layout = isinstance(load_balancer, AxisLayout)
+    layout = load_balancer if is_layout else options.layout(seq_len, flat.size(), mask)
+    if (layout.length, layout.degree) != (seq_len, flat.size()):
+        raise ContextParallelError(
+            f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
+            f"are {seq_len} on {flat.size()}; make it for them, or name a load balancer"
+        )
     with (
-        opened(live, sequences) as handle,
-        _cut(cuts, layout, mesh.get_local_rank(), no_restore_buffers or ()),
-        nullcontext() if intercept is None else intercept(handle, live),
+        region(mesh, layout, mask, options, sequences=sequences) as cp,
+        _cut(cuts, layout, flat.get_local_rank(), no_restore_buffers or ()),
+        nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):
-        yield ContextParallel(handle, layout, live)
+        yield cp
 
 
 @contextmanager
@@ -102,13 +100,6 @@ def _cut(
         for x, original in whole:
             if id(x) not in dropped:
                 x.set_(original)
-
-
-def _options(
-    options: ContextParallelOptions | None, method: str | None, load_balancer: str | AxisLayout | None
-) -> ContextParallelOptions:
-    given = {"method": method, "load_balancer": load_balancer if isinstance(load_balancer, str) else None}
-    return replace(options or ContextParallelOptions(), **{name: x for name, x in given.items() if x is not None})
 
 
 def _cuts(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[list[tuple[torch.Tensor, int]], int]:
@@ -144,19 +135,6 @@ def _cuts(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[list[tu
                 f"sequence's {seq_len}, which the first buffer has; give the right dimension, or a longer buffer"
             )
     return list(cuts.values()), seq_len
-
-
-def _check_layout(layout: AxisLayout, seq_len: int, mesh: DeviceMesh) -> None:
-    """Check that a layout fits the sequence, and that no context is open over the mesh."""
-    if any_plan_open(mesh):
-        raise ContextParallelError(
-            "a context or region is open already over this mesh; leave it before entering `context_parallel`"
-        )
-    if (layout.length, layout.degree) != (seq_len, mesh.size()):
-        raise ContextParallelError(
-            f"the layout given to context_parallel is for {layout.length} tokens on {layout.degree} ranks, and there "
-            f"are {seq_len} on {mesh.size()}; make it for them, or name a load balancer"
-        )
 
 
 def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.Tensor]) -> None:

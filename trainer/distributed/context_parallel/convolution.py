@@ -9,18 +9,21 @@ In the backward each range needs the gradients of the kernel - 1 outputs after i
 kept, and forward and backward are one exchange each. As an operator it finds its plan by the handle (`live.py`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trainer.distributed.context_parallel.execution.taps import Tiles, convolved, gradients
-from trainer.distributed.context_parallel.live import LivePlan, resolve
+from trainer.distributed.context_parallel.live import resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.distributed.sharding.axis import Axis
 from trainer.distributed.sharding.forward import replace_forward
-from trainer.distributed.sharding.rows import fetch
+from trainer.distributed.sharding.rows import Axis, fetch
 from trainer.distributed.sharding.windows import Window, window_plan
+
+Tiles = Sequence[tuple[int, int]]
+"""(First row, number of outputs) of each tile, a run of outputs."""
 
 
 @torch.library.custom_op("trainer::context_parallel_convolution", mutates_args=())
@@ -37,51 +40,42 @@ def context_parallel_convolution(
         ContextParallelError: no context is open, or it did not cut the inputs.
     """
     kernel = weight.shape[2]
-    rows, tiles = _fetched(x, _live(plan, x), Window(kernel, before=kernel - 1))
+    rows, tiles = _fetched(x, x, plan, Window(kernel, before=kernel - 1))
     return convolved(rows, weight, positions, tiles)
 
 
 @torch.library.custom_op("trainer::context_parallel_convolution_backward", mutates_args=())
 def _context_parallel_convolution_backward(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    plan: torch.Tensor,
-    positions: torch.Tensor | None,
+    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, plan: torch.Tensor, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dx, and this rank's part of the gradient of the weight."""
     kernel, reach = weight.shape[2], None
     if positions is not None:
         # Positions of later rows are sent with their gradients, as one more channel; small numbers are exact.
         dout = torch.cat((dout, positions.clamp(max=kernel - 1).unsqueeze(-1).to(dout.dtype)), -1)
-    rows, tiles = _fetched(dout, _live(plan, x), Window(kernel, after=kernel - 1))
+    rows, tiles = _fetched(dout, x, plan, Window(kernel, after=kernel - 1))
     if positions is not None:
         rows, reach = rows[..., :-1], rows[..., -1]
     return gradients(rows, reach, x, weight, tiles)
 
 
-def _live(plan: torch.Tensor, x: torch.Tensor) -> LivePlan:
+def _fetched(rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Window) -> tuple[torch.Tensor, Tiles]:
+    """Return the rows that the windows of this rank's rows read, and its tiles. rows: x (B, S, C), or its gradient."""
     live, _ = resolve(plan)
-    rows = live.layout.local_length(live.mesh.get_local_rank())
-    if x.ndim != 3 or x.shape[1] != rows:
-        raise ContextParallelError(
-            f"a context-parallel convolution got {tuple(x.shape)} and its plan has {rows} rows for this rank; give "
-            "(B, S, C), cut by naming the inputs in `context_parallel(buffers=...)`"
-        )
-    return live
-
-
-def _fetched(x: torch.Tensor, live: LivePlan, window: Window) -> tuple[torch.Tensor, Tiles]:
-    """Return the rows that the windows of this rank's rows read, and its tiles."""
     axis = Axis(live.layout, live.mesh.get_group())
+    if x.ndim != 3 or x.shape[1] != axis.rows:
+        raise ContextParallelError(
+            f"a context-parallel convolution got {tuple(x.shape)} and its plan has {axis.rows} rows for this rank; "
+            "give (B, S, C), cut by naming the inputs in `context_parallel(buffers=...)`"
+        )
     if not live.layout.length:
-        return x, []
-    plan = window_plan(live.layout, window)
+        return rows, []
+    windows = window_plan(live.layout, window)
     tiles, first = [], 0
-    for outputs, inputs in plan.tiles[axis.rank]:
+    for outputs, inputs in windows.tiles[axis.rank]:
         tiles.append((first, outputs[1] - outputs[0]))
         first += inputs[1] - inputs[0]
-    return fetch(x, axis, plan.wanted, 1), tiles
+    return fetch(rows, axis, windows.wanted, 1), tiles
 
 
 @context_parallel_convolution.register_fake
@@ -119,11 +113,7 @@ class ContextParallelConvolution(ParallelStyle):
 
 
 def _forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    positions: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, *, positions: torch.Tensor | None = None, plan: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Run as the forward of a parallelised module."""
     if plan is None:
@@ -132,3 +122,51 @@ def _forward(
             "pass that context's `attention_plan` to its forward"
         )
     return context_parallel_convolution(x, weight, plan, positions)
+
+
+# ---- arithmetic
+
+
+def convolved(rows: torch.Tensor, weight: torch.Tensor, reach: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+    """Return the convolution at the rows of all tiles, one after another: (B, S, C), as the rows.
+
+    rows: (B, R, C), where R is S + kernel - 1 for one tile; weight: (C, 1, kernel); reach: (B, S). Sums are float32 at
+    least.
+    """
+    last = weight.shape[2] - 1
+    taps = weight.to(torch.promote_types(rows.dtype, torch.float32)).unbind(2)  # kernel x (C, 1)
+    total = _of_tiles(rows, tiles, last) * taps[last].squeeze(1)
+    for tap in range(1, last + 1):
+        total += _reached(_of_tiles(rows, tiles, last - tap), reach, tap) * taps[last - tap].squeeze(1)
+    return total.to(rows.dtype)
+
+
+def gradients(
+    rows: torch.Tensor, reach: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the tiles' own rows x (B, S, C), and their part of the gradient of the weight.
+
+    rows: (B, R, C), gradients of the outputs; reach: (B, R), of these outputs.
+    """
+    last, dtype = weight.shape[2] - 1, torch.promote_types(rows.dtype, torch.float32)
+    dx, taps = x.new_zeros(x.shape, dtype=dtype), weight.to(dtype).unbind(2)
+    dweight = weight.new_zeros(weight.shape, dtype=dtype)
+    for tap in range(last + 1):
+        here = None if reach is None else _of_tiles(reach, tiles, tap)
+        dy = _reached(_of_tiles(rows, tiles, tap), here, tap)  # of the output that read x by this tap
+        dx += dy * taps[last - tap].squeeze(1)
+        dweight[:, 0, last - tap] = (dy.to(dtype) * x).sum((0, 1))
+    return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
+def _of_tiles(rows: torch.Tensor, tiles: Tiles, offset: int) -> torch.Tensor:
+    """Return as many rows as each tile has outputs, `offset` rows behind its first row."""
+    parts = [rows.narrow(1, first + offset, outputs) for first, outputs in tiles]
+    if len(parts) > 1:
+        return torch.cat(parts, 1)
+    return parts[0] if parts else rows.narrow(1, 0, 0)
+
+
+def _reached(rows: torch.Tensor, reach: torch.Tensor | None, tap: int) -> torch.Tensor:
+    """Return rows (B, S, C) with zeros where a tap begins before its output's document."""
+    return rows if reach is None or tap == 0 else rows.masked_fill((reach < tap).unsqueeze(-1), 0)

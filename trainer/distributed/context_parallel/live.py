@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.execution.build import Execution, build_execution
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
-from trainer.distributed.context_parallel.inputs import check_inputs
-from trainer.distributed.context_parallel.marks import parallelised_modules
+from trainer.distributed.context_parallel.planning.heads import check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
+from trainer.distributed.sharding.errors import OptionError
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.meshes import flattened
+from trainer.distributed.sharding.tensors import flattened
 
 _live: dict[int, "LivePlan"] = {}
 _numbers = itertools.count(1)
@@ -59,20 +60,41 @@ class LivePlan:
         sequences = tuple(sequences) if self.mask is not None and self.mask.sequences > 1 else ()
         key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), sequences, is_causal, window
         if key not in self._executions:
-            rank, kv_layout = self.mesh.get_local_rank(), self.kv_layout or self.layout
-            lengths = self.layout.local_length(rank), kv_layout.local_length(rank)
-            method, head_degree = self.options.method, self.options.head_degree(self.mesh.size())
-            check_inputs(q, k, v, lengths=lengths, sequences=len(sequences), head_degree=head_degree, method=method)
-            mask = self._mask(sequences, is_causal, window)
-            plan = make_plan(self.layout, mask, method, rank, kv_layout=kv_layout, head_degree=head_degree)
+            self._check(q, k, v, sequences)
+            mask, rank = self._mask(sequences, is_causal, window), self.mesh.get_local_rank()
+            ways = {"kv_layout": self.kv_layout, "head_degree": self.options.head_degree(self.mesh.size())}
+            plan = make_plan(self.layout, mask, self.options.method, rank, **ways)
             calls = max(len(stage.tiles) for stage in plan.forward)
             choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
             fixed = self.mask is None and not window
             kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls, fixed=fixed)
             groups = self.groups or (self.mesh.get_group(),) * 2
-            execution = build_execution(plan, kernel, groups, self.mesh.device_type, self.options)
-            self._executions[key] = execution
+            self._executions[key] = build_execution(plan, kernel, groups, self.mesh.device_type, self.options)
         return self._executions[key]
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: tuple[int, ...]) -> None:
+        """Check the inputs of an attention call; sequences: of the batch, () for any."""
+        alike = q.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
+        if not alike or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
+            raise ContextParallelError(
+                f"context-parallel attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of types "
+                f"{q.dtype}, {k.dtype}, {v.dtype}; give (B, H, S, D) and twice (B, K, T, D) of one type, K dividing H"
+            )
+        for x, layout in (q, self.layout), (k, self.kv_layout or self.layout):
+            if x.shape[2] != (length := layout.local_length(self.mesh.get_local_rank())):
+                raise ContextParallelError(
+                    f"context-parallel attention got {x.shape[2]} rows of the sequence and its plan has {length} for "
+                    "this rank; cut the inputs by naming them in `context_parallel(buffers=...)`"
+                )
+        if sequences and len(sequences) != q.shape[0]:
+            raise ContextParallelError(
+                f"context-parallel attention got {q.shape[0]} sequences and a plan for {len(sequences)}; pass the "
+                "handle's entries of the same sequences"
+            )
+        try:
+            check_heads(q.shape[1], self.options.head_degree(self.mesh.size()), self.options.method)
+        except OptionError as error:
+            raise ContextParallelError(str(error)) from None
 
     def _mask(self, sequences: tuple[int, ...], is_causal: bool, window: int) -> Mask:
         lengths = self.layout.length, (self.kv_layout or self.layout).length
@@ -160,3 +182,26 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
             "`attention_plan` of the open context to the model"
         )
     return live, [entry % _SEQUENCES for entry in entries]
+
+
+class Mark:
+    """A mark of a module whose attention is parallelised over a group: copied with it, but saved without the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        _marks.add(self)
+
+    def __deepcopy__(self, _: dict) -> "Mark":
+        return Mark(self.group)
+
+    def __reduce__(self) -> tuple:
+        return Mark, (None,)  # a group belongs to its process
+
+
+_marks: WeakSet[Mark] = WeakSet()
+
+
+def parallelised_modules(mesh: DeviceMesh) -> int:
+    """Return how many modules of this process run their attention over `mesh`."""
+    # Compared by group: slicing a mesh again makes another object, and the mesh of an earlier job may be equal.
+    return sum(mark.group is mesh.get_group() for mark in _marks)

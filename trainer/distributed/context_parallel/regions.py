@@ -16,19 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.context_parallel.inputs import check_mask
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.placement import check_rows, replicate, shard, unshard
-from trainer.distributed.sharding.ranges import Range
+from trainer.distributed.sharding.placement import replicate, shard, unshard
 
 
 @dataclass(frozen=True)
 class Region:
-    """An open region: the handle for its attention, and `shard`, `unshard` and `replicate` for its layout and group.
+    """An open context or region: the handle for its attention, its layout, group, and plan, which counts calls.
 
     attention_plan: (sequences,) int64, the `plan` of attention that has the style `ContextParallelAttention`.
     """
@@ -78,55 +75,15 @@ def region(
             raise ContextParallelError(
                 f"a layout for {part.degree} ranks does not fit a region over {mesh.size()} ranks; make it for them"
             )
-    check_mask(mask, layout.length, (kv_layout or layout).length, sequences)
+    q_len, kv_len = layout.length, (kv_layout or layout).length
+    if mask is not None and (
+        (mask.q_len, mask.kv_len) != (q_len, kv_len) or mask.sequences not in (1, sequences or mask.sequences)
+    ):
+        raise ContextParallelError(
+            f"the mask is for {mask.sequences} x {mask.q_len} queries and {mask.kv_len} keys, and there are "
+            f"{sequences or 'any number of'} sequences of {q_len} queries and {kv_len} keys; make it for them, or "
+            "one for all sequences"
+        )
     live = LivePlan(mesh, layout, mask, options, kv_layout, groups)
     with opened(live, sequences) as handle:
         yield Region(handle, layout, mesh.get_group(), live)
-
-
-def borrow(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
-    """Return this rank's rows of the samples of all ranks, from whole sequences of its own samples; a collective.
-
-    x: (B, S, ...), the same on each `copies` consecutive ranks of the group (the context-parallel ranks of one
-    data-parallel rank) -> (G * B, rows, ...), with G such sets of ranks, samples in the order of ranks. The gradient of
-    x is partial over its copies.
-
-    Raises:
-        ContextParallelError: copies that do not divide the ranks.
-        ValueError: sequences of another length than the layout's.
-    """
-    sets, rank, each = _sets(copies, group), group.rank(), x.shape[0] * layout.length
-    check_rows(x, 1, layout.length)
-    # Each copy sends its part of the rows that the copies have in common.
-    shards = tuple(((s * each, (s + 1) * each),) for s in range(sets))
-    cut = AxisLayout("samples", each * sets, shards).cut(copies)
-    before = sum(cut.local_length(copy) for copy in range(rank // copies * copies, rank))
-    mine = x.flatten(0, 1).narrow(0, before, cut.local_length(rank))
-    samples = x.shape[0] * sets
-    rows = exchange(mine, cut, layout.repeated(samples).ranges, dim=0, group=group, outside="refuse")
-    return rows.unflatten(0, (samples, layout.local_length(rank)))
-
-
-def give_back(x: torch.Tensor, layout: AxisLayout, *, group: dist.ProcessGroup, copies: int = 1) -> torch.Tensor:
-    """Undo `borrow`: this rank's rows of all samples (G * B, rows, ...) -> whole sequences (B, S, ...) of its own.
-
-    Every copy gets them; the gradient of the result is partial over the copies.
-
-    Raises:
-        ContextParallelError: copies that do not divide the ranks.
-        ValueError: another number of rows than the layout's.
-    """
-    sets = _sets(copies, group)
-    check_rows(x, 1, layout.local_length(group.rank()))
-    if x.shape[0] % sets:
-        raise ContextParallelError(f"{x.shape[0]} samples cannot be given back to {sets} sets of ranks in equal parts")
-    each = x.shape[0] // sets * layout.length
-    wanted: list[list[Range]] = [[(r // copies * each, (r // copies + 1) * each)] for r in range(group.size())]
-    rows = exchange(x.flatten(0, 1), layout.repeated(x.shape[0]), wanted, dim=0, group=group, outside="refuse")
-    return rows.unflatten(0, (x.shape[0] // sets, layout.length))
-
-
-def _sets(copies: int, group: dist.ProcessGroup) -> int:
-    if copies < 1 or group.size() % copies:
-        raise ContextParallelError(f"{copies} copies do not divide the {group.size()} ranks of the region")
-    return group.size() // copies

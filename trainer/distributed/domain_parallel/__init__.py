@@ -10,6 +10,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "modules": "NeighborhoodAttention parallelize",
         "neighborhood": "neighborhood_attention",
         "tensor": "DomainOperatorError DomainTensor rule",
-        "transfer": "gather read reshard",
+        "transfer": "gather move read reshard scatter",
     },
 )

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed.sharding.axis import Axis
 from trainer.distributed.sharding.exchange import all_gather
 from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.layout import contiguous as balanced
 from trainer.distributed.sharding.ranges import Ranges, union
+from trainer.distributed.sharding.rows import Axis
 
 __all__ = ["Axis", "Domain", "balanced", "gathered", "sized"]
 

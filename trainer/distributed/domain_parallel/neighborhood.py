@@ -30,10 +30,9 @@ import torch.nn.functional as F
 from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
 from trainer.distributed.domain_parallel.windows import per_axis
-from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Range, Ranges, union
 from trainer.distributed.sharding.rows import connected, fetch
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import planned, to_device
 
 Hood = tuple[int, int, int, bool]
 """The fields of a `Neighborhood`, as plain data."""

@@ -18,7 +18,7 @@ from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.domain_parallel.elementwise import elementwise
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.sharding.placement import summed, with_adjoint
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import to_device
 
 # ---- reductions
 

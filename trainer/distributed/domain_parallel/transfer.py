@@ -1,17 +1,19 @@
-"""How a tensor gets into a domain, from one domain to another, and out: read, reshard, gather.
+"""How a tensor gets into a domain, from one domain to another, and out: scatter, read, reshard, move, gather.
 
 Axes are treated one after another, each by one exchange of the rows that change their owner.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor
-from trainer.distributed.domain_parallel.domain import Domain
+from trainer.distributed.domain_parallel.domain import Axis, Domain
+from trainer.distributed.sharding.exchange import all_to_all
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.placement import unshard
+from trainer.distributed.sharding.placement import unshard, with_adjoint
 from trainer.distributed.sharding.rows import fetch
 
 
@@ -34,6 +36,47 @@ def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
     return DomainTensor(local, x.domain.layouts(layouts))
 
 
+def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) -> DomainTensor:
+    """Return x sharded in another dimension over the same ranks, such as rows to columns; one all-to-all.
+
+    layout: of the target dimension, which is whole before; the source dimension is whole after. Each element is sent
+    from the rank that has it to the one rank that gets it, and its gradient back.
+
+    Raises:
+        ValueError: a target that is sharded, or a layout of another length or number of ranks.
+    """
+    axes = dict(x.domain.axes)
+    axis = axes.pop(source_dim, None)
+    is_whole = target_dim not in x.domain.axes and 0 <= target_dim < x.ndim
+    if not is_whole or (layout.length, layout.degree) != (x.shape[target_dim], 1 if axis is None else axis.degree):
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)}, sharded in dimensions {[*x.domain.axes]}, cannot move from dimension "
+            f"{source_dim} to dimension {target_dim} with a layout of {layout.length} rows on {layout.degree} ranks; "
+            "the source is sharded, the target is whole, and the layout has the target's length and the source's ranks"
+        )
+    if axis is None:
+        return x
+    source, target = (axis, source_dim), (Axis(layout, axis.group), target_dim)
+    local = with_adjoint(x.local, lambda x: _moved(x, *source, *target), lambda x: _moved(x, *target, *source))
+    return DomainTensor(local, Domain(axes | {target_dim: target[0]}))
+
+
+def _moved(x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int) -> torch.Tensor:
+    """Send each rank its rows of the target dimension; put what arrives at its rows of the source dimension."""
+    shape, parts, shapes = list(x.shape), [], []
+    shape[source_dim], shape[target_dim] = source.layout.length, target.rows
+    for rank in range(source.degree):
+        chosen = torch.from_numpy(target.layout.indices(rank)).to(x.device)
+        parts.append(x.index_select(target_dim, chosen))
+        shapes.append([source.layout.local_length(rank) if d == source_dim else n for d, n in enumerate(shape)])
+    sent, counts = [part.numel() for part in parts], [math.prod(arriving) for arriving in shapes]
+    arrived, pending = all_to_all(torch.cat([p.reshape(-1) for p in parts]), sent, counts, source.group, kind="move")
+    pending.wait()
+    pieces = [piece.view(s) for piece, s in zip(arrived.split(counts), shapes, strict=True)]
+    order = torch.from_numpy(source.layout.order().argsort()).to(x.device)
+    return torch.cat(pieces, source_dim).index_select(source_dim, order)
+
+
 def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
     """Return x with dimensions (None: all) whole on every rank; the ranks' gradients of it are summed."""
     dims, local = tuple(x.domain.axes) if dims is None else dims, x.local
@@ -41,6 +84,42 @@ def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
         if dim in dims:
             local = unshard(local, axis.layout, dim, group=axis.group)
     return DomainTensor(local, x.domain.reduced(dims, keepdim=True))
+
+
+def scatter(
+    x: torch.Tensor | None,
+    domain: Domain,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    source: Mapping[int, int] | None = None,
+) -> torch.Tensor:
+    """Return this rank's shard of a tensor that one rank has; no other rank ever holds it whole. Not differentiable.
+
+    x: the tensor on the source, None elsewhere; shape: its global shape. source: for each sharded dimension the rank,
+    in the group of that axis, of the process that has the tensor; the first rank where it is not given. With several
+    axes the source cuts the first axis, and the ranks that get its slabs cut the next one.
+
+    Raises:
+        ValueError: x has another shape or dtype, or is given on another rank than the source.
+    """
+    owners = {dim: (source or {}).get(dim, 0) for dim in domain.axes}
+    mine = [axis.rank == owners[dim] for dim, axis in domain.axes.items()]
+    if all(mine) != (x is not None) or (x is not None and (tuple(x.shape), x.dtype) != (tuple(shape), dtype)):
+        given = "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
+        raise ValueError(
+            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {given} on this rank; pass the "
+            "tensor on the source, and None elsewhere"
+        )
+    rows = list(shape)
+    with torch.no_grad():
+        for number, (dim, axis) in enumerate(domain.axes.items()):
+            if all(mine[number + 1 :]):  # the others' turn comes with the next axis
+                if x is None:
+                    x = torch.empty([*rows[:dim], 0, *rows[dim + 1 :]], dtype=dtype, device=device)
+                x = fetch(x, _all_on(axis, owners[dim]), axis.layout.ranges, dim)
+            rows[dim] = axis.rows
+    return x.contiguous()
 
 
 def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -59,3 +138,9 @@ def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     return part(0, ())
+
+
+def _all_on(axis: Axis, rank: int) -> Axis:
+    whole = ((0, axis.layout.length),) if axis.layout.length else ()
+    ranges = tuple(whole if r == rank else () for r in range(axis.degree))
+    return Axis(AxisLayout("one rank", axis.layout.length, ranges), axis.group)

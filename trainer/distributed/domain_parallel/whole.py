@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainer.distributed.sharding.versions import version_of
+from trainer.distributed.sharding.tensors import version_of
 
 
 class Seen(NamedTuple):

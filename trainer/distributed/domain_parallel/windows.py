@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule, wrapped
 from trainer.distributed.domain_parallel.reductions import wide
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Range
 from trainer.distributed.sharding.rows import connected, fetch
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import planned, to_device
 from trainer.distributed.sharding.windows import (
     Tile,
     Window,

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.planned import planned
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, size, union
+from trainer.distributed.sharding.tensors import planned
 
 # kind -> calls of this process; tests compare them with the cost of a plan
 calls: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class Transfer:
 
 
 class Pending:
-    """Transfers under way. Their tensors may be read and written after `wait`.
+    """Transfers that have started. Their tensors may be read and written after `wait`.
 
     kept: tensors that are kept alive until then, because another stream still uses their memory. arrived: what `wait`
     calls once, when everything has arrived. timeout: how long to wait; None: the group's time-out.
@@ -110,14 +110,10 @@ def send_receive(
     operations = [
         dist.P2POp(dist.isend if t.is_send else dist.irecv, t.tensor, group=group, group_peer=t.peer) for t in transfers
     ]
-    return Pending(dist.batch_isend_irecv(operations), transfers, arrived, message_timeout(group))
-
-
-def message_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long to wait for a gloo message: `wait` would use the time-out with which the group was made."""
-    if dist.get_backend(group) != "gloo":
-        return None
-    return group._get_backend(torch.device("cpu")).options._timeout  # no public name as of torch 2.13
+    timeout = None
+    if dist.get_backend(group) == "gloo":  # its `wait` would use the time-out with which the group was made
+        timeout = group._get_backend(torch.device("cpu")).options._timeout  # no public name as of torch 2.13
+    return Pending(dist.batch_isend_irecv(operations), transfers, arrived, timeout)
 
 
 def has_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -229,24 +225,16 @@ def _common(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, Range]
 
 
 def exchange(
-    x: torch.Tensor,
-    layout: AxisLayout,
-    wanted: Sequence[Sequence[Range]],
-    *,
-    dim: int,
-    group: dist.ProcessGroup,
-    outside: str = "zeros",
+    x: torch.Tensor, layout: AxisLayout, wanted: Sequence[Sequence[Range]], *, dim: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return the rows that this rank wants, range after range in dimension `dim`; differentiable, a collective.
 
     x: this rank's shard, `layout.local_length(rank)` rows in `dim`. wanted: the half-open ranges that each rank of the
-    group wants, the same list on every rank. Ranges may overlap. Rows beyond the ends of the axis are zeros, or with
-    outside="refuse" an error. The adjoint adds up the gradients of all copies of a row, own ones first, then in the
-    order of ranks.
+    group wants, the same list on every rank. Ranges may overlap; rows beyond the ends of the axis are zeros. The
+    adjoint adds up the gradients of all copies of a row, own ones first, then in the order of ranks.
 
     Raises:
-        ValueError: a shard of another length, ranges for another number of ranks, a range that ends before it begins,
-            or rows outside the axis that are refused.
+        ValueError: a shard of another length, ranges for another number of ranks, or an inverted range.
     """
     rank = group.rank()
     wanted = tuple(tuple((int(start), int(stop)) for start, stop in ranges) for ranges in wanted)
@@ -258,12 +246,6 @@ def exchange(
     if any(start > stop for ranges in wanted for start, stop in ranges):
         raise ValueError(
             f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
-        )
-    beyond = [part for ranges in wanted for part in ranges if part[0] < 0 or part[1] > layout.length]
-    if outside not in ("zeros", "refuse") or (beyond and outside == "refuse"):
-        raise ValueError(
-            f"exchange with outside={outside!r} was asked for rows {beyond[:1]} of an axis of {layout.length}; ask "
-            "for rows within it, or use outside='zeros'"
         )
     return _Exchange.apply(x, plan_movement(layout.ranges, wanted, rank), dim, group)
 

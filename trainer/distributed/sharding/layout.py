@@ -35,7 +35,6 @@ class AxisLayout:
 
     @property
     def degree(self) -> int:
-        """The number of ranks."""
         return len(self.ranges)
 
     def local_length(self, rank: int) -> int:

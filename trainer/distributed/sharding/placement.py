@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.distributed.sharding.exchange import all_reduce, exchange
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import to_device
 
 PLACEMENTS = ("partial", "replicated")
 
@@ -38,8 +38,7 @@ def shard(
     Raises:
         ValueError: another placement, or another number of rows.
     """
-    check_rows(x, dim, layout.length)
-    _check_placement(grad)
+    _check(x, dim, layout.length, grad)
     own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
     return own_rows(x) if grad == "partial" else with_adjoint(x, own_rows, all_rows)
 
@@ -55,8 +54,7 @@ def unshard(
     Raises:
         ValueError: another placement, or another number of rows.
     """
-    check_rows(x, dim, layout.local_length(group.rank()))
-    _check_placement(grad)
+    _check(x, dim, layout.local_length(group.rank()), grad)
     own_rows, all_rows = (partial(f, layout=layout, dim=dim, group=group) for f in (_own_rows, _all_rows))
     return all_rows(x) if grad == "partial" else with_adjoint(x, all_rows, own_rows)
 
@@ -81,30 +79,19 @@ def with_adjoint(
     return _WithAdjoint.apply(x, function, adjoint)
 
 
-def check_rows(x: torch.Tensor, dim: int, rows: int) -> None:
-    """Check that x has as many rows in `dim` as its layout.
-
-    Raises:
-        ValueError: it has another number.
-    """
+def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
     if x.shape[dim] != rows:
         raise ValueError(
             f"a tensor with {x.shape[dim]} rows in dimension {dim} does not fit a layout with {rows}; give the "
             "dimension that is sharded, or the layout of the tensor"
         )
-
-
-def _check_placement(grad: str) -> None:
     if grad not in PLACEMENTS:
         raise ValueError(f"grad = {grad!r} is none of {', '.join(map(repr, PLACEMENTS))}")
 
 
 @lru_cache(maxsize=16)
 def rows_on(layout: AxisLayout, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the global positions of a rank's rows on a device: (local length,) int64, to read only.
-
-    They are copied there once for each layout.
-    """
+    """Return the global positions of a rank's rows on a device, copied once: (local length,) int64, to read only."""
     return to_device(torch.from_numpy(layout.indices(rank)), device)
 
 

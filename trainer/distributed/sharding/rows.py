@@ -1,17 +1,46 @@
-"""Rows that a rank wants of a sharded axis: from other ranks only if some rank lacks them."""
+"""A sharded axis, and rows that a rank wants of it: from other ranks only if some rank lacks them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from trainer.distributed.sharding.axis import Axis
 from trainer.distributed.sharding.exchange import exchange
-from trainer.distributed.sharding.planned import planned
+from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, union
+from trainer.distributed.sharding.tensors import planned
 
 Wanted = tuple[tuple[Range, ...], ...]
 """For each rank the ranges of rows that it wants, one after another; they may overlap and leave the axis."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A sharded axis: the ranks of `group` own its rows as `layout` says."""
+
+    layout: AxisLayout
+    group: dist.ProcessGroup
+
+    def __post_init__(self) -> None:
+        if self.layout.degree != self.group.size():
+            raise ValueError(
+                f"a layout for {self.layout.degree} ranks does not fit a group of {self.group.size()}; give one size "
+                "for each rank of the group, 0 if it has no rows"
+            )
+
+    @property
+    def degree(self) -> int:
+        return self.layout.degree
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.group.rank()
+
+    @property
+    def rows(self) -> int:
+        return self.layout.local_length(self.rank)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def transposed_outputs(length: int, window: Window) -> int:
     """Return the number of outputs of a transposed convolution.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no output is left.
     """
     outputs = (length - 1) * window.stride - window.before - window.after + window.reach + window.extra + 1
     if outputs < 1:

@@ -29,7 +29,8 @@ def merge(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, l
             fused_merge()(total_out, total_lse, out, lse)
         except Exception as error:  # whatever a compiler raises; nothing is written before the kernel runs
             _without_kernel.add(device)
-            logger.warning(f"partial results of attention are merged without a fused kernel ({_said(error)})")
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            logger.warning(f"partial results of attention are merged without a fused kernel ({reason})")
         else:
             return
     merge_eagerly(total_out, total_lse, out, lse)
@@ -51,7 +52,3 @@ def fused_merge() -> Merge:
     from trainer.distributed.context_parallel.execution.merge_kernel import merge_by_triton
 
     return merge_by_triton
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

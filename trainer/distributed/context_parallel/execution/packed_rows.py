@@ -41,12 +41,6 @@ class _Rows:
         """Return the bytes of a rank's rows."""
         return self.layout.local_length(rank) * self.width
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the rows of all ranks, one rank after another, are in the order of the sequence."""
-        ranges = sum(self.layout.ranges, ())
-        return ranges == tuple(sorted(ranges))
-
     def in_sequence(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return all rows in the order of the sequence; pieces: the bytes of each rank's rows."""
         parts = []
@@ -55,10 +49,6 @@ class _Rows:
             parts += [(start, rows[places(start) :][: stop - start].view(-1)) for start, stop in ranges]
         in_order = [part for _, part in sorted(parts, key=lambda part: part[0])]
         return _joined([pieces[0][:0], *in_order]).view(-1, self.width)  # the group may have no rows
-
-    def of_rank(self, rows: torch.Tensor, rank: int) -> Tensors:
-        """Return the bytes of a rank's rows, in parts; rows: all, in the order of the sequence."""
-        return [rows[start:stop].view(-1) for start, stop in self.layout.ranges[rank]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,8 @@ class PackedRows:
     @property
     def _in_order(self) -> bool:
         """Whether a message is already in the order of the sequence."""
-        return len(self.blocks) == 1 and self.blocks[0].in_order
+        ranges = sum(self.blocks[0].layout.ranges, ())
+        return len(self.blocks) == 1 and ranges == tuple(sorted(ranges))
 
     def rows(self, tensors: Tensors) -> Tensors:
         """Return all rows of the tensors, (B, h, R, ...), as bytes: (R, width) for each block."""
@@ -121,7 +112,7 @@ class PackedRows:
         parts = [rows[0].view(-1)[:0]]
         for rank in range(self.blocks[0].layout.degree):
             for block, each in zip(self.blocks, rows, strict=True):
-                parts += block.of_rank(each, rank)
+                parts += [each[start:stop].view(-1) for start, stop in block.layout.ranges[rank]]
         return _joined(parts)
 
 

@@ -5,20 +5,18 @@ next stage's rows are sent while this stage's tiles are computed, so that two su
 in float32 at least.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.context_parallel.execution.gather import gather_rows, reduce_rows
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.execution.sinks import sink_gradient, with_sinks
+from trainer.distributed.context_parallel.execution.kernels.base import QKV, BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.stages import (
     Merged,
-    add_gradients,
     add_parts,
     attend,
     fold_batch,
@@ -28,29 +26,35 @@ from trainer.distributed.context_parallel.execution.stages import (
     part,
     query_heads,
     restore_shape,
+    sink_gradient,
     unfold_batch,
     unpack,
     with_next,
+    with_sinks,
 )
 from trainer.distributed.context_parallel.planning.heads import passes_of
 from trainer.distributed.context_parallel.planning.lowering import Launch, LoweredPlan, fresh_rows
 from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
-from trainer.distributed.sharding.exchange import Pending, Transfer, put_rows, send_receive
-from trainer.distributed.sharding.ranges import Offsets, Ranges, size
+from trainer.distributed.sharding.exchange import (
+    Pending,
+    Transfer,
+    gather_shards,
+    put_rows,
+    reduce_shards,
+    send_receive,
+)
+from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, intersection
 
 
-@dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
     """One step of the execution: a stage, for some of the key/value heads."""
 
     stage: Stage
     launches: tuple[Launch, ...]
     kv_heads: slice
-    is_local: bool = False
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """The K and V of a stage, (B, heads, T, D); rows: the buffer of which they are views, None for own K and V."""
 
     k: torch.Tensor
@@ -92,7 +96,7 @@ class StagedExecution:
         for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
             incoming, pending = _fetch(following, own, held, self)
             heads = query_heads(item.kv_heads, q, k)
-            attend(total, part(q, heads, 1), held.k, held.v, heads, item.launches, self.kernel, scale)
+            attend(total, (part(q, heads, 1), held.k, held.v), heads, item.launches, self.kernel, scale)
             pending.wait()
             held = incoming
         out, lse = (unfold_batch(x, whole_q) for x in total.result)
@@ -117,15 +121,11 @@ class StagedExecution:
         inputs = given.q, given.k, given.v
         types = given.q.dtype, kv_dtype or given.k.dtype, kv_dtype or given.v.dtype
         given = BackwardInputs(*(fold_batch(x, self.plan) for x in given))
-        found = None
-        if self.plan.degree == 1:
-            found = lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
-        if found is None:
-            found = self._summed_gradients(given, scale)
-        together = zip(found, inputs, types, strict=True)
-        return *(restore_shape(x, like, dtype) for x, like, dtype in together), *of_sinks
+        lone = self.plan.degree == 1 and lone_gradients(given, self.lowered.backward[0], self.kernel, scale)
+        found = zip(lone or self._summed_gradients(given, scale), inputs, types, strict=True)
+        return *(restore_shape(x, like, dtype) for x, like, dtype in found), *of_sinks
 
-    def _summed_gradients(self, given: BackwardInputs, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _summed_gradients(self, given: BackwardInputs, scale: float) -> QKV:
         """Return the gradients of q, k, v in the dtype of the log-sum-exp, the sums over stages."""
         dout, q, k, v, out, lse = given
         launches = self.lowered.backward
@@ -142,13 +142,16 @@ class StagedExecution:
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
             if len(item.launches) == 1 and returning.has_sums_of(item, self):
                 parts = gradients(of_item, item.launches[0], self.kernel, scale)
-                gradient = returning.sums()  # while the kernel ran, they were sent
+                returning.pending.wait()  # while the kernel ran, they were sent
+                gradient = returning.arriving[0][1]
                 add_parts((dq_, *unpack(gradient)), parts, item.launches[0], sums=True)
             else:
                 gradient = own_gradient
-                if not item.is_local:
-                    gradient = _sums(k, (item.stage.rows, 2, *held.k.shape[:2], d), item.launches, self._sent(lse))
-                add_gradients((dq_, *unpack(gradient)), of_item, item.launches, self.kernel, scale)
+                if item.stage is not self.plan.backward[0]:
+                    sent_dtype = self.gradient_dtype or lse.dtype
+                    gradient = _sums(k, (item.stage.rows, 2, *held.k.shape[:2], d), item.launches, sent_dtype)
+                for launch in item.launches:
+                    add_parts((dq_, *unpack(gradient)), gradients(of_item, launch, self.kernel, scale), launch)
                 returning.add(item.stage, gradient, own_gradient, self)
             returning = _return_gradients(item, gradient, self)
             pending.wait()
@@ -156,13 +159,9 @@ class StagedExecution:
         returning.add(None, own_gradient, own_gradient, self)
         return dq, *unpack(own_gradient)
 
-    def _sent(self, lse: torch.Tensor) -> torch.dtype:
-        """Return the data type of dK and dV on their way."""
-        return self.gradient_dtype or lse.dtype
-
     def _items(self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int) -> list[_Item]:
         """Return the local stage for all heads, then the other stages for each pass of heads."""
-        items = [_Item(stages[0], launches[0], slice(0, kv_heads), is_local=True)]
+        items = [_Item(stages[0], launches[0], slice(0, kv_heads))]
         for heads in passes_of(kv_heads, self.heads_per_pass):
             items += [_Item(*of_stage, slice(*heads)) for of_stage in zip(stages[1:], launches[1:], strict=True)]
         return items
@@ -181,33 +180,26 @@ def _fetch(following: _Item | None, own: _Held, held: _Held, run: StagedExecutio
     transfers, puts = [], []
     for message in stage.messages:
         if message.source == run.plan.rank:
-            transfers.append(Transfer(_departing(message, mine, held, run), message.target, is_send=True))
+            if run.plan.owns(message.ranges[0]):
+                departing = pack(mine.k, mine.v, run.plan.own.places(message.ranges))
+            else:
+                departing = _rows_at(held.rows, held.places.places(message.ranges))
+            transfers.append(Transfer(departing, message.target, is_send=True))
+            continue
+        places = stage.places.places(message.ranges)
+        if len(places) == 1:
+            buffer = rows[slice(*places[0])]
         else:
-            buffer, put = _arriving(rows, stage.places.places(message.ranges))
-            transfers.append(Transfer(buffer, message.source, is_send=False))
-            puts += put
+            buffer = rows.new_empty(message.rows, *rows.shape[1:])
+            puts.append(partial(put_rows, rows, places, buffer, add=False))
+        transfers.append(Transfer(buffer, message.source, is_send=False))
     return incoming, send_receive(transfers, run.group, kind="kv", arrived=lambda: [put() for put in puts])
-
-
-def _departing(message: Message, own: _Held, held: _Held, run: StagedExecution) -> torch.Tensor:
-    """Return the rows of a message that this rank sends, contiguous: its own rows, or rows of this stage."""
-    if run.plan.owns(message.ranges[0]):
-        return pack(own.k, own.v, run.plan.own.places(message.ranges))
-    return _rows_at(held.rows, held.places.places(message.ranges))
 
 
 def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
     """Return some rows of a buffer, contiguous; a view if they are adjacent."""
     parts = [rows[start:stop] for start, stop in places]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _arriving(rows: torch.Tensor, places: Ranges) -> tuple[torch.Tensor, list[Callable[[], object]]]:
-    """Return a contiguous tensor for rows that belong to some places of a buffer, and functions that put them there."""
-    if len(places) == 1:
-        return rows[slice(*places[0])], []
-    buffer = rows.new_empty(size(places), *rows.shape[1:])
-    return buffer, [partial(put_rows, rows, places, buffer, add=False)]
 
 
 def _sums(like: torch.Tensor, shape: tuple[int, ...], launches: tuple[Launch, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -218,7 +210,7 @@ def _sums(like: torch.Tensor, shape: tuple[int, ...], launches: tuple[Launch, ..
 
 @dataclass
 class _Returning:
-    """Gradients of keys and values on their way to their owners, or to the next rank, which adds to them."""
+    """Gradients of keys and values that are sent to their owners, or to the next rank, which adds to them."""
 
     pending: Pending = field(default_factory=Pending)
     arriving: list[tuple[Message, torch.Tensor]] = field(default_factory=list)
@@ -231,11 +223,6 @@ class _Returning:
             return False
         ranges, stage = self.arriving[0][0].ranges, item.stage
         return not run.plan.owns(ranges[0]) and stage.places.places(ranges) == ((0, stage.rows),)
-
-    def sums(self) -> torch.Tensor:
-        """Wait, and return what has arrived: (rows, 2, B, K, D)."""
-        self.pending.wait()
-        return self.arriving[0][1]
 
     def add(
         self, stage: Stage | None, gradient: torch.Tensor, own_gradient: torch.Tensor, run: StagedExecution
@@ -266,3 +253,39 @@ def _return_gradients(item: _Item, gradient: torch.Tensor, run: StagedExecution)
             transfers.append(Transfer(buffer, message.source, is_send=False))
             arriving.append((message, buffer))
     return _Returning(send_receive(transfers, run.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)
+
+
+def gather_rows(
+    k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, stage: Stage, plan: RankPlan, group: dist.ProcessGroup
+) -> Pending:
+    """Start gathering every rank's k, v (B, K, T, D); on arrival, copy the rows that `stage` holds to `rows`."""
+    mine = k.new_empty(plan.longest, 2, *k.shape[:2], k.shape[3])
+    pack(k, v, ((0, k.shape[2]),), into=mine)
+    mine[k.shape[2] :] = 0
+    gathered, pending = gather_shards(mine, group, kind="kv")
+
+    def arrived() -> None:
+        for owner, there, here in _pieces(stage, plan):
+            rows[slice(*here)] = gathered[owner, slice(*there)]
+
+    return Pending([pending], [gathered], arrived)
+
+
+def reduce_rows(
+    gradient: torch.Tensor, stage: Stage, plan: RankPlan, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, Pending]:
+    """Start summing all ranks' gradients of held rows at the owners; return (own rows, padded; handle)."""
+    shards = gradient.new_zeros(plan.degree, plan.longest, *gradient.shape[1:])
+    for owner, there, here in _pieces(stage, plan):
+        shards[owner, slice(*there)] = gradient[slice(*here)]
+    return reduce_shards(shards, group, kind="dkv")
+
+
+def _pieces(stage: Stage, plan: RankPlan) -> Iterator[tuple[int, Range, Range]]:
+    """Yield the ranges that a stage holds: (owner, place in the owner's shard, place in the stage's buffer)."""
+    for owner, ranges in enumerate(plan.kv_layout.repeated(plan.sequences).ranges):
+        if owner == plan.rank:
+            continue
+        there = Offsets(ranges)
+        for start, stop in intersection(stage.held, ranges):
+            yield owner, (there(start), there(stop - 1) + 1), (stage.places(start), stage.places(stop - 1) + 1)

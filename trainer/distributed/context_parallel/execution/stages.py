@@ -4,13 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
+from trainer.distributed.context_parallel.execution.kernels.base import QKV, BackwardInputs, Kernel
 from trainer.distributed.context_parallel.execution.merging import merge
 from trainer.distributed.context_parallel.planning.lowering import Launch
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.sharding.ranges import Ranges, size
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def part(x: torch.Tensor, place: slice, dim: int = 2) -> torch.Tensor:
@@ -76,41 +74,22 @@ class Merged:
 
 
 def attend(
-    total: Merged,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: slice,
-    launches: tuple[Launch, ...],
-    kernel: Kernel,
-    scale: float,
+    total: Merged, inputs: QKV, heads: slice, launches: tuple[Launch, ...], kernel: Kernel, scale: float
 ) -> None:
-    """Compute a stage's calls and merge their results; q, k, v: all rows of these query heads and their K/V heads."""
+    """Compute a stage's calls and merge their results; inputs: all rows of q, k, v of these query heads."""
     for launch in launches:
         if kernel.capabilities.many:
-            out, lse = kernel.forward_many(q, k, v, launch, scale=scale)
+            out, lse = kernel.forward_many(*inputs, launch, scale=scale)
         else:
             (call,) = launch.calls
             places = slice(*call.q), slice(*call.kv), slice(*call.kv)
-            inputs = (part(x, place) for x, place in zip((q, k, v), places, strict=True))
-            out, lse = kernel.forward(*inputs, relation=call.relation, scale=scale)
+            of_call = (part(x, place) for x, place in zip(inputs, places, strict=True))
+            out, lse = kernel.forward(*of_call, relation=call.relation, scale=scale)
         for run in launch.q_runs:
             total.add(heads, run.rows, part(out, run.places), part(lse, run.places), fresh=run.fresh)
 
 
-def add_gradients(
-    totals: Gradients,
-    given: BackwardInputs,
-    launches: tuple[Launch, ...],
-    kernel: Kernel,
-    scale: float,
-) -> None:
-    """Add the gradients of a stage's calls to the totals: dq (B, H, S, D), dk, dv (B, K, T, D); or write fresh ones."""
-    for launch in launches:
-        add_parts(totals, gradients(given, launch, kernel, scale), launch)
-
-
-def add_parts(totals: Gradients, parts: Gradients, launch: Launch, *, sums: bool = False) -> None:
+def add_parts(totals: QKV, parts: QKV, launch: Launch, *, sums: bool = False) -> None:
     """Add the gradients of a launch to the totals. sums: the totals of keys have values, so that no key is fresh."""
     runs = launch.q_runs, launch.kv_runs, launch.kv_runs
     for total, found, adjacent, has_values in zip(totals, parts, runs, (False, sums, sums), strict=True):
@@ -119,16 +98,14 @@ def add_parts(totals: Gradients, parts: Gradients, launch: Launch, *, sums: bool
             rows.copy_(added) if run.fresh and not has_values else rows.add_(added)
 
 
-def lone_gradients(
-    given: BackwardInputs, launches: tuple[Launch, ...], kernel: Kernel, scale: float
-) -> Gradients | None:
+def lone_gradients(given: BackwardInputs, launches: tuple[Launch, ...], kernel: Kernel, scale: float) -> QKV | None:
     """Return dq, dk and dv as the kernel makes them if one launch has all rows in their order, else None."""
     if len(launches) != 1 or not launches[0].is_everything(given.q.shape[2], given.k.shape[2]):
         return None
     return gradients(given, launches[0], kernel, scale)
 
 
-def gradients(given: BackwardInputs, launch: Launch, kernel: Kernel, scale: float) -> Gradients:
+def gradients(given: BackwardInputs, launch: Launch, kernel: Kernel, scale: float) -> QKV:
     """Return dq, dk and dv of the calls of a launch, one after another; given: all rows."""
     if kernel.capabilities.many:
         return kernel.backward_many(given, launch, scale=scale)
@@ -140,7 +117,7 @@ def gradients(given: BackwardInputs, launch: Launch, kernel: Kernel, scale: floa
 
 
 def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
-    """Return (B, H, S, ...) as (1, H, B * S, ...) if sequences have masks of their own, else as it is."""
+    """Return (B, H, S, ...) as (1, H, B * S, ...) if sequences have masks of their own, else unchanged."""
     if plan.sequences == 1:
         return x
     b, h, s, *rest = x.shape
@@ -190,3 +167,16 @@ def unpack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def with_next(items: Sequence) -> Iterator[tuple]:
     """Yield each item with the next one, the last with None."""
     return zip(items, (*items[1:], None), strict=True)
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and log-sum-exp with the share of the sinks."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+
+
+def sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sinks, of these queries. out, lse: with the share of the sinks; dout: as out."""
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    # A sink's value is zero, so that only the mean term of the softmax's derivative is left.
+    return -(share * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
+from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, repeated, summed
 from trainer.distributed.context_parallel.execution.packed_rows import PackedRows, Tensors
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.stages import fold_batch, restore_shape, unfold_batch, with_next
@@ -104,10 +104,12 @@ class HeadExchange:
             )
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
-        out, lse = _results(q)
+        # The output as the output projection reads it, (B, S, H, D) in memory.
+        out = _rows_first(q, q.shape[2], q.shape[1], q.dtype)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         passes = self._passes(q, k.shape[1])
-        keys = [_replicated(x, passes[0].copies) for x in (k, v)]
-        returning: list[_Returning] = []
+        keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
+        returning: list[Pending] = []
         kept: Tensors = []
         for share, arrived in self._arriving([q], keys, passes, kind="qkv"):
             inputs = arrived.rows()
@@ -122,7 +124,7 @@ class HeadExchange:
             returning.append(self._send_rows(bundle, rows, ([out, lse], []), share, kind="out"))
             del rows
         for each in returning:
-            each.put()
+            each.wait()
         return unfold_batch(out, whole_q), unfold_batch(lse, whole_q), *(x.view(-1) for x in kept)
 
     def backward(
@@ -143,22 +145,24 @@ class HeadExchange:
         dq = _rows_first(dout, rows, heads, dout.dtype)
         dkeys = [_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype) for _ in "kv"]
         dsinks = [] if sinks is None else [torch.zeros_like(sinks)]
-        returning: list[_Returning] = []
+        returning: list[Pending] = []
         for share, inside in inputs_of(given, dout, passes):
             mine = self._own(sinks, share)
             all_dq, *all_dkv = self.inner.backward(inside, scale, mine, kv_dtype=gradient_dtype)
             if mine is not None:
                 dsinks[0][share.queries(self.group.rank())] = all_dkv.pop()
-            returning.append(self._return([all_dq], all_dkv, [dq, *dkeys], share, kind="dqkv"))
+            bundle = PackedRows.of([all_dq], all_dkv, self.plan.head_group_layouts)
+            rows = bundle.rows([all_dq, *all_dkv])
+            returning.append(self._send_rows(bundle, rows, ([dq], dkeys), share, kind="dqkv"))
         for each in returning:
-            each.put()
-        gradients = dq, *(_summed(x, copies) for x in dkeys)
+            each.wait()
+        gradients = dq, *(summed(x, kv_heads) for x in dkeys)
         return *(restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)), *dsinks
 
     def _exchanged(self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
         """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
         q, k, v, out, lse = (fold_batch(x, self.plan) for x in given[1:])
-        keys = [_replicated(x, passes[0].copies) for x in (k, v)]
+        keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
         for share, arrived in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
             all_q, all_dout, all_out, all_lse, *all_kv = arrived.tensors()
             yield share, BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)  # (B, h, R, ...), keys (B, k, R, D)
@@ -211,42 +215,28 @@ class HeadExchange:
         received, pending = all_to_all(wire.view(-1), [bundle.size(here)] * degree, sizes, self.group, kind=kind)
         return _Arriving(bundle, received, pending)
 
-    def _return(self, queries: Tensors, keys: Tensors, into: Tensors, share: HeadShare, *, kind: str) -> "_Returning":
-        """Start the exchange from all rows of my heads, (B, h, R, ...), to my rows of all heads in tensors `into`."""
-        bundle, n = PackedRows.of(queries, keys, self.plan.head_group_layouts), len(queries)
-        return self._send_rows(bundle, bundle.rows([*queries, *keys]), (into[:n], into[n:]), share, kind=kind)
-
     def _send_rows(
         self, bundle: PackedRows, rows: Tensors, into: tuple[Tensors, Tensors], share: HeadShare, *, kind: str
-    ) -> "_Returning":
+    ) -> Pending:
+        """Start the exchange from all rows of my heads, as bytes, to my rows of all heads in the tensors `into`."""
         degree, here = self.plan.head_degree, self.group.rank()
         sizes = [bundle.size(rank) for rank in range(degree)]
         mine = [bundle.size(here)] * degree
         received, pending = all_to_all(bundle.by_rank(rows), sizes, mine, self.group, kind=kind)
         queries, keys = _by_rank(*into, share, degree)
-        return _Returning(bundle, received.view(degree, bundle.size(here)), pending, [*queries, *keys], here)
+
+        def arrived() -> None:
+            views = bundle.views(received.view(degree, bundle.size(here)), here)
+            for target, view in zip((*queries, *keys), views, strict=True):
+                target.copy_(view)
+
+        return Pending([pending], [received], arrived)
 
 
 def _rows_first(like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised (B, heads, rows, D) with the memory order (B, rows, heads, D)."""
     b, _, _, d = like.shape
     return like.new_empty(b, rows, heads, d, dtype=dtype).transpose(1, 2)
-
-
-def _results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised output and log-sum-exp of these queries, the output as the output projection reads it."""
-    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-    return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-def _replicated(x: torch.Tensor, copies: int) -> torch.Tensor:
-    """Return keys or values with `copies` of each head: (B, K, T, D) -> (B, K x copies, T, D)."""
-    return x if copies == 1 else x.repeat_interleave(copies, dim=1)
-
-
-def _summed(x: torch.Tensor, copies: int) -> torch.Tensor:
-    """Add up the gradients of a head's copies: the adjoint of `_replicated`."""
-    return x if copies == 1 else x.unflatten(1, (-1, copies)).sum(2)
 
 
 def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> tuple[Tensors, Tensors]:
@@ -260,7 +250,7 @@ def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> 
 
 @dataclass
 class _Arriving:
-    """All rows of this rank's heads, under way."""
+    """All rows of this rank's heads, while they are sent."""
 
     bundle: PackedRows
     received: torch.Tensor | None
@@ -275,20 +265,3 @@ class _Arriving:
     def tensors(self) -> Tensors:
         """Wait, and return all rows of this rank's heads: (B, h, R, ...) for each tensor."""
         return self.bundle.tensors(self.rows())
-
-
-@dataclass
-class _Returning:
-    """My rows of each rank's heads, under way, and the tensors (N, S, B, h, ...) into which they belong."""
-
-    bundle: PackedRows
-    received: torch.Tensor
-    pending: Pending
-    into: Tensors
-    rank: int
-
-    def put(self) -> None:
-        """Wait, and write the rows into their tensors."""
-        self.pending.wait()
-        for target, view in zip(self.into, self.bundle.views(self.received, self.rank), strict=True):
-            target.copy_(view)

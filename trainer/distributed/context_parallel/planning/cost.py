@@ -43,7 +43,7 @@ def shortest_ring(stages: int) -> int:
 class AttentionShape:
     """The local sizes of one attention call.
 
-    itemsize: bytes of an element of q, k, v; gradient_itemsize: of dK and dV on their way; 0: of an accumulator.
+    itemsize: bytes of an element of q, k, v; gradient_itemsize: of dK and dV when they are sent; 0: of an accumulator.
     """
 
     batch: int
@@ -91,8 +91,7 @@ def attention_cost(
     if plan.inner is None:
         cost = _staged(plan, shape, width, is_backward, heads_per_pass)
     else:
-        kinds = _TRAVELLING["keeping" if is_backward and keep_exchanged else direction]
-        cost = _exchanged(plan, shape, width, is_backward, heads_per_pass, kinds)
+        cost = _exchanged(plan, shape, width, direction, heads_per_pass, keep_exchanged)
     # Two products in the forward; in the backward the scores again, and four products of their size.
     cost.flops = (10 if is_backward else 4) * plan.pairs * shape.head_dim * (shape.heads // plan.head_degree) * width
     return cost
@@ -108,36 +107,21 @@ def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool
         for stage in stages[1:]:
             kv = element * heads * shape.itemsize
             dkv = element * heads * (shape.gradient_itemsize or shape.accumulator)
-            if stage.collective or stage.messages:
-                sent, received = (
-                    plan.rows_sent_for(stage, stage.messages),
-                    plan.rows_received_for(stage, stage.messages),
-                )
-                cost.exchanges("kv", sent * kv, received * kv)
-            if is_backward and (stage.collective or stage.home):
-                sent, received = plan.rows_sent_for(stage, stage.home), plan.rows_received_for(stage, stage.home)
-                cost.exchanges("dkv", sent * dkv, received * dkv)
+            for kind, messages, row in (("kv", stage.messages, kv), ("dkv", stage.home, dkv))[: 1 + is_backward]:
+                if stage.collective or messages:
+                    cost.exchanges(kind, *(rows * row for rows in plan.rows_for(stage, messages)))
             gathered = plan.degree * plan.longest * stage.collective
             alive.append(stage.rows * (kv + dkv * is_backward) + gathered * (dkv if is_backward else kv))
-    cost.workspace = _most_alive(alive)
+    cost.workspace = max(map(sum, pairwise([*alive, 0])))  # two buffers that follow each other
     return cost
 
 
-def _most_alive(buffers: list[int]) -> int:
-    """Return the most bytes of two buffers that follow each other."""
-    return max(map(sum, pairwise([*buffers, 0])))
-
-
 def _exchanged(
-    plan: RankPlan,
-    shape: AttentionShape,
-    width: int,
-    is_backward: bool,
-    heads_per_pass: int,
-    kinds: dict[str, tuple[str, ...]],
+    plan: RankPlan, shape: AttentionShape, width: int, direction: str, heads_per_pass: int, keep_exchanged: bool
 ) -> Cost:
-    """Return the cost with two exchanges of heads. kinds: of both, and the tensors that are sent."""
-    cost = Cost()
+    """Return the cost with two exchanges of heads."""
+    cost, is_backward = Cost(), direction == "backward"
+    kinds = _TENSORS["keeping" if is_backward and keep_exchanged else direction]
     lengths = [[layout.local_length(r) for r in range(plan.head_degree)] for layout in plan.head_group_layouts]
     here = plan.rank % plan.head_degree
     others = [r for r in range(plan.head_degree) if r != here]
@@ -160,12 +144,12 @@ def _exchanged(
         cost.exchanges(coming, theirs[1], mine[1])
         rows = [2 * sum(each) for each in lengths]  # as they arrive, and in the order of the sequence
         alive.append(sum(rows[of_keys] * row for of_keys, row in there) + inside.workspace)
-    cost.workspace = _most_alive(alive)
+    cost.workspace = max(map(sum, pairwise([*alive, 0])))
     return cost
 
 
 # The exchange to the ranks of the heads, and the one back: kind -> tensors as large as these.
-_TRAVELLING = {
+_TENSORS = {
     "forward": {"qkv": ("q", "k", "k"), "out": ("q", "lse")},
     "backward": {"qkv_dout": ("q", "q", "q", "lse", "k", "k"), "dqkv": ("q", "dk", "dk")},
     "keeping": {"dout": ("q",), "dqkv": ("q", "dk", "dk")},

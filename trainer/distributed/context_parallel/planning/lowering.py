@@ -11,7 +11,7 @@ helps.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from trainer.distributed.context_parallel.planning.capabilities import Capabilities
 from trainer.distributed.context_parallel.planning.mask import Relation
@@ -21,22 +21,18 @@ from trainer.distributed.sharding.ranges import Range, Ranges, intersection, uni
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Tile):
     """One tile for the kernel.
 
     fresh: no earlier call of the plan had any of its queries, so its result is not merged; fresh_keys: no earlier call
     of the stage had any of its keys, so its gradients of them are not added.
     """
 
-    q: Range
-    kv: Range
-    relation: Relation
-    fresh: bool
+    fresh: bool = False
     fresh_keys: bool = False
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Adjacent rows of some calls: the rows, and their places among the rows of all calls one after another."""
 
     rows: slice
@@ -46,13 +42,16 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Calls that a kernel computes together: all of one relation, or just one."""
+    """Calls that a kernel computes together: all of one relation, or just one.
+
+    kind: the relation, and for windows how many keys more than queries the calls have. q_runs, kv_runs: the runs of
+    queries and of keys, of equally fresh calls.
+    """
 
     calls: tuple[Call, ...]
 
     @cached_property
     def kind(self) -> tuple[Relation, int]:
-        """The relation, and for windows how many keys more than queries the calls have."""
         return _kind(next((call for call in self.calls if call.relation is not Relation.FULL), self.calls[0]))
 
     @cached_property
@@ -71,12 +70,10 @@ class Launch:
 
     @cached_property
     def q_runs(self) -> tuple[Run, ...]:
-        """The runs of queries, of equally fresh calls."""
         return tuple(_runs(self.q, [call.fresh for call in self.calls]))
 
     @cached_property
     def kv_runs(self) -> tuple[Run, ...]:
-        """The runs of keys, of equally fresh calls."""
         return tuple(_runs(self.kv, [call.fresh_keys for call in self.calls]))
 
     def is_everything(self, queries: int, keys: int) -> bool:
@@ -85,8 +82,7 @@ class Launch:
         return all(len(found) == 1 and found[0].rows == slice(0, count) for found, count in runs)
 
 
-@dataclass(frozen=True)
-class LoweredPlan:
+class LoweredPlan(NamedTuple):
     """A plan with the launches of each stage."""
 
     plan: RankPlan
@@ -105,7 +101,7 @@ def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator
     for stage in stages:
         launches, touched_keys = [], ()
         parts = [part for tile in stage.tiles for part in split(tile, capabilities)]
-        for group in together(parts, capabilities) if capabilities.many else [(part,) for part in parts]:
+        for group in batch_calls(parts, capabilities) if capabilities.many else [(part,) for part in parts]:
             calls = []
             for part in group:
                 fresh = (not intersection((x,), old) for x, old in ((part.q, touched), (part.kv, touched_keys)))
@@ -120,16 +116,16 @@ def fresh_rows(runs: Iterable[Run]) -> int:
     return sum(run.rows.stop - run.rows.start for run in runs if run.fresh)
 
 
-TileOrCall = TypeVar("TileOrCall", Tile, Call)
+T = TypeVar("T", bound=Tile)
 
 
-def together(tiles: Iterable[TileOrCall], capabilities: Capabilities) -> list[tuple[TileOrCall, ...]]:
+def batch_calls(tiles: Iterable[T], capabilities: Capabilities) -> list[tuple[T, ...]]:
     """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries.
 
     A single query that sees all its keys is with the CAUSAL tiles, as the documents around a document of one token are,
     if their diagonals end at the last key; a diagonal from the first key would hide the others.
     """
-    groups: dict[tuple[Relation, int], list[TileOrCall]] = {}
+    groups: dict[tuple[Relation, int], list[T]] = {}
     for tile in tiles:
         single = tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1
         joins = single and (capabilities.bottom_right or not _extra_keys(tile))
@@ -137,7 +133,7 @@ def together(tiles: Iterable[TileOrCall], capabilities: Capabilities) -> list[tu
     return [tuple(sorted(group, key=lambda tile: (tile.q, tile.kv))) for group in groups.values()]
 
 
-def _kind(tile: Tile | Call) -> tuple[Relation, int]:
+def _kind(tile: Tile) -> tuple[Relation, int]:
     """Return the relation of the launch that a tile belongs to, and for windows how many keys more than queries it has.
 
     A launch has one window size, counted from the last key: tiles with windows of another width are another launch.
@@ -145,7 +141,7 @@ def _kind(tile: Tile | Call) -> tuple[Relation, int]:
     return tile.relation, _extra_keys(tile) if tile.relation.lower else 0
 
 
-def _extra_keys(tile: Tile | Call) -> int:
+def _extra_keys(tile: Tile) -> int:
     """Return how many keys a tile has more than queries."""
     return tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from trainer.distributed.context_parallel.planning.mask import Mask
-from trainer.distributed.context_parallel.planning.needs import Needs
 from trainer.distributed.context_parallel.planning.plan import RankPlan
 from trainer.distributed.context_parallel.planning.schedules import Schedule, all_gather, ring
+from trainer.distributed.context_parallel.planning.tiles import Needs
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import union
 
@@ -97,6 +97,9 @@ def make_plan(
     return _plan(layout, kv_layout, mask, method, rank, head_degree or METHODS[method].head_degree(layout.degree))
 
 
+_needs = lru_cache(maxsize=_KEPT)(Needs)
+
+
 @lru_cache(maxsize=_KEPT)
 def _plan(layout: AxisLayout, kv_layout: AxisLayout, mask: Mask, method: str, rank: int, head_degree: int) -> RankPlan:
     if head_degree == 1:
@@ -107,11 +110,6 @@ def _plan(layout: AxisLayout, kv_layout: AxisLayout, mask: Mask, method: str, ra
     group, stages = rank // head_degree, METHODS[method].schedule(needs, rank // head_degree)
     inner = RankPlan("ring", group, *needs.layouts, needs.sequences, *stages)
     return RankPlan(method, rank, layout, kv_layout, needs.sequences, *stages, inner, head_degree)
-
-
-@lru_cache(maxsize=_KEPT)
-def _needs(q_layout: AxisLayout, kv_layout: AxisLayout, mask: Mask) -> Needs:
-    return Needs(q_layout, kv_layout, mask)
 
 
 def _of_groups(layout: AxisLayout, ranks: int) -> AxisLayout:

@@ -80,14 +80,18 @@ class RankPlan:
 
     @property
     def layouts(self) -> tuple[AxisLayout, AxisLayout]:
-        """The layouts of queries and of keys."""
         return self.q_layout, self.kv_layout
 
     @cached_property
     def head_group_layouts(self) -> tuple[AxisLayout, AxisLayout]:
-        """The layouts of the head group's queries and keys, of all sequences, over its ranks."""
-        group = self.rank // self.head_degree
-        return tuple(_within(x, group, self.head_degree).repeated(self.sequences) for x in self.layouts)
+        """The layouts of the head group's queries and keys, of all sequences, over its ranks; rows count from 0."""
+        first, layouts = self.rank // self.head_degree * self.head_degree, []
+        for layout in self.layouts:
+            shards = layout.ranges[first : first + self.head_degree]
+            places = Offsets(union(sum(shards, ())))
+            of_group = AxisLayout(layout.name, size(places.ranges), tuple(places.places(shard) for shard in shards))
+            layouts.append(of_group.repeated(self.sequences))
+        return tuple(layouts)
 
     @cached_property
     def own(self) -> Offsets:
@@ -103,26 +107,14 @@ class RankPlan:
         """The number of visible pairs that this rank computes, each for its heads."""
         return sum(stage.pairs for stage in self.forward)
 
-    def rows_sent_for(self, stage: Stage, messages: tuple[Message, ...]) -> int:
-        """Return how many rows this rank sends for one stage, by these messages or by the collective."""
+    def rows_for(self, stage: Stage, messages: tuple[Message, ...]) -> tuple[int, int]:
+        """Return how many rows this rank sends and receives for a stage, by these messages or by the collective."""
         if stage.collective:
-            return (self.degree - 1) * self.longest
-        return sum(message.rows for message in messages if message.source == self.rank)
-
-    def rows_received_for(self, stage: Stage, messages: tuple[Message, ...]) -> int:
-        """Return how many rows this rank receives for one stage, by these messages or by the collective."""
-        if stage.collective:
-            return (self.degree - 1) * self.longest
-        return sum(message.rows for message in messages if message.target == self.rank)
+            return ((self.degree - 1) * self.longest,) * 2
+        sent = sum(message.rows for message in messages if message.source == self.rank)
+        return sent, sum(message.rows for message in messages if message.target == self.rank)
 
     @cached_property
     def longest(self) -> int:
         """The number of rows of the longest shard of keys, to which a collective pads the others."""
         return self.sequences * max(self.kv_layout.local_length(rank) for rank in range(self.degree))
-
-
-def _within(layout: AxisLayout, group: int, ranks: int) -> AxisLayout:
-    """Return the layout of the rows of one head group over its ranks; the rows are counted from 0."""
-    shards = layout.ranges[group * ranks : (group + 1) * ranks]
-    places = Offsets(union(sum(shards, ())))
-    return AxisLayout(layout.name, size(places.ranges), tuple(places.places(shard) for shard in shards))

@@ -1,9 +1,9 @@
 """Schedules: the rows of K/V that are sent at each stage, and the tiles that are computed. Stage 0 is local.
 
 ring          Forward: K/V move from rank r to r - 1; at stage s rank r has the rows that rank (r + s) mod N owns. A row
-              comes from the previous rank on its way if that rank needs it too, else from its owner. For causal
+              comes from the previous rank of the ring if that rank needs it too, else from its owner. For causal
               head_tail this sends 25 % less in total than a ring in which every row goes round.
-              Backward: K/V move from rank r to r + 1, from the farthest owner first. The first rank on the way that
+              Backward: K/V move from rank r to r + 1, from the farthest owner first. The first rank of the ring that
               needs a row gets it from its owner. Its gradient (dK, dV) is added up on the way home.
 
                   forward, N = 4: whose K/V rank r holds        backward
@@ -22,8 +22,8 @@ Ring attention: arXiv 2310.01889.
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from trainer.distributed.context_parallel.planning.needs import Needs
 from trainer.distributed.context_parallel.planning.plan import Message, Stage
+from trainer.distributed.context_parallel.planning.tiles import Needs
 from trainer.distributed.sharding.ranges import difference, intersection, size
 
 Schedule = tuple[tuple[Stage, ...], tuple[Stage, ...]]
@@ -32,7 +32,7 @@ Schedule = tuple[tuple[Stage, ...], tuple[Stage, ...]]
 
 def ring(needs: Needs, rank: int) -> Schedule:
     """Return the stages in which K/V go round."""
-    local = _local(needs, rank)
+    local = Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank]))
     forward, backward = (
         [_ring_stage(needs, rank, step, direction) for step in _steps(needs, direction)] for direction in (-1, +1)
     )
@@ -41,7 +41,7 @@ def ring(needs: Needs, rank: int) -> Schedule:
 
 def all_gather(needs: Needs, rank: int) -> Schedule:
     """Return two stages, the second with all needed rows of other ranks."""
-    local, degree = _local(needs, rank), needs.degree
+    local, degree = Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank])), needs.degree
     wanted = sum(size(difference(needs.keys(r), needs.kv_ranges[r])) for r in range(degree))
     if not wanted:
         return (local,), (local,)
@@ -57,11 +57,6 @@ def all_gather(needs: Needs, rank: int) -> Schedule:
     messages = _posted(there)
     home = _posted(Message(m.target, m.source, m.ranges) for m in there)
     return (local, Stage(held, tiles, messages)), (local, Stage(held, tiles, messages, home))
-
-
-def _local(needs: Needs, rank: int) -> Stage:
-    """Return the stage of the rows that a rank owns."""
-    return Stage(needs.kv_ranges[rank], needs.tiles(rank, needs.kv_ranges[rank]))
 
 
 def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
@@ -84,35 +79,21 @@ def _steps(needs: Needs, direction: int) -> tuple[int, ...]:
 
 def _ring_stage(needs: Needs, rank: int, step: int, direction: int) -> Stage:
     """Return the stage of a ring in which K/V move by `direction`, and left their owner `step` hops ago."""
-    held = needs.held(rank, (rank - direction * step) % needs.degree)
-    messages = [*_arrivals(needs, rank, step, direction), *_departures(needs, rank, step, direction)]
-    home = [] if direction < 0 else [*_homeward(needs, rank, step), *_returns(needs, rank, step)]
-    return Stage(held, needs.tiles(rank, held), _posted(messages), _posted(home))
+    n = needs.degree
 
+    def to(ranks: set[int], way: int) -> Iterator[Message]:
+        """Yield the rows that come to some ranks, by the previous rank on the way or from their owners."""
+        for r in {each % n for each in ranks}:
+            yield from _split(needs, r, owner=(r - direction * step) % n, via=(r - way) % n)
 
-def _arrivals(needs: Needs, rank: int, step: int, direction: int) -> Iterator[Message]:
-    """Yield what `rank` receives for `step`."""
-    owner, previous = (rank - direction * step) % needs.degree, (rank - direction) % needs.degree
-    yield from _split(needs, rank, owner, previous)
-
-
-def _departures(needs: Needs, rank: int, step: int, direction: int) -> Iterator[Message]:
-    """Yield what `rank` sends for others' `step`: to the next rank, and its own rows to a rank after a gap."""
-    for target in {(rank + direction) % needs.degree, (rank + direction * step) % needs.degree}:
-        yield from (m for m in _arrivals(needs, target, step, direction) if m.source == rank)
-
-
-def _homeward(needs: Needs, rank: int, step: int) -> Iterator[Message]:
-    """Yield where the gradients of `rank` go after `step`: to the next rank if it adds to them, else home."""
-    owner = (rank - step) % needs.degree
-    for message in _split(needs, rank, owner, (rank + 1) % needs.degree):
-        yield Message(rank, message.source, message.ranges)
-
-
-def _returns(needs: Needs, rank: int, step: int) -> Iterator[Message]:
-    """Yield the gradients that reach `rank` after others' `step`: from the previous rank, and home from any."""
-    for source in {(rank - 1) % needs.degree, (rank + step) % needs.degree}:
-        yield from (m for m in _homeward(needs, source, step) if m.target == rank)
+    held = needs.held(rank, (rank - direction * step) % n)
+    # This rank sends to the next one, and its own rows to a rank after a gap.
+    messages = to({rank, rank + direction, rank + direction * step}, direction)
+    # A gradient goes to the next rank if that adds to it, else home.
+    home = to({rank, rank - 1, rank + step}, -1) if direction > 0 else ()
+    returns = (Message(m.target, m.source, m.ranges) for m in home)
+    of_rank = (_posted(m for m in each if rank in (m.source, m.target)) for each in (messages, returns))
+    return Stage(held, needs.tiles(rank, held), *of_rank)
 
 
 def _split(needs: Needs, rank: int, owner: int, via: int) -> Iterator[Message]:

@@ -14,6 +14,9 @@ import torch
 from trainer.distributed.context_parallel.planning.capabilities import Capabilities
 from trainer.distributed.context_parallel.planning.mask import Relation
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q (B, H, S, D), k and v (B, K, T, D), or their gradients."""
+
 
 class BackwardInputs(NamedTuple):
     """Inputs of a backward: q, out and its gradient dout (B, H, S, D), k and v (B, K, T, D), lse (B, H, S)."""
@@ -37,19 +40,8 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, as q, and lse."""
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        relation: Relation,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq, dk, dv; gradients of repeated key/value heads are summed."""
+    def backward(self, *given: torch.Tensor, relation: Relation, scale: float) -> QKV:
+        """Return dq, dk, dv; given: `BackwardInputs`. Gradients of repeated key/value heads are summed."""
 
 
 def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:

@@ -11,12 +11,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, hidden_pairs, repeated, summed
+from trainer.distributed.context_parallel.execution.kernels.base import (
+    QKV,
+    BackwardInputs,
+    hidden_pairs,
+    repeated,
+    summed,
+)
 from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.sharding.ranges import Range
-from trainer.distributed.sharding.to_device import to_device
+from trainer.distributed.sharding.tensors import to_device
 
 
 class _Aten:
@@ -134,37 +140,38 @@ class Varlen(_Aten):
         return self.forward_many(q, k, v, _whole(q, k, relation), scale=scale)
 
     def backward(self, dout, q, k, v, out, lse, *, relation, scale):
-        given = BackwardInputs(dout, q, k, v, out, lse)
-        return self.backward_many(given, _whole(q, k, relation), scale=scale)
+        return self.backward_many(BackwardInputs(dout, q, k, v, out, lse), _whole(q, k, relation), scale=scale)
 
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and lse of a launch; their rows are those of its calls one after another.
-
-        q (B, H, S, D), k and v (B, K, T, D): all rows, in which the calls have their places.
-        """
+        """Return output and lse of a launch; their rows are those of its calls, one after another."""
         batch, size = q.shape[0], q.shape[3]
-        out, lse, *_ = self._ops._flash_attention_forward(
-            _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv), *_shape(launch, batch, q.device),
-            0.0, launch.kind[0] is Relation.CAUSAL, False, scale=scale, **_window(*launch.kind),
-        )  # fmt: skip
+        rows = _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv)
+        out, lse, *_ = self._forward(rows, launch, batch, scale)
         return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
-    def backward_many(
-        self, given: BackwardInputs, launch: Launch, *, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
         """Return dq, dk and dv of a launch, to be added up; their rows are as in `forward_many`.
 
         given: all rows, out and lse over all keys.
         """
-        q = given.q
-        grads = self._ops._flash_attention_backward(
-            *_gathered_inputs(given, launch), *_shape(launch, q.shape[0], q.device), 0.0,
-            launch.kind[0] is Relation.CAUSAL, *_random_state(torch.uint64, q.device), scale=scale,
-            **_window(*launch.kind),
+        batch, _, _, size = given.q.shape
+        grads = self._backward(_gathered_inputs(given, launch), launch, batch, scale)
+        return tuple(_by_sequence(x, batch, size) for x in grads)
+
+    def _forward(self, rows, launch, batch, scale):
+        return self._ops._flash_attention_forward(
+            *rows, *_shape(launch, batch, rows[0].device),
+            0.0, launch.kind[0] is Relation.CAUSAL, False, scale=scale, **_window(*launch.kind),
         )  # fmt: skip
-        return tuple(_by_sequence(x, q.shape[0], q.shape[3]) for x in grads)
+
+    def _backward(self, rows, launch, batch, scale):
+        device = rows[0].device
+        return self._ops._flash_attention_backward(
+            *rows, *_shape(launch, batch, device), 0.0, launch.kind[0] is Relation.CAUSAL,
+            *_random_state(torch.uint64, device), scale=scale, **_window(*launch.kind),
+        )  # fmt: skip
 
 
 class CudnnVarlen(Varlen):
@@ -179,27 +186,17 @@ class CudnnVarlen(Varlen):
     name = "cudnn_varlen"
     capabilities = CAPABILITIES["cudnn_varlen"]
 
-    def forward_many(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and lse of a launch, as `Varlen` does."""
-        batch, size = q.shape[0], q.shape[3]
-        out, lse, *_ = self._ops._cudnn_attention_forward(
-            _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv), None,
-            *_few_shapes(launch, batch, q.device), True, 0.0, _is_causal(launch), False, scale=scale,
-        )  # fmt: skip
-        return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+    def _forward(self, rows, launch, batch, scale):
+        return self._ops._cudnn_attention_forward(
+            *rows, None, *_few_shapes(launch, batch, rows[0].device), True, 0.0, _is_causal(launch), False, scale=scale
+        )
 
-    def backward_many(
-        self, given: BackwardInputs, launch: Launch, *, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq, dk and dv of a launch, as `Varlen` does."""
-        q = given.q
-        grads = self._ops._cudnn_attention_backward(
-            *_gathered_inputs(given, launch), *_random_state(torch.int64, q.device), None,
-            *_few_shapes(launch, q.shape[0], q.device), 0.0, _is_causal(launch), scale=scale,
+    def _backward(self, rows, launch, batch, scale):
+        device = rows[0].device
+        return self._ops._cudnn_attention_backward(
+            *rows, *_random_state(torch.int64, device), None, *_few_shapes(launch, batch, device), 0.0,
+            _is_causal(launch), scale=scale,
         )  # fmt: skip
-        return tuple(_by_sequence(x, q.shape[0], q.shape[3]) for x in grads)
 
 
 _CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left

@@ -21,7 +21,7 @@ from torch.nn.attention import (
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.kernels.cuda import Varlen
-from trainer.distributed.context_parallel.planning.flash_packages import FLASH_PACKAGES, FlashPackage
+from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES, FlashPackage
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch
 from trainer.distributed.context_parallel.planning.mask import Relation
 

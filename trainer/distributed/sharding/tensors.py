@@ -1,0 +1,58 @@
+"""Small functions for tensors and meshes: hashes, copies to the device, versions, and constants of compiled code."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import lru_cache, wraps
+from typing import TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+F = TypeVar("F", bound=Callable)
+
+
+def planned(function: F) -> F:
+    """Cache a function of hashable plain data. torch.compile calls it and keeps the result, instead of tracing it.
+
+    Arguments are numbers, strings and tuples of them: of other objects a compiled function would check the identity.
+    The result is no tensor: torch.compile gives all constants of one name one source.
+    """
+    cached = lru_cache(maxsize=1024)(function)
+
+    @torch.compiler.assume_constant_result
+    @wraps(function)
+    def call(*args: object) -> object:
+        return cached(*args)
+
+    return call
+
+
+def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return a 63-bit hash of names, shapes and bytes, the same in every process, by which ranks compare tensors."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(tensors):
+        # A copy, because `numpy()` would fix the size of the tensor's memory. Bytes, because numpy lacks some types.
+        tensor = tensors[name].detach().to("cpu", copy=True).contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `x`, in host memory, on a device.
+
+    A GPU reads it from pinned memory by itself: the host neither waits for the kernels before the copy, nor for it.
+    """
+    if device.type != "cuda" or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+def version_of(x: torch.Tensor) -> int:
+    """Return the number of changes in place, which autograd counts; 0 for a tensor of inference mode."""
+    return 0 if x.is_inference() else x._version  # no public name as of torch 2.13
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the 1-D mesh of all ranks of a mesh."""
+    return mesh._flatten(name)
