@@ -20,7 +20,8 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.registry import CHOICES, OPTIMIZERS, TABLES, TASK_OF_DATASET
-from trainer.data.sources.registry import DATASETS, Source
+from trainer.data.sources.registry import DATASETS, DataSettings, Source
+from trainer.data.tokenizers.chat_template import TEMPLATES
 from trainer.distributed.context_parallel.planning.methods import METHODS, Method
 from trainer.families.args import ModelArgs
 from trainer.families.registry import MODELS, Family
@@ -44,6 +45,31 @@ def register_model(
 def register_dataset(name: str, source: Source) -> None:
     """Add a kind of data set that holds text, for `training.dataset`."""
     DATASETS.add(name, source)
+
+
+def register_iterable(name: str, place: str) -> None:
+    """Add a data set of texts or token ids that are made while the job trains, for `training.dataset`.
+
+    place: "package.module:function" of a function of (`training.dataset_path`, number of the data stream, number of
+    streams) that returns an iterable or a sequence with the documents of that stream, such as a `datasets` stream split
+    by `split_dataset_by_node`. It is called again for each pass; a `set_epoch` of the iterable gets the pass' number.
+    torchdata's `StatefulDataLoader` resumes it: by its `state_dict` and `load_state_dict` (of JSON types), or else by
+    reading again up to the position. A document is a text, an object with the field `training.dataset_text_field`, a
+    list of token ids, or an `Encoded`.
+    """
+    DATASETS.add(name, Source((), _no_files, _no_files, iterable=place))
+
+
+def _no_files(settings: DataSettings, *_: object) -> Any:
+    raise ConfigError(
+        f"{settings.keys.dataset} = {settings.dataset!r} is an iterable, which training alone can read; give "
+        "a data set of files"
+    )
+
+
+def register_chat_template(name: str, source: str) -> None:
+    """Add a chat template, for `model.chat_template`. source: its Jinja text."""
+    TEMPLATES.add(name, source)
 
 
 def register_task(task: TaskSpec, *, datasets: tuple[str, ...]) -> None:

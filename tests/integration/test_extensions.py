@@ -1,7 +1,8 @@
-"""The real program with a package of the user's own: an optimizer with a table, an observer, a method, on two ranks."""
+"""The real program with a package of the user's own: optimizer with a table, observer, method, iterable, on ranks."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from trainer.config.keys import NOT_NEGATIVE, key, needs_value
 from trainer.distributed.context_parallel.planning.methods import Method
 from trainer.distributed.context_parallel.planning.schedules import all_gather
-from trainer.extensions import register_method, register_observer, register_optimizer, register_table
+from trainer.extensions import (
+    register_iterable, register_method, register_observer, register_optimizer, register_table
+)
 
 @dataclass(frozen=True)
 class SGD:
@@ -27,9 +30,11 @@ register_table("sgd", SGD)
 register_optimizer("sgd", "mine.parts:sgd")
 register_observer("mine.parts:build_counter")
 register_method("gathered", Method(all_gather))
+register_iterable("numbers", "mine.parts:numbers")
 """,
     "parts": """
 import torch
+from torch.utils.data import IterableDataset
 from trainer.components.optimizer import parameter_groups
 from trainer.distributed.sharding.exchange import all_reduce
 from trainer.observer import Observer
@@ -37,6 +42,21 @@ from trainer.observer import Observer
 def sgd(model_parts, config):
     groups = parameter_groups(torch.nn.ModuleList(model_parts), config.optimizer.weight_decay)
     return torch.optim.SGD(groups, lr=config.optimizer.lr, momentum=config.sgd.momentum)
+
+class Numbers(IterableDataset):
+    def __init__(self, numbers):
+        self.numbers, self.next = numbers, 0
+    def state_dict(self):
+        return {"next": self.next}
+    def load_state_dict(self, state):
+        self.next = state["next"]
+    def __iter__(self):
+        while self.next < len(self.numbers):
+            self.next += 1
+            yield f"number {self.numbers[self.next - 1]} " * (self.next % 9)
+
+def numbers(path, stream, streams):
+    return Numbers(range(stream, int(path), streams))
 
 class Counter(Observer):
     def __init__(self, dims):
@@ -66,15 +86,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def steps_of(folder: Path, name: str, *arguments: str) -> list[dict]:
+def steps_of(folder: Path, name: str, *arguments: str, ranks: int = 2) -> list[dict]:
     small = [
         "--training.seq_len=64",
         "--training.steps=2",
         "--training.global_batch_size=4",
         "--training.dtype=float64",
     ]
-    command = [sys.executable, "-m", "trainer", "train", "--ngpu", "2", f"--job.dump_folder={folder / name}", *small]
-    command += ["--job.imports", "mine", "--optimizer.name=sgd", "--sgd.momentum=0.9", *arguments]
+    command = [sys.executable, "-m", "trainer", "train", "--ngpu", str(ranks), f"--job.dump_folder={folder / name}"]
+    command += [*small, "--job.imports", "mine", "--optimizer.name=sgd", "--sgd.momentum=0.9", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -107,3 +127,15 @@ def test_settings_without_their_optimizer_are_noted(folder: Path) -> None:
     command[6:] = ["--optimizer.name=sgdd"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert "must be one of 'AdamW', 'Adam', 'sgd'; did you mean 'sgd'?" in result.stderr
+
+
+def test_an_iterable_is_resumed_on_other_ranks(folder: Path) -> None:
+    data = ["--training.dataset=numbers", "--training.dataset_path=90", "--training.data_streams=2"]
+    saved = [*data, "--checkpoint.enable", "--checkpoint.interval=2", "--training.dtype=float32", "--training.steps=4"]
+    whole = steps_of(folder, "whole_run", *saved, ranks=1)
+    steps_of(folder, "stopped_run", *saved, "--checkpoint.keep_latest_k=0")
+    shutil.rmtree(folder / "stopped_run" / "checkpoint" / "step-4")
+    (folder / "stopped_run" / "metrics.jsonl").unlink()
+    again = steps_of(folder, "stopped_run", *saved, ranks=1)
+    assert [step["step"] for step in again] == [3, 4]
+    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in whole[2:]], rel=1e-5)

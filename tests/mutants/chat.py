@@ -5,8 +5,23 @@ from tests.mutants.mutant import Mutant
 _CHAT, _FIT = "tests/unit/test_chat.py", "tests/unit/test_best_fit.py"
 _MIXTURE = "tests/unit/test_mixture.py"
 _WHOLE = "tests/unit/test_packing_whole.py"
+_ITERABLES = "tests/unit/test_data_iterables.py"
 
 CHAT = (
+    Mutant(
+        "the position in an iterable is that behind the document that is read ahead",
+        "trainer/data/sources/iterables.py",
+        "            self._states[self._read] = self._state_before(self._read)\n",
+        "",
+        f"{_ITERABLES}::test_a_resumed_run_reads_the_rest_on_any_number_of_ranks",
+    ),
+    Mutant(
+        "documents of an iterable that wait for their sequence are lost when it is resumed",
+        "trainer/data/packing/whole.py",
+        "min(next(iter(self._waiting), self._place), self._place - bool(self._whole_left))",
+        "self._place",
+        f"{_ITERABLES}::test_a_resumed_run_reads_the_rest_on_any_number_of_ranks",
+    ),
     Mutant(
         "a token that is half prompt and half answer has a label",
         "trainer/data/tokenizers/encoders.py",

@@ -167,7 +167,7 @@ class Model:
     tokenizer_path: str | None = key(None, when=TOKENS)
     """tokenizer.json, or tokenizer.model of tiktoken, or its folder; None: the small shipped one."""
     chat_template: str | None = key(None, when=_CHAT)
-    """Jinja file of the chat template; None: the one beside the tokenizer; "none": prompt and answer as plain text."""
+    """Jinja file of the chat template, or a registered name; None: the one beside the tokenizer; "none": plain text."""
     rope_theta: float | None = key(None, POSITIVE, example=500000.0, when=TOKENS)
     """Base of the rotary frequencies; None: the flavor's."""
     sliding_window: int | None = key(None, AT_LEAST_ONE, "tokens", example=4096, when=(TOKENS, _SHORT_WINDOW))

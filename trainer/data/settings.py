@@ -37,7 +37,8 @@ def first_start(config: JobConfig) -> list[str]:
     found = []
     for settings in all_data(config):
         with suppress(MissingFile):
-            if not source_of(settings).token_files:
+            source = source_of(settings)
+            if not (source.token_files or source.iterable):
                 what = described(settings, sum(map(os.path.getsize, files_of(settings))))
                 found.append(f"the first start makes token files of {what} in {cache_folder()}; later ones read them")
     return list(dict.fromkeys(found))

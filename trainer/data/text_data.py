@@ -12,7 +12,7 @@ from trainer.data.order.streams import AGAIN, assigned
 from trainer.data.packing.concatenate import DocumentStream
 from trainer.data.packing.whole import WholeStream
 from trainer.data.sources.bad_records import Tally
-from trainer.data.sources.registry import DataSettings, check_streams
+from trainer.data.sources.registry import DataSettings, check_streams, source_of
 from trainer.data.token_files.catalog import open_documents
 from trainer.data.token_files.reader import TokenFiles
 
@@ -90,5 +90,9 @@ def open_text(settings: DataSettings, packing: str | None = None, catalog: str |
     Raises:
         ConfigError: see `catalog_of`.
     """
+    if source_of(settings).iterable:
+        from trainer.data.iterable_data import IterableData
+
+        return IterableData(settings, packing or "concatenate")
     is_chat = settings.dataset == "chat"
     return TextData(open_documents(settings, catalog), packing or ("best_fit" if is_chat else "concatenate"), is_chat)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.settings import validation_data
+from trainer.data.sources.registry import source_of
 from trainer.data.token_files.catalog import check_data
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch
@@ -41,5 +42,12 @@ def check_validation_data(config: JobConfig) -> None:
     Raises:
         ConfigError: see `check_source`.
     """
-    if config.validation.enable:
-        check_data(validation_data(config))
+    if not config.validation.enable:
+        return
+    settings = validation_data(config)
+    if source_of(settings).iterable:
+        raise ConfigError(
+            f"validation.dataset = {settings.dataset!r} is an iterable, and each validation must read the same "
+            "documents; name a data set of files in validation.dataset"
+        )
+    check_data(settings)

@@ -46,7 +46,7 @@ class RunState:
     step: int
     tokens_seen: int
     model: Mapping[str, Any]
-    streams: Mapping[int, Mapping[str, int]]
+    streams: Mapping[int, Mapping[str, Any]]
     files: Mapping[str, int]
     model_only: bool = False
     sums: Mapping[str, int] = field(default_factory=dict)
@@ -136,7 +136,8 @@ def parse_state(text: bytes, step: int) -> RunState:
     if content.pop("format") != FORMAT:
         raise ValueError("another version of this program wrote it")
     content["streams"] = {
-        int(stream): {key: int(value) for key, value in entry.items()} for stream, entry in content["streams"].items()
+        int(stream): {key: value if key == "iterable" else int(value) for key, value in entry.items()}
+        for stream, entry in content["streams"].items()
     }
     state = RunState(**content)
     if not (state.step == step and isinstance(state.tokens_seen, int)):

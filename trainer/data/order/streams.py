@@ -27,7 +27,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from trainer.config.errors import ConfigError
 from trainer.data.order.permutation import ORDER, SORTED, EveryNth, Permutation, shuffled
 
-StreamState = dict[str, int]
+StreamState = dict[str, Any]
 logger = logging.getLogger("trainer")
 DEFAULT_STREAMS, ITEMS_PER_STREAM = 64, 8
 _ASSIGN, _EPOCH = 0, 1  # what a shuffle is for
@@ -53,17 +53,25 @@ _NAMES = {
 
 def assigned(n: int, data_streams: int, seed: int, dp_rank: int, dp_degree: int) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield the number of each stream that a data-parallel rank reads, and its share of n items in shuffled order."""
-    items, apart = shuffled(n, seed, _ASSIGN), gcd(data_streams, dp_degree)
-    for stream in range(dp_rank % apart, data_streams, apart):
+    items = shuffled(n, seed, _ASSIGN)
+    for stream in streams_of_rank(data_streams, dp_rank, dp_degree):
         is_large = isinstance(items, Permutation)
         yield stream, EveryNth(items, stream, data_streams) if is_large else items[stream::data_streams].copy()
+
+
+def streams_of_rank(data_streams: int, dp_rank: int, dp_degree: int) -> range:
+    """Return the numbers of the streams that a data-parallel rank reads."""
+    apart = gcd(data_streams, dp_degree)
+    return range(dp_rank % apart, data_streams, apart)
 
 
 def streams_that_fit(items: int, dp_degree: int) -> int:
     """Return the number of streams of a run that does not name it: the same for up to 64 data-parallel ranks.
 
-    Several items for each, because some may be empty.
+    Several items for each, because some may be empty. With 0 items, a number that is not known, one a rank.
     """
+    if not items:
+        return dp_degree
     return min(max(items // ITEMS_PER_STREAM, 1), max(DEFAULT_STREAMS, dp_degree))
 
 
@@ -99,6 +107,11 @@ class ItemStream:
         """Resume from `state`, or from the beginning if it is empty."""
         self._epoch, self._place, self.samples = (int(state.get(key, 0)) for key in ("epoch", self.ITEM, "samples"))
         self._order: Sequence[int] | None = None
+
+    @property
+    def oldest(self) -> int:
+        """The lowest place in the epoch's order that is still to be read, also after a restart."""
+        return self._place
 
     def next_sample(self) -> Any:
         """Return the next sample: the next item."""

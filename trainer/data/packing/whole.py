@@ -67,6 +67,10 @@ class WholeStream(ItemStream):
         return super().state | {"waiting": waiting | self._whole_left << WINDOW}
 
     @property
+    def oldest(self) -> int:
+        return min(next(iter(self._waiting), self._place), self._place - bool(self._whole_left))
+
+    @property
     def passes(self) -> float:
         """Passes over the documents so far; one that waits does not count."""
         return self._epoch + (self._place - len(self._waiting)) / len(self.items)

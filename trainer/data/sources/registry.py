@@ -81,6 +81,7 @@ class Source:
     encoder: settings -> what makes token ids of a document.
     own_files: files of a data set without a path.
     token_files: the files have token ids.
+    iterable: the place of the function that opens an iterable, see `register_iterable`; it has no files.
     """
 
     endings: tuple[str, ...]
@@ -89,6 +90,7 @@ class Source:
     encoder: Callable[[DataSettings], Encoder] = lambda settings: TextEncoder(open_tokenizer(settings.tokenizer))
     own_files: Callable[[], list[str]] | None = None
     token_files: bool = False
+    iterable: str = ""
 
 
 def files_of(settings: DataSettings) -> list[str]:
@@ -106,6 +108,8 @@ def files_of(settings: DataSettings) -> list[str]:
                 f" {keys.dataset} = {others}"
             )
         return source.own_files()
+    if source.iterable:
+        return []
     if not path:
         what = f"a {' or '.join(source.endings)} file, a folder, or a glob" if source.endings else "the data set's name"
         raise ConfigError(f"{keys.dataset} = {name!r} needs {keys.path}; give {what}")
@@ -178,6 +182,8 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
     where = f"{keys.path} = {settings.path!r}" if settings.path else f"{keys.dataset} = {settings.dataset!r}"
     if settings.dataset == "hub":
         HubData.of(settings.path or "")
+        return
+    if source.iterable:
         return
     parts = source.parts(settings, files, _WHOLE)
     documents = (document for part in parts for document in source.documents(settings, part))

@@ -32,9 +32,13 @@ _REMEDY = "copy the file again; or remove its .idx, and the same `lct tokenize` 
 def catalog_of(settings: DataSettings) -> str:
     """Return the file of the catalog of a data set, whose token files are made if they are not there.
 
+    An iterable has no files, and no catalog: "".
+
     Raises:
         ConfigError: the data set cannot be used.
     """
+    if source_of(settings).iterable:
+        return ""
     found = _of_token_files(settings) if source_of(settings).token_files else _of_cache(settings)
     content = json.dumps(found).encode()
     name = f"{sha256(content).hexdigest()[:32]}.json"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigError, MissingFile
+from trainer.config.registry import Registry
 from trainer.data.tokenizers.chat_written import left_out, with_objects
 from trainer.data.tokenizers.tokenizer_json import read_settings
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import jinja2
 
 NO_TEMPLATE = "none"
+TEMPLATES: Registry[str] = Registry("chat template")
+"""Templates that packages add, as Jinja text; see `register_chat_template`."""
 _MARKS = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -138,7 +141,9 @@ def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
 def find_template(
     tokenizer_path: str, chat_template: str | None, ends: Mapping[str, str] | None = None
 ) -> ChatTemplate | None:
-    """Return the template in the file `chat_template`, or that of the tokenizer's folder; None: there is none.
+    """Return the template in the file `chat_template`, or the registered one, or that of the tokenizer's folder.
+
+    None if there is none.
 
     ends: `bos_token` and `eos_token` of a tokenizer without `tokenizer_config.json`.
 
@@ -154,6 +159,8 @@ def find_template(
         folders.append(folders[0].parent)
     settings = [(folder, read_settings(folder / "tokenizer_config.json")) for folder in folders]
     special = next((_special_tokens(found) for _, found in settings if found), ends or {})
+    if chat_template in TEMPLATES:
+        return ChatTemplate(TEMPLATES[chat_template], chat_template, special)
     if chat_template is not None:
         try:
             source = Path(os.path.expanduser(chat_template)).read_text(encoding="utf-8")
