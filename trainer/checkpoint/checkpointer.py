@@ -174,6 +174,8 @@ class Checkpointer:
             dcp.load(tensors, storage_reader=reader, planner=WholeState(without=anew), process_group=self.group)
         except CheckpointException as error:
             raise SharedConfigError(str(unreadable(folder, step, cause_of(error)))) from None
+        if "optimizer" in anew:
+            self._optimizer.state.clear()
         if "dataloader" not in anew:
             raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
         restart_lr_scheduler(self._lr_scheduler, step)

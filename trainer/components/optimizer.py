@@ -16,8 +16,15 @@ from trainer.models.experts import Experts
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that were never updated the initial state of Adam; other optimizers keep theirs as it is."""
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Adam) else ():
+    """Give parameters that were never updated the initial state of Adam.
+
+    Another optimizer that has no state yet makes it in a step with gradients of zero, at a learning rate of zero.
+    """
+    if not isinstance(optimizer, torch.optim.Adam):
+        if not optimizer.state:
+            _step_without_effect(optimizer)
+        return
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
                 device = parameter.device if group["fused"] else "cpu"
@@ -26,6 +33,20 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
                     "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                     "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
                 }
+
+
+def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients, rates = [p.grad for p in parameters], [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def build_optimizer(model_parts: Sequence[nn.Module], config: JobConfig) -> torch.optim.Optimizer:
