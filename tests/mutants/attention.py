@@ -188,20 +188,6 @@ EXECUTION = (
         "tests/unit/test_kernels_cuda.py",
     ),
     Mutant(
-        "auto takes cuDNN over a ragged batch",
-        f"{_CP}/planning/capabilities.py",
-        'if "varlen" in able and calls > _MANY_CALLS:\n        return "varlen"',
-        'if "varlen" in able and calls > _MANY_CALLS:\n        return [x for x in able if CAPABILITIES[x].many][0]',
-        "tests/unit/test_kernels.py",
-    ),
-    Mutant(
-        "cuDNN over a ragged batch runs in a torch whose backward is wrong",
-        f"{_CP}/planning/capabilities.py",
-        "RAGGED_CUDNN = (2, 14)",
-        "RAGGED_CUDNN = (2, 13)",
-        "tests/unit/test_summary.py",
-    ),
-    Mutant(
         "FlashAttention-4 is preferred on Hopper",
         f"{_CP}/execution/kernels/flash.py",
         "for package in FLASH_PACKAGES:",
