@@ -3,12 +3,14 @@
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from trainer.distributed.sharding.exchange import own_rows
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import intersection, size, union
-from trainer.distributed.sharding.rows import local_parts, plan_rows
+from trainer.distributed.sharding.rows import plan_rows
 from trainer.distributed.sharding.windows import (
     Window,
     WindowPlan,
@@ -124,12 +126,8 @@ def test_a_plan_of_rows_keeps_the_wanted_rows_and_knows_who_lacks_some(examples:
             lacks |= any(0 <= row < layout.length and row not in owned for row in asked)
             if not any(0 <= row < layout.length and row not in owned for row in asked):
                 places = {row: place for place, row in enumerate(sorted(owned))}
-                taken = [
-                    place
-                    for (start, stop), zeros in local_parts(own, after)
-                    for place in ([None] * zeros or range(start, stop))
-                ]
-                assert taken == [places.get(row) for row in asked]
+                taken = own_rows(torch.arange(1, len(owned) + 1), own, after, dim=0) - 1
+                assert taken.tolist() == [places.get(row, -1) for row in asked]
         assert (plan.source == "ranks") == lacks
         assert plan.source != "own" or plan.wanted == layout.ranges
 
