@@ -42,28 +42,21 @@ class Axis:
         return self.layout.local_length(self.rank)
 
 
-@dataclass(frozen=True)
-class RowPlan:
-    """Rows wanted of an axis. source: `own` (each rank has exactly its own), `local` (no rank wants others'), `ranks`.
-
-    It is decided from the wishes of all ranks, so that either all of them communicate or none does.
-    """
-
-    wanted: Wanted
-    source: str
-
-
 @planned
-def plan_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> RowPlan:
-    """Return the plan; owned: by each rank. periodic: rows beyond the ends are those at the other end, else zeros."""
+def plan_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> tuple[Wanted, str]:
+    """Return the rows wanted, and their source: `own` (each rank has exactly its own), `local` (no rank wants others'),
+    or `ranks`. The wishes of all ranks decide it, so that either all of them communicate or none does.
+
+    owned: by each rank. periodic: rows beyond the ends are those at the other end, else zeros.
+    """
     if periodic:
         wanted = tuple(tuple(p for part in parts for p in wrapped(part, length)) for parts in wanted)
     wanted = tuple(tuple(part for part in parts if part[0] < part[1]) for parts in wanted)
     if wanted == owned:
-        return RowPlan(wanted, "own")
+        return wanted, "own"
     whole = ((0, length),)
     foreign = (difference(intersection(union(parts), whole), own) for parts, own in zip(wanted, owned, strict=True))
-    return RowPlan(wanted, "ranks" if any(foreign) else "local")
+    return wanted, "ranks" if any(foreign) else "local"
 
 
 def wrapped(part: Range, length: int) -> list[Range]:
@@ -89,12 +82,12 @@ def fetch(x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, perio
     """
     owned: tuple[Ranges, ...] = (((0, x.shape[dim]),),) if axis is None else axis.layout.ranges
     length, rank = (x.shape[dim], 0) if axis is None else (axis.layout.length, axis.rank)
-    plan = plan_rows(owned, length, wanted, periodic)
-    if plan.source == "own":
+    wanted, source = plan_rows(owned, length, wanted, periodic)
+    if source == "own":
         return x
-    if plan.source == "local":
-        return own_rows(x, owned[rank], plan.wanted[rank], dim=dim)
-    return exchange(x, axis.layout, plan.wanted, dim=dim, group=axis.group)
+    if source == "local":
+        return own_rows(x, owned[rank], wanted[rank], dim=dim)
+    return exchange(x, axis.layout, wanted, dim=dim, group=axis.group)
 
 
 def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
