@@ -48,8 +48,8 @@ MODELS_OF_OTHERS = (
     Mutant(
         "positions are watched until the ranks have compared them",
         "trainer/integrations/watch.py",
-        "            self.has_news |= self._positions.see(x)",
-        "            self.has_news and self._positions.see(x)",
+        "            self.has_news |= self.positions.see(x)",
+        "            self.has_news and self.positions.see(x)",
         "tests/distributed/test_transformers.py",
     ),
     Mutant(
