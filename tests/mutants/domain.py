@@ -160,20 +160,6 @@ DOMAIN = (
         "tests/distributed/test_domain_tensor.py::test_a_sharded_tensor_looks_like_the_whole_one",
     ),
     Mutant(
-        "a contiguous shard is a copy on every rank",
-        f"{_DOMAIN}/dispatch.py",
-        'has_format or name == "contiguous")',
-        "has_format)",
-        _IN_PLACE,
-    ),
-    Mutant(
-        "a shard that shares memory where the whole tensor is copied stays a view",
-        f"{_DOMAIN}/dispatch.py",
-        "x.local = x.local.clone()",
-        "x.local = x.local.view_as(x.local)",
-        _IN_PLACE,
-    ),
-    Mutant(
         "a copy in place of a view may be changed",
         f"{_DOMAIN}/dispatch.py",
         "x.base = given[0].base or whole.Base.of(given[0].local)",
