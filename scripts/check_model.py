@@ -7,29 +7,198 @@ A folder has a config.json of Hugging Face. Its class is built small, in float64
 depends on the code, not on the weights. A function is called on each rank and returns a module, which is called as
 `model(tokens, positions)` if it is none of transformers. Exit code: 0 all is equal, 1 something differs or is refused,
 2 an argument is wrong.
+
+`check_model` does the same from Python, for a model that you build and call yourself.
 """
 
 import argparse
+import copy
 import importlib.util
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone
 
 from trainer.commands.options import Parser, number
 from trainer.config.errors import ConfigError
+from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.planning.options import ContextParallelError
+from trainer.distributed.sharding.exchange import all_gather, all_reduce
+from trainer.integrations.calls import register_transformers_attention
+from trainer.integrations.inspection import is_model, window_of
+from trainer.integrations.interception import intercept_sdpa
 
-if TYPE_CHECKING:
-    from torch import nn
-
+_WORST = 8  # parameters that differ and are named
 _SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
 _LIMIT = timedelta(seconds=600)  # for a rank that waits
+Call = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+# ---- the check
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what was compared, the result, and the numbers."""
+
+    what: str
+    result: Literal["equal", "DIFFERS", "REFUSED", "not seen"]
+    detail: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `check_model` found."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything that was compared is equal to one process."""
+        return all(row.result in ("equal", "not seen") for row in self.rows)
+
+    def __str__(self) -> str:
+        width = max(len(row.what) for row in self.rows)
+        return "\n".join(f"{row.what:{width}}  {row.result:8}  {row.detail}" for row in self.rows)
+
+
+def call_model(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the logits (B, S, V) of tokens (B, S): of a model of transformers, or of `model(tokens, positions)`."""
+    if not is_model(model):
+        return model(tokens, positions)
+    ones = torch.ones_like(tokens)
+    return model(input_ids=tokens, position_ids=positions, attention_mask=ones, use_cache=False).logits
+
+
+def check_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    tokens: torch.Tensor,
+    *,
+    call: Call = call_model,
+    tolerance: float = 1e-5,
+    method: str = "ring",
+    load_balancer: str = "auto",
+    allow_modules: Sequence[type | str] = (),
+) -> Verification:
+    """Compare logits, loss and every gradient of one step over the ranks of a mesh with one process. A collective.
+
+    model: with the same weights on every rank, best in float64; copies of it run, without dropout. tokens: (B, S + 1)
+    ids, alike on every rank; each token's label is the next one. call: returns logits (B, S, V) of the tokens and their
+    positions. A model of transformers runs over the ranks with the attention that it has; on one process it has `sdpa`
+    in place of "context_parallel", or `eager` if it knows no other. tolerance: of relative errors.
+
+    A model that cannot be context parallel is a row of the result that says why.
+    """
+    alone, spread = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+    _use_own_attention(alone)
+    text, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    positions = torch.arange(text.shape[1], device=text.device).expand_as(text).clone()
+    whole, count = call(alone, text, positions), labels.numel()
+    wanted = _loss(whole, labels, count)
+    wanted.backward()
+    settings = {"method": method, "load_balancer": load_balancer}
+    intercept = intercept_sdpa(spread, allow_modules=allow_modules)
+    buffers = [text, labels, positions]
+    try:
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 3, intercept=intercept, **settings) as cp:
+            logits = call(spread, text, positions)
+            loss = _loss(logits, labels, count)
+            loss.backward()
+    except ContextParallelError as error:
+        return Verification((Row("the model", "REFUSED", str(error)),))
+    mine = torch.from_numpy(cp.layout.indices(mesh.get_local_rank())).to(text.device)
+    of_ranks = all_gather(_relative(logits.detach(), whole.detach()[:, mine]).reshape(1), mesh)
+    total = all_reduce(loss.detach().clone().reshape(1), mesh, "sum")
+    rows = [
+        Row(
+            "attention",
+            "equal",
+            f"{cp.live.calls} calls ran over {mesh.size()} ranks by {method}, {cp.live.options.balancer}",
+        ),
+        _row("logits", of_ranks.max(), tolerance, f"shape {tuple(whole.shape)}"),
+        _row("loss", _relative(total, wanted.detach()), tolerance, f"{wanted.item():.6f} on one process"),
+        *_gradients(spread, alone, mesh, tolerance),
+        *_unseen(model, text.shape[1]),
+    ]
+    return Verification(tuple(rows))
+
+
+def _gradients(spread: nn.Module, alone: nn.Module, mesh: DeviceMesh, tolerance: float) -> list[Row]:
+    """Return a row for all parameters, one for each of the worst that differ, and one for those without a gradient."""
+    errors, without = {}, []
+    wanted = {name: p.grad for name, p in alone.named_parameters()}
+    floor = max((x.norm().item() for x in wanted.values() if x is not None), default=0.0) * 1e-12
+    for name, p in spread.named_parameters():
+        sums = all_reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), mesh, "sum")
+        if wanted[name] is None and not sums.any():
+            without.append(name)
+            continue
+        one = torch.zeros_like(p) if wanted[name] is None else wanted[name]
+        errors[name] = ((sums - one).norm() / one.norm().clamp(min=floor)).item()
+    if not errors:
+        return [Row("gradients", "DIFFERS", "no parameter has one")]
+    worst = sorted(errors, key=errors.__getitem__, reverse=True)
+    rows = [_row("gradients", errors[worst[0]], tolerance, f"the worst of {len(errors)}: {worst[0]}")]
+    wrong = [name for name in worst if not errors[name] <= tolerance]
+    rows += [_row(f"  {name}", errors[name], tolerance, "") for name in wrong[:_WORST]]
+    if len(wrong) > _WORST:
+        rows.append(Row("  others", "DIFFERS", f"{len(wrong) - _WORST} more differ"))
+    if without:
+        rows.append(Row("no gradient", "not seen", f"{len(without)} parameters had none, among them {without[0]}"))
+    return rows
+
+
+def _unseen(model: nn.Module, seq_len: int) -> list[Row]:
+    """Return rows for what this step could not show."""
+    rows = []
+    windows = [window_of(module.config) for module in model.modules() if is_model(module)]
+    longest = max((window for window in windows if window), default=0)
+    if longest >= seq_len:
+        rows.append(
+            Row("windows", "not seen", f"a window of {longest} hides nothing of {seq_len} tokens; give more tokens")
+        )
+    if dropouts := sum(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        rows.append(Row("dropout", "not seen", f"{dropouts} modules, switched off here; each rank draws its own"))
+    return rows
+
+
+def _row(what: str, error: torch.Tensor | float, tolerance: float, detail: str) -> Row:
+    return Row(what, "equal" if error <= tolerance else "DIFFERS", f"{float(error):.1e}  {detail}".rstrip())
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a - b).norm() / b.norm()
+
+
+def _use_own_attention(model: nn.Module) -> None:
+    """Give a model of transformers an attention that runs on one process."""
+    if is_model(model) and (model.config._attn_implementation or "") not in ("sdpa", "eager"):
+        try:
+            model.set_attn_implementation("sdpa")
+        except ValueError:
+            model.set_attn_implementation("eager")
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+
+
+# ---- the command
 
 
 def parser() -> Parser:
@@ -54,14 +223,12 @@ def parser() -> Parser:
     return described
 
 
-def model_of(args: argparse.Namespace) -> "nn.Module":
+def model_of(args: argparse.Namespace) -> nn.Module:
     """Build the model, the same on every rank.
 
     Raises:
         ConfigError: there is no such folder, file or function, or transformers cannot build it.
     """
-    import torch
-
     torch.manual_seed(0)
     if ".py:" in args.model:
         return _function(args.model)().double()
@@ -73,8 +240,6 @@ def model_of(args: argparse.Namespace) -> "nn.Module":
         )
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from trainer.integrations.calls import register_transformers_attention
 
     register_transformers_attention()
     try:
@@ -88,7 +253,7 @@ def model_of(args: argparse.Namespace) -> "nn.Module":
     return model.double()
 
 
-def _function(name: str) -> Callable[[], "nn.Module"]:
+def _function(name: str) -> Callable[[], nn.Module]:
     file, _, function = name.rpartition(":")
     if not Path(file).is_file():
         raise ConfigError(f"there is no file {file}; give FILE.py:FUNCTION")
@@ -120,10 +285,8 @@ def _changes(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return changes
 
 
-def _vocabulary(model: "nn.Module") -> int:
+def _vocabulary(model: nn.Module) -> int:
     """Return the number of token ids: of the configuration, or rows of the first table of embeddings."""
-    from torch import nn
-
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     size = size or next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if not size:
@@ -133,12 +296,6 @@ def _vocabulary(model: "nn.Module") -> int:
 
 def _on_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     """Check the model on one of the ranks; rank 0 writes the table and the verdict."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from trainer.integrations.verification import check_model
-
     torch.set_num_threads(max((os.cpu_count() or 1) // args.ranks, 1))
     store = dist.FileStore(f"{folder}/store", args.ranks)
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks, store=store, timeout=_LIMIT)
@@ -166,8 +323,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from torch import multiprocessing
-
     with tempfile.TemporaryDirectory() as folder:
         try:
             # A fork does not import the program again, which a script without a guard would start again.

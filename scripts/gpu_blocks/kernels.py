@@ -14,7 +14,7 @@ from trainer.distributed.context_parallel.execution.kernels.base import Backward
 from trainer.distributed.context_parallel.execution.kernels.choose import KERNELS
 from trainer.distributed.context_parallel.execution.kernels.flash import is_installed
 from trainer.distributed.context_parallel.execution.stages import Merged, add_parts, attend, gradients, pack, unpack
-from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES, has_ragged_cudnn
+from trainer.distributed.context_parallel.planning.capabilities import FLASH_PACKAGES
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch, batch_calls, split
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
@@ -89,9 +89,7 @@ def _back_end(device: str, dtype: str, heads: int, kv_heads: int, n: int, m: int
 
 def kernels(check: Check) -> None:
     """Every kernel: tiles, windows, a single query, strided keys; the same bits twice; cuDNN's heads."""
-    ragged = ["cudnn_varlen"] if has_ragged_cudnn() else []  # the last one: a fault of it ends the process
-    names = ["cuda_flash", "efficient", "varlen", "cudnn", "math", *ragged]
-    names = ["cpu_flash", "math"] if check.is_dry else names
+    names = ["cpu_flash", "math"] if check.is_dry else ["cuda_flash", "efficient", "varlen", "cudnn", "math"]
     if check.is_dry:
         small = [(relation, -(-n // 16), -(-m // 16)) for relation, n, m in _TILES]
         _all_tiles(check, names, _HEADS[:1], small, ("bfloat16", "float32"))
@@ -160,7 +158,7 @@ def _shares(
         k, v = unpack(pack(k, v, ((0, m),)))
     parts = split(Tile((0, n), (0, m), relation), kernel.capabilities)
     calls = [Call(part.q, part.kv, part.relation, fresh=False) for part in parts]
-    groups = batch_calls(calls, kernel.capabilities) if kernel.capabilities.many else [(call,) for call in calls]
+    groups = batch_calls(calls) if kernel.capabilities.many else [(call,) for call in calls]
     launches = tuple(map(Launch, groups))
     total = Merged(q)
     attend(total, (q, k, v), slice(0, q.shape[1]), launches, kernel, scale)

@@ -12,7 +12,6 @@ from scripts.benchmarks import attention_kernels
 from scripts.benchmarks.context_parallel_tiles import tile_rows
 from scripts.gpu_blocks.block import Check
 from trainer.distributed.context_parallel.execution import stages, ulysses
-from trainer.distributed.context_parallel.planning.capabilities import has_ragged_cudnn
 from trainer.distributed.context_parallel.planning.mask import causal
 from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.sharding.layout import head_tail
@@ -56,8 +55,7 @@ def _free(check: Check) -> None:
 
 def _attention(check: Check) -> None:
     """Each kernel by a causal call, length by length; a kernel that fails has a note."""
-    names = ["cuda_flash", "cudnn", "efficient", "varlen", *(["cudnn_varlen"] if has_ragged_cudnn() else [])]
-    names = ["cpu_flash"] if check.is_dry else names
+    names = ["cpu_flash"] if check.is_dry else ["cuda_flash", "cudnn", "efficient", "varlen"]
     settings = {"device": check.device, "dtype": "bfloat16", "relations": ["causal"], "batch": 1, "math_gib": 1.0}
     settings["merging"] = False
     settings |= {"heads": 32, "kv_heads": 8, "head_dim": 128, "repeats": 1 if check.is_dry else _REPEATS}

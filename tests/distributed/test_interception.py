@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.other_models import RANKS, Attention, data, ranks, relative
 from tests.distributed.pool import WorkerPool
-from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.context import Region, context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
-from trainer.distributed.context_parallel.regions import Region
 from trainer.integrations.interception import intercept_sdpa
 
 

@@ -18,9 +18,9 @@ from tests.distributed.pool import WorkerPool
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
+from trainer.distributed.context_parallel.context import Region, region, replicate, shard, unshard
 from trainer.distributed.context_parallel.planning.mask import documents_of, full
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
-from trainer.distributed.context_parallel.regions import Region, region, replicate, shard, unshard
 from trainer.distributed.sharding import exchange as door
 from trainer.distributed.sharding.exchange import exchange
 from trainer.distributed.sharding.layout import AxisLayout, head_tail

@@ -21,7 +21,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 ATTENTION = frozenset(
     f"{name}_{direction}"
-    for name in ("_flash_attention", "_efficient_attention", "_cudnn_attention")
+    for name in ("_flash_attention", "_efficient_attention")
     for direction in ("forward", "backward")
 ) | {
     f"_scaled_dot_product_{name}_attention{direction}" for name in ("cudnn", "flash") for direction in ("", "_backward")
@@ -66,52 +66,9 @@ def _check_flash_backward(dout, q, k, v, out, lse, ends_q, ends_k, longest_q, lo
     assert rest[2].is_cuda  # the random state
 
 
-def _check_ragged_cudnn(q, k, v, ends_q, ends_k, longest_q, longest_k, causal) -> None:
-    """What cuDNN's attention over a ragged batch refuses since torch 2.14, or reads wrongly."""
-    aligned(q, k, v)
-    assert q.ndim == k.ndim == v.ndim == 3
-    assert q.dtype == k.dtype == v.dtype
-    assert q.dtype in _HALVES
-    assert k.shape == v.shape
-    assert q.shape[-2] % k.shape[-2] == 0
-    assert q.shape[-1] <= 128
-    assert ends_q.shape == ends_k.shape
-    for x, ends, longest in ((q, ends_q, longest_q), (k, ends_k, longest_k)):
-        assert ends.dtype == torch.int32
-        assert ends.is_cuda
-        assert isinstance(longest, int)
-        assert longest > 128
-        assert x.shape[0] * x.stride(0) < 2**31, "offsets of rows are int32"
-    assert not causal or (longest_q, len(q)) == (longest_k, len(k)), "the diagonal of a square, from the first key"
-
-
-def _check_ragged_cudnn_forward(
-    q, k, v, bias, ends_q, ends_k, longest_q, longest_k, with_lse, _dropout=0.0, causal=False, *_: Any
-) -> None:
-    assert bias is None
-    assert with_lse
-    _check_ragged_cudnn(q, k, v, ends_q, ends_k, longest_q, longest_k, causal)
-
-
-def _check_ragged_cudnn_backward(dout, q, k, v, out, lse, seed, offset, bias, *rest: Any) -> None:
-    *shape, _, causal = rest
-    _check_ragged_cudnn(q, k, v, *shape, causal)
-    aligned(dout, out)
-    assert bias is None
-    assert seed.is_cuda
-    assert offset.is_cuda
-    assert len({x.dtype for x in (dout, q, out)}) == 1
-    assert dout.shape == q.shape == out.shape
-    assert lse.dtype == torch.float32
-    assert lse.is_contiguous()
-    assert lse.shape == (q.shape[1], q.shape[0])
-
-
 CHECKS: dict[str, Callable[..., None]] = {
     "aten::_flash_attention_forward": _check_flash_forward,
     "aten::_flash_attention_backward": _check_flash_backward,
-    "aten::_cudnn_attention_forward": _check_ragged_cudnn_forward,
-    "aten::_cudnn_attention_backward": _check_ragged_cudnn_backward,
     "aten::_scaled_dot_product_cudnn_attention": lambda q, k, v, *_: aligned(q, k, v),
     "aten::_scaled_dot_product_cudnn_attention_backward": _check_cudnn_backward,
 }
@@ -125,8 +82,6 @@ def stand_ins(flash: str = "") -> dict[str, Callable[..., Any]]:
     """
     bodies: dict[str, Callable[..., Any]] = {
         "aten::_efficient_attention_backward": _efficient_backward,
-        "aten::_cudnn_attention_forward": _ragged_cudnn_forward,
-        "aten::_cudnn_attention_backward": _ragged_cudnn_backward,
     }
     if flash:
         for direction in ("forward", "backward"):
@@ -138,16 +93,6 @@ def stand_ins(flash: str = "") -> dict[str, Callable[..., Any]]:
 def _efficient_backward(_dout, q, k, v, _bias, *_: Any, **__: Any) -> tuple:
     """Return gradients as the operator does; PyTorch's own function of shapes cannot be called (torch 2.13)."""
     return *map(torch.empty_like, (q, k, v)), None
-
-
-def _ragged_cudnn_forward(q, _k, _v, _bias, ends_q, ends_k, longest_q, longest_k, *_: Any, **__: Any) -> tuple:
-    """Return what the operator does since torch 2.14; PyTorch has no function of its shapes (torch 2.13)."""
-    seed = q.new_empty((), dtype=torch.int64)
-    return *_results(q, ends_q), ends_q, ends_k, longest_q, longest_k, seed, torch.empty_like(seed), q.new_empty(0)
-
-
-def _ragged_cudnn_backward(_dout, q, k, v, *_: Any, **__: Any) -> tuple:
-    return tuple(map(torch.empty_like, (q, k, v)))
 
 
 # ---- FlashAttention-3 and -4: what PyTorch calls in their packages

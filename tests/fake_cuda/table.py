@@ -56,7 +56,7 @@ def calls() -> Iterator[Call]:
 
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
 MASKS = ("causal", "documents", "window", "sinks")
-KERNELS = ("cuda_flash", "cudnn", "varlen", "cudnn_varlen", "efficient")
+KERNELS = ("cuda_flash", "cudnn", "varlen", "efficient")
 _AXES = {
     "ranks": ("2", "4", "8", "64"),
     "rank": ("first", "middle", "last"),
@@ -79,9 +79,9 @@ def _allowed(row: Row) -> bool:
         return False
     if row.get("keep") == "kept" and method not in (None, "all_to_all", "hybrid"):
         return False
-    if mask == "documents" and kernel not in (None, "auto", "varlen", "cudnn_varlen"):  # hundreds of launches
+    if mask == "documents" and kernel not in (None, "auto", "varlen"):  # hundreds of launches
         return False
-    if mask == "window" and kernel in ("cudnn", "cudnn_varlen"):
+    if mask == "window" and kernel == "cudnn":
         return False
     if row.get("flash") and kernel not in (None, "cuda_flash", "varlen"):
         return False

@@ -630,8 +630,8 @@ PROCESSES = (
     Mutant(
         "a replicated tensor adds up in its neighbour's gradient",
         "trainer/distributed/sharding/placement.py",
-        "torch.float32), copy=True).contiguous()",
-        "torch.float32)).contiguous()",
+        "x.to(dtype, copy=True, memory_format=torch.contiguous_format)",
+        "x.to(dtype).contiguous()",
         "tests/unit/test_thread_attention.py::test_a_replicated_tensor_sums_its_own_gradient_alone",
     ),
     Mutant(

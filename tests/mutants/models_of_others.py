@@ -48,8 +48,8 @@ MODELS_OF_OTHERS = (
     Mutant(
         "positions are watched until the ranks have compared them",
         "trainer/integrations/watch.py",
-        "            self.has_news |= self._positions.see(x)",
-        "            self.has_news and self._positions.see(x)",
+        "            self.has_news |= self.positions.see(x)",
+        "            self.has_news and self.positions.see(x)",
         "tests/distributed/test_transformers.py",
     ),
     Mutant(
@@ -68,14 +68,14 @@ MODELS_OF_OTHERS = (
     ),
     Mutant(
         "check_model compares the gradients of a rank's part",
-        "trainer/integrations/verification.py",
+        "scripts/check_model.py",
         'all_reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), mesh, "sum")',
         "torch.zeros_like(p) if p.grad is None else p.grad.clone()",
         "tests/unit/test_thread_transformers.py::test_check_model_says_what_is_equal_and_what_differs",
     ),
     Mutant(
         "check_model finds everything equal",
-        "trainer/integrations/verification.py",
+        "scripts/check_model.py",
         '"equal" if error <= tolerance else "DIFFERS"',
         '"equal" if error <= 1e9 else "DIFFERS"',
         "tests/unit/test_thread_transformers.py::test_check_model_says_what_is_equal_and_what_differs",

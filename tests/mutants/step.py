@@ -466,8 +466,8 @@ LAYOUTS = (
     Mutant(
         "a pipeline averages its micro-batches",
         "trainer/distributed/pipeline_parallel.py",
-        '"scale_grads": False',
-        '"scale_grads": True',
+        'settings["scale_grads"] = False',
+        'settings["scale_grads"] = True',
         f"{_LAYOUT}[pp2-float32]",
     ),
     Mutant(

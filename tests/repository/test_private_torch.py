@@ -108,16 +108,6 @@ PRIVATE = {
         "the kernel cudnn",
         operator(f"{_CUDNN}_backward", *_GRAD, "philox_seed", "philox_offset", "attn_bias", *_VARLEN),
     ),
-    "_cudnn_attention_forward": Private(
-        _CUDA,
-        "the kernel cudnn_varlen",
-        operator("_cudnn_attention_forward", *_QKV, "attn_bias", *_VARLEN[:4], "compute_log_sumexp", *_VARLEN[4:]),
-    ),
-    "_cudnn_attention_backward": Private(
-        _CUDA,
-        "the kernel cudnn_varlen",
-        operator("_cudnn_attention_backward", *_GRAD, "philox_seed", "philox_offset", "attn_bias", *_VARLEN),
-    ),
     "_current_level": Private(
         f"{CP}/attention.py",
         "the refusal of forward-mode differentiation",

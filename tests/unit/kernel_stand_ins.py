@@ -13,8 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, CudnnVarlen, Efficient, Varlen
-from trainer.distributed.context_parallel.planning.capabilities import CAPABILITIES
+from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch, batch_calls
 
 # ---- plain attention of one sequence: q (S, H, D), k and v (T, H or fewer, D), lse (H, S)
@@ -213,68 +212,11 @@ def cudnn_backward(
     return tuple(torch.stack(x).transpose(1, 2).contiguous() for x in zip(*grads, strict=True))
 
 
-def ragged_sequences(q, k, cum_q, cum_k, max_q, max_k):
-    """(rows of the queries, rows of the keys) of each sequence that is not empty; cuDNN takes larger lengths."""
-    assert max_q > 128
-    for ends, x, longest in ((cum_q, q, max_q), (cum_k, k, max_k)):
-        assert ends.dtype == torch.int32
-        assert x.ndim == 3
-        assert (ends[0], ends[-1]) == (0, x.shape[0])
-        assert 0 <= ends.diff().min() <= ends.diff().max() <= longest
-    pairs = [[slice(a, b) for a, b in zip(e.tolist(), e.tolist()[1:], strict=False)] for e in (cum_q, cum_k)]
-    empty = cum_q.diff() == 0
-    counts["empty"] += int(empty.sum())
-    assert torch.equal(empty, cum_k.diff() == 0)
-    return [pair for pair in zip(*pairs, strict=True) if pair[0].start < pair[0].stop]
-
-
-def hidden_from_top_left(rows, keys, causal):
-    """cuDNN's diagonal begins at the first key."""
-    hidden = torch.zeros(rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool)
-    return (~hidden).triu(1) if causal else hidden
-
-
-def cudnn_ragged_forward(
-    q, k, v, bias, cum_q, cum_k, max_q, max_k, with_lse, dropout=0.0, causal=False, debug=False, *, scale, **unused
-):  # fmt: skip
-    counts["cudnn_ragged_forward"] += 1
-    aligned(q, k, v)
-    assert bias is None
-    assert with_lse
-    assert q.shape[-1] <= 128
-    assert k.shape == v.shape
-    out, lse = torch.full_like(q, torch.nan), q.new_full(q.shape[1::-1], torch.nan)
-    for rows, keys in ragged_sequences(q, k, cum_q, cum_k, max_q, max_k):
-        hidden = hidden_from_top_left(rows, keys, causal)
-        out[rows], lse[:, rows] = attend(q[rows], k[keys], v[keys], hidden, scale)
-    seed = torch.zeros((), dtype=torch.int64)
-    return out, lse, cum_q.clone(), cum_k.clone(), max_q, max_k, seed, seed.clone(), q.new_empty(0)
-
-
-def cudnn_ragged_backward(
-    dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale
-):  # fmt: skip
-    counts["cudnn_ragged_backward"] += 1
-    aligned(dout, q, k, v, out)
-    assert lse.shape == q.shape[1::-1]
-    assert lse.is_contiguous()
-    assert seed.dtype == offset.dtype == torch.int64
-    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    for rows, keys in ragged_sequences(q, k, cum_q, cum_k, max_q, max_k):
-        hidden = hidden_from_top_left(rows, keys, causal)
-        parts = differentiate(dout[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows], hidden, scale)
-        for grad, place, part in zip(grads, (rows, keys, keys), parts, strict=True):
-            grad[place] = part
-    return tuple(grads)
-
-
 STAND_INS: dict[str, Callable] = {
     "_flash_attention_forward": flash_forward,
     "_flash_attention_backward": flash_backward,
     "_efficient_attention_forward": efficient_forward,
     "_efficient_attention_backward": efficient_backward,
-    "_cudnn_attention_forward": cudnn_ragged_forward,
-    "_cudnn_attention_backward": cudnn_ragged_backward,
     "_scaled_dot_product_cudnn_attention": cudnn_forward,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
 }
@@ -286,13 +228,13 @@ for operator, stand_in in STAND_INS.items():
 OPS = torch.ops.attention_stand_in
 
 
-KERNELS = [CudaFlash(OPS), Efficient(OPS), Cudnn(OPS), Varlen(OPS), CudnnVarlen(OPS)]
+KERNELS = [CudaFlash(OPS), Efficient(OPS), Cudnn(OPS), Varlen(OPS)]
 
 # ---- many tiles in one launch
 
 
-def launches_of(calls: tuple[Call, ...], kernel: str = "varlen") -> list[Launch]:
-    return [Launch(group) for group in batch_calls(calls, CAPABILITIES[kernel])]
+def launches_of(calls: tuple[Call, ...]) -> list[Launch]:
+    return [Launch(group) for group in batch_calls(calls)]
 
 
 def of_calls(launch: Launch, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[Call, tuple[torch.Tensor, ...]]]:

@@ -22,9 +22,8 @@ from trainer.distributed.context_parallel.planning.mask import (
 )
 from trainer.distributed.context_parallel.planning.methods import METHODS, make_plan
 from trainer.distributed.context_parallel.planning.plan import RankPlan, Stage
-from trainer.distributed.sharding.alignment import aligned
 from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
-from trainer.distributed.sharding.ranges import union
+from trainer.distributed.sharding.ranges import aligned, union
 
 DIRECTIONS = ("forward", "backward")
 KINDS = {"forward": ("qkv", "out"), "backward": ("qkv_dout", "dqkv")}

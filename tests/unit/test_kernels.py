@@ -265,7 +265,7 @@ def test_auto_takes_one_launch_for_many_calls_where_a_kernel_has_it(
     assert choose_kernel(device, dtype, 64, calls=calls).name == name
 
 
-_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "cudnn_varlen", "varlen", "math"]
+_CUDA_HALVES = ["cuda_flash", "efficient", "cudnn", "varlen", "math"]
 
 
 @pytest.mark.parametrize(
@@ -340,12 +340,6 @@ def test_a_choice_on_a_gpu_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplo
         for calls in (5, 6, 7):
             choose_kernel("cuda", torch.bfloat16, 64, calls=calls)
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["attention's kernel is varlen"]
-
-
-def test_ragged_cudnn_needs_hopper_or_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "gpu_capability", lambda: (8, 0))
-    with pytest.raises(OptionError, match=r"needs a GPU of compute capability 9.x or 10.x, and this one has 8.0"):
-        choose_kernel("cuda", torch.bfloat16, 64, "cudnn_varlen")
 
 
 def test_deterministic_runs_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch):

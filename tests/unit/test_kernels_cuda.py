@@ -23,7 +23,7 @@ from tests.unit.test_kernels import (
 )
 from trainer.distributed.context_parallel.execution.kernels import cuda
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs, Kernel
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, CudnnVarlen, Varlen
+from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Varlen
 from trainer.distributed.context_parallel.planning.lowering import Call, Launch, split
 from trainer.distributed.context_parallel.planning.mask import Relation
 from trainer.distributed.context_parallel.planning.tiles import Tile
@@ -181,55 +181,9 @@ def test_packed_documents_are_gathered_without_a_copy():
         assert error(lse, wanted_lse) < 1e-12
 
 
-# ---- cuDNN over a ragged batch
-
-SQUARES_AND_RECTANGLES = (
-    Call((0, 3), (0, 3), CAUSAL, True),
-    Call((3, 4), (3, 4), FULL, True),  # a document of one token: in the launch of the squares
-    Call((4, 9), (4, 9), CAUSAL, True),
-    Call((9, 10), (2, 9), FULL, True),  # not this one: the diagonal from the first key would hide six keys
-    Call((10, 12), (0, 13), FULL, True),
-)
-
-
-@pytest.mark.parametrize("takes_empty", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_ragged_cudnn_takes_squares_and_full_calls(monkeypatch: pytest.MonkeyPatch, batch: int, takes_empty: bool):
-    """In one launch each, by value; with empty sequences at the end where cuDNN takes them."""
-    monkeypatch.setattr(cuda, "_takes_empty", lambda: takes_empty)
-    kernel = CudnnVarlen(OPS)
-    tensors = inputs(4, 2, 12, 13)
-    q, k, v, cotangent = (torch.cat([x, x.flip(0)])[:batch] for x in tensors)
-    whole_out, whole_lse = torch.randn_like(q), torch.randn_like(q[..., 0]) + 4
-    given = BackwardInputs(cotangent, q, k, v, whole_out, whole_lse)
-    counts.clear()
-    launches, results, grads = launches_of(SQUARES_AND_RECTANGLES, "cudnn_varlen"), {}, {}
-    for launch in launches:
-        results |= of_calls(launch, kernel.forward_many(q, k, v, launch, scale=0.3))
-        grads |= of_calls(launch, kernel.backward_many(given, launch, scale=0.3))
-    assert counts["cudnn_ragged_forward"] == counts["cudnn_ragged_backward"] == len(launches) == 2
-    assert bool(counts["empty"]) == (takes_empty and batch == 3)  # 9 squares are 10 sequences
-    same_one_by_one(SQUARES_AND_RECTANGLES, given, (results, grads))
-
-
-@pytest.mark.parametrize("kernel", [Cudnn(OPS), CudnnVarlen(OPS)], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("tile", [(BI_CAUSAL, 4, 5), (BI_CAUSAL, 3, 5), (INV_CAUSAL, 4, 6)], ids=str)
-def test_kernels_without_windows_take_queries_alone(kernel: Kernel, tile: tuple[Relation, int, int]):
+def test_kernels_without_windows_take_queries_alone(tile: tuple[Relation, int, int]):
     """Adjacent documents of one token are a tile with two diagonals, in a run without windows."""
     relation, n, m = tile
+    kernel = Cudnn(OPS)
     parts_of_a_whole(kernel, tile, [*split(Tile((0, n), (0, m), relation), kernel.capabilities)], bound=1e-11)
-
-
-def test_ragged_cudnn_refuses_what_it_would_get_wrong():
-    q, k, v, _ = inputs(4, 2, 12, 13)
-    for relation in (CAUSAL, BI_CAUSAL):
-        launch = Launch((Call((0, 3), (0, 3), relation, True), Call((3, 5), (0, 5), relation, True)))
-        with pytest.raises(ValueError, match=f"{relation.value} of"):
-            CudnnVarlen(OPS).forward_many(q, k, v, launch, scale=0.3)
-
-
-def test_ragged_cudnn_has_few_shapes():
-    """Four sizes from a power of two to the next, and never more than a quarter too large."""
-    sizes = {n: cuda.rounded_up(n) for n in range(1, 5000)}
-    assert all(n <= size <= n * 1.25 for n, size in sizes.items())
-    assert len({size for n, size in sizes.items() if 1024 < n <= 4096}) == 8

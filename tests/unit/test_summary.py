@@ -2,7 +2,6 @@
 
 import os
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from trainer.commands.notes import job_notes, opening
 from trainer.components.loss import token_losses
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.distributed.context_parallel.planning import capabilities
 from trainer.families.decoder_args import TransformerArgs
-from trainer.job import ResolvedJob, attention, resolve
+from trainer.job import ResolvedJob, resolve
 from trainer.job.memory import check_memory, rank_memory
 from trainer.job.sizes import size_words
 from trainer.job.summary import WIDTH, closing, summary
@@ -109,16 +107,6 @@ def test_packages_that_would_be_faster(settings: list[str], device: str, named: 
     words = re.sub(r"\s+", " ", text)
     assert ("FlashAttention-4 on compute capability 9.x and 10.x (pip install flash-attn-4)" in words) == named
     assert ("computed by FlashAttention-2, or faster, if installed, by FlashAttention-3 on" in words) == named
-
-
-def test_ragged_cudnn_needs_a_torch_whose_backward_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = f"{P}context_parallel_degree=2", f"{P}context_parallel_kernel=cudnn_varlen"
-    for release, refused in (("2.13.0+cpu", True), ("2.11.0", True), ("2.14.0+cu130", False), ("3.0.1", False)):
-        for module in (capabilities, attention):
-            monkeypatch.setattr(module, "version", lambda _, release=release: release)
-        words_of_it = f"needs torch 2.14: in torch {re.escape(release)} its backward"
-        with pytest.raises(ConfigError, match=words_of_it) if refused else nullcontext():
-            assert job_of(*words, ranks=2, device="cuda").kernel == "cudnn_varlen"
 
 
 def test_a_deterministic_job_refuses_a_kernel_that_is_not() -> None:

@@ -24,14 +24,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from scripts import check_model as check_model_command
+from scripts import check_model as script
+from scripts.check_model import Verification, check_model
 from tests.distributed.attention_cases import relative
 from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.integrations.calls import _is_window, _transformers_mask, register_transformers_attention
 from trainer.integrations.interception import intercept_sdpa
-from trainer.integrations.verification import Verification, check_model
 
 SEQ_LEN, RANKS, WINDOW = 24, 2, 16
 TOLERANCE = 1e-5  # some of them compute in float32; a lost window is 1e-2 or more
@@ -251,8 +251,8 @@ def test_a_published_configuration_is_made_small(tmp_path: Path) -> None:
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
     given = {"num_hidden_layers": 4, "vocab_size": 128256, "layer_types": kinds, "sliding_window": 4096}
     (tmp_path / "config.json").write_text(json.dumps(given))
-    args = check_model_command.parser().parse_args([str(tmp_path), "--set", "hidden_size=64", "--seq-len", "40"])
-    changes = check_model_command._changes(tmp_path, args)
+    args = script.parser().parse_args([str(tmp_path), "--set", "hidden_size=64", "--seq-len", "40"])
+    changes = script._changes(tmp_path, args)
     assert changes["layer_types"] == ["sliding_attention", "full_attention"]
     assert (changes["num_hidden_layers"], changes["vocab_size"], changes["hidden_size"]) == (2, 512, 64)
     assert 20 < changes["sliding_window"] < 40

@@ -3,12 +3,14 @@
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from trainer.distributed.sharding.exchange import own_rows
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import intersection, size, union
-from trainer.distributed.sharding.rows import local_parts, plan_rows
+from trainer.distributed.sharding.rows import plan_rows
 from trainer.distributed.sharding.windows import (
     Window,
     WindowPlan,
@@ -115,23 +117,19 @@ def test_a_plan_of_rows_keeps_the_wanted_rows_and_knows_who_lacks_some(examples:
     @given(wishes(), st.booleans())
     def law(drawn: tuple, periodic: bool) -> None:
         layout, wanted = drawn
-        plan = plan_rows(layout.ranges, layout.length, wanted, periodic)
+        found, source = plan_rows(layout.ranges, layout.length, wanted, periodic)
         lacks = False
-        for own, before, after in zip(layout.ranges, wanted, plan.wanted, strict=True):
+        for own, before, after in zip(layout.ranges, wanted, found, strict=True):
             asked = [row % layout.length if periodic else row for part in before for row in range(*part)]
             assert [row for part in after for row in range(*part)] == asked
             owned = {row for part in own for row in range(*part)}
             lacks |= any(0 <= row < layout.length and row not in owned for row in asked)
             if not any(0 <= row < layout.length and row not in owned for row in asked):
                 places = {row: place for place, row in enumerate(sorted(owned))}
-                taken = [
-                    place
-                    for (start, stop), zeros in local_parts(own, after)
-                    for place in ([None] * zeros or range(start, stop))
-                ]
-                assert taken == [places.get(row) for row in asked]
-        assert (plan.source == "ranks") == lacks
-        assert plan.source != "own" or plan.wanted == layout.ranges
+                taken = own_rows(torch.arange(1, len(owned) + 1), own, after, dim=0) - 1
+                assert taken.tolist() == [places.get(row, -1) for row in asked]
+        assert (source == "ranks") == lacks
+        assert source != "own" or found == layout.ranges
 
     law()
 

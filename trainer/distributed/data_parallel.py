@@ -70,16 +70,6 @@ class InnerUnits:
     reduce_group: dist.ProcessGroup | None = None
     """See `apply_data_parallel`."""
 
-    def in_order(self, units: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return all units, each outer one before its inner one."""
-        return [module for unit in units for module in (unit, self.of_unit.get(unit)) if module is not None]
-
-    def ahead(self, options: DataParallelOptions) -> DataParallelOptions:
-        """Return the options for all units. Each gathers the next one at least: a host that waits for the routing of
-        tokens is not ahead of the device."""
-        forward = max(2 * options.forward_prefetch, 1)
-        return replace(options, forward_prefetch=forward, backward_prefetch=2 * options.backward_prefetch)
-
 
 def apply_data_parallel(
     model: nn.Module,
@@ -120,8 +110,11 @@ def apply_data_parallel(
         fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
     in_order = [*reshard]
-    if inner is not None:
-        in_order, options = inner.in_order(in_order), inner.ahead(options)
+    if inner is not None:  # each outer unit before its inner one
+        in_order = [module for unit in reshard for module in (unit, inner.of_unit.get(unit)) if module is not None]
+        # Each gathers the next one at least: a host that waits for the routing of tokens is not ahead of the device.
+        ahead, behind = max(2 * options.forward_prefetch, 1), 2 * options.backward_prefetch
+        options = replace(options, forward_prefetch=ahead, backward_prefetch=behind)
     _prefetch(in_order, options, last_is_apart=last is not None)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from trainer.distributed.data_parallel import REDUCE_SCATTER, InnerUnits
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.sharding.alignment import aligned
 from trainer.distributed.sharding.exchange import all_gather, all_to_all
 from trainer.distributed.sharding.forward import replace_forward
+from trainer.distributed.sharding.ranges import aligned
 from trainer.distributed.tensor_parallel import shard_rows
 
 Tensors = Sequence[torch.Tensor]

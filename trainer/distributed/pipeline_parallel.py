@@ -149,7 +149,8 @@ class Pipeline:
                 f"parallelism.pipeline_parallel_schedule = {self.plan.schedule!r} needs PyTorch 2.12 or newer on CPUs; "
                 f"this is {torch.__version__}, whose ranks send themselves a message; use 'Interleaved1F1B'"
             )
-        settings = {"loss_fn": self._micro_batch_loss, "scale_grads": False}
+        settings = {"loss_fn": lambda hidden, labels: self._loss(self.model_parts[-1], hidden, labels)}
+        settings["scale_grads"] = False
         if self.plan.csv is not None:
             schedule = torch_schedules._PipelineScheduleRuntime(stages, self.plan.micro_batches, **settings)
             try:
@@ -164,6 +165,3 @@ class Pipeline:
         kind = torch_schedules.get_schedule_class(self.plan.schedule)
         single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
         return kind(stages[0] if single else stages, self.plan.micro_batches, **settings)
-
-    def _micro_batch_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self._loss(self.model_parts[-1], hidden, labels)

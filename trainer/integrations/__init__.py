@@ -7,6 +7,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "calls": "register_transformers_attention",
         "interception": "intercept_sdpa",
-        "verification": "check_model",
     },
 )

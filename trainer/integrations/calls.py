@@ -119,7 +119,10 @@ def _transformers_attention(
     """Attend by transformers' interface: query (B, H, S, D), unrepeated key and value, sinks -> (B, S, H, D)."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window, hides_from = others.get("sliding_window") or 0, 0
-    if _is_note(attention_mask):
+    # A note of `_transformers_mask` is an expanded tensor on the CPU, so that it has no memory, can be read without
+    # waiting for a GPU, and remains what it is when it is detached or sliced.
+    mask = attention_mask
+    if mask is not None and mask.dtype == torch.int32 and mask.device.type == "cpu" and not any(mask.stride()):
         noted = int(attention_mask[0, 0, 0, 0])
         attention_mask = None
         window, hides_from = (noted, 0) if noted > 0 else (window, -noted)
@@ -151,6 +154,8 @@ def _transformers_mask(
 ) -> torch.Tensor | None:
     """Return None if the mask is causal or full, and a note for `_transformers_attention` if it hides distant tokens.
 
+    A note is the size of a window, or minus that of another form.
+
     The window of some models is in their mask only (Qwen2-MoE, Phimoe), whose length here is that of a rank's part. Any
     other mask is returned as one that attention refuses.
     """
@@ -169,12 +174,3 @@ def _is_window(mask_function: Callable[..., torch.Tensor], size: int) -> bool:
     zero = torch.zeros_like(query)
     seen = [mask_function(zero, zero, query, query + offset) for offset in (-size, 1 - size, 0, 1)]
     return torch.stack(seen).tolist() == [[False] * 4, [True] * 4, [True] * 4, [False] * 4]
-
-
-def _is_note(mask: torch.Tensor | None) -> bool:
-    """Return whether a mask is a note of `_transformers_mask`: the size of a window, or minus that of another form.
-
-    A note is an expanded tensor on the CPU, so that it has no memory, can be read without waiting for a GPU, and
-    remains what it is when it is detached or sliced.
-    """
-    return mask is not None and mask.dtype == torch.int32 and mask.device.type == "cpu" and not any(mask.stride())

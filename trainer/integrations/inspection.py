@@ -46,18 +46,12 @@ class Allowed:
         self._entries = tuple(entries)
         self._used: set[type | str] = set()
 
-    def has(self, module: nn.Module, name: str) -> bool:
-        """Return whether a module of this dotted name is allowed."""
-        names = {name, *(cls.__name__ for cls in type(module).__mro__)}
+    def has(self, module: nn.Module | None, name: str) -> bool:
+        """Return whether a module of this dotted name, or (without a module) a kind of layers, is allowed."""
+        names = {name, *(cls.__name__ for cls in type(module).__mro__ if module is not None)}
         found = [x for x in self._entries if (isinstance(module, x) if isinstance(x, type) else x in names)]
         self._used.update(found)
         return bool(found)
-
-    def has_kind(self, kind: str) -> bool:
-        """Return whether a kind of layers is allowed."""
-        if kind in self._entries:
-            self._used.add(kind)
-        return kind in self._entries
 
     @property
     def unused(self) -> list[str]:
@@ -180,7 +174,7 @@ def _refusal_of_configuration(model: nn.Module, seq_len: int, allowed: Allowed) 
             'use "sdpa", or `register_transformers_attention()` and model.set_attn_implementation("context_parallel")'
         )
     for kind in layer_kinds(config):
-        if kind not in _ATTENTION_KINDS | _TOKENWISE_KINDS and not allowed.has_kind(kind):
+        if kind not in _ATTENTION_KINDS | _TOKENWISE_KINDS and not allowed.has(None, kind):
             return (
                 f"{name} has layers of kind {kind!r}, which is no attention that can be context parallel; use a model "
                 f"without, or, {_ALLOW}"

@@ -125,7 +125,7 @@ class Interception(TorchFunctionMode):
         if func is is_intercepted:
             return True
         if func is F.embedding:
-            self._watch.on_embedding(args[0])
+            self._watch.see(args[0])
         if func in _SHIFTS:
             shifted = func(*args, **kwargs)
             self._watch.on_shift(func.__name__, args[0], shifted, args[1:], kwargs)

@@ -86,14 +86,9 @@ class ModelWatch:
     # ---- for the interception
 
     def see(self, *values: object) -> None:
-        """Check values that may be positions."""
-        for x in values:
+        """Check values that may be positions, such as the indices of a table that is not one of tokens."""
+        for x in values if not self._inside["tokens"] else ():
             self.has_news |= self.positions.see(x)
-
-    def on_embedding(self, indices: object) -> None:
-        """Check the indices of a table, which may be positions."""
-        if not self._inside["tokens"]:
-            self.see(indices)
 
     def on_shift(self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check a call such as F.pad or torch.cumsum, which mixes tokens if it works along them.
@@ -170,7 +165,7 @@ class ModelWatch:
                 "itself; give the model that it belongs to as `intercept_sdpa(model)`"
             )
         if by_length or _POSITIONS.search(type(module).__name__):
-            self._before(module, self._see_positions)
+            self._before(module, lambda module, args, kwargs: self.see(*args, *kwargs.values()))
         if by_length:
             self._before(module, partial(lengthened, self._live.mesh))
             self._after(module, shortened)
@@ -183,9 +178,6 @@ class ModelWatch:
 
         self._before(module, partial(add, 1))
         self._after(module, partial(add, -1))
-
-    def _see_positions(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.see(*args, *kwargs.values())
 
     def _after_root(self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         if is_model(root):

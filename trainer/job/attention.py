@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
@@ -11,10 +10,8 @@ from trainer.distributed.context_parallel.planning.auto import choose
 from trainer.distributed.context_parallel.planning.capabilities import (
     FLASH_KERNELS,
     FLASH_PACKAGES,
-    RAGGED_CUDNN,
     able_kernels,
     auto_kernel,
-    has_ragged_cudnn,
 )
 from trainer.distributed.context_parallel.planning.cost import AttentionShape
 from trainer.distributed.context_parallel.planning.heads import HeadShare, check_heads
@@ -98,11 +95,6 @@ def kernel_of(config: JobConfig, model: ModelArgs, device_type: str, options: Co
     kind = device_type, training.compute_dtype(device_type), model.head_dim
     with options_as_keys():
         able = able_kernels(options.kernel, *kind, bands=windows, deterministic=training.deterministic)
-    if options.kernel == "cudnn_varlen" and not has_ragged_cudnn():
-        raise ConfigError(
-            f"parallelism.context_parallel_kernel = 'cudnn_varlen' needs torch {'.'.join(map(str, RAGGED_CUDNN))}: in "
-            f"torch {version('torch')} its backward writes outside its memory; use 'varlen'"
-        )
     if options.kernel != "auto":
         return options.kernel
     documents = config.masks_documents

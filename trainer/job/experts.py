@@ -4,7 +4,7 @@ import math
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.distributed.sharding.alignment import aligned
+from trainer.distributed.sharding.ranges import aligned
 from trainer.families.args import ExpertArgs, ModelArgs, experts_of
 from trainer.job.degrees import Degrees
 

@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "attention": "ContextParallelAttention context_parallel_attention",
-        "context": "context_parallel",
+        "context": "Region context_parallel region replicate shard unshard",
         "convolution": "ContextParallelConvolution context_parallel_convolution",
         "planning.balance": "LOAD_BALANCERS balanced build_layout",
         "planning.mask": "Band Mask by_sequence causal documents documents_of full sliding_window",
@@ -14,6 +14,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "planning.methods": "METHODS make_plan",
         "planning.plan": "RankPlan",
         "planning.cost": "AttentionShape attention_cost",
-        "regions": "Region region replicate shard unshard",
     },
 )

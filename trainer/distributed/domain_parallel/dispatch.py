@@ -151,13 +151,9 @@ DomainTensor.__hash__ = object.__hash__  # __eq__ compares elements
 pytree.register_pytree_node(
     DomainTensor,
     lambda x: ([x.local], (x.domain, x.base)),
-    lambda leaves, context: _refilled(*leaves, *context),
+    lambda leaves, context: DomainTensor(*leaves, *context) if isinstance(leaves[0], torch.Tensor) else leaves[0],
     serialized_type_name="trainer.distributed.domain_parallel.DomainTensor",
 )
-
-
-def _refilled(local: Any, *context: Any) -> Any:
-    return DomainTensor(local, *context) if isinstance(local, torch.Tensor) else local
 
 
 def _in_autograd_function() -> bool:

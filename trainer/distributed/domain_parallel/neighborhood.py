@@ -114,11 +114,6 @@ class Tiles(NamedTuple):
     keys: tuple[tuple[int, ...], ...]
     windows: tuple[Range, ...]
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every query sees all keys of its tile."""
-        return all(window == (0, len(self.keys[0])) for window in self.windows)
-
 
 @planned
 def _tiles(queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int) -> tuple[Tiles, ...]:
@@ -236,7 +231,13 @@ def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, 
     hoods, most = tuple([hood for *_, hood in axes]), _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
     rows = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
     tiles = [_tiles(*axis, tile) for axis, tile in zip(axes, rows, strict=True)]
-    parts = [[_Part.of(each, q.device) for each in of_axis] for of_axis in tiles]
+    parts = [
+        [
+            _Part(each, *(to_device(torch.tensor(table), q.device) for table in (each.queries, each.keys)))
+            for each in axis
+        ]
+        for axis in tiles
+    ]
     out = _attend(q, k, v, parts, (), scale)
     for dim, of_axis in enumerate(tiles, 1):
         place = torch.tensor([row for each in of_axis for tile in each.queries for row in tile])
@@ -281,10 +282,6 @@ class _Part(NamedTuple):
     queries: torch.Tensor
     keys: torch.Tensor
 
-    @classmethod
-    def of(cls, tiles: Tiles, device: torch.device) -> "_Part":
-        return cls(tiles, *(to_device(torch.tensor(table), device) for table in (tiles.queries, tiles.keys)))
-
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[_Part, ...], scale: float | None
@@ -327,7 +324,7 @@ def _cut(x: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _mask(tiles: tuple[Tiles, ...], groups: int, device: torch.device) -> torch.Tensor | None:
     """Return which query of a tile sees which key, (groups * queries, keys), or None if each sees all."""
-    if all(each.is_full for each in tiles):
+    if all(window == (0, len(each.keys[0])) for each in tiles for window in each.windows):
         return None
     mask = torch.ones(1, 1, dtype=torch.bool, device=device)
     for each in tiles:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule, wrapped
@@ -218,15 +217,8 @@ def moments(
 
 def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return the x of all ranks of an axis, small and of one shape: (ranks, *x.shape); a collective, differentiable."""
-    return with_adjoint(x, partial(_all_of, axis=axis), partial(_own_of, axis=axis))
-
-
-def _all_of(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return all_gather(x.contiguous(), axis.group)
-
-
-def _own_of(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return summed(gradient, axis.group)[axis.rank]
+    group, rank = axis.group, axis.rank
+    return with_adjoint(x, lambda x: all_gather(x.contiguous(), group), lambda x: summed(x, group)[rank])
 
 
 class _Moments(torch.autograd.Function):
@@ -258,7 +250,13 @@ class _Max(torch.autograd.Function):
         filled = 0 not in [x.shape[dim] for dim in dims]
         top = x.amax(dims, keepdim=True) if filled else x.new_full(shape, lowest)
         for group in groups:
-            top = _largest(top, group)
+            if not x.is_floating_point():
+                all_reduce(top, group, "max")
+                continue
+            # A NaN on any rank is the result; back ends may lose it.
+            both = torch.stack([top.nan_to_num(-torch.inf, torch.inf, -torch.inf), top.isnan().to(top.dtype)])
+            top, is_nan = all_reduce(both, group, "max")
+            top = top.masked_fill(is_nan > 0, torch.nan)
         ctx.save_for_backward(x, top)
         return top
 
@@ -272,12 +270,3 @@ class _Max(torch.autograd.Function):
             all_reduce(ties, group)
             gradient = summed(gradient, group)
         return equal * (gradient / ties), None, None
-
-
-def _largest(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the maximum over the ranks, which is NaN if it is on any of them; backends may lose it."""
-    if not x.is_floating_point():
-        return all_reduce(x, group, "max")
-    both = torch.stack([x.nan_to_num(-torch.inf, torch.inf, -torch.inf), x.isnan().to(x.dtype)])
-    top, is_nan = all_reduce(both, group, "max")
-    return top.masked_fill(is_nan > 0, torch.nan)

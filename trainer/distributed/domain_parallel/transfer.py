@@ -12,7 +12,7 @@ import torch
 from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.domain import Axis, Domain
 from trainer.distributed.sharding.exchange import all_to_all
-from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.placement import unshard, with_adjoint
 from trainer.distributed.sharding.rows import fetch
 
@@ -117,7 +117,8 @@ def scatter(
             if all(mine[number + 1 :]):  # the others' turn comes with the next axis
                 if x is None:
                     x = torch.empty([*rows[:dim], 0, *rows[dim + 1 :]], dtype=dtype, device=device)
-                x = fetch(x, _all_on(axis, owners[dim]), axis.layout.ranges, dim)
+                on_owner = sized([axis.layout.length * (rank == owners[dim]) for rank in range(axis.degree)])
+                x = fetch(x, Axis(on_owner, axis.group), axis.layout.ranges, dim)
             rows[dim] = axis.rows
     return x.contiguous()
 
@@ -138,9 +139,3 @@ def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     return part(0, ())
-
-
-def _all_on(axis: Axis, rank: int) -> Axis:
-    whole = ((0, axis.layout.length),) if axis.layout.length else ()
-    ranges = tuple(whole if r == rank else () for r in range(axis.degree))
-    return Axis(AxisLayout("one rank", axis.layout.length, ranges), axis.group)

@@ -56,10 +56,8 @@ def results(function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ..
     if torch.compiler.is_compiling():
         return None
 
-    def described(x: Any) -> Any:
-        return (tuple(x.shape), x.dtype) if isinstance(x, kinds) else x
-
-    key = function, repr(mapped(described, (args, kwargs)))  # 0 and False differ in it, and lists have no hash
+    described = mapped(lambda x: (tuple(x.shape), x.dtype) if isinstance(x, kinds) else x, (args, kwargs))
+    key = function, repr(described)  # 0 and False differ in it, and lists have no hash
     if key not in _CACHE:
         if len(_CACHE) >= 4096:
             _CACHE.clear()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor, refuse_unless, rule, wrapped
 from trainer.distributed.domain_parallel.reductions import wide
-from trainer.distributed.sharding.layout import AxisLayout
+from trainer.distributed.sharding.layout import AxisLayout, sized
 from trainer.distributed.sharding.ranges import Range
 from trainer.distributed.sharding.rows import connected, fetch
 from trainer.distributed.sharding.tensors import planned, to_device
@@ -55,7 +55,7 @@ def _slide(
             shape[dim] = way
             continue
         axis = x.domain.axes.get(dim)
-        plan = way(_whole_axis(shape[dim]) if axis is None else axis.layout)
+        plan = way(sized([shape[dim]]) if axis is None else axis.layout)
         local, layouts[dim] = fetch(local, axis, plan.wanted, dim, periodic=periodic), plan.layout
         tiles[dim] = plan.tiles[0 if axis is None else axis.rank]
         shape[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles[dim])
@@ -79,11 +79,6 @@ def _tile_by_tile(x: torch.Tensor, tiles: list, function: Callable, chosen: dict
         results.append(_tile_by_tile(part, others, function, chosen | {dim: tile}))
         place += rows
     return results[0] if len(results) == 1 else torch.cat(results, dim)
-
-
-def _whole_axis(length: int) -> AxisLayout:
-    """Return the layout of a dimension that one rank has."""
-    return AxisLayout("whole", length, (((0, length),) if length else (),))
 
 
 def _numbers(name: str) -> list[str]:
@@ -111,6 +106,20 @@ def per_axis(value: int | str | Sequence, dims: Sequence[int]) -> tuple:
     return values
 
 
+def _windows(
+    function, x, kernel_size, stride, padding, dilation=1, output_padding=0, *, ceil: bool = False
+) -> dict[int, Window]:
+    """Return the window of each spatial dimension; `same` pads the odd row behind, as PyTorch does."""
+    dims = _spatial_dims(function, x, int(function.__name__[-2]))
+    options = (per_axis(option, dims) for option in (kernel_size, stride, padding, dilation, output_padding))
+    windows = {}
+    for dim, kernel, step, pad, gap, extra in zip(dims, *options, strict=True):
+        reach = gap * (kernel - 1) * (pad == "same")
+        before, after = (reach // 2, reach - reach // 2) if isinstance(pad, str) else (pad, pad)
+        windows[dim] = Window(kernel, step, before, after, gap, extra, ceil)
+    return windows
+
+
 # ---- convolutions
 
 
@@ -122,27 +131,18 @@ def conv(
 
     weight: (C_out, C / groups, *kernel), whole on every rank. periodic: the padding is rows of the other end.
     """
-    dims = _spatial_dims(function, x, weight.ndim - 2)
-    steps, pads, gaps = (per_axis(option, dims) for option in (stride, padding, dilation))
-    options = zip(dims, weight.shape[2:], steps, pads, gaps, strict=True)
-    windows = {d: Window(k, step, *_padding(pad, gap * (k - 1)), gap) for d, k, step, pad, gap in options}
+    windows = _windows(function, x, weight.shape[2:], stride, padding, dilation)
     ways: dict[int, Way] = {d: partial(window_plan, window=w) for d, w in windows.items()}
-    around = dict.fromkeys(dims, 0)
+    around = dict.fromkeys(windows, 0)
     for dim, window in windows.items():
         if dim not in x.domain.axes and window.before == window.after and not periodic:
             ways[dim], around[dim] = outputs_of(x.shape[dim], window), window.before
+    steps, gaps = zip(*((w.stride, w.dilation) for w in windows.values()), strict=True)
 
     def compute(part: torch.Tensor, _: Tiles) -> torch.Tensor:
         return function(part, weight, bias, steps, tuple(around.values()), gaps, groups)
 
     return _slide(x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic)
-
-
-def _padding(value: int | str, reach: int) -> tuple[int, int]:
-    """Return the rows before and after; `same` pads the odd row behind, as PyTorch does."""
-    if isinstance(value, str):
-        return (reach // 2, reach - reach // 2) if value == "same" else (0, 0)
-    return value, value
 
 
 @rule(*_numbers("conv_transpose"), first_only=True)
@@ -153,10 +153,8 @@ def conv_transpose(
 
     weight: (C, C_out / groups, *kernel), whole on every rank.
     """
-    dims = _spatial_dims(function, x, weight.ndim - 2)
-    steps, gaps, pads, extras = (per_axis(option, dims) for option in (stride, dilation, padding, output_padding))
-    options = zip(dims, weight.shape[2:], steps, pads, gaps, extras, strict=True)
-    windows = {d: Window(k, step, pad, pad, gap, extra) for d, k, step, pad, gap, extra in options}
+    windows = _windows(function, x, weight.shape[2:], stride, padding, dilation, output_padding)
+    steps, gaps = zip(*((w.stride, w.dilation) for w in windows.values()), strict=True)
     ways: dict[int, Way] = {
         d: partial(transposed_plan, window=w) if d in x.domain.axes else transposed_outputs(x.shape[d], w)
         for d, w in windows.items()
@@ -188,7 +186,7 @@ def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
 def max_pool(
     function, x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
 ) -> DomainTensor:
-    windows = _windows(function, x, kernel_size, stride, padding, dilation, ceil_mode)
+    windows = _windows(function, x, kernel_size, stride or kernel_size, padding, dilation, ceil=ceil_mode)
     axes = x.domain.axes
     ways: dict[int, Way] = {
         d: partial(window_plan, window=w, within=True) if d in axes else outputs_of(x.shape[d], w)
@@ -199,7 +197,9 @@ def max_pool(
 
     def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         for dim, tile in tiles.items():
-            before, after = _outside(tile, windows[dim])
+            (first, stop), window = tile.outputs, windows[dim]
+            before = tile.inputs[0] - (first * window.stride - window.before)
+            after = (stop - 1) * window.stride - window.before + window.reach + 1 - tile.inputs[1]
             if before or after:  # PyTorch's padding is no element, which minus infinity is too
                 part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf)
         return function(part, kernels, steps, native, gaps, ceil_mode)
@@ -218,8 +218,7 @@ def avg_pool(
     count_include_pad=True,
     divisor_override=None,
 ) -> DomainTensor:
-    windows = _windows(function, x, kernel_size, stride, padding, 1, ceil_mode)
-
+    windows = _windows(function, x, kernel_size, stride or kernel_size, padding, ceil=ceil_mode)
     kernels, steps = zip(*((w.kernel, w.stride) for w in windows.values()), strict=True)
 
     def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
@@ -231,8 +230,9 @@ def avg_pool(
         if divisor_override is not None:
             return (total / divisor_override).to(part.dtype)
         for dim, tile in tiles.items():
-            margin = windows[dim].before * count_include_pad
-            counts = _counts(tile.outputs, windows[dim], x.shape[dim] + margin, margin)
+            window, margin = windows[dim], windows[dim].before * count_include_pad
+            starts = (output * window.stride - window.before for output in range(*tile.outputs))
+            counts = [min(each + window.kernel, x.shape[dim] + margin) - max(each, -margin) for each in starts]
             counts = to_device(torch.tensor(counts, dtype=total.dtype), total.device)
             total = total / counts.view(-1, *[1] * (total.ndim - 1 - dim))
         return total.to(part.dtype)
@@ -262,28 +262,6 @@ def _on_samples(function: Callable, x: DomainTensor, *options: object) -> Domain
         return wrapped(function(x.local, *options), x.domain)
     shape = function(torch.empty(x.shape, device="meta"), *options).shape
     return wrapped(connected(x.local.new_zeros(x.domain.local_shape(shape)), x.local), x.domain)
-
-
-def _windows(function, x, kernel_size, stride, padding, dilation, ceil_mode) -> dict[int, Window]:
-    dims = _spatial_dims(function, x, int(function.__name__[-2]))
-    options = (per_axis(option, dims) for option in (kernel_size, stride or kernel_size, padding, dilation))
-    return {
-        dim: Window(kernel, step, pad, pad, gap, ceil=ceil_mode)
-        for dim, kernel, step, pad, gap in zip(dims, *options, strict=True)
-    }
-
-
-def _outside(tile: Tile, window: Window) -> tuple[int, int]:
-    """Return how many rows before and after the rows of a tile its windows read, which are not in the axis."""
-    first = tile.outputs[0] * window.stride - window.before
-    last = (tile.outputs[1] - 1) * window.stride - window.before + window.reach + 1
-    return tile.inputs[0] - first, last - tile.inputs[1]
-
-
-def _counts(outputs: tuple[int, int], window: Window, end: int, margin: int) -> list[int]:
-    """Return how many rows of [-margin, end) each window covers."""
-    starts = (output * window.stride - window.before for output in range(*outputs))
-    return [min(start + window.kernel, end) - max(start, -margin) for start in starts]
 
 
 # ---- interpolation and padding

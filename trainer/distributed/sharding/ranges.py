@@ -15,6 +15,11 @@ def size(ranges: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
+def aligned(length: int) -> int:
+    """Return the bytes that a tensor takes in a row of an all-to-all of tensors of several types."""
+    return -(-length // 16) * 16
+
+
 def union(ranges: Iterable[Range]) -> Ranges:
     """Return all numbers of some ranges, which may overlap, be empty, and come in any order."""
     joined: list[Range] = []

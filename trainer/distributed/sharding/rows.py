@@ -1,14 +1,13 @@
 """A sharded axis, and rows that a rank wants of it: from other ranks only if some rank lacks them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.sharding.exchange import exchange
+from trainer.distributed.sharding.exchange import exchange, own_rows
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, difference, intersection, union
+from trainer.distributed.sharding.ranges import Range, Ranges, difference, intersection, union
 from trainer.distributed.sharding.tensors import planned
 
 Wanted = tuple[tuple[Range, ...], ...]
@@ -43,28 +42,21 @@ class Axis:
         return self.layout.local_length(self.rank)
 
 
-@dataclass(frozen=True)
-class RowPlan:
-    """Rows wanted of an axis. source: `own` (each rank has exactly its own), `local` (no rank wants others'), `ranks`.
-
-    It is decided from the wishes of all ranks, so that either all of them communicate or none does.
-    """
-
-    wanted: Wanted
-    source: str
-
-
 @planned
-def plan_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> RowPlan:
-    """Return the plan; owned: by each rank. periodic: rows beyond the ends are those at the other end, else zeros."""
+def plan_rows(owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool) -> tuple[Wanted, str]:
+    """Return the rows wanted, and their source: `own` (each rank has exactly its own), `local` (no rank wants others'),
+    or `ranks`. The wishes of all ranks decide it, so that either all of them communicate or none does.
+
+    owned: by each rank. periodic: rows beyond the ends are those at the other end, else zeros.
+    """
     if periodic:
         wanted = tuple(tuple(p for part in parts for p in wrapped(part, length)) for parts in wanted)
     wanted = tuple(tuple(part for part in parts if part[0] < part[1]) for parts in wanted)
     if wanted == owned:
-        return RowPlan(wanted, "own")
+        return wanted, "own"
     whole = ((0, length),)
     foreign = (difference(intersection(union(parts), whole), own) for parts, own in zip(wanted, owned, strict=True))
-    return RowPlan(wanted, "ranks" if any(foreign) else "local")
+    return wanted, "ranks" if any(foreign) else "local"
 
 
 def wrapped(part: Range, length: int) -> list[Range]:
@@ -90,42 +82,12 @@ def fetch(x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, perio
     """
     owned: tuple[Ranges, ...] = (((0, x.shape[dim]),),) if axis is None else axis.layout.ranges
     length, rank = (x.shape[dim], 0) if axis is None else (axis.layout.length, axis.rank)
-    plan = plan_rows(owned, length, wanted, periodic)
-    if plan.source == "own":
+    wanted, source = plan_rows(owned, length, wanted, periodic)
+    if source == "own":
         return x
-    if plan.source == "local":
-        return local_rows(x, owned[rank], plan.wanted[rank], dim)
-    return exchange(x, axis.layout, plan.wanted, dim=dim, group=axis.group)
-
-
-def local_rows(x: torch.Tensor, owned: Sequence[Range], wanted: Sequence[Range], dim: int) -> torch.Tensor:
-    """Return wanted rows of x, which has the rows `owned`; others are zeros."""
-    parts = local_parts(tuple(owned), tuple(wanted))
-    if len(parts) == 1 and parts[0][1] == 0:
-        start, stop = parts[0][0]
-        return x.narrow(dim, start, stop - start)
-    shape = list(x.shape)
-    pieces = [] if any(not zeros for _, zeros in parts) else [x.narrow(dim, 0, 0)]  # the result depends on x
-    for (start, stop), zeros in parts:
-        shape[dim] = zeros
-        pieces.append(x.new_zeros(shape) if zeros else x.narrow(dim, start, stop - start))
-    return torch.cat(pieces, dim)
-
-
-@planned
-def local_parts(owned: tuple[Range, ...], wanted: tuple[Range, ...]) -> tuple[tuple[Range, int], ...]:
-    """Return wanted rows in order: (place in the shard, 0), or ((0, 0), number of zeros)."""
-    places, parts = Offsets(owned), []
-    for start, stop in wanted:
-        here = start
-        for first, last in intersection(union([(start, stop)]), owned):
-            if first > here:
-                parts.append(((0, 0), first - here))
-            parts.append(((places(first), places(first) + last - first), 0))
-            here = last
-        if stop > here:
-            parts.append(((0, 0), stop - here))
-    return tuple(parts)
+    if source == "local":
+        return own_rows(x, owned[rank], wanted[rank], dim=dim)
+    return exchange(x, axis.layout, wanted, dim=dim, group=axis.group)
 
 
 def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.distributed.sharding.alignment import aligned
 from trainer.distributed.sharding.layout import AxisLayout
-from trainer.distributed.sharding.ranges import Offsets
+from trainer.distributed.sharding.ranges import Offsets, aligned
 
 Tensors = list[torch.Tensor]
 

@@ -111,9 +111,8 @@ class HeadExchange:
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
         returning: list[Pending] = []
         kept: Tensors = []
-        for share, arrived in self._arriving([q], keys, passes, kind="qkv"):
-            inputs = arrived.rows()
-            of_heads = arrived.bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
+        for share, bundle, inputs in self._arriving([q], keys, passes, kind="qkv"):
+            of_heads = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
             kept += inputs if keep else []
             del inputs
             results = self.inner.forward(*of_heads, scale, self._own(sinks, share))  # (B, h, R, D), (B, h, R)
@@ -163,8 +162,8 @@ class HeadExchange:
         """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
         q, k, v, out, lse = (fold_batch(x, self.plan) for x in given[1:])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
-        for share, arrived in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
-            all_q, all_dout, all_out, all_lse, *all_kv = arrived.tensors()
+        for share, bundle, rows in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
+            all_q, all_dout, all_out, all_lse, *all_kv = bundle.tensors(rows)
             yield share, BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)  # (B, h, R, ...), keys (B, k, R, D)
 
     def _kept(self, given: Kept, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
@@ -174,18 +173,15 @@ class HeadExchange:
         like_q, like_k = (dout.new_empty(width, n, 0, d) for n in (heads // self.plan.head_degree, share.stop))
         like_lse = like_q.new_empty(like_q.shape[:3], dtype=torch.promote_types(dout.dtype, torch.float32))
         layouts = self.plan.head_group_layouts
-        of_inputs, of_results = (
-            PackedRows.of([like_q], [like_k] * 2, layouts),
-            PackedRows.of([like_q, like_lse], [], layouts),
-        )
-        ((_, arrived),) = self._arriving([dout], [], passes, kind="dout")
-        (all_dout,) = arrived.tensors()
+        of_inputs = PackedRows.of([like_q], [like_k] * 2, layouts)
+        of_results = PackedRows.of([like_q, like_lse], [], layouts)
+        ((_, bundle, rows),) = self._arriving([dout], [], passes, kind="dout")
+        (all_dout,) = bundle.tensors(rows)
         all_q, *all_kv = of_inputs.tensors([given.inputs.view(-1, of_inputs.blocks[0].width)])
         all_out, all_lse = of_results.tensors([given.results.view(-1, of_results.blocks[0].width)])
         yield share, BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)
 
     def _own(self, sinks: torch.Tensor | None, share: HeadShare) -> torch.Tensor | None:
-        """Return the sinks of this rank's query heads."""
         return None if sinks is None else sinks[share.queries(self.group.rank())]
 
     def _passes(self, q: torch.Tensor, kv_heads: int) -> list[HeadShare]:
@@ -193,16 +189,23 @@ class HeadExchange:
 
     def _arriving(
         self, queries: Tensors, keys: Tensors, passes: list[HeadShare], *, kind: str
-    ) -> "Iterator[tuple[HeadShare, _Arriving]]":
-        """Yield all rows of this rank's heads, pass by pass; the next pass is sent meanwhile."""
+    ) -> Iterator[tuple[HeadShare, PackedRows, Tensors]]:
+        """Yield all rows of this rank's heads in the order of the sequence, pass by pass, as bytes.
+
+        The next pass is sent meanwhile.
+        """
         incoming = self._send_heads(queries, keys, passes[0], kind=kind)
         for share, following in with_next(passes):
-            arrived = incoming
-            if following is not None:
-                incoming = self._send_heads(queries, keys, following, kind=kind)
-            yield share, arrived
+            bundle, received, pending = incoming
+            incoming = None if following is None else self._send_heads(queries, keys, following, kind=kind)
+            pending.wait()
+            rows = [bundle.in_sequence(received)]
+            del received, pending  # where rows are copied into order, the message is free from here on
+            yield share, bundle, rows.pop()
 
-    def _send_heads(self, queries: Tensors, keys: Tensors, share: HeadShare, *, kind: str) -> "_Arriving":
+    def _send_heads(
+        self, queries: Tensors, keys: Tensors, share: HeadShare, *, kind: str
+    ) -> tuple[PackedRows, torch.Tensor, Pending]:
         """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads."""
         degree, here = self.plan.head_degree, self.group.rank()
         queries, keys = _by_rank(queries, keys, share, degree)
@@ -213,7 +216,7 @@ class HeadExchange:
             view.copy_(x)
         sizes = [bundle.size(rank) for rank in range(degree)]
         received, pending = all_to_all(wire.view(-1), [bundle.size(here)] * degree, sizes, self.group, kind=kind)
-        return _Arriving(bundle, received, pending)
+        return bundle, received, pending
 
     def _send_rows(
         self, bundle: PackedRows, rows: Tensors, into: tuple[Tensors, Tensors], share: HeadShare, *, kind: str
@@ -245,23 +248,4 @@ def _by_rank(queries: Tensors, keys: Tensors, share: HeadShare, degree: int) -> 
     def of(x: torch.Tensor, heads: slice) -> torch.Tensor:
         return x.unflatten(1, (degree, -1))[:, :, heads].movedim((1, 3), (0, 1))
 
-    return [of(x, share.own_queries) for x in queries], [of(x, share.own_keys) for x in keys]
-
-
-@dataclass
-class _Arriving:
-    """All rows of this rank's heads, while they are sent."""
-
-    bundle: PackedRows
-    received: torch.Tensor | None
-    pending: Pending
-
-    def rows(self) -> Tensors:
-        """Wait, and return all rows in the order of the sequence, as bytes."""
-        self.pending.wait()
-        received, self.received = self.received, None  # where rows are copied into order, it is free from here on
-        return self.bundle.in_sequence(received)
-
-    def tensors(self) -> Tensors:
-        """Wait, and return all rows of this rank's heads: (B, h, R, ...) for each tensor."""
-        return self.bundle.tensors(self.rows())
+    return [of(x, share.own_queries) for x in queries], [of(x, slice(share.start, share.stop)) for x in keys]

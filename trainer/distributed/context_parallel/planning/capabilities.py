@@ -1,7 +1,6 @@
 """What each kernel can do, and the kernel that `auto` takes. Torch-free, so that settings are checked without torch."""
 
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from trainer.distributed.sharding.errors import OptionError
 
@@ -52,9 +51,6 @@ CAPABILITIES: dict[str, Capabilities] = {
     "efficient": Capabilities("cuda", _HALVES | {"float32"}, bottom_right=True, masks=True),
     "cudnn": Capabilities("cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, deterministic=False),
     "varlen": Capabilities("cuda", _HALVES, max_head_dim=256, bottom_right=True, bands=True, many=True),
-    "cudnn_varlen": Capabilities(
-        "cuda", _HALVES, max_head_dim=128, head_dim_multiple=8, many=True, deterministic=False
-    ),
     "math": Capabilities(None, _HALVES | {"float32", "float64"}, bottom_right=True, bands=True),
 }
 """All kernels by name; each kernel's class refers to its entry."""
@@ -97,17 +93,6 @@ kind of call in the run, and its first versions lack windows and ragged batches 
 
 FLASH_KERNELS = ("cuda_flash", "varlen")
 """The kernels that call PyTorch's flash operators."""
-
-RAGGED_CUDNN = (2, 14)
-"""The first torch whose cuDNN attention has a backward of ragged batches: before, the operator took the size of a head
-for the longest length, and wrote outside its memory (pytorch/pytorch#186142)."""
-RAGGED_CUDNN_MAJORS = (9, 10)  # of the compute capability
-
-
-def has_ragged_cudnn() -> bool:
-    """Return whether the installed torch can run `cudnn_varlen`."""
-    return tuple(map(int, version("torch").split(".")[:2])) >= RAGGED_CUDNN
-
 
 _AUTO = ("cpu_flash", "cuda_flash", "efficient", "math")
 _MANY_CALLS = 4  # of a stage; with more calls, one launch saves more than the copy of its rows costs
@@ -165,8 +150,7 @@ def auto_kernel(
 
     calls: the most tiles of a stage; capability: of the GPU, such as (9, 0), None for a CPU; fixed: whether the mask is
     causal or full, with the same lengths in every step (cuDNN builds a plan for each new shape); newer_flash: whether
-    FlashAttention-3 or -4 computes `cuda_flash` and `varlen`. It never takes `cudnn_varlen`, whose gradients no GPU has
-    shown yet.
+    FlashAttention-3 or -4 computes `cuda_flash` and `varlen`.
     """
     if "varlen" in able and calls > _MANY_CALLS:
         return "varlen"

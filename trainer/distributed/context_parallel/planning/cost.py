@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from trainer.distributed.context_parallel.planning.heads import HeadShare, passes_of
 from trainer.distributed.context_parallel.planning.plan import RankPlan
-from trainer.distributed.sharding.alignment import aligned
+from trainer.distributed.sharding.ranges import aligned
 
 SHORT_SHARD = 1024
 """With fewer tokens a rank, tiles are too short to hide messages (about 800 for Llama 3 8B on NVLink).

@@ -34,11 +34,6 @@ class HeadShare:
         return [cls(per_rank, copies, group, *part) for part in passes_of(per_rank, heads_per_pass)]
 
     @property
-    def own_keys(self) -> slice:
-        """The key/value heads of this pass, among the replicated ones of any rank."""
-        return slice(self.start, self.stop)
-
-    @property
     def own_queries(self) -> slice:
         """The query heads of this pass, among those of any rank."""
         return slice(self.start * self.group, self.stop * self.group)

@@ -101,7 +101,7 @@ def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator
     for stage in stages:
         launches, touched_keys = [], ()
         parts = [part for tile in stage.tiles for part in split(tile, capabilities)]
-        for group in batch_calls(parts, capabilities) if capabilities.many else [(part,) for part in parts]:
+        for group in batch_calls(parts) if capabilities.many else [(part,) for part in parts]:
             calls = []
             for part in group:
                 fresh = (not intersection((x,), old) for x, old in ((part.q, touched), (part.kv, touched_keys)))
@@ -119,17 +119,15 @@ def fresh_rows(runs: Iterable[Run]) -> int:
 T = TypeVar("T", bound=Tile)
 
 
-def batch_calls(tiles: Iterable[T], capabilities: Capabilities) -> list[tuple[T, ...]]:
+def batch_calls(tiles: Iterable[T]) -> list[tuple[T, ...]]:
     """Return the tiles of each launch of a kernel that computes many tiles at once, by their queries.
 
-    A single query that sees all its keys is with the CAUSAL tiles, as the documents around a document of one token are,
-    if their diagonals end at the last key; a diagonal from the first key would hide the others.
+    A single query that sees all its keys is with the CAUSAL tiles, as the documents around a document of one token are.
     """
     groups: dict[tuple[Relation, int], list[T]] = {}
     for tile in tiles:
         single = tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1
-        joins = single and (capabilities.bottom_right or not _extra_keys(tile))
-        groups.setdefault((Relation.CAUSAL, 0) if joins else _kind(tile), []).append(tile)
+        groups.setdefault((Relation.CAUSAL, 0) if single else _kind(tile), []).append(tile)
     return [tuple(sorted(group, key=lambda tile: (tile.q, tile.kv))) for group in groups.values()]
 
 

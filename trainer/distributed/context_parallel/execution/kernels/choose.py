@@ -7,18 +7,12 @@ import torch
 
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.kernels.cpu import CpuFlash, Math
-from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, CudnnVarlen, Efficient, Varlen
+from trainer.distributed.context_parallel.execution.kernels.cuda import CudaFlash, Cudnn, Efficient, Varlen
 from trainer.distributed.context_parallel.execution.kernels.flash import gpu_capability, newer_flash
-from trainer.distributed.context_parallel.planning.capabilities import (
-    RAGGED_CUDNN_MAJORS,
-    able_kernels,
-    auto_kernel,
-    kernel_words,
-)
-from trainer.distributed.sharding.errors import OptionError
+from trainer.distributed.context_parallel.planning.capabilities import able_kernels, auto_kernel, kernel_words
 
 logger = logging.getLogger("trainer")
-CUDA_KERNELS: tuple[Kernel, ...] = (CudaFlash(), Efficient(), Cudnn(), Varlen(), CudnnVarlen())
+CUDA_KERNELS: tuple[Kernel, ...] = (CudaFlash(), Efficient(), Cudnn(), Varlen())
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuFlash(), *CUDA_KERNELS, Math())}
 
 
@@ -48,11 +42,6 @@ def choose_kernel(
     chosen = auto_kernel(able, calls, capability=capability, fixed=fixed, newer_flash=package is not None)
     chosen = chosen if name == "auto" else name
     if capability is not None:
-        if chosen == "cudnn_varlen" and capability[0] not in RAGGED_CUDNN_MAJORS:
-            raise OptionError(
-                f"kernel = {chosen!r} needs a GPU of compute capability 9.x or 10.x, and "
-                f"this one has {capability[0]}.{capability[1]}; use 'varlen'"
-            )
         _log_once(kernel_words(chosen, capability, package, deterministic=deterministic))
     return KERNELS[chosen]
 

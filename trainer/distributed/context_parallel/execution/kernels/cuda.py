@@ -148,7 +148,10 @@ class Varlen(_Aten):
         """Return output and lse of a launch; their rows are those of its calls, one after another."""
         batch, size = q.shape[0], q.shape[3]
         rows = _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv)
-        out, lse, *_ = self._forward(rows, launch, batch, scale)
+        out, lse, *_ = self._ops._flash_attention_forward(
+            *rows, *_shape(launch, batch, q.device),
+            0.0, launch.kind[0] is Relation.CAUSAL, False, scale=scale, **_window(*launch.kind),
+        )  # fmt: skip
         return _by_sequence(out, batch, size), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
     def backward_many(self, given: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
@@ -157,46 +160,15 @@ class Varlen(_Aten):
         given: all rows, out and lse over all keys.
         """
         batch, _, _, size = given.q.shape
-        grads = self._backward(_gathered_inputs(given, launch), launch, batch, scale)
-        return tuple(_by_sequence(x, batch, size) for x in grads)
-
-    def _forward(self, rows, launch, batch, scale):
-        return self._ops._flash_attention_forward(
-            *rows, *_shape(launch, batch, rows[0].device),
-            0.0, launch.kind[0] is Relation.CAUSAL, False, scale=scale, **_window(*launch.kind),
-        )  # fmt: skip
-
-    def _backward(self, rows, launch, batch, scale):
-        device = rows[0].device
-        return self._ops._flash_attention_backward(
-            *rows, *_shape(launch, batch, device), 0.0, launch.kind[0] is Relation.CAUSAL,
+        device, (dout, q, k, v, out, lse) = given.q.device, given
+        rows = (_gathered(x.to(q.dtype), launch.q) for x in (dout, q))
+        keys = (_gathered(x, launch.kv) for x in (k, v))
+        results = _gathered(out.to(q.dtype), launch.q), _gathered_rows(lse, launch.q).t().contiguous()
+        grads = self._ops._flash_attention_backward(
+            *rows, *keys, *results, *_shape(launch, batch, device), 0.0, launch.kind[0] is Relation.CAUSAL,
             *_random_state(torch.uint64, device), scale=scale, **_window(*launch.kind),
         )  # fmt: skip
-
-
-class CudnnVarlen(Varlen):
-    """cuDNN's attention over a ragged batch: a launch for all squares with a diagonal, and one for all full calls.
-
-    Diagonals begin at the first key. cuDNN builds a plan for each new number of rows and of sequences and each new
-    longest length. Of the longest lengths it gets few sizes, at most a quarter larger, and from 9.25 on, which takes
-    empty sequences, also of the number of sequences. Its backward has a buffer of sequences x longest length. Needs
-    `RAGGED_CUDNN`, cuDNN 9.18, and fewer than 2^31 elements in each tensor.
-    """
-
-    name = "cudnn_varlen"
-    capabilities = CAPABILITIES["cudnn_varlen"]
-
-    def _forward(self, rows, launch, batch, scale):
-        return self._ops._cudnn_attention_forward(
-            *rows, None, *_few_shapes(launch, batch, rows[0].device), True, 0.0, _is_causal(launch), False, scale=scale
-        )
-
-    def _backward(self, rows, launch, batch, scale):
-        device = rows[0].device
-        return self._ops._cudnn_attention_backward(
-            *rows, *_random_state(torch.int64, device), None, *_few_shapes(launch, batch, device), 0.0,
-            _is_causal(launch), scale=scale,
-        )  # fmt: skip
+        return tuple(_by_sequence(x, batch, size) for x in grads)
 
 
 _CAUSAL_FROM_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient operators; 1 is from the top left
@@ -209,14 +181,6 @@ def _check_square(relation: Relation, n: int, m: int) -> None:
             f"cuDNN's attention cannot do {relation.value} of {n} queries and {m} keys, only the diagonal of a "
             "square; use another context_parallel_kernel"
         )
-
-
-@lru_cache(maxsize=64)  # every layer has the same launches, of hundreds of calls
-def _is_causal(launch: Launch) -> bool:
-    relation = launch.kind[0]
-    for call in launch.calls:
-        _check_square(relation, *(stop - start for start, stop in (call.q, call.kv)))
-    return relation is Relation.CAUSAL
 
 
 # ---- layouts
@@ -284,40 +248,9 @@ def _shape(launch: Launch, batch: int, device: torch.device) -> tuple[torch.Tens
     return _ends(launch.q, batch, device), _ends(launch.kv, batch, device), *launch.longest
 
 
-def _few_shapes(launch: Launch, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return what `_shape` does, with empty sequences at the end if cuDNN takes them, and rounded lengths."""
-    sequences = batch * len(launch.calls)
-    empty = rounded_up(sequences) - sequences if _takes_empty() else 0
-    longest = (rounded_up(max(length, _SHORTEST)) for length in launch.longest)
-    return _ends(launch.q, batch, device, empty), _ends(launch.kv, batch, device, empty), *longest
-
-
-def rounded_up(n: int) -> int:
-    """Return the next of the sizes of which there are four from a power of two to the next."""
-    step = 1 << max(n.bit_length() - 3, 0)
-    return -(-n // step) * step
-
-
-_SHORTEST = 256  # longest length of a ragged batch; PyTorch itself gives cuDNN none of 128 or less
-
-
-@lru_cache(maxsize=1)
-def _takes_empty() -> bool:
-    """Return whether cuDNN's attention takes empty sequences: before 9.25 they gave NaN (cudnn-frontend#943)."""
-    return (torch.backends.cudnn.version() or 0) >= 92500
-
-
 def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
     """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and of each sequence span after span."""
     return _aligned(padded(_gathered_rows(x, spans), 8))
-
-
-def _gathered_inputs(given: BackwardInputs, launch: Launch) -> tuple[torch.Tensor, ...]:
-    """Return dout, q, k, v, out, (rows, heads, D), and lse, (H, rows), of the calls of a launch."""
-    dout, q, k, v, out, lse = given
-    rows = (_gathered(x.to(q.dtype), launch.q) for x in (dout, q))
-    keys = (_gathered(x, launch.kv) for x in (k, v))
-    return *rows, *keys, _gathered(out.to(q.dtype), launch.q), _gathered_rows(lse, launch.q).t().contiguous()
 
 
 def _gathered_rows(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
@@ -342,7 +275,7 @@ def _places(spans: tuple[Range, ...], device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _ends(spans: tuple[Range, ...], batch: int, device: torch.device, empty: int = 0) -> torch.Tensor:
-    """Return cumulative lengths, with every span once for each sequence: (batch * spans + empty + 1,) int32."""
-    lengths = [stop - start for _ in range(batch) for start, stop in spans] + [0] * empty
+def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
+    """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
+    lengths = [stop - start for _ in range(batch) for start, stop in spans]
     return to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
