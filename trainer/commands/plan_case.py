@@ -1,7 +1,7 @@
 """The case that `lct plan` shows: layout, mask and method, with the plans and costs of its ranks. Torch-free."""
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -33,8 +33,6 @@ class Case:
     direction: str
     shape: AttentionShape
     reason: str = ""
-    _plans: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)
-    _costs: dict[tuple[int, str], Cost] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def degree(self) -> int:
@@ -61,17 +59,13 @@ class Case:
         """The ranks of which the busiest is looked for: those of the mean, the first two and the last two."""
         return sorted({*self.middles, *range(self.degree)[:2], *range(self.degree)[-2:]})
 
+    @cache
     def plan(self, rank: int) -> RankPlan:
-        if rank not in self._plans:
-            self._plans[rank] = make_plan(
-                self.layout, self.mask, self.options.method, rank, head_degree=self.head_degree
-            )
-        return self._plans[rank]
+        return make_plan(self.layout, self.mask, self.options.method, rank, head_degree=self.head_degree)
 
+    @cache
     def cost(self, rank: int, direction: str) -> Cost:
-        if (rank, direction) not in self._costs:
-            self._costs[rank, direction] = attention_cost(self.plan(rank), self.shape, direction)
-        return self._costs[rank, direction]
+        return attention_cost(self.plan(rank), self.shape, direction)
 
     @cached_property
     def pairs(self) -> np.ndarray:
