@@ -244,8 +244,8 @@ def _table(case: Case, directions: Sequence[str]) -> list[str]:
 
 def busiest_and_mean(case: Case, direction: str, of: Callable[[Cost], float]) -> tuple[float, float]:
     """Return the most of the planned ranks, and the mean of those that stand for all."""
-    most = max(of(case.cost(rank, direction)) for rank in case.planned)
-    return most, fmean(of(case.cost(rank, direction)) for rank in case.middles)
+    most = max(of(case.costs[direction][rank]) for rank in case.planned)
+    return most, fmean(of(case.costs[direction][rank]) for rank in case.middles)
 
 
 def painter(args: argparse.Namespace) -> Callable[[Case, Path], None]:

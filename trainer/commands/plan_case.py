@@ -1,7 +1,7 @@
 """The case that `lct plan` shows: layout, mask and method, with the plans and costs of its ranks. Torch-free."""
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
@@ -59,13 +59,16 @@ class Case:
         """The ranks of which the busiest is looked for: those of the mean, the first two and the last two."""
         return sorted({*self.middles, *range(self.degree)[:2], *range(self.degree)[-2:]})
 
-    @cache
-    def plan(self, rank: int) -> RankPlan:
-        return make_plan(self.layout, self.mask, self.options.method, rank, head_degree=self.head_degree)
+    @cached_property
+    def plans(self) -> dict[int, RankPlan]:
+        settings = self.layout, self.mask, self.options.method
+        return {rank: make_plan(*settings, rank, head_degree=self.head_degree) for rank in self.planned}
 
-    @cache
-    def cost(self, rank: int, direction: str) -> Cost:
-        return attention_cost(self.plan(rank), self.shape, direction)
+    @cached_property
+    def costs(self) -> dict[str, dict[int, Cost]]:
+        """Direction -> rank -> its cost."""
+        plans = self.plans.items()
+        return {d: {rank: attention_cost(plan, self.shape, d) for rank, plan in plans} for d in DIRECTIONS}
 
     @cached_property
     def pairs(self) -> np.ndarray:
@@ -76,7 +79,7 @@ class Case:
 
     def stages(self, rank: int, direction: str | None = None) -> tuple[Stage, ...]:
         """Return the stages of `rank` in a direction, by default in the one that is shown."""
-        plan = self.plan(rank)
+        plan = self.plans[rank]
         return plan.forward if (direction or self.direction) == "forward" else plan.backward
 
     def queries(self, rank: int) -> Ranges:

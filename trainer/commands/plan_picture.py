@@ -131,7 +131,7 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
     axes.set(xticks=[stage + 0.5 for stage in ticks], xticklabels=map(str, ticks), title="pairs at stage")
     axes.tick_params(length=0, labelsize=8, pad=4)
     axes.tick_params(axis="y", pad=14)
-    sent = [case.cost(r, case.direction).bytes_sent.total() / 2**20 for r in range(degree)]
+    sent = [case.costs[case.direction][r].bytes_sent.total() / 2**20 for r in range(degree)]
     columns = (100 * case.pairs / mean, "pairs, % of\nthe mean"), (sent, "sends,\nMiB")
     for load, (values, title) in zip(loads, columns, strict=True):
         most = max(values) or 1
