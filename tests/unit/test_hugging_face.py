@@ -31,7 +31,6 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
-from trainer.families.registry import MODELS, hf_config
 from trainer.hugging_face import reader as hf_reader
 from trainer.hugging_face.files import INDEX, SINGLE, plan_files, read_file, read_folder
 from trainer.hugging_face.reader import HFReader
@@ -39,7 +38,7 @@ from trainer.hugging_face.writer import NewFolder
 from trainer.job import ResolvedJob, resolve
 from trainer.job.summary import summary
 from trainer.models import decoder_spec as llama3
-from trainer.models.model_spec import hf_model, model_spec
+from trainer.models.model_spec import hf_model
 from trainer.stores.store import LocalStore
 
 
@@ -309,27 +308,6 @@ def test_the_start_says_where_the_weights_come_from(folder: Path) -> None:
     sizes = weights(f"--model.flavor={folder}")
     assert sizes.startswith("random, seed 0; ")
     assert "takes its weights, too" in sizes
-
-
-@pytest.mark.parametrize(("family", "shape"), CONFIGS)
-def test_names_in_headers_are_known_without_torch(family: str, shape: str) -> None:
-    args = CONFIGS[family, shape]
-    wanted = {name for _, hf in hf_model(model_spec(family), args).pairs.values() for name in hf.names}
-    assert hf_config(family).tensor_names(args) == wanted
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_names_of_experts_in_headers_are_known_without_torch(family: str) -> None:
-    args = MODELS[family].flavors["debugmodel"]
-    wanted = {name for _, hf in hf_model(model_spec(family), args).pairs.values() for name in hf.names}
-    assert hf_config(family).tensor_names(args) == wanted
-
-
-def test_files_of_another_number_of_layers_are_refused_before_ranks(folder: Path) -> None:
-    changed(folder, num_hidden_layers=LLAMA.n_layers + 1)
-    assert f"lacks model.layers.{LLAMA.n_layers}.input_layernorm.weight and 8 more" in refused(f"--model.path={folder}")
-    changed(folder, num_hidden_layers=LLAMA.n_layers - 1)
-    assert f"holds model.layers.{LLAMA.n_layers - 1}.input_layernorm.weight and" in refused(f"--model.path={folder}")
 
 
 def test_rotary_tables_of_old_files_are_ignored(folder: Path) -> None:
