@@ -141,13 +141,6 @@ CHECKPOINTS = (
         "tests/unit/test_hugging_face.py",
     ),
     Mutant(
-        "a conversion keeps the whole model in memory",
-        "trainer/checkpoint/files.py",
-        "single_file_per_rank=not file_per_tensor",
-        "single_file_per_rank=True",
-        "tests/unit/test_hugging_face.py",
-    ),
-    Mutant(
         "initial weights are read in place of the run's own checkpoint",
         "trainer/checkpoint/checkpointer.py",
         "step = self._step_to_load()",

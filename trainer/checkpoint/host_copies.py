@@ -31,8 +31,7 @@ class HostCopies:
         copied before it begins.
         """
         if not self.tensors:
-            on_host = {"device": "cpu", "requires_grad": False}
-            self.tensors = {name: torch.empty_like(x, pin_memory=x.is_cuda, **on_host) for name, x in state.items()}
+            self.tensors = {name: _buffer(x) for name, x in state.items()}
         others = [name for name in state if name not in updated]
         self._copy(state, others)
         if not any(x.is_cuda for x in state.values()):
@@ -57,6 +56,10 @@ class HostCopies:
     def _update_waits(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
+
+
+def _buffer(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda, requires_grad=False)
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
