@@ -78,9 +78,6 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
     Beside the options of the command line: edges, of the buckets of positions, from 0 to `seq_len`; trained_for, tokens
     of the sequences that the model was trained with, or is made for.
-
-    Raises:
-        ConfigError: a wrong option or setting, or a folder without a model that this command can use.
     """
     wanted, settings = parser().parse_known_args(argv)
     for token in settings:
@@ -136,11 +133,7 @@ def lengths_of(wanted: argparse.Namespace) -> list[int]:
 
 
 def edges_of(seq_len: int, given: list[int] | None) -> tuple[int, ...]:
-    """Return the edges of the buckets of positions, from 0 to `seq_len`: given ones, or 0, n, 2n, 4n ...
-
-    Raises:
-        ConfigError: given ones do not rise, or lie outside the sequence.
-    """
+    """Return the edges of the buckets of positions, from 0 to `seq_len`: given ones, or 0, n, 2n, 4n ..."""
     if given is not None:
         edges = [0, *given, *([seq_len] if given[-1] != seq_len else [])]
         if any(a >= b for a, b in pairwise(edges)):
@@ -229,11 +222,7 @@ def tables(found: Mapping[str, Any]) -> str:
 
 
 def write(found: Mapping[str, Any], folder: Path) -> str:
-    """Write evaluation.json, and return its path.
-
-    Raises:
-        ConfigError: the folder cannot be written to.
-    """
+    """Write evaluation.json, and return its path."""
     file = folder / "evaluation.json"
     with writing_to(folder, "--output"):
         file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")

@@ -61,11 +61,7 @@ def parser() -> Parser:
 
 
 def prompts_of(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[list[int]]:
-    """Return the tokens of the prompts of the command line and of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty; or so is a prompt, and no token begins a text.
-    """
+    """Return the tokens of the prompts of the command line and of the file."""
     prompts = list(args.prompt or ())
     if args.prompts is not None:
         try:
@@ -82,11 +78,7 @@ def prompts_of(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[list[in
 
 
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
-    """Return the arguments and the job of all ranks.
-
-    Raises:
-        ConfigError: a wrong argument, or a folder without a model that this command can use.
-    """
+    """Return the arguments and the job of all ranks."""
     args = parser().parse_args(argv)
     ranks = all_ranks(args.ngpu)
     config, _ = text_configuration(args.folder, args.step, command="lct generate", tokenizer=args.tokenizer)
@@ -102,11 +94,7 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Return each prompt with what the model writes after it, up to the end of the text. A collective over all ranks.
-
-    Raises:
-        ConfigError: a prompt that cannot be read, or weights that are damaged, or of another model.
-    """
+    """Return each prompt and what the model writes after it, up to the end of the text. A collective over all ranks."""
     from trainer.components.generation import Sampling, generate
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
