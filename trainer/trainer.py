@@ -1,6 +1,7 @@
 """The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,10 @@ from torch import nn
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.grad_norm import clip_gradients, settle_gradients, squared_norm
-from trainer.components.late_read import LateRead, StepRecord
 from trainer.components.lr_scheduler import build_lr_scheduler
-from trainer.components.metrics import MetricsLogger
+from trainer.components.metrics import MetricsLogger, StepRecord
 from trainer.components.optimizer import build_optimizer, can_mask_update, mask_update
 from trainer.components.profiling import check_memory_snapshot, profiling, region
-from trainer.components.saved_configuration import save_configuration
 from trainer.components.step_guard import StepGuard, TrainingError
 from trainer.components.step_totals import StepTotals
 from trainer.data.ahead import BatchesAhead
@@ -35,6 +34,7 @@ from trainer.observer import Observer, registered_observers
 from trainer.runtime.agreement import check_same, raise_on_all_ranks
 from trainer.runtime.console import logger, program, say_waiting
 from trainer.runtime.determinism import set_determinism
+from trainer.runtime.dump_folder import save_configuration
 from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
@@ -94,7 +94,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.model_parts, config)
         self.updates_masked = can_mask_update(self.optimizer, device)
         """Whether a non-finite update is masked on the device, which then need not wait for the host."""
-        self.late = LateRead()
+        self.unread: Callable[[], None] | None = None
+        """The rest of the last step, which reads its outcome; None if it is done."""
         self.lr_scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.checkpoint = Checkpointer(
             job,
@@ -185,13 +186,13 @@ class Trainer:
                 self.stop,
                 self.checkpoint,
                 manual_garbage_collection(config.training.gc_freq) as collect_garbage,
-                profiling(config.profiling, folder, rank, self.device) as profiler,
+                profiling(config.profiling, folder, rank, self.device) as profile,
             ):
                 self.metrics.start(self.start_step)
                 for step in range(self.start_step + 1, steps + 1):
                     self.metrics.starting(step)
                     self.train_step(step)
-                    for done in (collect_garbage, profiler.step, compilations.step, self._first_step_is_over):
+                    for done in (collect_garbage, profile, compilations.step, self._first_step_is_over):
                         done(step)
                     last = step == steps or self.stop_reason is not None
                     best = self._validate(step, last, compilations)
@@ -227,7 +228,7 @@ class Trainer:
         ]
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))  # of each sample
         self._make_next_batches(step)  # while the device works; all ranks learn of bad data with the totals
-        self.late.finish()  # reads the step before; no update is launched after a step that ends the run
+        self.read_step()  # the step before; no update is launched after a step that ends the run
         with region("grad_norm"):
             settle_gradients(self.parameters)
             loss_part = sums.sum() / valid.clamp(min=1)
@@ -241,7 +242,9 @@ class Trainer:
             observer.end_step(left_out)
         lr, at_once = self.lr_scheduler.get_last_lr()[0], self.needs_outcome(step)
         record = self.metrics.record(step, sums, counts, lr=lr, data=self.data, late=not at_once)
-        self.late.launched(partial(self.finish_step, step, totals, record), at_once=at_once)
+        self.unread = partial(self.finish_step, step, totals, record)
+        if at_once:
+            self.read_step()
         self.lr_scheduler.step()
 
     def take_batches(self, step: int) -> list[Batch]:
@@ -297,6 +300,12 @@ class Trainer:
         validates = self.validation is not None and self.validation.due(step, last=False)
         return not self.updates_masked or ends or saves or validates
 
+    def read_step(self) -> None:
+        """Do the rest of the last step, if it is left."""
+        rest, self.unread = self.unread, None
+        if rest is not None:
+            rest()
+
     def finish_step(self, step: int, totals: StepTotals, record: StepRecord | None) -> None:
         """Read the totals of a step, update the weights if the device has not, and write its metrics."""
         loss, grad_norm, updated = self.reduce_step(step, totals)
@@ -339,7 +348,7 @@ class Trainer:
         self._has_validated = True
         compilations.expected()  # a forward without gradients is a graph of its own
         self.metrics.log_validation(step, result)
-        return result.loss if self.config.validation.keep_best and self.checkpoint.is_best(result.loss) else None
+        return result.loss if self.config.validation.keep_best and result.loss < self.checkpoint.best else None
 
     def _first_step_is_over(self, step: int) -> None:
         if step == self.start_step + 1:

@@ -157,10 +157,11 @@ def test_changed_data_start_anew_on_purpose(pool: WorkerPool, tmp_path: Path, da
 
 
 def saved_positions(folder: str, data: str) -> dict:
-    with trainer_in(folder, [*JSONL, f"--training.dataset_path={data}"]) as trainer:
+    with trainer_in(folder, [*JSONL, "--checkpoint.enable", f"--training.dataset_path={data}"]) as trainer:
         state = trainer.data.state_dict
         trainer.data.state_dict = lambda: {s: entry | {"waiting": (1 << 900) + s} for s, entry in state().items()}
-        return dict(trainer.checkpoint._all_streams())
+        trainer.checkpoint.save(1, tokens_seen=0, last=True)
+        return dict(read_state(trainer.checkpoint.folder, 1).streams)
 
 
 def test_positions_of_many_waiting_conversations_are_saved(pool: WorkerPool, tmp_path: Path, data: Path) -> None:

@@ -19,7 +19,6 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model
 from tests.slow import slow
 from trainer.commands.evaluate import checked, evaluate
-from trainer.commands.evaluate_report import rows_of
 from trainer.commands.finished_run import loaded_model
 from trainer.config.schema import JobConfig, Training
 from trainer.data.evaluation.long_documents import long_documents
@@ -65,7 +64,7 @@ def options(folder: Path, *more: str, model: str = "hf") -> list[str]:
     return [str(folder / model), *data, *lengths, *more]
 
 
-def found_case(argv: list[str], folder: str, fault: str = "") -> dict[str, list[dict]]:
+def found_case(argv: list[str], folder: str, fault: str = "") -> dict:
     process = Process.from_environment()
     wanted, job = checked([*argv, "--ngpu", str(process.world_size), "--output", folder])
     with process_group(process, job.config.comm):
@@ -73,7 +72,7 @@ def found_case(argv: list[str], folder: str, fault: str = "") -> dict[str, list[
         if fault == "positions of its own":
             LanguageTask._positions = lambda self, batch: before(self, batch).sub_(self.dims.rank("cp") * LENGTH // 4)
         try:
-            return rows_of(evaluate(wanted, job, process.device))
+            return evaluate(wanted, job, process.device)
         finally:
             LanguageTask._positions = before
 
@@ -151,7 +150,7 @@ def answers_case(
         model, dims = loaded_model(job, process.device)
         shapes: list[tuple[int, ...]] = []
         model.output.register_forward_hook(lambda _m, _x, made: shapes.append(tuple(made.shape)))
-        evaluation = Evaluation(LanguageTask(job, dims), dims, model, rows=wanted.rows)
+        evaluation = Evaluation(LanguageTask(job, dims), dims, model, rows=wanted.batch_size)
         return evaluation.needles(prompts), shapes
 
 

@@ -74,7 +74,7 @@ def reads_case(arguments: list[str], planted: bool = False) -> tuple[dict[str, i
         reads = Reads()
         with reads, mock.patch.object(torch.Tensor, "tolist", noted):
             trainer.train_step(3)
-            pending = trainer.late._rest is not None
+            pending = trainer.unread is not None
             listed.append(("late",) if pending else ("read",))
     return dict(reads.counts), listed
 

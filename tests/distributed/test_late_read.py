@@ -76,7 +76,7 @@ def training_case(folder: str, arguments: list[str], at_once: bool = False, stop
 
         def noted_save(step: int, **settings: Any) -> bool:
             saved = save(step, **settings)
-            seen["pending"] += [step] * (saved and trainer.late._rest is not None)
+            seen["pending"] += [step] * (saved and trainer.unread is not None)
             return saved
 
         trainer.train_step, trainer.reduce_step, trainer.checkpoint.save = noted_step, noted_read, noted_save
@@ -167,7 +167,7 @@ def due_case(folder: str) -> list[int]:
             late = step >= 5 and not saves and trainer.dims.rank("world") == 1
             trainer.checkpoint.vote = lambda: float(late)  # the clock of one rank
             step_of(step)
-            assert not (trainer.save_is_due and trainer.late._rest)
+            assert not (trainer.save_is_due and trainer.unread)
             saves.extend([step] * trainer.save_is_due)
 
         trainer.train_step = noted_step

@@ -198,7 +198,7 @@ GRADIENTS = (
     Mutant(
         "the update of the next step is launched before a step is read",
         "trainer/trainer.py",
-        "        self.late.finish()  # reads the step before; no update is launched after a step that ends the run\n",
+        "        self.read_step()  # the step before; no update is launched after a step that ends the run\n",
         "",
         "tests/distributed/test_late_read.py tests/distributed/test_skipped_steps.py",
     ),

@@ -210,9 +210,6 @@ RULES = [
         says="the weights are those of ./Llama(?s:.*)training done",
     ),
     Rule(
-        r"lct convert from-hf .*", r"rm -rf outputs/llama && \g<0>", why=OWN, first=LLAMA, says="a training run loads"
-    ),
-    Rule(
         r"lct train --checkpoint\.enable --checkpoint\.folder s3://.*",
         rf"python -m tests.s3_server \g<0> {SHORT}",
         why="a server on this machine stands in for the store",

@@ -1,6 +1,7 @@
 """Laws of `lct evaluate` that need no model: its prompts, its documents, its options and its files."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -8,15 +9,13 @@ import numpy as np
 import pytest
 
 from trainer.commands import evaluate
-from trainer.commands.evaluate import edges_of
-from trainer.commands.evaluate_report import Cell, Findings, tables, write
+from trainer.commands.evaluate import edges_of, tables, write
 from trainer.config.errors import ConfigError
 from trainer.data.evaluation.long_documents import long_documents
 from trainer.data.evaluation.needle import NeedlePrompt, needle_prompts
 from trainer.data.packing.sequence import IGNORE_INDEX
 from trainer.data.tokenizers.encoders import Encoded
 from trainer.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
-from trainer.tasks.evaluation import Bucket
 
 DEPTHS = (0.0, 50.0, 100.0)
 
@@ -106,11 +105,18 @@ def test_buckets_double() -> None:
             edges_of(10, wrong)
 
 
-FINDINGS = Findings(
-    {"seq_len": 8},
-    [Bucket(0, 4, 40, 2.0), Bucket(4, 8, 40, 1000.0)],
-    [Cell(n, depth, 4, depth / 100, -n / 100) for n in (64, 128) for depth in (0.0, 50.0, 100.0)],
-)
+FINDINGS = {
+    "settings": {"seq_len": 8},
+    "positions": [
+        {"first": 0, "last": 4, "tokens": 40, "loss": 2.0, "perplexity": math.exp(2.0)},
+        {"first": 4, "last": 8, "tokens": 40, "loss": 1000.0, "perplexity": None},
+    ],
+    "needle": [
+        {"length": n, "depth": depth, "prompts": 4, "accuracy": depth / 100, "log_probability": -n / 100}
+        for n in (64, 128)
+        for depth in (0.0, 50.0, 100.0)
+    ],
+}
 
 
 def test_the_tables_and_the_file_have_the_same_numbers(tmp_path: Path) -> None:
@@ -120,15 +126,12 @@ def test_the_tables_and_the_file_have_the_same_numbers(tmp_path: Path) -> None:
     assert text.splitlines()[-1].split() == ["128", "0%", "-1.28", "50%", "-1.28", "100%", "-1.28"]
     file = tmp_path / "new" / "folder" / "evaluation.json"
     assert write(FINDINGS, file.parent) == str(file)
-    content = json.loads(file.read_text())
-    assert content["settings"] == {"seq_len": 8}
-    assert content["positions"][1] == {"first": 4, "last": 8, "tokens": 40, "loss": 1000.0, "perplexity": None}
-    assert content["needle"][0] == {"length": 64, "depth": 0.0, "prompts": 4, "accuracy": 0.0, "log_probability": -0.64}
+    assert json.loads(file.read_text()) == FINDINGS
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--output .*file cannot be written"):
+    with pytest.raises(ConfigError, match=r"--output = '.*file' cannot be written"):
         write(FINDINGS, tmp_path / "file")
 
 

@@ -1,12 +1,8 @@
 """A process that watches its launcher ends with it: a parent or not, also one that has ended before."""
 
-import os
-import socket
 import subprocess
 import sys
 import time
-
-import pytest
 
 from trainer.runtime import launcher_of
 
@@ -39,14 +35,3 @@ def test_who_launched_a_process() -> None:
     launcher, left = launcher_of(["--a=1"], {"TORCHELASTIC_RUN_ID": "x"})
     assert launcher > 0
     assert left == ["--a=1"]
-
-
-def test_an_orphan_knows_by_the_store_that_torchrun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parent is whoever adopts orphans: process 1, which in a container may be torchrun itself, or another."""
-    monkeypatch.setattr(os, "getppid", lambda: 7)
-    with socket.create_server(("localhost", 0)) as store:
-        variables = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.getsockname()[1])}
-        variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        assert launcher_of(["x"], variables) == (7, ["x"])
-    assert launcher_of(["x"], variables) == (-1, ["x"])
-    assert launcher_of(["x"], variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == (7, ["x"])

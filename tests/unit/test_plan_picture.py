@@ -13,7 +13,7 @@ from matplotlib.text import Text
 from tests.masks import dense
 from tests.repository.test_show_plan import SMALL, case_of, with_degree
 from trainer.commands.plan import MOST_RANKS, main
-from trainer.commands.plan_picture import bands_of, draw, picture, polygon, rank_color
+from trainer.commands.plan_picture import draw, fields_of, picture, rank_color
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.methods import METHODS
 
@@ -30,21 +30,10 @@ def test_the_square_shows_each_visible_pair_once(mask: list[str], method: str, l
         seen = np.zeros((48, 48), dtype=int)
         for rank in range(4):
             for stage in case.stages(rank):
-                for tile in stage.tiles:
-                    before = seen.sum()
-                    for band in bands_of(case, rank, stage, tile):
-                        shown_before, corners = seen.sum(), polygon(band)
-                        for query in range(band.q_start, band.q_stop):
-                            seen[query, slice(*band.visible(query))] += 1
-                        # A diagonal cuts half a square off at each end.
-                        assert area_of(corners) == pytest.approx(seen.sum() - shown_before, abs=0.51)
-                    assert seen.sum() - before == tile.pairs
+                for tile, field in zip(stage.tiles, fields_of(case, rank, stage, np.arange(48)), strict=True):
+                    seen[field] += 1
+                    assert len(field[0]) == tile.pairs
         assert (seen == each * dense(case.mask)[0]).all()
-
-
-def area_of(corners: list[tuple[float, float]]) -> float:
-    """By the shoelace formula."""
-    return abs(sum(a[0] * b[1] - b[0] * a[1] for a, b in pairwise([*corners, *corners[:1]]))) / 2
 
 
 @pytest.mark.parametrize(("ending", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG")])

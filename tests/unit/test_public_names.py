@@ -8,7 +8,6 @@ import sys
 import pytest
 
 PACKAGES = (
-    "trainer.components",
     "trainer.config",
     "trainer.data",
     "trainer.distributed",

@@ -101,7 +101,6 @@ LATE = [
     ["check"],
     ["convert", "to-hf", "nowhere", "out"],
     ["convert", "to-peft", "nowhere", "out"],
-    ["convert", "from-hf", "nowhere", "out"],
 ]
 
 

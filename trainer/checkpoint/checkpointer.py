@@ -100,8 +100,8 @@ class Checkpointer:
         self._copies = HostCopies(optimizer) if self.settings.async_mode == "async_with_pinned_mem" else None
         self._saved_at = time.monotonic()
         """When the last save began, or the run."""
-        self._best = math.inf
-        """Validation loss of the best checkpoint, if it is kept."""
+        self.best = math.inf
+        """Validation loss of the best checkpoint of this run's history, if it is kept."""
         # A group of its own keeps the collectives of a background save apart from those of a step.
         self.group = None
         if self.settings.enable:
@@ -141,7 +141,7 @@ class Checkpointer:
         tokens_seen = self._resume(self.folder, step, without=self.settings.load_step != -1)
         # One value for all: a rank that sees an older file would save when the others do not.
         best_step, loss = json.loads(self._once(self._best_of_before))
-        self._best = loss if best_step <= step else math.inf  # a later one is of another history
+        self.best = loss if best_step <= step else math.inf  # a later one is of another history
         self._last_step = step
         return step, tokens_seen
 
@@ -231,10 +231,6 @@ class Checkpointer:
         settings, first = self.settings, step == 1 and self.settings.enable_first_step_checkpoint
         return settings.enable and not settings.load_only and (first or step % settings.interval == 0)
 
-    def is_best(self, loss: float) -> bool:
-        """Return whether no checkpoint of this run's history has such a low validation loss."""
-        return loss < self._best
-
     def save(
         self, step: int, *, tokens_seen: int, last: bool = False, due: bool = False, best: float | None = None
     ) -> bool:
@@ -252,13 +248,15 @@ class Checkpointer:
             return True
         if not (last or due or self.due(step)) and best is None:
             return False
-        self._best = self._best if best is None else best
+        self.best = self.best if best is None else best
         self.wait()
         started = time.monotonic()
         self._saved_at = started
         described = model_description(self._config, self._model)
+        of_ranks = of_all_ranks(self._loader.state_dict(), self._dims["dp"])
+        streams = {int(stream): position for entries in of_ranks for stream, position in entries.items()}
         model_only = self.settings.last_save_model_only and step == self._config.training.steps
-        state = RunState(step, tokens_seen, described, self._all_streams(), files={}, model_only=model_only)
+        state = RunState(step, tokens_seen, described, streams, files={}, model_only=model_only)
         say_waiting(f"saving the checkpoint of step {step}")
         kept = {"keep_latest_k": self.settings.keep_latest_k, "keep_every": self.settings.keep_every}
         writer = Writer(self.folder, state, best=best, **kept)
@@ -355,11 +353,6 @@ class Checkpointer:
         sizes = adapter_sizes(self._config, self._model)
         trained = sum(sizes.values()) if sizes else self._model.n_params()
         return 3 * trained * getattr(torch, self._config.training.dtype).itemsize
-
-    def _all_streams(self) -> Mapping[int, Mapping[str, int]]:
-        """Return the position of every data stream of all data-parallel ranks."""
-        streams = of_all_ranks(self._loader.state_dict(), self._dims["dp"])
-        return {int(stream): position for entries in streams for stream, position in entries.items()}
 
     def __enter__(self) -> "Checkpointer":
         return self

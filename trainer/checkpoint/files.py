@@ -150,10 +150,8 @@ class Writer(FileSystemWriter):
         keep_latest_k: int,
         keep_every: int = 0,
         best: float | None = None,
-        file_per_tensor: bool = False,
     ) -> None:
-        """file_per_tensor: PyTorch keeps the tensors of a file in memory until the file is complete."""
-        super().__init__("", single_file_per_rank=not file_per_tensor, sync_files=False)  # the store syncs them
+        super().__init__("", sync_files=False)  # the store syncs them
         self.fs, self.path = _Files(folder), folder.unfinished(state.step)
         self._folder, self._state, self._best, self._claim = folder, state, best, ""
         self._keep_latest_k, self._keep_every = keep_latest_k, keep_every

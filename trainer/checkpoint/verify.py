@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainer.checkpoint.weights import load_tensors, names_of, reader_of
 from trainer.config.errors import ConfigError
@@ -59,7 +59,8 @@ def _verified(folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None)
     for name, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise unreadable(folder, step, f"{name} is no tensor")
-        if not cover_once([_box(chunk) for chunk in entry.chunks], entry.size):
+        places = (zip(chunk.offsets, chunk.sizes, strict=True) for chunk in entry.chunks)
+        if not cover_once([[(start, start + size) for start, size in box] for box in places], entry.size):
             raise unreadable(folder, step, f"the parts of {name} are not the whole of it")
     sizes = {name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in entries.items()}
     for names in grouped(sizes, _AT_ONCE):
@@ -87,10 +88,6 @@ def expected_entries(config: JobConfig, args: ModelArgs, *, with_optimizer: bool
             expected |= {f"optimizer.{name}.{moment}": tensor.shape for moment in _MOMENTS}
             expected[f"optimizer.{name}.step"] = torch.Size()
     return expected
-
-
-def _box(chunk: ChunkStorageMetadata) -> Box:
-    return [(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
 
 
 def cover_once(boxes: Sequence[Box], sizes: Sequence[int]) -> bool:

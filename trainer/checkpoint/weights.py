@@ -2,28 +2,25 @@
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trainer.checkpoint.files import METADATA, Reader, TensorsOnly, Writer, unpickled
+from trainer.checkpoint.files import METADATA, Reader, TensorsOnly, unpickled
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
 from trainer.hugging_face.reader import HFReader
-from trainer.models.model_spec import ModelSpec, hf_model, model_spec
+from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.folder import (
     RunState,
     check_fits,
     checkpoint_folder,
-    model_description,
     parse_state,
     read_state,
     state_text,
@@ -160,60 +157,12 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -
             raise ConfigError(f"the weights in {reader.path} cannot be read ({reason}); take another copy") from None
 
 
-def save_initial(config: JobConfig, args: ModelArgs, reader: HFReader) -> None:
-    """Write the checkpoint `step-0`, of weights alone, of a run that starts from those of `reader`; tensor by tensor.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    dtype, folder = getattr(torch, config.training.dtype), checkpoint_folder(config)
-    tensors = {name: torch.empty_like(ours, dtype=dtype) for name, (ours, _) in reader.pairs.items()}
-    state = RunState(0, 0, model_description(config, args), streams={}, files={})
-    writer = Writer(folder, state, keep_latest_k=0, file_per_tensor=True)
-    others = _first_buffers(model_spec(config.model.name), args, dtype, without=reader.pairs)
-    tensors |= {name: torch.empty_like(x, device="meta") for name, x in others.items()}
-
-    def read(name: str) -> torch.Tensor:
-        name = name.removeprefix("model.")
-        return others[name] if name in others else reader.read(name).to(dtype)
-
-    planner = _Streamed(read)
-    folder.prepare()
-    try:
-        with _by_itself():
-            named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-            dcp.save(named, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        raise cause_of(error) from None
-
-
-def _first_buffers(
-    spec: ModelSpec, args: ModelArgs, dtype: torch.dtype, *, without: Collection[str]
-) -> dict[str, torch.Tensor]:
-    """Return the first values of the other tensors of a model's state, which are buffers, by name."""
-    with torch.device("meta"):
-        model = spec.build(args).to(dtype)
-    model.init_buffers(torch.device("cpu"))
-    return {name: x for name, x in model.state_dict().items() if name not in without and not x.is_meta}
-
-
 @contextmanager
 def _by_itself() -> Iterator[None]:
     """Enter a context in which PyTorch does not warn that ranks act alone (`no_dist`), which is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-class _Streamed(DefaultSavePlanner):
-    """Saves tensors on meta, each of which is read when it is written."""
-
-    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
-        super().__init__()
-        self._read = read
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._read(index.fqn)
 
 
 def cause_of(error: CheckpointException) -> BaseException:

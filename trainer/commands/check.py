@@ -16,11 +16,7 @@ from trainer.runtime.devices import this_machine
 
 
 def acted(command: CommandLine, start: Start) -> int | None:
-    """Do what --print-config and --check-config ask for, and return the exit code, or None if the run is to start.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
+    """Do what --print-config and --check-config ask for, and return the exit code, or None if the run is to start."""
     if command.print_config:
         print(to_toml(command.config), flush=True)
         if not command.check_config:
@@ -33,9 +29,6 @@ def check(command: CommandLine, start: Start) -> int:
 
     Without --world-size this is the job that `lct train` would start here. With it the job may be for another machine:
     `job.device = "auto"` then means GPUs, and files that are not here yet are notes.
-
-    Raises:
-        ConfigError: a setting is wrong.
     """
     machine, config = this_machine(), command.config
     elsewhere = command.world_size is not None

@@ -7,69 +7,44 @@ A run is evaluated with the parallelism that it was trained with. Settings of th
 """
 
 import argparse
+import json
+import math
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from trainer.commands.evaluate_report import Cell, Findings, check_output, tables, write
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run, work_on_rank
 from trainer.commands.start import CPU_RANKS
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig
 from trainer.data.sources.registry import DATASETS, DataSettings
 from trainer.data.token_files.catalog import check_data
 from trainer.job import ResolvedJob, resolve
 from trainer.job.training import check_batch
+from trainer.runtime import check_creatable, writing_to
 from trainer.runtime.devices import this_machine
 from trainer.stores.folder import checkpoint_folder, step_to_load
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer.data.evaluation.needle import NeedlePrompt
     from trainer.data.packing.sequence import PackedSequence
-    from trainer.tasks.evaluation import Bucket, Evaluation
+    from trainer.tasks.evaluation import Evaluation
 
+Row = dict[str, Any]
 TASKS = ("positions", "needle")
 _TABLES = ("model", "parallelism", "comm")
 _KEYS = ("job.device", *(f"training.{key}" for key in ("dtype", "mixed_precision_param", "loss_chunk_tokens")))
 _LONGEST, _SHORTEST_NEEDLE, _FIRST_BUCKET = 8192, 256, 1024
 _DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What an evaluation measures, with all defaults.
-
-    seq_len, lengths: tokens of the sequences whose loss is measured by position, and of the needle prompts; edges: of
-    the buckets of positions, from 0 to `seq_len`; rows: sequences of a forward on each data-parallel rank; trained_for:
-    tokens of the sequences that the model was trained with, or is made for.
-    """
-
-    tasks: tuple[str, ...]
-    seq_len: int
-    edges: tuple[int, ...]
-    dataset: str
-    dataset_path: str | None
-    sequences: int
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    samples: int
-    seed: int
-    rows: int
-    output: Path
-    trained_for: int
-
-    @property
-    def all_lengths(self) -> list[int]:
-        """Every length of a sequence."""
-        lengths = {"positions": [self.seq_len], "needle": self.lengths}
-        return [length for task in self.tasks for length in lengths[task]]
+_SHARES = {"accuracy": "correct", "log_probability": "log_probability"}
 
 
 def parser() -> Parser:
@@ -98,13 +73,13 @@ def parser() -> Parser:
     return described
 
 
-def checked(argv: list[str]) -> tuple[Wanted, ResolvedJob]:
-    """Return what is wanted, and the job of all ranks.
+def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
+    """Return the options with all defaults, and the job of all ranks, which is for the longest sequences.
 
-    Raises:
-        ConfigError: a wrong option or setting, or a folder without a model that this command can use.
+    Beside the options of the command line: edges, of the buckets of positions, from 0 to `seq_len`; trained_for, tokens
+    of the sequences that the model was trained with, or is made for.
     """
-    args, settings = parser().parse_known_args(argv)
+    wanted, settings = parser().parse_known_args(argv)
     for token in settings:
         name = token.partition("=")[0].removeprefix("--").removeprefix("no-")
         if token.startswith("--") and not (name.partition(".")[0] in _TABLES or name.replace("-", "_") in _KEYS):
@@ -113,68 +88,52 @@ def checked(argv: list[str]) -> tuple[Wanted, ResolvedJob]:
                 f"{', '.join(_KEYS)}"
             )
     config, data = text_configuration(
-        args.folder, args.step, command="lct evaluate", tokenizer=args.tokenizer, settings=settings
+        wanted.folder, wanted.step, command="lct evaluate", tokenizer=wanted.tokenizer, settings=settings
     )
     if (degree := config.parallelism.pipeline_parallel_degree) > 1:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree = {degree}: lct evaluate runs no pipeline; add "
             "--parallelism.pipeline_parallel_degree 1, which leaves more ranks for the other degrees"
         )
-    wanted = _wanted(args, config, data)
-    check_output(wanted.output)
-    return wanted, _resolved(wanted, args.ngpu, config)
-
-
-def _wanted(args: argparse.Namespace, config: JobConfig, data: tuple[str, str | None]) -> Wanted:
-    """Return the options with their defaults. data: kind and path of the run's own."""
-    trained_for = config.training.seq_len
-    seq_len = args.seq_len or min(trained_for, _LONGEST)
-    by_default = [n for n in (seq_len // 4, seq_len // 2, seq_len) if n >= _SHORTEST_NEEDLE]
-    own_data = args.dataset is None and args.dataset_path is None
-    return Wanted(
-        tasks=tuple(args.tasks),
-        seq_len=seq_len,
-        edges=edges_of(seq_len, args.buckets),
-        dataset=args.dataset or data[0],
-        dataset_path=data[1] if own_data else args.dataset_path,
-        sequences=args.sequences,
-        lengths=tuple(sorted(set(args.lengths or by_default or [seq_len]))),
-        depths=tuple(sorted(set(args.depths))),
-        samples=args.samples,
-        seed=args.seed,
-        rows=args.batch_size,
-        output=args.output or args.folder / "evaluation",
-        trained_for=trained_for,
-    )
-
-
-def _resolved(wanted: Wanted, ngpu: int | None, config: JobConfig) -> ResolvedJob:
-    """Return the job for the longest sequences; check the other lengths, and the data.
-
-    Raises:
-        ConfigError: as `resolve`.
-    """
-    machine = this_machine()
-    here = ngpu or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
-    shape = {"seq_len": max(wanted.all_lengths), "local_batch_size": wanted.rows, "data_streams": None}
+    _set_defaults(wanted, config.training.seq_len, data)
+    check_creatable(wanted.output, "--output")
+    machine, lengths = this_machine(), lengths_of(wanted)
+    here = wanted.ngpu or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
+    shape = {"seq_len": max(lengths), "local_batch_size": wanted.batch_size, "data_streams": None}
     own = replace(config.job, dump_folder=str(wanted.output))
     config = replace(config, job=own, training=replace(config.training, **shape))
     with given_as(seq_len="--seq-len or --lengths"):
         job = resolve(config, all_ranks(here), machine.device_type(config.job.device))
-        for length in wanted.all_lengths:
+        for length in lengths:
             check_batch(replace(config, training=replace(config.training, seq_len=length)), job.degrees)
     if "positions" in wanted.tasks:
         with given_as(dataset="--dataset", dataset_path="--dataset-path"):
             check_data(DataSettings.of(wanted.dataset, wanted.dataset_path, config.model, config.training))
-    return job
+    return wanted, job
+
+
+def _set_defaults(wanted: argparse.Namespace, trained_for: int, data: tuple[str, str | None]) -> None:
+    """Set the options that were not given, by those that were. data: kind and path of the run's own."""
+    wanted.trained_for = trained_for
+    wanted.seq_len = wanted.seq_len or min(trained_for, _LONGEST)
+    wanted.edges = edges_of(wanted.seq_len, wanted.buckets)
+    if wanted.dataset is None and wanted.dataset_path is None:
+        wanted.dataset_path = data[1]
+    wanted.dataset = wanted.dataset or data[0]
+    by_default = [n for n in (wanted.seq_len // 4, wanted.seq_len // 2, wanted.seq_len) if n >= _SHORTEST_NEEDLE]
+    wanted.lengths = sorted(set(wanted.lengths or by_default or [wanted.seq_len]))
+    wanted.depths = sorted(set(wanted.depths))
+    wanted.output = wanted.output or wanted.folder / "evaluation"
+
+
+def lengths_of(wanted: argparse.Namespace) -> list[int]:
+    """Return every length of a sequence."""
+    lengths = {"positions": [wanted.seq_len], "needle": wanted.lengths}
+    return [length for task in wanted.tasks for length in lengths[task]]
 
 
 def edges_of(seq_len: int, given: list[int] | None) -> tuple[int, ...]:
-    """Return the edges of the buckets of positions, from 0 to `seq_len`: given ones, or 0, n, 2n, 4n ...
-
-    Raises:
-        ConfigError: given ones do not rise, or lie outside the sequence.
-    """
+    """Return the edges of the buckets of positions, from 0 to `seq_len`: given ones, or 0, n, 2n, 4n ..."""
     if given is not None:
         edges = [0, *given, *([seq_len] if given[-1] != seq_len else [])]
         if any(a >= b for a, b in pairwise(edges)):
@@ -188,10 +147,9 @@ def edges_of(seq_len: int, given: list[int] | None) -> tuple[int, ...]:
     return *edges, seq_len
 
 
-def positions(wanted: Wanted, evaluation: "Evaluation", job: ResolvedJob) -> "list[Bucket]":
+def positions(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
     """Return the loss by position. A collective over all ranks."""
     from trainer.data.evaluation.long_documents import long_documents
-    from trainer.data.sources.registry import DataSettings
     from trainer.data.token_files.catalog import documents_in_order
     from trainer.runtime.agreement import raise_on_all_ranks
 
@@ -200,33 +158,31 @@ def positions(wanted: Wanted, evaluation: "Evaluation", job: ResolvedJob) -> "li
     def sequences() -> "list[PackedSequence]":
         return list(long_documents(documents_in_order(settings), wanted.seq_len, wanted.sequences))
 
-    return evaluation.by_position(raise_on_all_ranks(sequences, evaluation.dims["world"]), wanted.edges)
+    buckets = evaluation.by_position(raise_on_all_ranks(sequences, evaluation.dims["world"]), wanted.edges)
+    finite = [bucket.perplexity if math.isfinite(bucket.perplexity) else None for bucket in buckets]
+    return [asdict(bucket) | {"perplexity": perplexity} for bucket, perplexity in zip(buckets, finite, strict=True)]
 
 
-def needle(wanted: Wanted, evaluation: "Evaluation", job: ResolvedJob) -> list[Cell]:
-    """Return the answers by length and depth. A collective over all ranks."""
+def needle(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
+    """Return the answers by length and depth; log_probability: mean of a token of them. A collective over all ranks."""
     from trainer.data.evaluation.needle import needle_prompts
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 
-    tokenizer = open_tokenizer(job.config.model.tokenizer_file)
-
-    def prompts_of(length: int) -> "list[NeedlePrompt]":
-        return needle_prompts(tokenizer, length, wanted.depths, wanted.samples, wanted.seed)
-
-    cells = []
+    tokenizer, cells = open_tokenizer(job.config.model.tokenizer_file), []
     for length in wanted.lengths:
-        prompts = raise_on_all_ranks(partial(prompts_of, length), evaluation.dims["world"])
+        make = partial(needle_prompts, tokenizer, length, wanted.depths, wanted.samples, wanted.seed)
+        prompts = raise_on_all_ranks(make, evaluation.dims["world"])
         found = evaluation.needles(prompts)
         for depth in wanted.depths:
             of = [answer for prompt, answer in zip(prompts, found, strict=True) if prompt.depth == depth]
-            accuracy = sum(answer.correct for answer in of) / len(of)
-            cells.append(Cell(length, depth, len(of), accuracy, sum(a.log_probability for a in of) / len(of)))
+            shares = {name: fmean(getattr(x, of_answer) for x in of) for name, of_answer in _SHARES.items()}
+            cells.append({"length": length, "depth": depth, "prompts": len(of), **shares})
     return cells
 
 
-def evaluate(wanted: Wanted, job: ResolvedJob, device: "torch.device") -> Findings:
-    """Return what was asked for. A collective over all ranks.
+def evaluate(wanted: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> dict[str, Any]:
+    """Return the settings, and the rows of what was asked for. A collective over all ranks.
 
     Raises:
         SharedConfigError: the weights are damaged, or of another model; or no document is long enough.
@@ -235,30 +191,55 @@ def evaluate(wanted: Wanted, job: ResolvedJob, device: "torch.device") -> Findin
     from trainer.tasks.language import LanguageTask
 
     model, dims = loaded_model(job, device)
-    evaluation = Evaluation(LanguageTask(job, dims), dims, model, rows=wanted.rows)
+    evaluation = Evaluation(LanguageTask(job, dims), dims, model, rows=wanted.batch_size)
     settings = {name: getattr(wanted, name) for name in ("seq_len", "dataset", "dataset_path", "sequences", "seed")}
     settings |= {"weights": job.config.checkpoint.initial_load_path, "compute_dtype": job.compute_dtype}
     settings |= {"ranks": job.degrees.world_size}
     if job.config.lora.rank:
         settings["adapters"] = str(checkpoint_folder(job.config).step(step_to_load(job.config)))
-    return Findings(
-        settings,
-        positions(wanted, evaluation, job) if "positions" in wanted.tasks else (),
-        needle(wanted, evaluation, job) if "needle" in wanted.tasks else (),
-    )
+    measured = {"positions": positions, "needle": needle}
+    rows = {name: measure(wanted, evaluation, job) for name, measure in measured.items() if name in wanted.tasks}
+    return {"settings": settings, **rows}
 
 
-def work(wanted: Wanted, job: ResolvedJob, device: "torch.device") -> str:
+def tables(found: Mapping[str, Any]) -> str:
+    """Return the tables that are printed."""
+    lines = []
+    if "positions" in found:
+        lines += ["positions                  tokens       loss  perplexity"]
+    for row in found.get("positions", ()):
+        place = f"{row['first']:,} to {row['last'] - 1:,}"
+        perplexity = math.inf if row["perplexity"] is None else row["perplexity"]
+        lines.append(f"{place:22}{row['tokens']:11,}{row['loss']:11.4f}{perplexity:12.2f}")
+    if "needle" in found:
+        lines += [""] * bool(lines) + ["needle: share of right answers, and log-probability of a token, by depth"]
+        depths = dict.fromkeys(cell["depth"] for cell in found["needle"])
+        lines.append("length    " + "".join(f"{f'{depth:g} %':>16}" for depth in depths))
+    for length, row in groupby(found.get("needle", ()), itemgetter("length")):
+        shown = (f"{cell['accuracy']:.0%}  {cell['log_probability']:7.2f}" for cell in row)
+        lines.append(f"{length:<10,}" + "".join(f"{text:>16}" for text in shown))
+    return "\n".join(lines)
+
+
+def write(found: Mapping[str, Any], folder: Path) -> str:
+    """Write evaluation.json, and return its path."""
+    file = folder / "evaluation.json"
+    with writing_to(folder, "--output"):
+        file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+    return str(file)
+
+
+def work(wanted: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
     """Return the tables, and write the file on rank 0. A collective over all ranks."""
     from torch.distributed import get_rank
 
-    findings = evaluate(wanted, job, device)
+    found = evaluate(wanted, job, device)
     if get_rank():
         return ""
-    if (longest := max(wanted.all_lengths)) > wanted.trained_for:
+    if (longest := max(lengths_of(wanted))) > wanted.trained_for:
         made = f"{wanted.trained_for:,} tokens"
         print(f"note: the model was made for {made}, and {longest:,} are asked for", file=sys.stderr)
-    return f"{tables(findings)}\n{write(findings, wanted.output)}"
+    return f"{tables(found)}\n{write(found, wanted.output)}"
 
 
 main = partial(run, "trainer.commands.evaluate", checked, work)

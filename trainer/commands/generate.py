@@ -8,7 +8,7 @@ same tokens, and rank 0 prints them.
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,50 +25,7 @@ from trainer.stores.initial import hf_folder
 if TYPE_CHECKING:
     import torch
 
-    from trainer.components.generation import Sampling
     from trainer.data.tokenizers.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to write: the tokens of each prompt, which come back in the text, and the tokens before all of them."""
-
-    prompts: list[list[int]]
-    begin: list[int]
-    tokens: int
-    sampling: "Sampling"
-    seed: int
-
-
-def request(args: argparse.Namespace, tokenizer: "Tokenizer") -> Request:
-    """Return what the arguments ask for.
-
-    Raises:
-        ConfigError: a prompt that cannot be read, or is empty with a tokenizer without a token that begins a text.
-    """
-    from trainer.components.generation import Sampling
-
-    prompts = [tokenizer.encode(prompt) for prompt in prompts_of(args)]
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    if not begin and not all(prompts):
-        raise ConfigError("--prompt '' needs a token that begins a text, and this tokenizer has none; give some text")
-    return Request(prompts, begin, args.tokens, Sampling(args.temperature, args.top_k, args.top_p), args.seed)
-
-
-def write(job: ResolvedJob, device: "torch.device", wanted: Request, tokenizer: "Tokenizer") -> list[str]:
-    """Return each prompt with what the model writes after it, up to the end of the text. A collective over all ranks.
-
-    Raises:
-        ConfigError: the weights are damaged, or of another model.
-    """
-    from trainer.components.generation import generate
-
-    ends = end_ids(job.config, tokenizer)
-    model, dims = loaded_model(job, device)
-    given = [[*wanted.begin, *ids] for ids in wanted.prompts]
-    settings = {"tokens": wanted.tokens, "sampling": wanted.sampling, "seed": wanted.seed, "ends": ends}
-    written = generate(model, job, dims, given, **settings)
-    return [tokenizer.decode([*ids, *more]) for ids, more in zip(wanted.prompts, written, strict=True)]
 
 
 def end_ids(config: JobConfig, tokenizer: "Tokenizer") -> set[int]:
@@ -103,12 +60,8 @@ def parser() -> Parser:
     return described
 
 
-def prompts_of(args: argparse.Namespace) -> list[str]:
-    """Return the prompts of the command line and of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
-    """
+def prompts_of(args: argparse.Namespace, tokenizer: "Tokenizer") -> list[list[int]]:
+    """Return the tokens of the prompts of the command line and of the file."""
     prompts = list(args.prompt or ())
     if args.prompts is not None:
         try:
@@ -118,23 +71,21 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
         if not lines:
             raise ConfigError(f"--prompts {args.prompts} is empty; give a text a line")
         prompts += lines
-    return prompts or [""]
+    tokens = [tokenizer.encode(prompt) for prompt in prompts or [""]]
+    if tokenizer.bos_id is None and not all(tokens):
+        raise ConfigError("--prompt '' needs a token that begins a text, and this tokenizer has none; give some text")
+    return tokens
 
 
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
-    """Return the arguments and the job of all ranks.
-
-    Raises:
-        ConfigError: a wrong argument, or a folder without a model that this command can use.
-    """
+    """Return the arguments and the job of all ranks."""
     args = parser().parse_args(argv)
     ranks = all_ranks(args.ngpu)
     config, _ = text_configuration(args.folder, args.step, command="lct generate", tokenizer=args.tokenizer)
     length = max(config.training.seq_len // ranks, 1) * ranks
-    training = replace(config.training, seq_len=length)
     config = replace(
         config,
-        training=training,
+        training=replace(config.training, seq_len=length),
         parallelism=Parallelism(tensor_parallel_degree=ranks),
         comm=replace(config.comm, trace_buf_size=0),  # nothing is written
     )
@@ -143,13 +94,19 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Return the prompts with what the model writes after them. A collective over all ranks."""
+    """Return each prompt and what the model writes after it, up to the end of the text. A collective over all ranks."""
+    from trainer.components.generation import Sampling, generate
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 
     tokenizer = open_tokenizer(job.config.model.tokenizer_file)
-    wanted = raise_on_all_ranks(lambda: request(args, tokenizer), device)
-    return "\n\n".join(write(job, device, wanted, tokenizer))
+    prompts = raise_on_all_ranks(lambda: prompts_of(args, tokenizer), device)
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    settings = {"tokens": args.tokens, "sampling": Sampling(args.temperature, args.top_k, args.top_p)}
+    settings |= {"seed": args.seed, "ends": end_ids(job.config, tokenizer)}
+    model, dims = loaded_model(job, device)
+    written = generate(model, job, dims, [begin + ids for ids in prompts], **settings)
+    return "\n\n".join(tokenizer.decode(ids + more) for ids, more in zip(prompts, written, strict=True))
 
 
 main = partial(run, "trainer.commands.generate", checked, work)

@@ -17,7 +17,7 @@ COMMANDS = {
     ),
     "convert": (
         "convert",
-        "convert weights to Hugging Face's files and back",
+        "convert the weights of a run to Hugging Face's files",
         "lct convert to-hf outputs exported",
     ),
     "verify": ("verify", "read checkpoints whole, and say which are damaged", "lct verify outputs/debug_model"),

@@ -19,11 +19,7 @@ def opening(config: JobConfig, ranks: int, device_type: str) -> str:
 
 
 def job_notes(job: ResolvedJob, machine: Machine, ranks_here: int) -> list[str]:
-    """Return a line for each thing of this job on this machine that may surprise. ranks_here: ranks on this machine.
-
-    Raises:
-        ConfigError: the job cannot fit in the memory of this machine.
-    """
+    """Return a line for each thing of this job on this machine that may surprise. ranks_here: ranks on this machine."""
     available = machine.memory(job.device_type)
     if available is not None and job.device_type == "cpu":
         available //= ranks_here

@@ -42,9 +42,6 @@ def parse_documents(text: str, seq_len: int) -> list[int]:
     """Return the lengths of documents from `5000,3000,...`, or `random:SEED`.
 
     Random lengths are log-normal with a median of a sixteenth of the sequence; the last document is cut.
-
-    Raises:
-        ConfigError: another text, or lengths that do not add up to the sequence.
     """
     name, _, seed = text.partition(":")
     if name == "random" and seed.isdecimal():
@@ -65,11 +62,7 @@ def parse_documents(text: str, seq_len: int) -> list[int]:
 
 
 def parse_mask(text: str, seq_len: int, document_text: str | None) -> tuple[Mask, Mask | None, str]:
-    """Return the mask, the mask of the batch's documents (by which `balanced` assigns) or None, and the mask's name.
-
-    Raises:
-        ConfigError: an unknown mask, or documents that have no effect.
-    """
+    """Return the mask, the mask of the batch's documents (by which `balanced` assigns) or None, and the mask's name."""
     if document_text is not None and text != "document":
         raise ConfigError(f"--documents has no effect with --mask {text}; leave it out, or use --mask document")
     if text == "document":
@@ -89,11 +82,7 @@ def parse_mask(text: str, seq_len: int, document_text: str | None) -> tuple[Mask
 
 
 def build(args: argparse.Namespace) -> Case:
-    """Return the case that the arguments describe.
-
-    Raises:
-        ConfigError: a wrong value.
-    """
+    """Return the case that the arguments describe."""
     if args.seq_len < args.degree:
         raise ConfigError(
             f"--seq-len {args.seq_len} gives some of --degree {args.degree} ranks no token; use a length of at least "
@@ -117,11 +106,7 @@ def divisors(number: int) -> str:
 def method_of(
     args: argparse.Namespace, shape: AttentionShape, mask: Mask, packed: Mask | None
 ) -> tuple[ContextParallelOptions, str]:
-    """Return the options of the method, and why `auto` chose it (empty if it is named).
-
-    Raises:
-        ConfigError: a head degree that is missing, does not fit, or has no effect.
-    """
+    """Return the options of the method, and why `auto` chose it (empty if it is named)."""
     options, head_degree = ContextParallelOptions(load_balancer=args.load_balancer), args.head_degree
     spread = METHODS.get(args.method)
     two_level = spread is not None and spread.two_level
@@ -244,16 +229,12 @@ def _table(case: Case, directions: Sequence[str]) -> list[str]:
 
 def busiest_and_mean(case: Case, direction: str, of: Callable[[Cost], float]) -> tuple[float, float]:
     """Return the most of the planned ranks, and the mean of those that stand for all."""
-    most = max(of(case.cost(rank, direction)) for rank in case.planned)
-    return most, fmean(of(case.cost(rank, direction)) for rank in case.middles)
+    most = max(of(case.costs[direction][rank]) for rank in case.planned)
+    return most, fmean(of(case.costs[direction][rank]) for rank in case.middles)
 
 
 def painter(args: argparse.Namespace) -> Callable[[Case, Path], None]:
-    """Return the function that draws; it is imported at its use, because matplotlib is optional.
-
-    Raises:
-        ConfigError: --output cannot be drawn, or matplotlib is missing.
-    """
+    """Return the function that draws; it is imported at its use, because matplotlib is optional."""
     if args.output.suffix not in OUTPUTS:
         raise ConfigError(f"--output {args.output} must end in {' or '.join(OUTPUTS)}, the two kinds of picture")
     if not args.output.parent.is_dir():

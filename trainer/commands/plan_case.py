@@ -1,6 +1,6 @@
 """The case that `lct plan` shows: layout, mask and method, with the plans and costs of its ranks. Torch-free."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -33,8 +33,6 @@ class Case:
     direction: str
     shape: AttentionShape
     reason: str = ""
-    _plans: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)
-    _costs: dict[tuple[int, str], Cost] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def degree(self) -> int:
@@ -61,17 +59,16 @@ class Case:
         """The ranks of which the busiest is looked for: those of the mean, the first two and the last two."""
         return sorted({*self.middles, *range(self.degree)[:2], *range(self.degree)[-2:]})
 
-    def plan(self, rank: int) -> RankPlan:
-        if rank not in self._plans:
-            self._plans[rank] = make_plan(
-                self.layout, self.mask, self.options.method, rank, head_degree=self.head_degree
-            )
-        return self._plans[rank]
+    @cached_property
+    def plans(self) -> dict[int, RankPlan]:
+        settings = self.layout, self.mask, self.options.method
+        return {rank: make_plan(*settings, rank, head_degree=self.head_degree) for rank in self.planned}
 
-    def cost(self, rank: int, direction: str) -> Cost:
-        if (rank, direction) not in self._costs:
-            self._costs[rank, direction] = attention_cost(self.plan(rank), self.shape, direction)
-        return self._costs[rank, direction]
+    @cached_property
+    def costs(self) -> dict[str, dict[int, Cost]]:
+        """Direction -> rank -> its cost."""
+        plans = self.plans.items()
+        return {d: {rank: attention_cost(plan, self.shape, d) for rank, plan in plans} for d in DIRECTIONS}
 
     @cached_property
     def pairs(self) -> np.ndarray:
@@ -82,7 +79,7 @@ class Case:
 
     def stages(self, rank: int, direction: str | None = None) -> tuple[Stage, ...]:
         """Return the stages of `rank` in a direction, by default in the one that is shown."""
-        plan = self.plan(rank)
+        plan = self.plans[rank]
         return plan.forward if (direction or self.direction) == "forward" else plan.backward
 
     def queries(self, rank: int) -> Ranges:

@@ -8,28 +8,22 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch, Rectangle
-from matplotlib.path import Path as Outline
+from matplotlib.patches import Rectangle
 
 from trainer.commands.plan_case import Case
-from trainer.distributed.context_parallel.planning.mask import ANY, Band
 from trainer.distributed.context_parallel.planning.plan import Stage
-from trainer.distributed.context_parallel.planning.tiles import Tile
-from trainer.distributed.sharding.ranges import Range, Ranges
+from trainer.distributed.sharding.ranges import Ranges
 
 Color = tuple[float, ...]
-Point = tuple[float, float]
 
 _SETTINGS = {"svg.hashsalt": "plan", "font.family": "DejaVu Sans", "font.size": 9, "axes.linewidth": 0.6}
 # Of Okabe and Ito: the colour-blind can distinguish them, too.
 _RANKS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#999999")
 _GREY = (0.8, 0.8, 0.8)
 _FEW = 16
-"""Up to so many ranks have a line of numbers each; more have a chart."""
-_MOST_OUTLINES = 3000
-"""More fields are drawn as an image inside the file, which would take megabytes otherwise."""
-_SMALLEST_LABEL = 0.05
-"""A piece whose width or height is less than this share of the sequence gets no number."""
+"""Up to so many ranks have numbers and shades of their stages; of more, a darker field has more pairs."""
+_SIDE = 720
+"""Most tokens of the sequence that the square shows, evenly spaced."""
 
 
 def draw(case: Case, output: Path) -> None:
@@ -50,199 +44,109 @@ def picture(case: Case) -> Figure:
         def place(x: float, y: float, w: float, h: float) -> Axes:
             return figure.add_axes((x / width, y / height, w / width, h / height))
 
-        inner = left + strip + gap
-        _draw_square(place(inner, bottom, side, side), case)
-        _draw_owners(place(left, bottom, strip, side), case, is_upright=True)
-        _draw_owners(place(inner, bottom + side + gap, side, strip), case, is_upright=False)
-        right = inner + side
-        if case.degree <= _FEW:
-            _draw_stages(place(right, bottom, width - right, side), case)
-        else:
-            chart = place(right + 0.85, bottom + 1.1, 1.5, side - 1.6)
-            loads = [place(right + x, bottom + 1.1, 0.5, side - 1.6) for x in (2.45, 3.05)]
-            _draw_chart(chart, loads, case)
-        for text, y, size in ((_title(case), 0.985, 11), (f"{case.mask_name}, {case.layout.name} layout", 0.945, 9)):
+        inner, right = left + strip + gap, left + strip + gap + side
+        upright, across = place(left, bottom, strip, side), place(inner, bottom + side + gap, side, strip)
+        _draw_square(place(inner, bottom, side, side), upright, across, case)
+        chart = place(right + 0.85, bottom + 1.1, 1.5, side - 1.6)
+        loads = [place(right + x, bottom + 1.1, 0.5, side - 1.6) for x in (2.45, 3.05)]
+        _draw_chart(chart, loads, case)
+        title = f"{case.options.method}, {case.direction}: {case.layout.length:,} tokens on {case.ranks_named}"
+        for text, y, size in ((title, 0.985, 11), (f"{case.mask_name}, {case.layout.name} layout", 0.945, 9)):
             figure.text(left / width, y, text, ha="left", va="top", fontsize=size)
     return figure
 
 
-def _title(case: Case) -> str:
-    return f"{case.options.method}, {case.direction}: {case.layout.length:,} tokens on {case.ranks_named}"
+def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
+    """Return the place of each token where the ranges lie one after another; -1 if it is in none."""
+    places, before = np.full(len(tokens), -1), 0
+    for start, stop in ranges:
+        inside = (start <= tokens) & (tokens < stop)
+        places[inside] = tokens[inside] - start + before
+        before += stop - start
+    return places
 
 
-def _draw_square(axes: Axes, case: Case) -> None:
+def fields_of(case: Case, rank: int, stage: Stage, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield for each tile of a stage its pairs (query, key) among `tokens`, as indices of these."""
+    queries, keys = places_of(tokens, case.queries(rank)), places_of(tokens, stage.held)
+    for tile in stage.tiles:
+        rows, columns = (
+            np.flatnonzero((start <= places) & (places < stop))
+            for places, (start, stop) in ((queries, tile.q), (keys, tile.kv))
+        )
+        distance = (keys[columns] - tile.kv[0]) - (queries[rows] - tile.q[0])[:, None]
+        most = tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
+        seen = (distance >= 0) | (not tile.relation.lower)
+        seen &= (distance <= most) | (not tile.relation.upper)
+        row, column = np.nonzero(seen)
+        yield rows[row], columns[column]
+
+
+def _draw_square(axes: Axes, upright: Axes, across: Axes, case: Case) -> None:
+    """Which rank computes which pairs, and strips of who owns which tokens; queries run down, keys to the right."""
     seq_len = case.layout.length
-    fields: list[tuple[Color, int, list[list[Point]]]] = []
+    side = min(seq_len, _SIDE)
+    tokens = (2 * np.arange(side) + 1) * seq_len // (2 * side)
+    image, owners = np.ones((side, side, 3)), np.ones((side, 3))
     for r in range(0, case.degree, case.head_degree):  # ranks of a head group compute the same pairs, for other heads
         for number, stage in enumerate(case.stages(r)):
-            bands = [band for tile in stage.tiles for band in bands_of(case, r, stage, tile)]
-            outlines = [outline for band in bands if len(outline := polygon(band)) > 2]
-            if outlines:
-                fields.append((_stage_color(case, r, number), number, outlines))
-    is_image = sum(len(outlines) for *_, outlines in fields) > _MOST_OUTLINES
-    for color, number, outlines in fields:
-        _fill(axes, outlines, color, linewidth=0 if is_image else 0.12, is_image=is_image)
-        for outline in outlines:
-            x, y = zip(*outline, strict=True)
-            is_large = min(max(x) - min(x), max(y) - min(y)) >= _SMALLEST_LABEL * seq_len
-            if is_large and case.head_degree < case.degree and case.degree <= _FEW:
-                middle = sum(x) / len(x), sum(y) / len(y)
-                axes.text(*middle, str(number), ha="center", va="center", fontsize=8, color=_ink(color))
-    axes.set(xlim=(0, seq_len), ylim=(seq_len, 0), xticks=[], yticks=[])
-
-
-def _fill(
-    axes: Axes, outlines: Sequence[Sequence[Point]], color: Color, *, linewidth: float, is_image: bool = False
-) -> None:
-    """Many polygons as one path, which keeps the file small."""
-    whole = Outline.make_compound_path(*(Outline([*corners, corners[0]], closed=True) for corners in outlines))
-    patch = PathPatch(whole, facecolor=color, edgecolor="white", linewidth=linewidth, rasterized=is_image)
-    axes.add_artist(patch)  # add_patch would walk all corners to find the limits, which are set
-
-
-def bands_of(case: Case, rank: int, stage: Stage, tile: Tile) -> Iterator[Band]:
-    """Yield a tile in tokens of the sequence: one band for each piece of its queries and of its keys."""
-    between = tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
-    for q_place, q_start, q_stop in _pieces(tile.q, case.queries(rank)):
-        for kv_place, kv_start, kv_stop in _pieces(tile.kv, stage.held):
-            # Where place j - place i is 0, in tokens.
-            diagonal = kv_start - q_start - (kv_place - tile.kv[0]) + (q_place - tile.q[0])
-            lower = diagonal if tile.relation.lower else -ANY
-            upper = diagonal + between if tile.relation.upper else ANY
-            band = Band(q_start, q_stop, kv_start, kv_stop, lower, upper)
-            if len(range(*band.hull(q_start, q_stop))):
-                yield band
-
-
-def _pieces(places: Range, ranges: Ranges) -> Iterator[tuple[int, int, int]]:
-    """Yield (place, start, stop) of the numbers at `places`, if the ranges are laid one after another."""
-    before = 0
-    for start, stop in ranges:
-        first, last = max(places[0], before), min(places[1], before + stop - start)
-        if first < last:
-            yield first, start + first - before, start + last - before
-        before += stop - start
-        if before >= places[1]:
-            return
-
-
-def polygon(band: Band) -> list[Point]:
-    """Corners (key, query) of what a band shows, its stairs smoothed to lines; fewer than three if nothing."""
-    q_start, q_stop, kv_start, kv_stop, lower, upper = map(float, band)
-    corners = [(kv_start, q_start), (kv_stop, q_start), (kv_stop, q_stop), (kv_start, q_stop)]
-    for sign, bound in ((1, upper), (-1, -lower)):
-        if bound < ANY:
-            corners = _clipped(corners, sign, bound + 0.5)
-    return corners
-
-
-def _clipped(corners: list[Point], sign: int, bound: float) -> list[Point]:
-    """The part of a convex polygon with sign * (x - y) <= bound."""
-    kept = []
-    for a, b in zip(corners, [*corners[1:], *corners[:1]], strict=True):
-        over_a, over_b = (sign * (x - y) - bound for x, y in (a, b))
-        if over_a <= 0:
-            kept.append(a)
-        if over_a * over_b < 0:
-            share = over_a / (over_a - over_b)
-            kept.append((a[0] + share * (b[0] - a[0]), a[1] + share * (b[1] - a[1])))
-    return kept
-
-
-def _draw_owners(axes: Axes, case: Case, *, is_upright: bool) -> None:
-    """Who owns which tokens; queries run down, keys to the right."""
-    seq_len = case.layout.length
+            for field in fields_of(case, r, stage, tokens):
+                image[field] = _stage_color(case, r, number)
     for r in range(case.degree):
-        outlines = []
-        for start, stop in case.layout.ranges[r]:
-            corners = [(0, start), (1, start), (1, stop), (0, stop)]
-            outlines.append(corners if is_upright else [(y, x) for x, y in corners])
-        if outlines:
-            _fill(axes, outlines, rank_color(case, r), linewidth=0)
+        owners[places_of(tokens, case.layout.ranges[r]) >= 0] = rank_color(case, r)
     ticks = [seq_len * i // 4 for i in range(5)]
-    if is_upright:
-        axes.set(xlim=(0, 1), ylim=(seq_len, 0), xticks=[], yticks=ticks, yticklabels=_tokens(ticks))
-        axes.set_ylabel("query", labelpad=2)
-    else:
-        axes.set(xlim=(0, seq_len), ylim=(0, 1), yticks=[], xticks=ticks, xticklabels=_tokens(ticks))
-        axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
-        axes.set_xlabel("key", labelpad=5)
-        axes.xaxis.set_label_position("top")
-
-
-def _tokens(numbers: Sequence[int]) -> list[str]:
-    """Short names of positions: 48k is 48 * 1024."""
-    return [f"{n >> 10}k" if n and not n % 1024 else f"{n:,}" for n in numbers]
-
-
-def _draw_stages(axes: Axes, case: Case) -> None:
-    """A legend with numbers: each rank's visible pairs at each stage, as a share of the mean rank's, and what it sends.
-
-    One unit is the width of all stages together across, and one rank's row down.
-    """
-    stages = max(len(case.stages(r)) for r in range(case.degree))
-    has_text = stages <= 8
-    mean = float(case.pairs.mean()) or 1
-    for r in range(case.degree):
-        axes.text(-0.09, r + 0.5, f"rank {r}", ha="right", va="center", fontsize=8)
-        axes.add_patch(Rectangle((-0.065, r + 0.25), 0.035, 0.5, facecolor=rank_color(case, r)))
-        for number, stage in enumerate(case.stages(r)):
-            color = _stage_color(case, r, number)
-            corner = number / stages, r
-            axes.add_patch(Rectangle(corner, 1 / stages, 1, facecolor=color, edgecolor="white", linewidth=0.8))
-            if has_text:
-                share, middle = f"{100 * stage.pairs / mean:.0f}", ((number + 0.5) / stages, r + 0.5)
-                axes.text(*middle, share, ha="center", va="center", fontsize=7, color=_ink(color))
-        for x, text in ((1.2, f"{100 * case.pairs[r] / mean:.1f}"), (1.55, f"{_sent(case, r):,.1f}")):
-            axes.text(x, r + 0.5, text, ha="right", va="center", fontsize=8)
-    for number in range(stages):
-        if has_text or number in (0, stages - 1):
-            axes.text((number + 0.5) / stages, -0.15, str(number), ha="center", fontsize=8)
-    heads = [(0.5, "pairs at stage" + ", % of the mean" * has_text, "center", -0.75)]
-    for x, text, align, y in (*heads, (1.2, "all, %", "right", -0.15), (1.55, "sends,\nMiB", "right", -0.15)):
-        axes.text(x, y, text, ha=align, fontsize=8)
-    axes.text(0, case.degree + 0.6, _caption(case), ha="left", va="top", fontsize=8)
-    # Rows of one height, unless there are too many ranks.
-    axes.set(xlim=(-0.38, 1.6), ylim=(max(case.degree + 4, 14), -1.2))
-    axes.axis("off")
+    names = [f"{n >> 10}k" if n and not n % 1024 else f"{n:,}" for n in ticks]  # 48k is 48 * 1024
+    for place, pixels in ((axes, image), (upright, owners[:, None]), (across, owners[None])):
+        place.imshow(pixels, aspect="auto", interpolation="nearest", extent=(0, seq_len, seq_len, 0))
+        place.set(xticks=[], yticks=[])
+    upright.set(yticks=ticks, yticklabels=names)
+    upright.set_ylabel("query", labelpad=2)
+    across.set(xticks=ticks, xticklabels=names)
+    across.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
+    across.set_xlabel("key", labelpad=5)
+    across.xaxis.set_label_position("top")
 
 
 def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
-    """Charts for many ranks, which run down: the pairs of each stage as darkness, and two profiles."""
-    stages = max(len(case.stages(r)) for r in range(case.degree))
-    share = np.zeros((case.degree, stages))
-    for r in range(case.degree):
-        share[r, : len(case.stages(r))] = [stage.pairs for stage in case.stages(r)]
-    image = np.ones((case.degree, stages, 3))
-    for r in range(case.degree):
-        color = np.array(rank_color(case, r))
-        image[r] -= (1 - color) * (share[r] / (share.max() or 1))[:, None]
-    axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, stages, case.degree, 0))
-    for r in range(case.degree):  # the legend of colours
+    """Ranks run down: the pairs of each stage, as a share of the mean rank's, all of its pairs, and what it sends."""
+    degree, few = case.degree, case.degree <= _FEW
+    stages = max(len(case.stages(r)) for r in range(degree))
+    mean = float(case.pairs.mean()) or 1
+    share = np.zeros((degree, stages))
+    for r in range(degree):
+        share[r, : len(case.stages(r))] = [stage.pairs / mean for stage in case.stages(r)]
+    image = np.ones((degree, stages, 3))
+    for r, number in np.ndindex(degree, stages):
+        color, weight = np.array(rank_color(case, r)), share[r, number] / (share.max() or 1)
+        image[r, number] = _stage_color(case, r, number) if few else 1 - (1 - color) * weight
+        if few and stages <= 8 and number < len(case.stages(r)):
+            text = f"{100 * share[r, number]:.0f}"
+            _number(axes, number + 0.5, r, text, _ink(image[r, number]))
+    axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, stages, degree, 0))
+    for r in range(degree):  # the legend of colours
         axes.add_patch(Rectangle((-0.09 * stages, r), 0.06 * stages, 1, facecolor=rank_color(case, r), clip_on=False))
-    ranks = [*range(0, case.degree - case.degree // 16, max(case.degree // 8, 1)), case.degree - 1]
-    ticks = sorted({0, stages - 1})
+    ranks = [*range(degree)] if few else [*range(0, degree - degree // 16, degree // 8), degree - 1]
+    ticks = [*range(stages)] if few and stages <= 8 else sorted({0, stages - 1})
     axes.set(yticks=[r + 0.5 for r in ranks], yticklabels=[f"rank {r}" for r in ranks])
-    axes.set(
-        xticks=[stage + 0.5 for stage in ticks], xticklabels=[str(stage) for stage in ticks], title="pairs at stage"
-    )
+    axes.set(xticks=[stage + 0.5 for stage in ticks], xticklabels=map(str, ticks), title="pairs at stage")
     axes.tick_params(length=0, labelsize=8, pad=4)
     axes.tick_params(axis="y", pad=14)
-    axes.title.set_fontsize(8)
-    mean = float(case.pairs.mean()) or 1
-    columns = [100 * pairs / mean for pairs in case.pairs], [_sent(case, r) for r in range(case.degree)]
-    for load, values, title in zip(loads, columns, ("pairs, % of\nthe mean", "sends,\nMiB"), strict=True):
+    sent = [case.costs[case.direction][r].bytes_sent.total() / 2**20 for r in range(degree)]
+    columns = (100 * case.pairs / mean, "pairs, % of\nthe mean"), (sent, "sends,\nMiB")
+    for load, (values, title) in zip(loads, columns, strict=True):
         most = max(values) or 1
-        load.barh([r + 0.5 for r in range(case.degree)], values, height=1, color="#888888")
-        load.set(ylim=(case.degree, 0), xlim=(0, 1.05 * most), yticks=[], xticks=[most], xticklabels=[f"{most:,.0f}"])
+        load.barh([r + 0.5 for r in range(degree)], values, height=1, color="#cccccc")
+        load.set(ylim=(degree, 0), xlim=(0, 1.05 * most), yticks=[], xticks=[most], xticklabels=[f"{most:,.0f}"])
         load.tick_params(length=2, labelsize=8)
         load.set_title(title, fontsize=8)
         load.spines[["top", "right"]].set_visible(False)
-    axes.text(-0.09 * stages, 1.1 * case.degree, _caption(case), ha="left", va="top", fontsize=8)
+        for r, value in enumerate(values) if few else ():
+            _number(load, most / 2, r, f"{value:,.1f}", "black")
+    axes.text(-0.09 * stages, 1.1 * degree, _caption(case), ha="left", va="top", fontsize=8)
 
 
-def _sent(case: Case, rank: int) -> float:
-    return case.cost(rank, case.direction).bytes_sent.total() / 2**20
+def _number(axes: Axes, x: float, row: int, text: str, color: str) -> None:
+    axes.text(x, row + 0.5, text, ha="center", va="center", fontsize=7, color=color)
 
 
 def _caption(case: Case) -> str:
@@ -251,7 +155,7 @@ def _caption(case: Case) -> str:
         each = f"each with {case.shape.heads // case.head_degree} of {case.shape.heads} heads."
         caption = f"Square: {case.head_degree} ranks compute the same,\n{each}"
     elif case.degree <= _FEW:
-        caption += ",\nnumber and shade: at which stage."
+        caption += ",\nlater stages lighter."
     else:
         caption += ".\nEvery second rank is lighter."
     return caption + "\nStrips: which rank owns the tokens."
@@ -262,8 +166,7 @@ def rank_color(case: Case, rank: int) -> Color:
     if case.degree <= len(_RANKS):
         return to_rgb(_RANKS[rank])
     red, green, blue, _ = matplotlib.colormaps["turbo"](0.05 + 0.9 * rank / (case.degree - 1))
-    white = 0.4 * (rank % 2)
-    return tuple(float(part + white * (1 - part)) for part in (red, green, blue))
+    return _lighter((red, green, blue), 0.4 * (rank % 2))
 
 
 def _stage_color(case: Case, rank: int, stage: int) -> Color:
@@ -271,8 +174,11 @@ def _stage_color(case: Case, rank: int, stage: int) -> Color:
     if case.head_degree == case.degree > 1:
         return _GREY  # nobody's
     white = 0.75 * stage / max(len(case.stages(rank)) - 1, 1) * (case.degree <= _FEW)
-    rgb = rank_color(case, rank - rank % case.head_degree)
-    return tuple(float(part + white * (1 - part)) for part in rgb)
+    return _lighter(rank_color(case, rank - rank % case.head_degree), white)
+
+
+def _lighter(color: Color, white: float) -> Color:
+    return tuple(float(part + white * (1 - part)) for part in color)
 
 
 def _ink(color: Color) -> str:

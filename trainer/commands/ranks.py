@@ -56,11 +56,7 @@ def launch(arguments: list[str]) -> int:
 
 
 def all_ranks(here: int) -> int:
-    """Return the ranks of a command that has `here` ranks on each node.
-
-    Raises:
-        ConfigError: the variables that name the nodes are wrong.
-    """
+    """Return the ranks of a command that has `here` ranks on each node."""
     return here * Nodes.from_environment(os.environ).count
 
 

@@ -40,20 +40,12 @@ class Start:
         return self.ranks or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
 
     def world_size(self, config: JobConfig, machine: Machine) -> int:
-        """Return the number of ranks of the job: as many on each node as here.
-
-        Raises:
-            ConfigError: the variables that name the nodes are wrong.
-        """
+        """Return the number of ranks of the job: as many on each node as here."""
         return self.of_job or self.ranks_here(config, machine) * Nodes.from_environment(os.environ).count
 
 
 def check_here(config: JobConfig) -> None:
-    """Check that this machine finds the first node, and can write the folders of the job.
-
-    Raises:
-        ConfigError: it does not, or cannot.
-    """
+    """Check that this machine finds the first node, and can write the folders of the job."""
     nodes = Nodes.from_environment(os.environ)
     if nodes.count > 1:
         nodes.check_address()
@@ -62,11 +54,7 @@ def check_here(config: JobConfig) -> None:
 
 
 def parse(argv: list[str]) -> Start:
-    """Return what the arguments and the variables NGPU, CONFIG_FILE and LOG_RANK start.
-
-    Raises:
-        ConfigError: a number of ranks that is none, or a word that belongs to no option.
-    """
+    """Return what the arguments and the variables NGPU, CONFIG_FILE and LOG_RANK start."""
     config, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     if rest and not rest[0].startswith("--") and rest[0] != "-h":
         beside = f" beside {config!r}" if config else ""

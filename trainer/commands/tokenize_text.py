@@ -37,11 +37,7 @@ from trainer.runtime.console import set_up_logging
 
 
 def of_job(argv: list[str]) -> None:
-    """Make the token files of a job that are not in the cache.
-
-    Raises:
-        ConfigError: a wrong setting, or data that cannot be used.
-    """
+    """Make the token files of a job that are not in the cache."""
     config = parse_command_line(parse(argv).arguments).config
     set_up_logging(0, color=config.metrics.enable_color_printing)
     for settings in all_data(config):
@@ -49,11 +45,7 @@ def of_job(argv: list[str]) -> None:
 
 
 def into_folder(args: argparse.Namespace) -> None:
-    """Make the shards that are not in the folder yet, then the manifest, and print what was done.
-
-    Raises:
-        ConfigError: wrong settings, data that cannot be read, or a folder with other token ids.
-    """
+    """Make the shards that are not in the folder yet, then the manifest, and print what was done."""
     if args.processes < 1 or args.shard_mb < 1:
         raise ConfigError(
             f"--processes {args.processes} and --shard-mb {args.shard_mb} must be at least 1; leave them out"

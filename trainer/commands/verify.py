@@ -25,11 +25,7 @@ _RUN_FILE = "config.toml"
 
 
 def steps_of(given: str) -> tuple[Store, list[int], Path]:
-    """Return the folder of checkpoints that a path means, the steps in it, and the file of its run's configuration.
-
-    Raises:
-        ConfigError: nothing is saved there.
-    """
+    """Return the folder of checkpoints that a path means, the steps in it, and the file of its run's configuration."""
     own = Path(given).absolute() / _RUN_FILE
     if (step := saved_step("path", given)) is not None:
         folder = named_step("path", given)[0]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.components.logits import whole_logits, whole_sequence
+from trainer.components.loss import whole_logits, whole_sequence
 from trainer.config.errors import SharedConfigError
 from trainer.distributed.context_parallel.context import context_parallel
 from trainer.distributed.parallel_dims import ParallelDims

@@ -22,10 +22,12 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
-            if (dim := _summed_dim(grad, parameter)) is None:
-                parameter.grad = grad.redistribute(placements=parameter.placements)
-            else:
+            pairs = enumerate(zip(grad.placements, parameter.placements, strict=True))
+            (dim, have, want), *others = [(dim, have, want) for dim, (have, want) in pairs if have != want]
+            if not others and have.is_partial("sum") and want.is_replicate():
                 together[grad.device_mesh, dim, grad.dtype].append(parameter)
+            else:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
     for (mesh, dim, _), partial in together.items():
         parts = [parameter.grad.to_local() for parameter in partial]
         sums = all_reduce(torch.cat([part.flatten() for part in parts]), mesh.get_group(dim))
@@ -35,13 +37,6 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = DTensor.from_local(
                 x.view_as(part), mesh, parameter.placements, run_check=False, shape=shape, stride=stride
             )
-
-
-def _summed_dim(grad: DTensor, parameter: DTensor) -> int | None:
-    """Return the mesh dimension over which partial sums are all that must be added up; None: something else differs."""
-    dims = enumerate(zip(grad.placements, parameter.placements, strict=True))
-    differing = [(dim, have.is_partial("sum") and want.is_replicate()) for dim, (have, want) in dims if have != want]
-    return differing[0][0] if len(differing) == 1 and differing[0][1] else None
 
 
 def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torch.Tensor:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.components.late_read import StepRecord
 from trainer.components.sinks import JsonLines, TensorBoard, WeightsAndBiases
 from trainer.config.schema import JobConfig
 from trainer.data.ahead import BatchesAhead
@@ -73,6 +72,22 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
+class StepRecord:
+    """What the metrics of a step need and the next step changes.
+
+    sequence_losses: see `MetricsLogger.log`; positions: of the data streams; waited: seconds for data since the last
+    logged step; ended: when the step ended, by `time.perf_counter`; None: when it is logged.
+    """
+
+    sequence_losses: torch.Tensor
+    lr: float
+    epoch: float
+    positions: Mapping[int, Mapping[str, int]]
+    waited: float
+    ended: float | None
+
+
+@dataclass(frozen=True)
 class ValidationResult:
     """loss: mean cross entropy of the tokens that have a label; tokens: how many these are; seconds: of the run."""
 
@@ -117,7 +132,7 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float, *, 
         f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s",
         f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB",
     )
-    width, lines = line_width(), []
+    width, lines, speed = line_width(), [], metrics.tokens_per_second
     choices = (loss_max, data, resources), (loss_max, "", resources), ("", "", resources), ("", "", ())
     for detail, extra, used in choices:
         parts = [
@@ -125,7 +140,7 @@ def console_line(metrics: StepMetrics, total_steps: int, eta_seconds: float, *, 
             f"loss {_loss(metrics.loss)}{detail}",
             f"grad {metrics.grad_norm:.{2 if metrics.grad_norm < 100 else 0}f}",
             f"lr {_short_power(metrics.lr)}",
-            f"{_speed(metrics.tokens_per_second)} {position}/s",
+            f"{speed:,.0f} {position}/s" if speed < 1e5 else f"{speed / 1e6:,.2f}M {position}/s",
             *used,
             extra,
             f"eta {duration(eta_seconds)}" if metrics.step < total_steps else "",
@@ -141,11 +156,6 @@ def duration(seconds: float) -> str:
         return f"{seconds // 86400}d{seconds % 86400 // 3600:02}h"
     text = str(timedelta(seconds=seconds))
     return text.removeprefix("0:").removeprefix("0") if seconds < 3600 else text
-
-
-def _speed(tokens_per_second: float) -> str:
-    """Return tokens per second in at most six characters from 100,000 on."""
-    return f"{tokens_per_second:,.0f}" if tokens_per_second < 1e5 else f"{tokens_per_second / 1e6:,.2f}M"
 
 
 def _loss(loss: float, digits: int = 3) -> str:

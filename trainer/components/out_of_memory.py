@@ -48,7 +48,8 @@ def memory_savers(job: ResolvedJob) -> list[str]:
         savers.append('parallelism.fsdp_reshard_after_forward = "default": parameters of one layer at a time')
     if degrees.tp > 1 and parallelism.disable_loss_parallel:
         savers.append("parallelism.disable_loss_parallel = false: logits stay cut over the vocabulary")
-    if _could_be_chunked(job):
+    chunks = job.task.name == "tokens" and not job.loss_chunk_tokens and not why_no_chunks(config, degrees)
+    if chunks and saves_memory(job.model, job.tokens_of_a_pass):
         savers.append("training.loss_chunk_tokens = 2048: the logits of so many tokens at a time")
     if replicas > 1:
         savers.append(
@@ -69,10 +70,3 @@ def memory_savers(job: ResolvedJob) -> list[str]:
     if training.seq_len >= 2 * pieces:
         savers.append(f"parallelism.context_parallel_degree = {degrees.cp * 2} {more}: half the activations on each")
     return savers
-
-
-def _could_be_chunked(job: ResolvedJob) -> bool:
-    """Return whether the loss makes all logits at once, and need not."""
-    if job.task.name != "tokens" or job.loss_chunk_tokens or why_no_chunks(job.config, job.degrees):
-        return False
-    return saves_memory(job.model, job.tokens_of_a_pass)

@@ -6,9 +6,8 @@ dump_folder/memory_snapshot/iteration_137_exit/rank0_snapshot.pickle  when memor
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -41,90 +40,81 @@ def check_memory_snapshot(settings: Profiling, device: torch.device) -> None:
 
 
 @contextmanager
-def profiling(settings: Profiling, dump_folder: Path, rank: int, device: torch.device) -> Iterator["StepProfiler"]:
-    """Profile the steps inside, as table `[profiling]` says. Call `step` of the profiler after each step."""
-    traces = [_Traces(settings, dump_folder, rank, device)] if settings.enable_profiling else []
-    snapshots = [_Snapshots(settings, dump_folder, rank)] if settings.enable_memory_snapshot else []
-    try:
-        yield StepProfiler((*traces, *snapshots))
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            for snapshot in snapshots:
-                snapshot.write_last()
-        raise
-    finally:
-        for writer in (*traces, *snapshots):
-            writer.close()
+def profiling(
+    settings: Profiling, dump_folder: Path, rank: int, device: torch.device
+) -> Iterator[Callable[[int], None]]:
+    """Profile the steps inside, as table `[profiling]` says.
+
+    Yield a function of the step, counted from 1, to be called after each step.
+    """
+    with ExitStack() as stack:
+        writers: list[Callable[[int], None]] = []
+        if settings.enable_profiling:
+            writers.append(stack.enter_context(_traces(settings, dump_folder, rank, device)))
+        if settings.enable_memory_snapshot:
+            writers.append(stack.enter_context(_snapshots(settings, dump_folder, rank)))
+
+        def step_is_over(step: int) -> None:
+            for writer in writers:
+                writer(step)
+
+        yield step_is_over
 
 
-@dataclass(frozen=True)
-class StepProfiler:
-    """The writers of traces and memory snapshots that are on."""
+@contextmanager
+def _traces(settings: Profiling, dump_folder: Path, rank: int, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Write Chrome traces of `profiler_active` steps, of which the last is step freq, 2 freq, ... since the start."""
+    last_step, warmup, active = 0, settings.profiler_warmup, settings.profiler_active
 
-    writers: "tuple[_Traces | _Snapshots, ...]"
-
-    def step(self, step: int) -> None:
-        """Record that optimizer step `step`, counted from 1, is over."""
-        for writer in self.writers:
-            writer.step(step)
-
-
-class _Traces:
-    """Chrome traces of `profiler_active` steps, of which the last is step freq, 2 freq, ... since the start."""
-
-    def __init__(self, settings: Profiling, dump_folder: Path, rank: int, device: torch.device) -> None:
-        self.folder, self.rank = dump_folder / settings.save_traces_folder, rank
-        self.last_step = 0
-        warmup, active = settings.profiler_warmup, settings.profiler_active
-        self.profiler = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
-            schedule=torch.profiler.schedule(
-                wait=settings.profile_freq - warmup - active, warmup=warmup, active=active
-            ),
-            on_trace_ready=self._write,
-            record_shapes=True,
-        )
-        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")  # as wanted
-        self.profiler.start()
-
-    def step(self, step: int) -> None:
-        self.last_step = step
-        self.profiler.step()
-
-    def close(self) -> None:
-        # An incomplete trace is not written: it would look complete.
-        self.profiler.on_trace_ready = None
-        self.profiler.stop()
-
-    def _write(self, profiler: torch.profiler.profile) -> None:
-        path = self.folder / f"iteration_{self.last_step}" / f"rank{self.rank}_trace.json"
+    def write(profiler: torch.profiler.profile) -> None:
+        path = dump_folder / settings.save_traces_folder / f"iteration_{last_step}" / f"rank{rank}_trace.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        logger.info(f"trace of the steps up to {self.last_step}: {path}")
+        logger.info(f"trace of the steps up to {last_step}: {path}")
+
+    def step_is_over(step: int) -> None:
+        nonlocal last_step
+        last_step = step
+        profiler.step()
+
+    profiler = torch.profiler.profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
+        schedule=torch.profiler.schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active),
+        on_trace_ready=write,
+        record_shapes=True,
+    )
+    warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")  # as wanted
+    profiler.start()
+    try:
+        yield step_is_over
+    finally:
+        profiler.on_trace_ready = None  # an incomplete trace is not written: it would look complete
+        profiler.stop()
 
 
-class _Snapshots:
-    """The CUDA allocator's history, every `freq` steps and at the end of a run that ran out of memory."""
+@contextmanager
+def _snapshots(settings: Profiling, dump_folder: Path, rank: int) -> Iterator[Callable[[int], None]]:
+    """Write the CUDA allocator's history every `profile_freq` steps, and when memory runs out."""
+    last_step = 0
 
-    def __init__(self, settings: Profiling, dump_folder: Path, rank: int) -> None:
-        self.folder, self.rank = dump_folder / settings.save_memory_snapshot_folder, rank
-        self.freq = settings.profile_freq
-        self.last_step = 0
-        torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
-
-    def step(self, step: int) -> None:
-        self.last_step = step
-        if step % self.freq == 0:
-            self._write(f"iteration_{step}")
-
-    def write_last(self) -> None:
-        self._write(f"iteration_{self.last_step}_exit")
-
-    def close(self) -> None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _write(self, name: str) -> None:
-        path = self.folder / name / f"rank{self.rank}_snapshot.pickle"
+    def write(name: str) -> None:
+        path = dump_folder / settings.save_memory_snapshot_folder / name / f"rank{rank}_snapshot.pickle"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
         logger.info(f"memory snapshot: {path}")
+
+    def step_is_over(step: int) -> None:
+        nonlocal last_step
+        last_step = step
+        if step % settings.profile_freq == 0:
+            write(f"iteration_{step}")
+
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
+    try:
+        yield step_is_over
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            write(f"iteration_{last_step}_exit")
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,4 +1,14 @@
-"""The few numbers of a step that the host reads: loss, gradient norm, votes. One reduction, one reading."""
+"""The few numbers of a step that the host reads: loss, gradient norm, votes. One reduction, one reading.
+
+They are read during the next step, so that the host never waits before it launches the next forward:
+
+    host    launch N | launch forward, backward N+1 | read N | launch norm, update N+1 | ...
+    device           | norm, update N               | forward, backward N+1            | ...
+
+The device leaves out an update that is not finite by itself (`mask_update`). The host reads step N before it launches
+the update of step N + 1, so no update follows a step that ends the run. A step that something depends on is read at
+once: then the outcome is known before a checkpoint, a validation, or the end.
+"""
 
 import math
 from collections.abc import Sequence

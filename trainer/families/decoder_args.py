@@ -181,7 +181,7 @@ class TransformerArgs:
         norm = self.dim * {"rmsnorm": 1, "layernorm": 1, "np_layernorm": 0}[self.norm_type]
         return (
             sum(map(math.prod, self.linear_shapes().values()))
-            + self.n_layers * (2 * norm + self._attention_vectors() + self._router_biases())
+            + self.n_layers * (2 * norm + self._vectors())
             + self._convolution_weights()
             + self._expert_weights(self.experts.number if self.experts else 0)
             + norm
@@ -216,17 +216,15 @@ class TransformerArgs:
         experts = self.experts
         return self.n_params() - (self._expert_weights(experts.number - experts.per_token) if experts else 0)
 
-    def _attention_vectors(self) -> int:
-        """Return the parameters of an attention module that are neither in matrices nor in convolutions."""
+    def _vectors(self) -> int:
+        """Return the parameters of a layer that are neither in norms of a block, matrices, convolutions nor experts."""
         return (
             self.n_heads * self.attention_sinks
             + 2 * self.head_dim * self.qk_norm
             + (self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.attention_bias
             + self.dim * self.output_bias
+            + (self.experts.number * self.experts.biases if self.experts else 0)
         )
-
-    def _router_biases(self) -> int:
-        return self.experts.number * self.experts.biases if self.experts else 0
 
     def _expert_weights(self, number: int) -> int:
         """Return the parameters of so many experts of every layer."""

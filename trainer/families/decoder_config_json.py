@@ -11,7 +11,6 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import RopeScaling, TransformerArgs
-from trainer.families.decoder_tensors import hf_names
 from trainer.hugging_face.config_json import Entries, HFConfig
 
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -33,7 +32,7 @@ class HFDecoder:
     """Entries that the architecture's class assumes where the file lacks them, if they are not those of Llama's."""
 
     def config(self) -> HFConfig:
-        return HFConfig(self.model_type, self._read, self._write, self.check_start, hf_names)
+        return HFConfig(self.model_type, self._read, self._write, self.check_start)
 
     def check_features(self, args: TransformerArgs) -> None:
         """Check that the architecture can compute what the model computes: what is written must be read as it was.

@@ -52,25 +52,6 @@ def hf_tensor(args: TransformerArgs, name: str) -> HFTensor | None:
     return HFTensor(there)
 
 
-def hf_names(args: TransformerArgs) -> set[str]:
-    """Return the names of all tensors there; tied embeddings have the first of their two names."""
-    return {there for name in _parameters(args) for there in hf_tensor(args, name).names}
-
-
-def _parameters(args: TransformerArgs) -> list[str]:
-    """Return our names of the parameters of a decoder that transformers has."""
-    of_layer = ["attention_norm.weight", "ffn_norm.weight", *["attention.sinks.weight"] * args.attention_sinks]
-    of_layer += ["attention.q_norm.weight", "attention.k_norm.weight"] * args.qk_norm
-    of_layer += [f"attention.{name}.bias" for name in ("wq", "wk", "wv")] * args.attention_bias
-    of_layer += ["attention.wo.bias"] * args.output_bias
-    if args.experts:
-        biases = ["experts.b13", "experts.b2", "router.gate.bias"] * args.experts.biases
-        of_layer += [f"feed_forward.{name}" for name in ("experts.w13", "experts.w2", *biases)]
-    matrices = [name for name in args.linear_shapes() if not (name == "output" and args.tie_embeddings)]
-    modules = [f"{name}.weight" for name in ("tok_embeddings", "norm", *matrices)]
-    return modules + [f"layers.{layer}.{name}" for layer in range(args.n_layers) for name in of_layer]
-
-
 def _of_experts(experts: ExpertArgs, mlp: str, part: str) -> HFTensor | None:
     """Return the tensor or tensors for one of `MoE`, such as `experts.w13`."""
     if part in ("router.load", "router.selection_bias"):

@@ -1,7 +1,7 @@
 """`config.json` of a Hugging Face folder: its entries, checked. Torch-free. A family says what they mean to it."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,8 @@ class Entries:
         if value is None:
             return supported[0]
         if value not in supported:
-            raise ConfigError(f"{self.file}: {key} = {value!r} is not supported; it must be {_words(supported)}")
+            words = " or ".join("null" if works is None else repr(works) for works in supported)
+            raise ConfigError(f"{self.file}: {key} = {value!r} is not supported; it must be {words}")
         return value
 
 
@@ -86,8 +87,6 @@ class HFConfig:
     """Model arguments -> entries. It raises a ConfigError for what transformers does not have."""
     check_start: Callable[[Any], None]
     """Model arguments -> nothing. It raises a ConfigError for what cannot start from weights of transformers."""
-    tensor_names: Callable[[Any], Collection[str]] | None = None
-    """Model arguments -> names of the tensors, for a check of a folder's headers; None: they are checked when read."""
 
 
 def folder_hint(folder: Path) -> str:
@@ -116,7 +115,3 @@ def read_config(folder: Path) -> Entries:
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no table; copy it from the model again")
     return Entries(file, content)
-
-
-def _words(values: tuple[Any, ...]) -> str:
-    return " or ".join("null" if value is None else repr(value) for value in values)

@@ -112,8 +112,8 @@ class NewFolder:
             self._file = None
 
 
-def carry(source: Path, target: Path, *more: str) -> None:
-    """Copy the files of tokenizer and generation of a Hugging Face folder, and those of the names `more`."""
-    for file in (file for pattern in (*_CARRIED, *more) for file in source.glob(pattern)):
+def carry(source: Path, target: Path) -> None:
+    """Copy the files of tokenizer and generation of a Hugging Face folder."""
+    for file in (file for pattern in _CARRIED for file in source.glob(pattern)):
         if file.is_file():
             shutil.copy(file, target)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.distributed.context_parallel.execution.kernels.flash import newer_flash
-from trainer.models.initial import draw, start
+from trainer.models.initialization import draw, start
 from trainer.models.rotary import apply_rope
 from trainer.models.short_convolution import ShortConvolution
 
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
     short_conv_kernel: tokens of a `ShortConvolution`, 0 for none; bias: of queries, keys and values; qk_norm_eps: of an
     RMSNorm over each head's query and key (arXiv 2302.05442), whose weights the heads share, None for no norm; rotate:
-    `apply_rope`, or a function with the same arguments; branches: of the model, see `initial.draw`.
+    `apply_rope`, or a function with the same arguments; branches: of the model, see `initialization.draw`.
     """
 
     def __init__(

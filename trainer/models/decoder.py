@@ -9,7 +9,7 @@ from torch import nn
 from trainer.families.decoder_args import TransformerArgs
 from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
-from trainer.models.initial import start
+from trainer.models.initialization import start
 from trainer.models.moe import MoE, routers_of
 from trainer.models.rotary import precompute_freqs_cis
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.families.args import ExpertArgs
-from trainer.models.initial import draw
+from trainer.models.initialization import draw
 
 # torch 2.13 made it public
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -36,7 +36,7 @@ class ExpertWeights(NamedTuple):
 class Experts(nn.Module):
     """All experts of a layer. Its forward is what expert parallelism replaces from outside.
 
-    branches: of the model, see `initial.draw`.
+    branches: of the model, see `initialization.draw`.
     """
 
     def __init__(self, dim: int, args: ExpertArgs, *, branches: int = 1) -> None:

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.models.initial import draw, start
+from trainer.models.initialization import draw, start
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202). branches: of the model, see `initial.draw`."""
+    """SwiGLU (arXiv 2002.05202). branches: of the model, see `initialization.draw`."""
 
     def __init__(self, dim: int, hidden_dim: int, *, bias: bool = False, branches: int = 1) -> None:
         super().__init__()

@@ -2,17 +2,35 @@
 
 Each parameter is drawn whole from a generator seeded by (seed, name), then sharded. Drawing shards under one seed would
 give every shard the same numbers on CPU, and numbers that depend on the layout everywhere.
+
+A module that owns weights draws them; the model draws those of its other modules. `init_parameter(name, parameter,
+generator)` of a module fills the whole parameter of that name in place.
 """
 
 import hashlib
+import math
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.distributed.tensor_parallel import preserve_ties
-from trainer.models.model_spec import Decoder
 from trainer.transforms.lora import init_adapter, is_adapter
+
+
+def draw(parameter: torch.Tensor, generator: torch.Generator, *, fan_in: int | None = None, branches: int = 1) -> None:
+    """Draw a matrix that keeps the scale of activations.
+
+    parameter: (outputs, ...); fan_in: inputs of an output, by default all but the first dimension. branches: residual
+    branches of the model, for the matrix at the end of one: the sum of all keeps the scale.
+    """
+    inputs = parameter[0].numel() if fan_in is None else fan_in
+    parameter.normal_(0.0, 1.0 / math.sqrt(inputs * branches), generator=generator)
+
+
+def start(name: str, parameter: torch.Tensor) -> None:
+    """Set a vector: biases to zero, weights of norms to one."""
+    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -21,7 +39,7 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module | Decoder, *, seed: int, device: torch.device, offload: bool = False) -> None:
+def initialize(model: nn.Module, *, seed: int, device: torch.device, offload: bool = False) -> None:
     """Give the model on meta its storage, weights and buffers.
 
     device: where the model computes, and where weights are drawn, one whole parameter at a time; offload: keep the

@@ -28,7 +28,7 @@ from trainer.distributed.sharding.exchange import all_reduce
 from trainer.families.args import ExpertArgs
 from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.experts import Experts
-from trainer.models.initial import draw, start
+from trainer.models.initialization import draw, start
 from trainer.observer import Observer
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.context_parallel.convolution import convolved
-from trainer.models.initial import draw
+from trainer.models.initialization import draw
 
 
 class InnerConvolution(nn.Module):

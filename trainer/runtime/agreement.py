@@ -13,7 +13,8 @@ from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, broadcast
 
 T = TypeVar("T")
-_MESSAGE_BYTES = 2048
+Over = DeviceMesh | dist.ProcessGroup | torch.device
+"""A 1-D mesh; a group, for tensors in host memory; or, before there is a mesh, this rank's device, for all ranks."""
 
 
 def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> None:
@@ -42,19 +43,17 @@ def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
     return of_all_ranks(text, over)[rank - local_rank]
 
 
-def of_all_ranks(value: Any, over: DeviceMesh) -> list[Any]:
-    """Return the values of all ranks of a 1-D mesh, in its order, as JSON has them. A collective."""
+def of_all_ranks(value: Any, over: Over) -> list[Any]:
+    """Return the values of all ranks, in their order, as JSON has them. A collective."""
+    group, device = _group_of(over)
     text = json.dumps(value).encode()
-    length = torch.tensor(len(text), device=over.device_type)
-    padded = text.ljust(int(all_reduce(length, over, "max")))
-    rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=over.device_type), over).cpu()
+    padded = text.ljust(int(all_reduce(torch.tensor(len(text), device=device), group, "max")))
+    rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=device), group).cpu()
     return [json.loads(bytes(row.tolist())) for row in rows]
 
 
-def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | dist.ProcessGroup | torch.device) -> T:
-    """Call `function` on every rank of a 1-D mesh and return this rank's result. A collective.
-
-    over: the mesh; a group for tensors in host memory; or, before there is a mesh, this rank's device, for all ranks.
+def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
+    """Call `function` on every rank and return this rank's result. A collective.
 
     Raises:
         SharedConfigError: on every rank, if a call raised a ConfigError; it has the message of the lowest such rank.
@@ -64,19 +63,18 @@ def raise_on_all_ranks(function: Callable[[], T], over: DeviceMesh | dist.Proces
         result = function()
     except ConfigError as error:
         message = str(error) or "unknown"
-    if isinstance(over, torch.device):
-        over, device = dist.group.WORLD, over
-    else:
-        device = "cpu" if isinstance(over, dist.ProcessGroup) else over.device_type
+    group, device = _group_of(over)
     failed = torch.tensor(int(bool(message)), dtype=torch.int32, device=device)
-    if all_reduce(failed, over, "max").item():
-        text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        texts = all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device), over)
-        for row in texts.cpu():
-            message = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
-            if message:
-                raise SharedConfigError(message)
+    if all_reduce(failed, group, "max").item():
+        raise SharedConfigError(next(filter(None, of_all_ranks(message, over))))
     return result
+
+
+def _group_of(over: Over) -> tuple[DeviceMesh | dist.ProcessGroup, torch.device | str]:
+    """Return the ranks, and the device of their tensors."""
+    if isinstance(over, torch.device):
+        return dist.group.WORLD, over
+    return over, "cpu" if isinstance(over, dist.ProcessGroup) else over.device_type
 
 
 def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:

@@ -55,7 +55,10 @@ class _Terminal(_Lines):
             self.put(_ERASE + self.live)
             return
         self.erase()  # the next step shows it again
-        text = "".join(f"{part}\n" for line in message.splitlines() for part in _wrapped(line, width))
+        # Break lines between words, and indent what follows. A path is never broken.
+        how = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+        lines = (wrap(line, width, **how) if len(line) > width else [line] for line in message.splitlines())
+        text = "".join(f"{part}\n" for parts in lines for part in parts)
         self.put(_colored(text, record.levelno) if self.color else text)
 
     def erase(self) -> None:
@@ -68,13 +71,6 @@ class _Terminal(_Lines):
 def line_width(most: int = 100) -> int:
     """Return the columns of the terminal that stdout is, at most `most`; `most` if it is none."""
     return min(shutil.get_terminal_size().columns, most) if sys.stdout.isatty() else most
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """Break a line between words, and indent what follows. A path is never broken."""
-    if len(line) <= width:
-        return [line]
-    return wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _colored(text: str, level: int) -> str:

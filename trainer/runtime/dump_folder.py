@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import IO
 
 from trainer.config.errors import ConfigError
+from trainer.config.loader import to_toml
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address, nearest_existing, writable_folder
+from trainer.runtime.console import logger
 from trainer.runtime.full_disk import full_disk
 
 LOCK_FILE = "job.lock"
@@ -38,6 +40,18 @@ def folders_of(config: JobConfig) -> dict[str, Path]:
         if checkpoints.resolve() != found["job.dump_folder"].resolve():
             found["checkpoint.folder"] = checkpoints
     return found
+
+
+def save_configuration(config: JobConfig) -> None:
+    """Write `config.toml`, which commands on the finished run read."""
+    folder = Path(config.job.dump_folder)
+    try:
+        text = to_toml(config)
+    except ModuleNotFoundError as error:
+        logger.warning(f"{folder / 'config.toml'} is not written, so `lct generate` cannot read this run: {error}")
+        return
+    with writing_to(folder):
+        (folder / "config.toml").write_text(text, encoding="utf-8")
 
 
 @contextmanager

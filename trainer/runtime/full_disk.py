@@ -2,7 +2,6 @@
 
 import errno
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 _REASONS = {
@@ -14,7 +13,13 @@ _REASONS = {
 
 def os_error_of(error: BaseException) -> OSError | None:
     """Return the operating system's error that an error is, or was raised from or after: PyTorch's own hides it."""
-    return next((link for link in _chain(error) if isinstance(link, OSError) and link.errno), None)
+    seen, link = set(), error
+    while link is not None and id(link) not in seen:
+        if isinstance(link, OSError) and link.errno:
+            return link
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return None
 
 
 def full_disk(error: BaseException, folder: Path, needed: int = 0) -> str:
@@ -29,14 +34,6 @@ def full_disk(error: BaseException, folder: Path, needed: int = 0) -> str:
     if found.errno == errno.ENOSPC:
         numbers.insert(0, f"{_size(shutil.disk_usage(folder).free)} are free")
     return _REASONS[found.errno] + (f" ({', '.join(numbers)})" if numbers else "")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _size(number: int) -> str:

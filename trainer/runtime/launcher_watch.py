@@ -9,7 +9,6 @@ import ctypes
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ from collections.abc import Mapping
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _POLL_SECONDS = 0.5
-_ENDED = -1  # no process, because the launcher ended before this rank looked for it
 
 
 def launcher_of(arguments: list[str], variables: Mapping[str, str]) -> tuple[int | None, list[str]]:
@@ -30,25 +28,11 @@ def launcher_of(arguments: list[str], variables: Mapping[str, str]) -> tuple[int
         return int(arguments[1]), arguments[2:]
     if "TORCHELASTIC_RUN_ID" not in variables:
         return None, arguments
-    parent = os.getppid()  # before the look at the store: if torchrun has ended by now, this may be another process
-    return (parent if _store_answers(variables) else _ENDED), arguments
-
-
-def _store_answers(variables: Mapping[str, str]) -> bool:
-    """Return whether torchrun's store listens, as it does before the first rank starts."""
-    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
-    try:
-        socket.create_connection((variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), timeout=10).close()
-    except OSError as error:  # of others, a name or a network fails for now
-        return not isinstance(error, ConnectionRefusedError)
-    return True
+    return os.getppid(), arguments
 
 
 def end_with(launcher: int) -> None:
     """Kill this process as soon as the process `launcher` has ended, or at once if it has ended already."""
-    if launcher == _ENDED:
-        os.kill(os.getpid(), signal.SIGKILL)
     if sys.platform == "linux" and os.getppid() == launcher:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     threading.Thread(target=_watch, args=(launcher,), name="launcher_watch", daemon=True).start()

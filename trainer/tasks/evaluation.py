@@ -11,8 +11,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from trainer.components.logits import whole_logits, whole_sequence
-from trainer.components.loss import token_losses
+from trainer.components.loss import token_losses, whole_logits, whole_sequence
 from trainer.data.batch import TextBatch
 from trainer.data.evaluation.needle import NeedlePrompt
 from trainer.data.packing.sequence import IGNORE_INDEX, PackedSequence

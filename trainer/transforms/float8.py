@@ -5,8 +5,6 @@ each use: tensorwise with one scale for a tensor, rowwise with one scale for eac
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 
@@ -100,20 +98,8 @@ def check_float8_machine(settings: Float8, device: torch.device, *, norms_have_p
 
 
 def _torchao() -> ModuleType:
-    with _quiet("torchao", "torch.utils._pytree"):
-        import torchao.float8
+    for name in ("torchao", "torch.utils._pytree"):  # its import warns of kernels for other machines, and of itself
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import torchao.float8
+
     return torchao.float8
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Let these loggers report errors only: an import warns of kernels for other machines, and of its own code."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
