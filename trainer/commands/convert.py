@@ -87,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Convert, and say what can be done next."""
+    if (argv or sys.argv[1:])[:1] == ["from-hf"]:
+        print("error: nothing needs `convert from-hf`: name the folder in model.path, which reads it", file=sys.stderr)
+        return 2
     args = parser().parse_args(argv)
     try:
         if args.way == "to-hf":
