@@ -46,7 +46,7 @@ OF_PAIRS = (
     *(
         "as it is",
         "packed documents",
-        "documents dealt by cost",
+        "documents assigned by cost",
         "sliding window in every 2nd layer",
         "attention sinks",
         "short convolution, packed documents",
@@ -88,7 +88,7 @@ FEATURES: dict[str, Feature] = {
     "as it is": Feature(),
     "without gradient accumulation": Feature(("--training.global_batch_size=-1",), of_model=True),
     "packed documents": Feature(("--training.attention_mask=document",), of_model=True),
-    "documents dealt by cost": Feature(
+    "documents assigned by cost": Feature(
         ("--training.attention_mask=document", "--parallelism.context_parallel_load_balancer=balanced"), ("cp",)
     ),
     "sliding window in every 2nd layer": Feature(

@@ -1,8 +1,8 @@
-"""How evenly the documents of steps lie on dp x cp ranks, as they are read and as `training.balance` deals them.
+"""How evenly the documents of steps lie on dp x cp ranks, as they are read and as `training.balance` assigns them.
 
 Documents have log-normal lengths, cut at the ends of sequences. The time of a step is the sum, over its micro-batches,
-of the costliest rank's FLOPs, in those of the mean; `bound` is what documents that are dealt whole allow. `plan_ms`
-are milliseconds of the deal, `layout_ms` of the layout `balanced` of one row over cp ranks. FLOPs are those of
+of the costliest rank's FLOPs, in those of the mean; `bound` is what documents that are assigned whole allow. `plan_ms`
+are milliseconds of the assignment, `layout_ms` of the layout `balanced` of one row over cp ranks. FLOPs are those of
 `flops_per_token`: there is no model, and no process group.
 
 python scripts/benchmarks/balance.py --flavor 8B --seq-len 131072 --dp 8 --cp 8 --micro-batches 1 4
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 import numpy as np
 
 from scripts.provenance import made_with
-from trainer.data.balance import deal, document_costs
+from trainer.data.balance import assign, document_costs
 from trainer.distributed.context_parallel.planning.mask import documents_of
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
 from trainer.families.llama3 import FLAVORS
@@ -72,7 +72,7 @@ def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, o
     costs_of = document_costs(flops_per_token, s.seq_len)
     linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]
     flops = linear, flops_per_token(1)[1] - linear
-    found: dict[str, list[float]] = {"read": [], "dealt": [], "dealt, and over cp by cost": []}
+    found: dict[str, list[float]] = {"read": [], "assigned": [], "assigned, and over cp by cost": []}
     planned, laid_out = [], []
     numbers, leasts = [], []
     for seed in range(s.steps):
@@ -81,12 +81,12 @@ def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, o
         read, costs = (np.cumsum(lengths) - 1) // s.seq_len, costs_of(lengths)
         sizes = {"micro_batches": micro_batches, "ranks": s.dp, "most": int(BALANCE_GROWTH * s.seq_len)}
         started = time.perf_counter()
-        dealt = deal(lengths, costs, read, **sizes)
+        assigned = assign(lengths, costs, read, **sizes)
         planned.append(1e3 * (time.perf_counter() - started))
         for name, bins, load_balancer in (
             ("read", read, "head_tail"),
-            ("dealt", dealt.bins, "head_tail"),
-            ("dealt, and over cp by cost", dealt.bins, "balanced"),
+            ("assigned", assigned.bins, "head_tail"),
+            ("assigned, and over cp by cost", assigned.bins, "balanced"),
         ):
             costs_of_rows, took = zip(
                 *(rank_costs(lengths[bins == i], flops, s.cp, load_balancer) for i in range(rows)), strict=True
@@ -95,7 +95,7 @@ def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, o
             work = np.array(costs_of_rows).reshape(micro_batches, -1)
             found[name].append(work.max(axis=1).mean() / work.mean())
         numbers.append(len(lengths))
-        leasts.append(dealt.least)
+        leasts.append(assigned.least)
     return {
         "mean_length": mean,
         "micro_batches": micro_batches,

@@ -1,4 +1,4 @@
-"""Law: documents of a step may be dealt over data-parallel ranks and micro-batches; the step stays the same."""
+"""Law: documents of a step may be assigned over data-parallel ranks and micro-batches; the step stays the same."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ CASES = {
     "hsdp2x2": LAYOUTS["hsdp2x2"],
     "fsdp2+tp2": LAYOUTS["fsdp2+tp2"],
     "fsdp2+cp2": LAYOUTS["fsdp2+cp2"],
-    "fsdp2+cp2, dealt by cost": (
+    "fsdp2+cp2, assigned by cost": (
         4,
         [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_load_balancer=balanced"],
     ),
@@ -56,11 +56,11 @@ CASES = {
     "fsdp2+cp2, compiled": (4, [*degrees(dp_shard=2, cp=2), "--compile.enable", "--compile.backend=aot_eager"]),
     "fsdp2+cp2+tp2": LAYOUTS["fsdp2+cp2+tp2"],
 }
-QUICK = {"fsdp2+tp2, compiled", "fsdp2+cp2, dealt by cost", "ddp2, one micro-batch"}
+QUICK = {"fsdp2+tp2, compiled", "fsdp2+cp2, assigned by cost", "ddp2, one micro-batch"}
 
 
 def same_rows(got: Record, wanted: Record) -> Record:
-    """`got` with the other's largest loss of a row: rows are dealt anew."""
+    """`got` with the other's largest loss of a row: rows are assigned again."""
     metrics = [mine | {"loss_max": other["loss_max"]} for mine, other in zip(got.metrics, wanted.metrics, strict=True)]
     return replace(got, metrics=metrics)
 

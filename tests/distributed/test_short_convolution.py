@@ -219,7 +219,7 @@ WORK = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WORK)
 def test_other_work_equals_single_process(pool: WorkerPool, case: str) -> None:
-    """What test_pairs.py does not have together with it, and documents dealt by cost."""
+    """What test_pairs.py does not have together with it, and documents assigned by cost."""
     settings = ["--training.dtype=float64", "--model.short_conv_kernel=4", "--training.attention_mask=document"]
     layout, work = WORK[case]
     balanced = "--parallelism.context_parallel_load_balancer=balanced"

@@ -10,21 +10,21 @@ _BALANCE = "tests/distributed/test_balance.py"
 
 DATA = (
     Mutant(
-        "a dealt document takes its neighbour's labels",
+        "a assigned document takes its neighbour's labels",
         "trainer/tasks/balanced_batches.py",
         "**{name: columns[:, i] for i, name in enumerate(names)},",
         "**{name: np.roll(columns[:, i], i) for i, name in enumerate(names)},",
         _BALANCE,
     ),
     Mutant(
-        "positions of dealt documents go on",
+        "positions of assigned documents go on",
         "trainer/tasks/balanced_batches.py",
         "positions_of(lengths, padding=padding)",
         "positions_of([sum(lengths)], padding=padding)",
         _BALANCE,
     ),
     Mutant(
-        "documents are dealt in the order in which they were read",
+        "documents are assigned in the order in which they were read",
         "trainer/data/balance.py",
         'np.argsort(-lengths, kind="stable")',
         "np.arange(len(lengths))",
@@ -616,8 +616,8 @@ PROCESSES = (
     Mutant(
         "all documents of a balanced step go to rank 0",
         "trainer/tasks/balanced_batches.py",
-        "to = dealt.bins % ranks",
-        "to = dealt.bins * 0",
+        "to = assigned.bins % ranks",
+        "to = assigned.bins * 0",
         "tests/distributed/test_balance.py::test_every_document_with_a_label_is_somewhere_once",
     ),
     Mutant(

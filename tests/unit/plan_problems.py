@@ -97,7 +97,7 @@ def pairs_of(tile: Tile) -> np.ndarray:
 
 @st.composite
 def layouts(draw: Callable, seq_len: int, degree: int) -> AxisLayout:
-    """One of the known ones, or blocks dealt at random; with few tokens some ranks have none."""
+    """One of the known ones, or blocks assigned at random; with few tokens some ranks have none."""
     kind = draw(st.sampled_from([*LOAD_BALANCERS, "balanced by random documents", "random"]))
     if kind in LOAD_BALANCERS:
         return build_layout(kind, seq_len, degree)

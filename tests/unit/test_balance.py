@@ -72,8 +72,8 @@ def travelling(layout: AxisLayout, mask: Mask) -> int:
     return sum(size(difference(needs.keys(rank), needs.kv_ranges[rank])) for rank in range(layout.degree))
 
 
-def dealt(mask: Mask, degree: int, *, by_cost: bool = True) -> AxisLayout:
-    """32 blocks a rank, dealt without regard to documents: the dearest first to who has done least; or round robin."""
+def assigned(mask: Mask, degree: int, *, by_cost: bool = True) -> AxisLayout:
+    """32 blocks a rank, assigned whatever the documents: the dearest first to who has done least; or round robin."""
     block = mask.q_len // degree // 32
     blocks = [(start, start + block) for start in range(0, mask.q_len, block)]
     work, loads = mask.work(), [0] * degree
@@ -85,14 +85,14 @@ def dealt(mask: Mask, degree: int, *, by_cost: bool = True) -> AxisLayout:
         rank = min(open_ones, key=loads.__getitem__) if by_cost else number % degree
         shards[rank].append(part)
         loads[rank] += int(work[slice(*part)].sum())
-    return AxisLayout("dealt", mask.q_len, tuple(map(union, shards)))
+    return AxisLayout("assigned", mask.q_len, tuple(map(union, shards)))
 
 
 LAYOUTS: dict[str, Callable[[Mask, int], AxisLayout]] = {
     "balanced": balanced,
     "head_tail": lambda mask, degree: head_tail(mask.q_len, degree),
-    "by cost": dealt,
-    "round robin": partial(dealt, by_cost=False),
+    "by cost": assigned,
+    "round robin": partial(assigned, by_cost=False),
 }
 
 
@@ -171,7 +171,7 @@ def test_a_long_document_goes_with_short_ones() -> None:
     # The least for eight ranks with equal work is to cut it in one piece each, at its square roots.
     least = sum(65536 * np.sqrt(np.arange(1, 9) / 8)) - 65536
     assert travelling(layout, mask) < 1.05 * least
-    assert travelling(dealt(mask, 8), mask) > 1.3 * least
+    assert travelling(assigned(mask, 8), mask) > 1.3 * least
 
 
 def test_short_documents_stay_whole() -> None:

@@ -79,10 +79,10 @@ def test_the_order_does_not_depend_on_degree_or_batch_size(degrees, b, seed, seq
 def test_global_sample_i_is_number_i_div_n_of_stream_i_mod_n():
     n = 4
     source = documents()
-    dealt = shuffled(len(source), 5, 0)
+    assigned = shuffled(len(source), 5, 0)
     expected = []
     for s in range(n):
-        own = dealt[s::n]
+        own = assigned[s::n]
         endless = []
         for epoch in range(6):
             endless += [source[own[i]] for i in shuffled(len(own), 5, 1, s, epoch)]

@@ -1,4 +1,4 @@
-"""Laws: a deal gives all ranks equal work, up to whole documents and room; a document's cost is that of the model."""
+"""Laws: an assignment gives all ranks equal work, up to whole documents and room; a cost is that of the model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer.data.balance import Deal, deal, document_costs
+from trainer.data.balance import Assignment, assign, document_costs
 from trainer.families.llama3 import FLAVORS
 
 LONGEST = 32768
@@ -21,10 +21,12 @@ def documents_of_step(seed: int, rows: int, mean: float) -> tuple[np.ndarray, np
     return lengths, (np.cumsum(lengths) - 1) // LONGEST
 
 
-def dealt(seed: int, ranks: int, micro_batches: int, mean: float, *, growth: float = 1.25, alpha: float = 1.0) -> Deal:
-    """A deal where attention takes `alpha` times as long as all else, in a document of LONGEST tokens."""
+def assigned(
+    seed: int, ranks: int, micro_batches: int, mean: float, *, growth: float = 1.25, alpha: float = 1.0
+) -> Assignment:
+    """An assignment where attention takes `alpha` times as long as all else, in a document of LONGEST tokens."""
     lengths, rows = documents_of_step(seed, ranks * micro_batches, mean)
-    result = deal(
+    result = assign(
         lengths,
         lengths + alpha * lengths**2 / LONGEST,
         rows,
@@ -41,7 +43,7 @@ def dealt(seed: int, ranks: int, micro_batches: int, mean: float, *, growth: flo
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 1), (8, 1), (8, 4), (64, 4), (64, 8)])
 def test_ranks_have_equal_work(ranks: int, micro_batches: int, alpha: float, seed: int) -> None:
     """But for documents that take longer than a rank's share, in the case of one micro-batch."""
-    result = dealt(seed, ranks, micro_batches, LONGEST / 8, alpha=alpha)
+    result = assigned(seed, ranks, micro_batches, LONGEST / 8, alpha=alpha)
     assert result.after <= 1.05 * result.least
     assert result.before > 1.02
     if micro_batches > 1:
@@ -52,14 +54,14 @@ def test_ranks_have_equal_work(ranks: int, micro_batches: int, alpha: float, see
 @pytest.mark.parametrize("growth", [1.0, 1.25])
 def test_a_deal_is_never_worse(seed: int, growth: float) -> None:
     """Also where documents are so long that they fit together in one way only."""
-    result = dealt(seed, 4, 2, LONGEST / 1.2, growth=growth)
+    result = assigned(seed, 4, 2, LONGEST / 1.2, growth=growth)
     assert 1.0 <= result.least <= result.after <= result.before
 
 
 def test_without_room_it_stays_as_it_was_read() -> None:
     lengths = np.array([6, 4, 6, 4, 5, 5])
     read = np.array([0, 0, 1, 1, 2, 2])
-    result = deal(lengths, lengths**2.0, read, micro_batches=1, ranks=3, most=10)
+    result = assign(lengths, lengths**2.0, read, micro_batches=1, ranks=3, most=10)
     assert result.bins.tolist() == read.tolist()
     assert result.after == result.before > result.least
 
@@ -67,21 +69,21 @@ def test_without_room_it_stays_as_it_was_read() -> None:
 def test_long_documents_share_a_micro_batch() -> None:
     """Two of cost 8 and much of cost 1: the other micro-batch has only the short ones."""
     costs = np.array([8.0, 1.0, 8.0, *[1.0] * 7])
-    result = deal(costs.astype(int), costs, np.arange(10) % 4, micro_batches=2, ranks=2, most=100)
+    result = assign(costs.astype(int), costs, np.arange(10) % 4, micro_batches=2, ranks=2, most=100)
     work = np.bincount(result.bins, costs, 4).reshape(2, 2)
     assert sorted(work.tolist()) == [[4.0, 4.0], [8.0, 8.0]]
 
 
 def test_the_picture() -> None:
     costs, read = np.array([6, 3, 2, 2, 3, 2, 5, 1]), np.array([0, 0, 2, 2, 1, 1, 3, 3])
-    result = deal(costs, costs.astype(float), read, micro_batches=2, ranks=2, most=100)
+    result = assign(costs, costs.astype(float), read, micro_batches=2, ranks=2, most=100)
     time = costs.sum() / 2
     assert (result.before * time, result.after * time) == (15, 13)
 
 
 def test_no_documents() -> None:
     none = np.zeros(0, int)
-    assert deal(none, none * 1.0, none, micro_batches=2, ranks=2, most=8).bins.tolist() == []
+    assert assign(none, none * 1.0, none, micro_batches=2, ranks=2, most=8).bins.tolist() == []
 
 
 @pytest.mark.parametrize("window", [None, 300])

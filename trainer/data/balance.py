@@ -6,7 +6,7 @@ document of a step may be computed by any data-parallel rank, in any micro-batch
 Ranks wait for each other in every micro-batch, because FSDP gathers each layer. So a step lasts as long as the sum,
 over its micro-batches, of the costliest rank's work. Eight documents of a step of 2 ranks and 2 micro-batches, by cost:
 
-                as read                       dealt
+                as read                       assigned
     rank 0      6 3 | 2 2                     6   | 3 2 1
     rank 1      3 2 | 5 1                     5 2 | 3 2
     time        9   + 6    = 15               7   + 6      = 13
@@ -40,11 +40,11 @@ def document_costs(flops_per_token: Callable[[int], tuple[float, float]], longes
 
 
 @dataclass(frozen=True)
-class Deal:
+class Assignment:
     """Where the documents of a step are computed.
 
     bins: (n,) micro-batch * ranks + rank of each document. Times of the step, in that of ranks which all have the same
-    work: before, as it was read; after, as it is dealt; least, which no deal of whole documents is below.
+    work: before, as it was read; after, as it is assigned; least, which no assignment of whole documents is below.
     """
 
     bins: np.ndarray
@@ -53,10 +53,10 @@ class Deal:
     least: float
 
 
-def deal(
+def assign(
     lengths: np.ndarray, costs: np.ndarray, read: np.ndarray, *, micro_batches: int, ranks: int, most: int
-) -> Deal:
-    """Deal the documents of a step.
+) -> Assignment:
+    """Assign the documents of a step.
 
     lengths, costs, read: (n,) of each document its tokens, its cost, and the bin in which it was read; of two documents
     the longer one costs more. most: tokens of a bin. The result is never worse than `read`, and the same on all ranks.
@@ -64,12 +64,12 @@ def deal(
     shape, order = (micro_batches, ranks), np.argsort(-lengths, kind="stable")
     mean, targets = costs.sum() / (micro_batches * ranks), _targets(costs[order], *shape)
     if not mean:
-        return Deal(read, 1.0, 1.0, 1.0)
-    before, dealt = _time(read, costs, shape), np.empty(len(lengths), dtype=np.int64)
-    bins = _dealt(lengths[order].tolist(), costs[order].tolist(), np.repeat(targets, ranks).tolist(), most)
-    dealt[order] = read[order] if bins is None else bins
-    after = _time(dealt, costs, shape)
-    return Deal(dealt if after < before else read, before, min(before, after), float(targets.mean() / mean))
+        return Assignment(read, 1.0, 1.0, 1.0)
+    before, assigned = _time(read, costs, shape), np.empty(len(lengths), dtype=np.int64)
+    bins = _assigned(lengths[order].tolist(), costs[order].tolist(), np.repeat(targets, ranks).tolist(), most)
+    assigned[order] = read[order] if bins is None else bins
+    after = _time(assigned, costs, shape)
+    return Assignment(assigned if after < before else read, before, min(before, after), float(targets.mean() / mean))
 
 
 def _time(bins: np.ndarray, costs: np.ndarray, shape: tuple[int, int]) -> float:
@@ -78,7 +78,7 @@ def _time(bins: np.ndarray, costs: np.ndarray, shape: tuple[int, int]) -> float:
     return float(work.max(axis=1).mean() / work.mean())
 
 
-def _dealt(lengths: list[int], costs: list[float], targets: list[float], most: int) -> list[int] | None:
+def _assigned(lengths: list[int], costs: list[float], targets: list[float], most: int) -> list[int] | None:
     """Give each document, the longest first, to the bin with room that lacks most of its target; None: there is none.
 
     lengths, costs: descending.

@@ -1,4 +1,4 @@
-"""Batches whose documents have been dealt over data-parallel ranks and micro-batches, see `balance.py`."""
+"""Batches whose documents have been assigned over data-parallel ranks and micro-batches, see `balance.py`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.data.ahead import Loader
-from trainer.data.balance import Deal, deal
+from trainer.data.balance import Assignment, assign
 from trainer.data.packing.sequence import IGNORE_INDEX, positions_of
 from trainer.distributed.sharding.exchange import all_gather, all_reduce, all_to_all
 from trainer.runtime.agreement import raise_on_all_ranks
@@ -55,7 +55,7 @@ class BalancedBatches:
         plan: Callable[[Mapping[str, np.ndarray]], object] | None,
     ) -> None:
         self._loader, self._step, self._group, self._plan = loader, step, group, plan
-        self._told = False
+        self._reported = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches = iter(self._loader)
@@ -86,9 +86,9 @@ class BalancedBatches:
         own = [document for documents in read for document in documents]
         places = [i * ranks + rank for i, documents in enumerate(read) for _ in documents]
         lengths, places, owners = self._of_all(own, places)
-        dealt = deal(lengths, step.costs(lengths), places, micro_batches=len(read), ranks=ranks, most=step.most)
-        self._tell(dealt)
-        to = dealt.bins % ranks
+        assigned = assign(lengths, step.costs(lengths), places, micro_batches=len(read), ranks=ranks, most=step.most)
+        self._report(assigned)
+        to = assigned.bins % ranks
         mine = to[owners == rank]
         sent = [own[i] for i in np.argsort(mine, kind="stable")]
         width = 3 if step.has_sources else 2
@@ -100,7 +100,7 @@ class BalancedBatches:
         pending.wait()
         ends = np.cumsum(lengths[to == rank])  # the ranks' documents one after another, each rank's in its order
         documents = np.split(received.numpy().reshape(-1, width), ends[:-1]) if len(ends) else []
-        micro_batches = (dealt.bins // ranks)[to == rank]
+        micro_batches = (assigned.bins // ranks)[to == rank]
         for i in range(len(read)):
             yield [documents[j] for j in np.flatnonzero(micro_batches == i)]
 
@@ -114,14 +114,14 @@ class BalancedBatches:
         lengths, places_of_all = gathered[gathered[..., 0] > 0].T
         return lengths, places_of_all, owners
 
-    def _tell(self, dealt: Deal) -> None:
-        if self._told:
+    def _report(self, assigned: Assignment) -> None:
+        if self._reported:
             return
-        self._told = True
-        bound = f" (its longest documents alone take {dealt.least:.2f})" if dealt.least > 1.05 else ""
+        self._reported = True
+        bound = f" (its longest documents alone take {assigned.least:.2f})" if assigned.least > 1.05 else ""
         logger.info(
-            f"training.balance: the first step takes {dealt.after:.2f} times as long as with equal work on all ranks"
-            f"{bound}, and {dealt.before:.2f} as it was read"
+            f"training.balance: the first step takes {assigned.after:.2f} times as long as with equal work on all ranks"
+            f"{bound}, and {assigned.before:.2f} as it was read"
         )
 
 

@@ -40,7 +40,7 @@ class LanguageTask:
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
         self.job, self.config, self.dims = job, job.config, dims
         self.spec = model_spec(job.config.model.name)
-        self.methods_told: set[str] = set()
+        self.methods_reported: set[str] = set()
         self.token_losses = partial(token_losses, rows=compiled_loss(row_losses, job.compilation))
 
     def build_loader(self) -> Loader:
@@ -132,8 +132,8 @@ class LanguageTask:
             per_token = [*per_token, (batch["sources"], 1)]
         tensors, seq_dims = zip((batch["tokens"], 1), (batch["labels"], 1), *per_token, strict=True)
         plan: BatchPlan | None = batch.get("plan")
-        if plan and plan.reason and plan.options.method not in self.methods_told:
-            self.methods_told.add(plan.options.method)
+        if plan and plan.reason and plan.options.method not in self.methods_reported:
+            self.methods_reported.add(plan.options.method)
             logger.info(f"attention: for the documents of this batch auto chose {plan.reason}")
         with context_parallel(
             self.dims.hybrid_mesh if self.job.attention.spread.two_level else self.dims["cp"],
