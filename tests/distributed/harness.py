@@ -125,7 +125,7 @@ def exported(trainer: Trainer, step: int) -> Path:
     """Save the last step of a job with `EXPORTED`, and return the Hugging Face folder beside it."""
     with mock.patch.object(Rows, "state_dict", return_value=_POSITION):
         trainer.checkpoint.save(step, tokens_seen=0, last=True)
-    return trainer.stores.folder.path / f"step-{step}-hf"
+    return trainer.checkpoint.folder.path / f"step-{step}-hf"
 
 
 class MadeRows(LanguageTask):

@@ -263,7 +263,7 @@ def test_a_broken_folder_is_one_sentence(hf_folder: Path, capsys: pytest.Capture
         assert "model.safetensors" in said
     del tensors["model.norm.weight"]
     safetensors.torch.save_file(tensors, weights)
-    assert "lacks model.norm.weight, which the model has" in refused_folder([str(hf_folder)], capsys)
+    assert "there is no model.norm.weight, which this model has" in refused_folder([str(hf_folder)], capsys)
     (hf_folder / "config.json").write_text("{")
     assert "config.json is no JSON" in refused_folder([str(hf_folder)], capsys)
     (hf_folder / "config.json").unlink()

@@ -78,4 +78,5 @@ def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Non
         if shape != wanted[name]:
             raise ConfigError(f"{name} has the shape {shape}, and this model's has {wanted[name]}")
     if missing := [name for name in wanted if name not in found]:
-        raise ConfigError(f"{len(missing)} tensors of this model are missing, the first of them {missing[0]}")
+        more = f" and {len(missing) - 1} more" * (len(missing) > 1)
+        raise ConfigError(f"there is no {missing[0]}{more}, which this model has")
