@@ -161,6 +161,7 @@ def test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again(poo
     assert calls == calls_some == calls_little
 
 
+@pytest.mark.slow
 def test_the_compiler_recomputes_every_second_layer_of_tensor_parallelism(pool: WorkerPool) -> None:
     """A recomputed block and one that is not are two graphs, and what is kept lies in the middle."""
     arguments = ["--compile.enable", "--compile.backend=aot_eager", *LAYOUTS["tp2"][1]]
@@ -227,7 +228,7 @@ CACHED = pytest.mark.skipif(torch.__version__ < (2, 13), reason="PyTorch 2.11 an
 @pytest.mark.parametrize(
     "runs",
     [
-        pytest.param([("tp2", 0), ("tp2", 1)], id="another rank", marks=CACHED),
+        pytest.param([("tp2", 0), ("tp2", 1)], id="another rank", marks=[CACHED, pytest.mark.slow]),
         pytest.param([("tp2", 0), ("fsdp2+tp2", 0)], id="another job", marks=pytest.mark.slow),
     ],
 )

@@ -276,6 +276,7 @@ def lct(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_the_program_on_two_ranks(folder: Path, tmp_path: Path) -> None:
     done = lct(*options(folder, "--output", "out", "--ngpu", "2", *LAYOUTS["cp2"][1]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -94,6 +94,7 @@ def adapted_case(folder: str, arguments: list[str]) -> Record:
         return harness.run_layout([*given, *adapters, "--training.dtype=float64", *arguments])
 
 
+@pytest.mark.slow
 def test_adapters_train_beside_frozen_experts(pool: WorkerPool, tmp_path: Path) -> None:
     args = replace(MODELS["qwen3_moe"], n_heads=8, n_kv_heads=4)
     hf_experts("qwen3_moe", args).save_pretrained(tmp_path)

@@ -49,8 +49,8 @@ def different(got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     "mode",
     [
-        "async",
-        pytest.param("disabled", marks=pytest.mark.slow),
+        "disabled",
+        pytest.param("async", marks=pytest.mark.slow),
         pytest.param("async_with_pinned_mem", marks=pytest.mark.slow),
     ],
 )
@@ -87,7 +87,7 @@ def killed_case(folder: str, arguments: list[str], rank: int) -> None:
         trainer.checkpoint.save(2, tokens_seen=0, due=True)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_while_it_saves_loses_nothing(
     pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, rank: int
 ) -> None:
