@@ -49,7 +49,13 @@ def unsqueezed(function: Callable, x: DomainTensor, dim: int) -> DomainTensor:
     return wrapped(x.local.unsqueeze(dim), x.domain.moved(1, first=dim % (x.ndim + 1)))
 
 
-@rule("view", "reshape", "flatten", "unflatten", "squeeze", "view_as", "reshape_as")
+@rule("unflatten")
+def unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[int]) -> Any:
+    """Split a dimension; torch does so in Python, which the compiler does not trace."""
+    return reshaped(torch.Tensor.view, x, (*x.shape[:dim], *sizes, *x.shape[dim % x.ndim + 1 :]))
+
+
+@rule("view", "reshape", "flatten", "squeeze", "view_as", "reshape_as")
 def reshaped(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_sharded(x):  # the other tensor is
         return x.reshape(tuple(args[0].shape))
