@@ -33,6 +33,7 @@ from trainer.data.order.streams import assigned
 from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.text_data import TextData, open_text
 from trainer.data.token_files.catalog import catalog_of, open_documents
+from trainer.data.token_files.format import index_bytes
 from trainer.data.token_files.made import cached
 
 SEQ_LEN, ROWS = 2048, 4
@@ -112,7 +113,8 @@ def start_of_ranks(folder: Path, files: int) -> dict[str, object]:
     folder.mkdir()
     ids = np.arange(2, 66, dtype="<u2")
     for i in range(files):
-        ids.tofile(folder / f"{i:05d}.npy")
+        ids.tofile(folder / f"{i:05d}.bin")
+        (folder / f"{i:05d}.idx").write_bytes(b"".join(index_bytes(8, np.array([ids.size]))))
     settings, started = DataSettings("tokens", str(folder)), time.perf_counter()
     catalog = catalog_of(settings)
     first, started = time.perf_counter() - started, time.perf_counter()

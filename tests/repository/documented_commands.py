@@ -432,7 +432,6 @@ RULES = [
     Rule(rf"{BENCHMARK}attention_launches\.py.*", r"\g<0> --rounds 2", SLOW),
     Rule(rf"{BENCHMARK}chunked_loss\.py .*", r"\g<0> --tokens 64 --vocab 128 --rounds 1", SLOW),
     Rule(rf"{BENCHMARK}checkpoints\.py .*", r"\g<0> --dim 64 --layers 1 --rounds 1", SLOW),
-    Rule(rf"{BENCHMARK}block_parts\.py .*", r"\g<0> --seq-len 32 --steps 1 --rounds 1 --backend eager", SLOW),
     Rule(
         r"(python scripts/gpu_check\.py)( --device cpu)?( --blocks \S+)?(.*)",
         r"\1 --device cpu --blocks versions,tiles\4",

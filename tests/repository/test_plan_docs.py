@@ -23,10 +23,7 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str], argu
 
 
 @pytest.mark.skipif(matplotlib.__version__ != DREW, reason=f"the pictures were drawn by matplotlib {DREW}")
-@pytest.mark.parametrize(
-    ("arguments", "picture"),
-    [pytest.param(*case, id=case[1], marks=[pytest.mark.slow] if "64_ranks" in case[1] else []) for case in PICTURES],
-)
+@pytest.mark.parametrize(("arguments", "picture"), PICTURES, ids=[picture for _, picture in PICTURES])
 def test_a_picture_of_the_page_is_what_is_drawn(tmp_path: Path, arguments: str, picture: str):
     assert main([*arguments.split(), "--output", str(tmp_path / "plan.svg")]) == 0
     assert (tmp_path / "plan.svg").read_bytes() == (ROOT / picture).read_bytes()

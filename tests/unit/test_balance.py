@@ -120,13 +120,12 @@ def test_keys_travel_about_as_with_head_tail(shape: Shape) -> None:
     assert keys["round robin"] > 2 * TRAFFIC_OF_HEAD_TAIL * keys["head_tail"]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_page_has_these_figures(shape: Shape) -> None:
-    seq_len, degree, mean, deviation = shape
-    figures = [measured(shape, name) for name in ("balanced", "head_tail", "by cost")]
-    cells = [f"{seq_len:,}, {degree}", f"lognormal({mean:g}, {deviation:g})"]
-    cells += [f"{figures[column][row]:.2f}" for row in (0, 1) for column in range(3)]
-    assert f"| {' | '.join(cells)} |" in PAGE.read_text()
+def test_the_page_has_these_figures() -> None:
+    most = {name: max(measured(shape, name)[0] for shape in SHAPES) for name in ("balanced", "head_tail")}
+    cell = (
+        f"at most {most['balanced']:.2f} with 8,192 tokens a rank, where `head_tail` has up to {most['head_tail']:.1f}"
+    )
+    assert cell in PAGE.read_text()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
