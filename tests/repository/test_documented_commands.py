@@ -164,6 +164,7 @@ def test_a_documented_command_runs(command: str, clone: Path) -> None:
     if rule.first:
         (clone / "docs" / "transformers.py").write_text(blocks("docs/transformers.md"))
         prepared = run(rule.first, clone)
+        (clone / "docs" / "transformers.py").unlink()  # `make lint` reads every file
         assert prepared.returncode == 0, prepared.stdout + prepared.stderr
     result = run(str(rule.text(command)).removeprefix("$ "), clone)
     output = result.stdout + result.stderr
