@@ -34,6 +34,7 @@ from trainer.config.loader import parse_command_line
 from trainer.families.llama3 import FLAVORS
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
+from trainer.stores.store import LocalStore
 from trainer.trainer import Trainer
 
 Save = Callable[[Path, int], Callable[[], object]]
@@ -70,7 +71,7 @@ def ours(trainer: Trainer, mode: str) -> Save:
     checkpointer = Checkpointer(job, trainer.dims, **parts, lr_scheduler=trainer.lr_scheduler, loader=trainer.data)
 
     def save(folder: Path, step: int) -> Callable[[], object]:
-        checkpointer.folder = folder
+        checkpointer.folder = LocalStore(folder)
         folder.mkdir()
         checkpointer.save(step, tokens_seen=0)
         return checkpointer.wait

@@ -217,7 +217,17 @@ SPATIAL = [
     case("pools of one dimension", lambda x: F.avg_pool1d(F.max_pool1d(x, 2, 1), 3), shape=(2, 3, 9), sharded=(0, 2)),
     case("interpolate", lambda x: F.interpolate(x, scale_factor=2) + F.interpolate(x, (16, 14), mode="bilinear")),
     case("interpolate a sharded batch", lambda x: F.interpolate(x, (5, 9), mode="bicubic"), sharded=(0, 1)),
-    case("pad", lambda x: F.pad(x, (1, 2, 0, 3)), sharded=ALL),
+    case("cumsum", lambda x: x.cumsum(2) + torch.cumsum(x, dim=-1), sharded=ALL),
+    case("flip", lambda x: x.flip(2, -1) + torch.flip(x, dims=(0, 3)) + x.flip([1]), sharded=ALL),
+    case(
+        "roll",
+        lambda x: x.roll(3, 2) + torch.roll(x, (1, 2, -4), (2, 3, 2)) + x.roll(shifts=(0,), dims=(2,)),
+        sharded=ALL,
+    ),
+    case("pad", lambda x: F.pad(x, (1, 2, 0, 3), value=0.5), sharded=ALL),
+    case(
+        "pad by reflection", lambda x: F.pad(x, (1, 2, 3, 0), mode="reflect") + F.pad(x, (1, 2, 3, 0), mode="replicate")
+    ),
     case("pad the channels", lambda x: F.pad(x, (0, 0, 1, -2, 2, 1)), sharded=(0, 2, 3)),
     case("pad circularly", lambda x: F.pad(x, (1, 2, 3, 0), mode="circular")),
     case("cut", lambda x: F.pad(x, (-1, -1, 0, -2)), sharded=ALL),

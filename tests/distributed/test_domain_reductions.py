@@ -171,3 +171,17 @@ def special_values() -> list[str]:
 def test_results_are_nan_or_infinite_where_those_of_torch_are(pool: WorkerPool) -> None:
     for wrong in pool.run(2, special_values):
         assert wrong == []
+
+
+def under_autocast() -> float:
+    """The error of a cumulative sum of float32 values under autocast."""
+    with meshes() as all_meshes, torch.autocast("cpu", torch.bfloat16):
+        domain = Domain({2: Axis(sized([90, 38]), all_meshes[0].get_group())})
+        x = torch.randn(2, 2, 128, 8, generator=torch.Generator().manual_seed(0))
+        y = DomainTensor(local(x, domain), domain).cumsum(2)
+        assert y.dtype == torch.float32
+        return error(y.local, local(x.double().cumsum(2), domain))
+
+
+def test_a_cumulative_sum_under_autocast_loses_no_digits(pool: WorkerPool) -> None:
+    assert max(pool.run(2, under_autocast)) <= 1e-6

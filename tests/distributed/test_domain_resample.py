@@ -1,4 +1,4 @@
-"""Law: interpolation and padding along sharded axes equal those of one process."""
+"""Law: interpolation, padding, flips, rolls and cumulative sums along sharded axes equal those of one process."""
 
 import random
 from functools import partial
@@ -33,15 +33,30 @@ def draw_interpolation(rng: random.Random) -> DomainCase:
 
 
 def draw_padding(rng: random.Random) -> DomainCase:
-    ndim, mode = rng.randint(1, 3), rng.choice(["constant", "constant", "circular"])
+    ndim, mode = rng.randint(1, 3), rng.choice(["constant", "circular", "reflect", "replicate"])
     shape = (2, 2, *(rng.randint(2, 9) for _ in range(ndim)))
     low = -1 if mode == "constant" else 0
     pads = [rng.randint(low, n - 1) if rng.random() < 0.7 else 0 for n in reversed(shape[2:]) for _ in range(2)]
-    name = f"pad {pads} {mode}"
-    return DomainCase(name, shape, (0, *range(2, 2 + ndim)), partial(F.pad, pad=pads, mode=mode), is_linear=True)
+    value = rng.choice([0.0, 2.5]) if mode == "constant" else None
+    name, pad = f"pad {pads} {mode} {value}", partial(F.pad, pad=pads, mode=mode, value=value)
+    return DomainCase(name, shape, (0, *range(2, 2 + ndim)), pad, is_linear=not value)
 
 
-DRAW = {"interpolation": draw_interpolation, "padding": draw_padding}
+def draw_move(rng: random.Random) -> DomainCase:
+    ndim = rng.randint(1, 3)
+    shape = tuple(rng.randint(2, 9) for _ in range(ndim))
+    dims = rng.sample(range(ndim), rng.randint(1, ndim))
+    name, move = rng.choice(
+        [
+            ("flip", lambda x: x.flip(*dims)),
+            ("roll", lambda x: x.roll([2 * d - 5 for d in dims], dims)),
+            ("cumsum", lambda x: x.cumsum(dims[0])),
+        ]
+    )
+    return DomainCase(f"{name} {dims}", shape, tuple(range(ndim)), move, is_linear=True, keeps_layout=True)
+
+
+DRAW = {"interpolation": draw_interpolation, "padding": draw_padding, "moves": draw_move}
 
 
 def cases(name: str, numbers: range) -> list[tuple[float, str]]:

@@ -94,9 +94,7 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     ),
     "bicubic": (lambda x, _: F.interpolate(x, (3, 3), mode="bicubic"), "mode 'bicubic', or an option"),
     "antialias": (lambda x, _: F.interpolate(x, (3, 3), mode="bilinear", antialias=True), "'bilinear', or an option"),
-    "roll": (lambda x, _: x.roll(1, 2), "roll of a tensor"),
-    "pad by reflection": (lambda x, _: F.pad(x, (1, 1, 0, 0), mode="reflect"), "pad with zeros, or circularly"),
-    "pad with ones": (lambda x, _: F.pad(x, (1, 1), value=1.0), "pad with zeros, or circularly"),
+    "roll of all": (lambda x, _: x.roll(1), "a roll of the flattened tensor; name the dimensions"),
     "norm over rows": (lambda x, _: F.layer_norm(x, (6, 5)), "it normalises over a sharded dimension"),
     "channels of a norm": (lambda x, _: F.group_norm(x.transpose(1, 2), 2), "sharded channels"),
     "channels of a convolution": (

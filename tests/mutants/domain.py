@@ -19,6 +19,34 @@ _INPUTS = "first, last = start * step - window.before, (stop - 1) * step + windo
 
 DOMAIN = (
     Mutant(
+        "a cumulative sum starts again with each range",
+        f"{_DOMAIN}/shifts.py",
+        "+ offset).to(local.dtype))",
+        "+ 0 * offset).to(local.dtype))",
+        "tests/distributed/test_domain_resample.py",
+    ),
+    Mutant(
+        "rows are rolled the other way",
+        f"{_DOMAIN}/shifts.py",
+        "(a - shift, b - shift)",
+        "(a + shift, b + shift)",
+        "tests/distributed/test_domain_resample.py",
+    ),
+    Mutant(
+        "a reflection repeats the last row",
+        f"{_DOMAIN}/shifts.py",
+        "2 * (n - 1) - row",
+        "2 * n - 1 - row",
+        "tests/distributed/test_domain_resample.py",
+    ),
+    Mutant(
+        "a cumulative sum is cast by autocast",
+        f"{_DOMAIN}/shifts.py",
+        "offset = torch.where(chosen, totals, 0).sum((0, 1), dtype=exact)",
+        "offset = torch.tensordot(torch.tensor(before, dtype=exact), totals, 2)",
+        f"{_REDUCTIONS}::test_a_cumulative_sum_under_autocast_loses_no_digits",
+    ),
+    Mutant(
         "gradients of rows that went to other ranks are dropped",
         "trainer/distributed/sharding/exchange.py",
         "if rank != own:",

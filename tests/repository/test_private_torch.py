@@ -212,7 +212,7 @@ PRIVATE = {
     ),
     # domain tensors
     "TorchDispatchMode": Private(
-        f"{_DOMAIN}/agreement.py",
+        f"{_DOMAIN}/modules.py",
         "the warning of random numbers that ranks draw apart",
         imports("torch.utils._python_dispatch", "TorchDispatchMode"),
     ),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
@@ -18,6 +19,15 @@ from trainer.data.sources.bad_records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.tokenizers.encoders import NOTHING, Encoded
 from trainer.data.tokenizers.tokenizer import replace_surrogates, vocab_size_of
+
+
+@runtime_checkable
+class _ByNumber(Protocol):
+    """A sequence, or a data set of PyTorch with documents by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Any: ...
 
 
 class _Iterable(IterableDataset):
@@ -44,7 +54,7 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
     """Return the loader of a pass over an iterable, or over a sequence. epoch: number of the pass, for `set_epoch`."""
     if hasattr(iterable, "set_epoch"):
         iterable.set_epoch(epoch)
-    if not hasattr(iterable, "__getitem__"):
+    if not isinstance(iterable, _ByNumber):
         iterable = (_StatefulIterable if isinstance(iterable, Stateful) else _Iterable)(iterable)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by PyTorch, in torchdata
@@ -158,7 +168,7 @@ class IterableDocuments:
             document = document[name]
         if isinstance(document, str):
             return self._encoder.encode(replace_surrogates(document))
-        if (not isinstance(document, str | bytes | Mapping) and isinstance(document, Sequence)) or _is_array(document):
+        if isinstance(document, list | tuple | np.ndarray | torch.Tensor):
             return self._checked(Encoded(np.asarray(document)), number)
         raise self._bad(number, f"is of type {type(document).__name__}")
 
@@ -177,7 +187,3 @@ class IterableDocuments:
             f'with a text or token ids in "{self._settings.text_field}" (training.dataset_text_field), or a list of '
             "token ids"
         )
-
-
-def _is_array(document: Any) -> bool:
-    return hasattr(document, "__array__")

@@ -82,7 +82,7 @@ def vector_norm(function, x, p=2.0, dim=None, keepdim=False, dtype=None, **named
         return extreme(torch.amax, DomainTensor(local.abs(), x.domain), dims, keepdim)
     norm = torch.linalg.vector_norm(local, order, dims, keepdim=True, dtype=wide(local.dtype))
     for axis in _axes(x.domain, dims):
-        norm = torch.linalg.vector_norm(_gathered(norm, axis), order, 0)
+        norm = torch.linalg.vector_norm(gathered(norm, axis), order, 0)
     return _reduced(norm if local.is_complex() else norm.to(local.dtype), x, dims, keepdim)
 
 
@@ -207,7 +207,7 @@ def moments(
         axis = domain.axes[dim]
         sizes[dim] = axis.layout.length
         number = math.prod([*sizes.values()])
-        means, parts = _gathered(torch.stack([mean, squares]), axis).unbind(1)
+        means, parts = gathered(torch.stack([mean, squares]), axis).unbind(1)
         rows = torch.tensor([axis.layout.local_length(rank) for rank in range(axis.degree)], dtype=means.dtype)
         weights = to_device(rows / max(axis.layout.length, 1), means.device).view(-1, *[1] * mean.ndim)
         mean = (means * weights).sum(0)
@@ -215,7 +215,7 @@ def moments(
     return mean, squares, number
 
 
-def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return the x of all ranks of an axis, small and of one shape: (ranks, *x.shape); a collective, differentiable."""
     group, rank = axis.group, axis.rank
     return with_adjoint(x, lambda x: all_gather(x.contiguous(), group), lambda x: summed(x, group)[rank])

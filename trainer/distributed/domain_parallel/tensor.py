@@ -1,6 +1,6 @@
 """`DomainTensor` with all its rules; see dispatch.py for what it is."""
 
-from trainer.distributed.domain_parallel import products, reductions, views, windows
+from trainer.distributed.domain_parallel import products, reductions, shifts, views, windows
 from trainer.distributed.domain_parallel.dispatch import DomainOperatorError, DomainTensor, rule
 
-__all__ = ["DomainOperatorError", "DomainTensor", "products", "reductions", "rule", "views", "windows"]
+__all__ = ["DomainOperatorError", "DomainTensor", "products", "reductions", "rule", "shifts", "views", "windows"]

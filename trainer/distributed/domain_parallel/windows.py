@@ -345,27 +345,3 @@ def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.
     high = part.index_select(dim, to_device(torch.tensor(second), part.device) - tile.inputs[0])
     weights = to_device(torch.tensor(share, dtype=part.dtype), part.device).view(-1, *[1] * (part.ndim - 1 - dim))
     return torch.lerp(low, high, weights)
-
-
-@rule("pad")
-def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
-    """New rows belong to the owners of the first and the last row: the layout changes.
-
-    A convolution's `padding` leaves it as it is.
-    """
-    is_known = mode == "circular" or (mode == "constant" and not value)
-    refuse_unless(is_known, function, x, f"mode {mode!r} with value {value}; pad with zeros, or circularly")
-    pairs = enumerate(zip(pad[::2], pad[1::2], strict=True), 1)
-    ways = {x.ndim - i: partial(_padded, before=pair[0], after=pair[1]) for i, pair in pairs if any(pair)}
-    result = _slide(x, dict(sorted(ways.items())), lambda part, _: part, periodic=mode == "circular") if ways else x
-    return result if any(n > 0 for n in pad) else DomainTensor(result.local.clone(), result.domain)
-
-
-@lru_cache(maxsize=256)
-def _padded(layout: AxisLayout, before: int, after: int) -> WindowPlan:
-    return plan_outputs(
-        layout,
-        layout.length + before + after,
-        lambda row: max(row + before, 0) if row else 0,
-        lambda start, stop: (start - before, stop - before),
-    )
