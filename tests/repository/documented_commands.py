@@ -385,7 +385,7 @@ RULES = [
         r"HF_HUB_OFFLINE=1 \g<0>",
         why="it needs the network and a token",
         code=2,
-        says="the Hugging Face hub cannot be reached",
+        says="is not found at the Hugging Face hub",
     ),
     Rule(
         r"(python scripts/train_tokenizer.py .*) --vocab-size 32000(.*)",
@@ -404,7 +404,7 @@ RULES = [
         r"lct tokenize --hub \S+ .*",
         r"HF_ENDPOINT=http://hub.invalid \g<0>",
         why="tests have no network",
-        says="the Hugging Face hub cannot be reached",
+        says="is not found at the Hugging Face hub",
         code=2,
         slow=False,
     ),
@@ -424,7 +424,7 @@ RULES = [
         slow=False,
     ),
     # ---- measurements
-    Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --steps 0 --json data.json", SLOW),
+    Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --json data.json", SLOW),
     Rule(rf"{BENCHMARK}balance\.py .*", r"\g<0> --seq-len 1024 --mean 128 --output balance.json", SLOW),
     Rule(rf"{BENCHMARK}activation_checkpointing\.py .*", r"\g<0> --seq-len 64", SLOW),
     Rule(rf"{BENCHMARK}experts\.py .*", r"\g<0> --tokens 64 --rounds 1", SLOW),
