@@ -25,7 +25,7 @@ from scripts.benchmarks.teams import PeakBytes
 from tests.chat_files import chat_folder
 from tests.hf_decoders import CONFIGS, LLAMA, QWEN3, SHAPES, changed, saved
 from tests.hf_tensors import from_hf
-from trainer.commands import convert
+from trainer.commands import convert, tokenize_text
 from trainer.commands.generate import end_ids
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
@@ -464,3 +464,14 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_one_is_named(folder:
 def test_convert_from_hf_names_what_reads_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert convert.main(["from-hf", "folder", "output"]) == 2
     assert "model.path" in capsys.readouterr().err
+
+
+def test_token_files_are_made_ahead_with_the_tokenizer_of_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "original").mkdir()
+    shutil.copy(Model().tokenizer_file, folder / "original" / "tokenizer.model")
+    made = []
+    monkeypatch.setattr(tokenize_text, "catalog_of", made.append)
+    tokenize_text.of_job([f"--model.path={folder}"])
+    assert [settings.tokenizer for settings in made] == [str(folder)]

@@ -32,13 +32,14 @@ from trainer.data.sources.registry import DATASETS, DataSettings
 from trainer.data.token_files.catalog import catalog_of
 from trainer.data.token_files.made import Inputs, noted, tokenize
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
+from trainer.families.registry import from_path
 from trainer.runtime import end_with
 from trainer.runtime.console import set_up_logging
 
 
 def of_job(argv: list[str]) -> None:
     """Make the token files of a job that are not in the cache."""
-    config = parse_command_line(parse(argv).arguments).config
+    config = from_path(parse_command_line(parse(argv).arguments).config)
     set_up_logging(0, color=config.metrics.enable_color_printing)
     for settings in all_data(config):
         catalog_of(settings)
