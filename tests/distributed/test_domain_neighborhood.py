@@ -248,11 +248,13 @@ def bytes_kept(case: Case, inputs: list[torch.Tensor]) -> int:
     return sum(kept.values())
 
 
-def test_no_mask_of_the_whole_field_is_kept() -> None:
-    """The backward keeps few masks and boxes; never a mask of the whole field."""
+def test_boxes_that_overlap_much_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward keeps q, k, v and the output, each once, or few masks and boxes; never a mask of the whole field."""
     case = Case((48, 48), (Neighborhood(21), Neighborhood(21)), (2, 2), (16, 16), None)
     inputs, _ = tensors(case, 0, torch.float32)
-    assert bytes_kept(case, inputs) / inputs[0].nbytes < 30
+    for most, limit in ((1 << 14, 6), (1 << 20, 30)):  # tiles of a few queries; tiles as wide as the kernel
+        monkeypatch.setattr(neighborhood, "_MASK_ELEMENTS", most)
+        assert bytes_kept(case, inputs) / inputs[0].nbytes < limit
 
 
 def test_another_kernel_size_is_seen(pool: WorkerPool) -> None:

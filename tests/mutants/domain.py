@@ -118,6 +118,13 @@ DOMAIN = (
         _NEIGHBORHOOD,
     ),
     Mutant(
+        "boxes of keys that overlap much are kept for the backward",
+        f"{_DOMAIN}/neighborhood.py",
+        "attend_again if cuts_again else attend",
+        "attend",
+        f"{_NEIGHBORHOOD}::test_boxes_that_overlap_much_are_not_kept",
+    ),
+    Mutant(
         "a rank without queries leaves the graph",
         f"{_DOMAIN}/neighborhood.py",
         "out = connected(q.new_zeros(result), q, k, v)",

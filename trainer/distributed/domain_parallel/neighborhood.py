@@ -19,13 +19,15 @@ Reference: generalized neighbourhood attention, https://arxiv.org/abs/2504.16922
 csrc/include/natten/cuda/reference/mask.hpp (`get_win_start`, `get_win_end`, `qkv_fix_dilation`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from trainer.distributed.domain_parallel.dispatch import DomainTensor
 from trainer.distributed.domain_parallel.elementwise import common_domain, own_part
@@ -37,7 +39,8 @@ from trainer.distributed.sharding.tensors import planned, to_device
 Hood = tuple[int, int, int, bool]
 """The fields of a `Neighborhood`, as plain data."""
 
-_MASK_ELEMENTS = 1 << 24  # with fewer, tiles are narrower than a wide kernel, and their keys overlap more
+_MASK_ELEMENTS = 1 << 20
+_COPIES_KEPT = 8  # of each key, for the backward; if tiles overlap more, the backward cuts them out again
 _TILES_OF_A_CALL = 1 << 14  # kernels launch a block for each tile in a dimension that ends at 65,535
 
 
@@ -116,10 +119,10 @@ class Tiles(NamedTuple):
 
 
 @planned
-def _tiles(queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int) -> tuple[Tiles, ...]:
+def _tiles(queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int, single: bool) -> tuple[Tiles, ...]:
     """Cut queries into tiles of `rows`, a multiple of the stride; return those together that see keys in the same way.
 
-    queries, keys: the rows of the axis that the rank has, and has fetched.
+    queries, keys: the rows of the axis that the rank has, and has fetched. single: return each tile alone.
     """
     hood = Neighborhood(*fields)
     found: dict[tuple[Range, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
@@ -134,7 +137,9 @@ def _tiles(queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int) 
     result = []
     for seen, tiles in found.items():
         asked, read = zip(*tiles, strict=True)
-        result.append(Tiles(_places(asked, queries), _places(read, keys), seen))
+        tables = _places(asked, queries), _places(read, keys)
+        groups = [((tile,), (box,)) for tile, box in zip(*tables, strict=True)] if single else [tables]
+        result += [Tiles(*group, seen) for group in groups]
     return tuple(result)
 
 
@@ -145,10 +150,11 @@ def _places(rows: Iterable[np.ndarray], held: Ranges) -> tuple[tuple[int, ...], 
 
 
 @planned
-def _tile_rows(fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int) -> tuple[int, ...]:
+def _tile_rows(fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int) -> tuple[tuple[int, ...], bool]:
     """Return for each axis the rows of a tile, about as many as its kernel, so that a tile's mask has `most` elements.
 
     lengths: queries of each axis on this rank. The mask is larger only if one group of queries already needs that.
+    Also return whether the backward cuts keys out again, because tiles overlap.
     """
     hoods = [Neighborhood(*each) for each in fields]
     least = {1: 64, 2: 8}.get(len(hoods), 4)  # a tile with few queries wastes a kernel call
@@ -166,7 +172,9 @@ def _tile_rows(fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int) ->
     while elements() > most and max(groups) > 1:
         widest = groups.index(max(groups))
         groups[widest] = -(-groups[widest] // 2)
-    return tuple(group * hood.stride for hood, group in zip(hoods, groups, strict=True))
+    rows = tuple(group * hood.stride for hood, group in zip(hoods, groups, strict=True))
+    copies = math.prod((tile + hood.kernel - 1) / tile for tile, hood in zip(rows, hoods, strict=True))
+    return rows, copies > _COPIES_KEPT
 
 
 # ---- attention
@@ -229,16 +237,18 @@ def neighborhood_attention(
 def _attend_axes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None) -> torch.Tensor:
     """Attend in tiles; axes: of each one the rows of q, the rows of k and v, its length, and its neighbourhood."""
     hoods, most = tuple([hood for *_, hood in axes]), _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
-    rows = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
-    tiles = [_tiles(*axis, tile) for axis, tile in zip(axes, rows, strict=True)]
-    parts = [
-        [
-            _Part(each, *(to_device(torch.tensor(table), q.device) for table in (each.queries, each.keys)))
-            for each in axis
-        ]
-        for axis in tiles
-    ]
-    out = _attend(q, k, v, parts, (), scale)
+    rows, cuts_again = _tile_rows(hoods, tuple(q.shape[1:-2]), most)
+    cuts = enumerate(zip(axes, rows, strict=True))
+    tiles = [_tiles(*axis, tile, cuts_again and not number) for number, (axis, tile) in cuts]
+    parts = [_parts(of_axis, q.device) for of_axis in tiles]
+
+    def attend(*args: Any) -> torch.Tensor:
+        return _attend_tiles(*args, scale)
+
+    def attend_again(*args: Any) -> torch.Tensor:
+        return checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False)
+
+    out = _attend(q, k, v, parts, (), attend_again if cuts_again else attend)
     for dim, of_axis in enumerate(tiles, 1):
         place = torch.tensor([row for each in of_axis for tile in each.queries for row in tile])
         out = out.index_select(dim, to_device(place.argsort(), out.device))
@@ -283,13 +293,24 @@ class _Part(NamedTuple):
     keys: torch.Tensor
 
 
+def _parts(of_axis: Sequence[Tiles], device: torch.device) -> list[_Part]:
+    """Return the tiles of an axis with their indices, which are copied to the device at once."""
+    indices = []
+    for tables in ([each.queries for each in of_axis], [each.keys for each in of_axis]):
+        together = to_device(torch.tensor([*chain.from_iterable(chain.from_iterable(tables))]), device)
+        sizes = [(len(table), len(table[0])) for table in tables]
+        parts = together.split([math.prod(size) for size in sizes])
+        indices.append([part.view(size) for part, size in zip(parts, sizes, strict=True)])
+    return [_Part(*part) for part in zip(of_axis, *indices, strict=True)]
+
+
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[_Part, ...], scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, chosen: tuple[_Part, ...], attend: Callable
 ) -> torch.Tensor:
     """Attend for each combination of tiles of the axes, and put the results together."""
     if not axes:
-        return _attend_tiles(q, k, v, chosen, scale)
-    results = [_attend(q, k, v, axes[1:], (*chosen, part), scale) for part in axes[0]]
+        return attend(q, k, v, chosen)
+    results = [_attend(q, k, v, axes[1:], (*chosen, part), attend) for part in axes[0]]
     return results[0] if len(results) == 1 else torch.cat(results, len(chosen) + 1)
 
 
