@@ -1,4 +1,4 @@
-"""Laws of what a run saves by the time, of a run that only reads, and of parts that start anew on purpose."""
+"""Laws of what a run saves by the time, of a run that only reads, and of parts that are not loaded on purpose."""
 
 import errno
 import os
@@ -125,7 +125,7 @@ def test_a_mark_of_the_best_that_one_rank_cannot_read_stops_all(pool: WorkerPool
 
 
 def test_the_last_save_may_be_of_weights_alone(pool: WorkerPool, tmp_path: Path) -> None:
-    """No run goes on from them by itself; other commands take them, and an optimizer may start anew with them."""
+    """No run resumes from them by itself; other commands take them, and a new optimizer may start from them."""
     run, arguments = str(tmp_path), [*FSDP2, "--checkpoint.last_save_model_only", "--checkpoint.interval=1"]
     wanted = merged(pool.run(2, load_step_save, run, [*arguments, "--training.steps=2"], 2), "after")
     state = read_state(LocalStore(tmp_path / "checkpoint"), 2)
@@ -140,7 +140,7 @@ def test_the_last_save_may_be_of_weights_alone(pool: WorkerPool, tmp_path: Path)
 
     results = pool.run(2, main_case, run, [*arguments, "--training.steps=3"])
     text = "".join(text for code, text in results if code)
-    assert text.count("training.steps = 3 goes on after the checkpoint") == 1
+    assert text.count("training.steps = 3 is beyond the checkpoint") == 1
     assert "which holds the weights alone (checkpoint.last_save_model_only)" in text
     assert [code for code, _ in pool.run(2, main_case, run, [*arguments, "--training.steps=2"])] == [0, 0]
 

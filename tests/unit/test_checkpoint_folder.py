@@ -174,7 +174,7 @@ def test_the_latest_or_the_one_asked_for(tmp_path: Path):
 
 def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path):
     missing = configured(tmp_path, "--checkpoint.load_step=3")
-    assert "nothing is saved there, leave it out to start anew" in refused(missing)
+    assert "nothing is saved there, leave it out" in refused(missing)
     for step in (2, 10, 9):
         save(tmp_path / "checkpoint", step)
     message = refused(missing)
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(tmp_
     message = refused(configured(tmp_path))
     assert message.startswith(f"the checkpoint {path} cannot be read (")
     assert part in message
-    assert message.endswith("remove it to start anew")
+    assert message.endswith("remove it to start from step 0")
     save(tmp_path / "checkpoint", 2)
     assert "use another with checkpoint.load_step (there are 2), or remove it" in refused(configured(tmp_path))
     resolve(configured(tmp_path, "--checkpoint.load_step=2"), 1)
@@ -286,7 +286,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(tmp_
 def test_another_model_or_other_data_are_refused(tmp_path: Path, arguments: list[str], parts: list[str]):
     save(tmp_path / "checkpoint", 4)
     message = refused(configured(tmp_path, *arguments))
-    assert "or start anew in another checkpoint.folder" in message
+    assert "or start from step 0 in another checkpoint.folder" in message
     for part in parts:
         assert part in message
 
@@ -301,10 +301,10 @@ def test_what_may_change(tmp_path: Path):
 
 def test_data_that_start_anew_may_be_other_data(tmp_path: Path):
     save(tmp_path / "checkpoint", 4)
-    anew = ["--checkpoint.load_step=4", "--checkpoint.exclude_from_loading"]
+    excluding = ["--checkpoint.load_step=4", "--checkpoint.exclude_from_loading"]
     others = ["--training.seed=3", "--training.data_streams=32"]
-    resolve(configured(tmp_path, *anew, "dataloader", *others), 1)
-    assert "resume with 0" in refused(configured(tmp_path, *anew, "optimizer", *others))
+    resolve(configured(tmp_path, *excluding, "dataloader", *others), 1)
+    assert "resume with 0" in refused(configured(tmp_path, *excluding, "optimizer", *others))
 
 
 def test_a_checkpoint_from_before_a_key_has_what_the_key_defaults_to(tmp_path: Path):

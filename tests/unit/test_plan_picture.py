@@ -13,7 +13,7 @@ from matplotlib.text import Text
 from tests.masks import dense
 from tests.repository.test_show_plan import SMALL, case_of, with_degree
 from trainer.commands.plan import MOST_RANKS, main
-from trainer.commands.plan_picture import draw, fields_of, picture, rank_color
+from trainer.commands.plan_picture import draw, areas_of, picture, rank_color
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.methods import METHODS
 
@@ -30,7 +30,7 @@ def test_the_square_shows_each_visible_pair_once(mask: list[str], method: str, l
         seen = np.zeros((48, 48), dtype=int)
         for rank in range(4):
             for stage in case.stages(rank):
-                for tile, field in zip(stage.tiles, fields_of(case, rank, stage, np.arange(48)), strict=True):
+                for tile, field in zip(stage.tiles, areas_of(case, rank, stage, np.arange(48)), strict=True):
                     seen[field] += 1
                     assert len(field[0]) == tile.pairs
         assert (seen == each * dense(case.mask)[0]).all()

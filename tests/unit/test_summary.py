@@ -265,7 +265,7 @@ def test_a_rank_of_the_long_presets_has_room_on_80_gb(name: str, ranks: int, seq
     memory = rank_memory(job)
     assert config.training.seq_len == seq_len
     assert job.degrees.cp == ranks
-    assert memory.total < 0.8 * 80e9, memory.words()
+    assert memory.total < 0.8 * 80e9, memory.describe()
     at_once = resolve(parse_command_line([*argv, "--training.loss_chunk_tokens=0"]).config, ranks, "cuda", missing=[])
     # They are counted: of all tokens, or of a chunk, with the sum of the weight's gradient.
     assert rank_memory(at_once).logits > 0.1 * memory.total

@@ -133,7 +133,7 @@ class Checkpointer:
             say_waiting(f"reading the weights in {initial}")
             base = raise_on_all_ranks(lambda: open_initial(self._config, self._model, self._once), world)
             raise_on_all_ranks(lambda: load_weights([base], self._model_parts, adapters=False), world)
-            logger.info(f"the weights are those of {initial}" + "; optimizer, data and steps start anew" * (step == 0))
+            logger.info(f"the weights are those of {initial}" + "; all else starts from step 0" * (step == 0))
         if step == 0:
             return 0, 0
         if initial is not None and not adapts:
@@ -160,26 +160,26 @@ class Checkpointer:
     def _resume(self, folder: Store, step: int, *, without: bool) -> int:
         """Load a saved step of a folder of checkpoints, and return the tokens seen up to it.
 
-        without: what `checkpoint.exclude_from_loading` names starts anew.
+        without: what `checkpoint.exclude_from_loading` names is not loaded.
         """
         world, started = self._dims["world"], time.monotonic()
         state, reader = raise_on_all_ranks(
             lambda: open_step(self._config, self._model, step, folder, self._once), world
         )
-        anew = {*self.settings.exclude_from_loading} if without else set()
+        excluded = {*self.settings.exclude_from_loading} if without else set()
         tensors = tensors_of(self._model_parts, self._optimizer)
-        anew |= {"optimizer"} if state.model_only else set()
-        tensors = {name: x for name, x in tensors.items() if name.partition(".")[0] not in anew}
+        excluded |= {"optimizer"} if state.model_only else set()
+        tensors = {name: x for name, x in tensors.items() if name.partition(".")[0] not in excluded}
         try:
-            dcp.load(tensors, storage_reader=reader, planner=WholeState(without=anew), process_group=self.group)
+            dcp.load(tensors, storage_reader=reader, planner=WholeState(without=excluded), process_group=self.group)
         except CheckpointException as error:
             raise SharedConfigError(str(unreadable(folder, step, cause_of(error)))) from None
-        if "optimizer" in anew:
+        if "optimizer" in excluded:
             self._optimizer.state.clear()
-        if "dataloader" not in anew:
+        if "dataloader" not in excluded:
             raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)
         restart_lr_scheduler(self._lr_scheduler, step)
-        new = f"; new: {', '.join(sorted(anew))}" if anew else ""
+        new = f"; new: {', '.join(sorted(excluded))}" if excluded else ""
         logger.info(f"resumed after step {step} from {reader.path} ({time.monotonic() - started:.1f} s){new}")
         return state.tokens_seen
 

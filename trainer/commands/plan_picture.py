@@ -66,7 +66,7 @@ def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
     return places
 
 
-def fields_of(case: Case, rank: int, stage: Stage, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def areas_of(case: Case, rank: int, stage: Stage, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield for each tile of a stage its pairs (query, key) among `tokens`, as indices of these."""
     queries, keys = places_of(tokens, case.queries(rank)), places_of(tokens, stage.held)
     for tile in stage.tiles:
@@ -90,8 +90,8 @@ def _draw_square(axes: Axes, upright: Axes, across: Axes, case: Case) -> None:
     image, owners = np.ones((side, side, 3)), np.ones((side, 3))
     for r in range(0, case.degree, case.head_degree):  # ranks of a head group compute the same pairs, for other heads
         for number, stage in enumerate(case.stages(r)):
-            for field in fields_of(case, r, stage, tokens):
-                image[field] = _stage_color(case, r, number)
+            for area in areas_of(case, r, stage, tokens):
+                image[area] = _stage_color(case, r, number)
     for r in range(case.degree):
         owners[places_of(tokens, case.layout.ranges[r]) >= 0] = rank_color(case, r)
     ticks = [seq_len * i // 4 for i in range(5)]

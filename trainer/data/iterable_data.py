@@ -27,8 +27,8 @@ class _OfIterable:
 
     @property
     def state(self) -> StreamState:
-        """The position, and under "iterable" that of the iterable, before the oldest document that is still needed."""
-        return super().state | {"iterable": self._source.state(self._epoch, self.oldest)}
+        """The position, and that of the iterable before the oldest document that is still needed."""
+        return super().state | self._source.state(self._epoch, self.oldest)
 
     @property
     def passes(self) -> float:
@@ -37,7 +37,7 @@ class _OfIterable:
 
     def restart(self, state: Mapping[str, Any]) -> None:
         super().restart(state)
-        self._source.start(self._epoch, state.get("iterable", ""))
+        self._source.start(self._epoch, state)
 
     def _item_at(self, place: int) -> Any:
         return self._epoch, place

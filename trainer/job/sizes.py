@@ -1,6 +1,6 @@
 """Sizes in bytes: of data types, and of what a rank holds. Torch-free."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -24,12 +24,11 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Return the sum."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(astuple(self))
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return the parts of at least a hundredth of the total, each with its size."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        named = [f"{name} {size_words(size)}" for name, size in parts.items() if size >= self.total / 100]
+        named = [f"{name} {size_words(size)}" for name, size in asdict(self).items() if size >= self.total / 100]
         return ", ".join(named)
 
 

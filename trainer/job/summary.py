@@ -172,4 +172,4 @@ def _checkpoints(job: ResolvedJob) -> str:
 
 def _memory(job: ResolvedJob) -> str:
     memory = rank_memory(job)
-    return f"about {size_words(memory.total)} a rank at its peak, beside PyTorch's own: {memory.words()}"
+    return f"about {size_words(memory.total)} a rank at its peak, beside PyTorch's own: {memory.describe()}"

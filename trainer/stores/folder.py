@@ -100,7 +100,7 @@ def step_to_load(config: JobConfig) -> int | None:
     if wanted in steps:
         return wanted
     shown = ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:3]))} ... {steps[-1]}"
-    remedy = f"use one of the saved steps: {shown}" if steps else "nothing is saved there, leave it out to start anew"
+    remedy = f"use one of the saved steps: {shown}" if steps else "nothing is saved there, leave it out"
     raise ConfigError(f"checkpoint.load_step = {wanted} is not in {folder}; {remedy}")
 
 
@@ -164,7 +164,7 @@ def unreadable(folder: Store, step: int, error: BaseException | str) -> ConfigEr
     except OSError:  # the store does not answer
         return ConfigError(f"{damaged}; run this again later")
     if not others:
-        return ConfigError(f"{damaged}; remove it to start anew")
+        return ConfigError(f"{damaged}; remove it to start from step 0")
     return ConfigError(
         f"{damaged}; use another with checkpoint.load_step (there are {', '.join(others[-8:])}), or remove it"
     )
@@ -195,16 +195,16 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
         ConfigError: another model, data type, seed or number of data streams, or no optimizer for the steps to come.
     """
     path = checkpoint_folder(config).step(state.step)
-    elsewhere = "or start anew in another checkpoint.folder"
+    elsewhere = "or start from step 0 in another checkpoint.folder"
     check_same_model(state, config, model, path, remedy=f"resume with that, {elsewhere}")
-    anew, left = config.checkpoint.exclude_from_loading, config.training.steps - state.step
-    if state.model_only and left > 0 and "optimizer" not in anew:
+    excluded, left = config.checkpoint.exclude_from_loading, config.training.steps - state.step
+    if state.model_only and left > 0 and "optimizer" not in excluded:
         raise ConfigError(
-            f"training.steps = {config.training.steps} goes on after the checkpoint {path}, which holds the weights "
-            "alone (checkpoint.last_save_model_only); go on from an earlier step with checkpoint.load_step, or start "
-            f"the optimizer anew: --checkpoint.load_step {state.step} --checkpoint.exclude_from_loading optimizer"
+            f"training.steps = {config.training.steps} is beyond the checkpoint {path}, which holds the weights "
+            "alone (checkpoint.last_save_model_only); resume from an earlier step with checkpoint.load_step, or use a "
+            f"new optimizer: --checkpoint.load_step {state.step} --checkpoint.exclude_from_loading optimizer"
         )
-    if "dataloader" in anew:
+    if "dataloader" in excluded:
         return
     first = next(iter(state.streams.values()), {})
     for key, now in (("seed", config.training.seed), ("data_streams", config.training.data_streams)):

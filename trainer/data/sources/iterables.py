@@ -77,32 +77,34 @@ class IterableDocuments:
         self._vocab_size, self._skipped = vocab_size_of(settings.tokenizer), Tally()
         self._epoch = -1
 
-    def start(self, epoch: int, state: str = "") -> None:
-        """Go to a position in a pass. state: of the same pass; empty: the beginning.
+    def start(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Go to a position in a pass. state: see `state`, of the same pass; empty: the beginning.
 
         Raises:
             ConfigError: the function that opens the iterable cannot be imported, or fails.
         """
-        position = json.loads(state) if state else {"document": 0}
-        self._epoch, self._asked, self._ended = epoch, position["document"], False
+        self._epoch, self._asked, self._ended = epoch, state.get("iterable_document", 0), False
         self._read = self._asked  # documents that have been read
         self._documents: dict[int, Any] = {}
         self._states: dict[int, str] = {}  # before a document was read
         try:
             iterable = resolve_name(self._place)(self._settings.path, self._stream, self._streams)
             self._loader = loader_of(iterable, epoch)
-            if state:
-                self._loader.load_state_dict(position["loader"])
+            if state.get("iterable"):
+                self._loader.load_state_dict(json.loads(state["iterable"]))
             self._iterator = iter(self._loader)
         except Exception as error:  # whatever a user's code raises
             raise self._failed(f"{self._place} fails", error) from error
 
-    def state(self, epoch: int, oldest: int) -> str:
-        """Return the position before a document, the oldest one that is asked for again after a restart."""
+    def state(self, epoch: int, oldest: int) -> dict[str, Any]:
+        """Return the position before a document, the oldest one that is asked for again after a restart.
+
+        "iterable_document": its number in the pass; "iterable": the loader's state as JSON, empty at the beginning of a pass.
+        """
         if epoch != self._epoch or not oldest:
-            return ""
+            return {"iterable_document": 0, "iterable": ""}
         self._states = {number: state for number, state in self._states.items() if number >= oldest}
-        return json.dumps({"document": oldest, "loader": json.loads(self._state_before(oldest))})
+        return {"iterable_document": oldest, "iterable": self._state_before(oldest)}
 
     def __len__(self) -> int:
         self._read_to(self._asked + 1)
@@ -116,7 +118,7 @@ class IterableDocuments:
         """
         epoch, number = place
         if epoch != self._epoch:
-            self.start(epoch)
+            self.start(epoch, {})
         self._asked = max(self._asked, number + 1)
         self._read_to(self._asked)
         if number >= self._read:

@@ -119,7 +119,7 @@ def _of_token_files(settings: DataSettings) -> Catalog:
 
 
 def _pairs(settings: DataSettings) -> Iterator[tuple[Pair, tuple[int, int, int] | None]]:
-    """Yield each pair, and what tells its content; None: all of its bytes must be hashed."""
+    """Yield each pair, and what identifies its content; None: all of its bytes must be hashed."""
     shards_of = cache(partial(_shards, settings=settings))
     for idx in files_of(settings):
         stem = Path(idx).with_suffix("")
