@@ -13,7 +13,7 @@ from matplotlib.text import Text
 from tests.masks import dense
 from tests.repository.test_show_plan import SMALL, case_of, with_degree
 from trainer.commands.plan import MOST_RANKS, main
-from trainer.commands.plan_picture import draw, areas_of, picture, rank_color
+from trainer.commands.plan_picture import areas_of, draw, picture, rank_color
 from trainer.distributed.context_parallel.planning.balance import LOAD_BALANCERS
 from trainer.distributed.context_parallel.planning.methods import METHODS
 

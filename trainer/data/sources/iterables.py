@@ -99,7 +99,7 @@ class IterableDocuments:
     def state(self, epoch: int, oldest: int) -> dict[str, Any]:
         """Return the position before a document, the oldest one that is asked for again after a restart.
 
-        "iterable_document": its number in the pass; "iterable": the loader's state as JSON, empty at the beginning of a pass.
+        "iterable_document": its number in the pass; "iterable": the loader's state as JSON, empty before the first one.
         """
         if epoch != self._epoch or not oldest:
             return {"iterable_document": 0, "iterable": ""}
