@@ -80,6 +80,7 @@ def test_attention_forwards_that_are_run_again(pool: WorkerPool, layout: str) ->
     assert got == {"none": 0, "op": 0, "2": LAYERS // 2, "full": LAYERS}
 
 
+@pytest.mark.slow
 def test_sums_over_tp_are_not_communicated_again_by_op(pool: WorkerPool) -> None:
     got = {mode: calls[REDUCE_SCATTER] for mode, (calls, _, _) in counted(pool, "tp2").items()}
     assert got["op"] == got["none"] < got["full"]
@@ -111,6 +112,7 @@ def test_nor_do_the_other_methods(pool: WorkerPool, method: str) -> None:
     assert exchanges["full"].total() > exchanges["2"].total() > exchanges["none"].total()
 
 
+@pytest.mark.slow
 def test_names_of_parameters_stay(pool: WorkerPool) -> None:
     names = [names for _, _, names in counted(pool, "fsdp2").values()]
     assert names[0] == names[1] == names[2] == names[3]

@@ -202,6 +202,7 @@ def losses(folder: str, arguments: list[str]) -> tuple[list[float], str]:
         return done, ""
 
 
+@pytest.mark.slow
 def test_a_balanced_run_goes_on_where_it_stopped_also_unbalanced(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
     given = [f"--training.dataset_path={data}", "--lr_scheduler.total_steps=6"]
     (whole, _), *_ = pool.run(2, losses, str(tmp_path / "whole"), given)

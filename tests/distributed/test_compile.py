@@ -57,6 +57,7 @@ def compiled_case(arguments: list[str], wait: bool = True) -> tuple[Record, dict
     return record, {name: dict(counts) for name, counts in counters.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "backend", "checkpointing"),
     [

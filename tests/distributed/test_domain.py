@@ -267,6 +267,7 @@ def test_a_residual_block_keeps_its_layouts(pool: WorkerPool, world_size: int) -
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="the compiler of PyTorch 2.11 and 2.12 cannot follow it")
+@pytest.mark.slow
 def test_compiled_code_agrees(pool: WorkerPool) -> None:
     assert max(error for errors in pool.run(2, compiled_block) for error in errors) <= 1e-12
 

@@ -61,6 +61,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_first_step_is_that_of_one_process(pool: WorkerPool, folder: Path) -> None:
     """With the published weights and stretched positions; and these matter: without, the loss is another."""
     (one,) = pool.run(1, first_step, str(folder), ["--parallelism.context_parallel_degree=1"])

@@ -194,6 +194,7 @@ def test_shards_travel_in_float8_and_scales_in_one_reduction(pool: WorkerPool) -
     assert precomputed["reductions"] == STEPS
 
 
+@pytest.mark.slow
 def test_checkpoints_are_plain_and_a_resumed_run_is_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path) -> None:
     """What was saved with weights gathered in float8 is read, exactly, without float8 and by another layout."""
     world_size, arguments = LAYOUTS["fsdp2"]

@@ -112,7 +112,7 @@ def likeliest_case(model: Model, prompts: list[list[int]], tokens: int) -> list[
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("model", models("convolution", "gpt_oss"))
+@pytest.mark.parametrize("model", models("gpt_oss"))
 def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, model: Model) -> None:
     """Prompts of different lengths together, and each alone."""
     ((together),) = pool.run(1, written_case, model, PROMPTS, 12, GREEDY, 0)
@@ -130,7 +130,7 @@ def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, 
         pytest.param(Sampling(temperature=1.0, top_p=0.9), id="drawn"),
     ],
 )
-@pytest.mark.parametrize("model", models("plain", "windows and sinks"))
+@pytest.mark.parametrize("model", models("windows and sinks"))
 def test_tensor_parallel_ranks_write_the_same(pool: WorkerPool, model: Model, sampling: Sampling) -> None:
     """Chunks of odd lengths, and a text that outgrows the longest sequence."""
     (alone,) = pool.run(1, written_case, model, PROMPTS, 30, sampling, 3)
@@ -270,6 +270,7 @@ def test_a_broken_folder_is_one_sentence(hf_folder: Path, capsys: pytest.Capture
     assert "holds no run" in refused_folder([str(hf_folder)], capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *slow(1)])
 def test_the_command_starts_its_ranks_and_one_of_them_prints(hf_folder: Path, ranks: int) -> None:
     arguments = ["--prompt", "def f(", "--prompt", "class A", "--tokens", "5", "--temperature", "0"]

@@ -92,6 +92,7 @@ def lines_of(folder: Path) -> list[dict]:
     return [{key: x for key, x in line.items() if not key.startswith(TIMES)} for line in lines]
 
 
+@pytest.mark.slow
 def test_the_run_is_that_of_steps_that_are_read_at_once(pool: WorkerPool, tmp_path: Path, sources: list[str]) -> None:
     """Also through a stop and a resume: weights, moments, biases of routers, positions, and each logged line."""
     ranks, arguments = LAYOUTS["ep2"]

@@ -39,6 +39,7 @@ def main_case(folder: str, arguments: list[str]) -> tuple[int, str]:
     return code, stderr.getvalue()
 
 
+@pytest.mark.slow
 def test_traces_of_every_rank_name_the_parts_of_a_step(pool: WorkerPool, tmp_path: Path) -> None:
     arguments = [
         "--profiling.enable_profiling",

@@ -54,6 +54,7 @@ def different(got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         pytest.param("async_with_pinned_mem", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_any_layout_goes_on_from_what_another_saved(
     pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, mode: str
 ) -> None:
@@ -87,6 +88,7 @@ def killed_case(folder: str, arguments: list[str], rank: int) -> None:
         trainer.checkpoint.save(2, tokens_seen=0, due=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_while_it_saves_loses_nothing(
     pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, rank: int
@@ -136,6 +138,7 @@ def test_a_store_that_stops_to_answer_ends_the_run_on_every_rank(
     assert folder.steps() == [1]
 
 
+@pytest.mark.slow
 def test_commands_read_a_run_whose_checkpoints_are_there(
     pool: WorkerPool,
     server: Variables,
@@ -186,6 +189,7 @@ def requests_case(folder: str, arguments: list[str]) -> tuple[int, int]:
         return asked.count("get_object"), len(tensors_of(trainer.model_parts, trainer.optimizer))
 
 
+@pytest.mark.slow
 def test_a_part_of_a_tensor_is_one_request(
     pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path
 ) -> None:

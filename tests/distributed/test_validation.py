@@ -116,6 +116,7 @@ def trained_case(data: str, folder: str, arguments: list[str], validates: bool) 
 
 
 @pytest.mark.parametrize("layout", ["cp2", *slow("fsdp2", "pp2")])
+@pytest.mark.slow
 def test_training_goes_on_bit_by_bit(pool: WorkerPool, data: Path, tmp_path: Path, layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]
     runs = [

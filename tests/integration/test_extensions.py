@@ -129,6 +129,7 @@ def test_settings_without_their_optimizer_are_noted(folder: Path) -> None:
     assert "must be one of 'AdamW', 'Adam', 'sgd'; did you mean 'sgd'?" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_iterable_is_resumed_on_other_ranks(folder: Path) -> None:
     data = ["--training.dataset=numbers", "--training.dataset_path=90", "--training.data_streams=2"]
     saved = [*data, "--checkpoint.enable", "--checkpoint.interval=2", "--training.dtype=float32", "--training.steps=4"]

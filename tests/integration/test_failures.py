@@ -42,7 +42,6 @@ PLACES = (*AT_START, "forward", "backward", "optimizer", "checkpoint", "async ch
 KINDS = ("die", "stop", "hang", "raise")
 QUICK = {
     ("1", "die", "optimizer"),
-    ("1", "stop", "optimizer"),
     ("1", "raise", "backward"),
 }  # a hang: below, in a pipeline
 CASES = [("1", kind, place) for place in PLACES for kind in KINDS] + [

@@ -48,6 +48,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_ranks_by_default_without_a_gpu(tmp_path: Path) -> None:
     """From another folder, with a relative dump folder, and quiet: rank 0's lines and nothing else."""
     process = launch(*QUICK, "--job.dump_folder=out", cwd=tmp_path)
@@ -116,6 +117,7 @@ def test_torchrun_by_hand(tmp_path: Path) -> None:
     assert len(losses(tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_two_nodes(tmp_path: Path) -> None:
     """Two launchers with one MASTER_ADDR:MASTER_PORT are one job of two ranks."""
     port, arguments = str(free_port()), [*QUICK, f"--job.dump_folder={tmp_path}"]

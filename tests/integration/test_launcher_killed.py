@@ -95,6 +95,7 @@ def test_no_rank_outlives_its_launcher(
     assert max(seconds) < 5, seconds
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused_until_the_launcher_is_killed(tmp_path: Path) -> None:
     """By the check before the start; the first job is not disturbed."""
     first = start("launcher", tmp_path)

@@ -75,6 +75,7 @@ def test_a_missing_node_is_named_until_the_time_out() -> None:
     assert all(line.startswith((f"waiting for {one}, ", "waiting for the first node at ")) for line in waiting[:-1])
 
 
+@pytest.mark.slow
 def test_the_time_out_is_told_on_every_node() -> None:
     port = free_port()
     nodes = [node(rank, port, "--start-timeout=2", NNODES="3") for rank in (0, 1)]

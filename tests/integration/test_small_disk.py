@@ -36,6 +36,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("mode", ["async", *slow("disabled")])
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
     pool: WorkerPool, small_disk: Path, mode: str
 ) -> None:

@@ -10,6 +10,7 @@ from examples.fields.nat_args import NATArgs
 from examples.fields.spec import FieldArgs
 from examples.fields.tests.drifting import write_drifting_fields
 from examples.fields.unet_args import UNetArgs
+from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.distributed.domain_parallel.domain import Domain
@@ -182,7 +183,7 @@ def test_keys_about_fields_have_no_effect_on_tokens(path: str, key: str) -> None
 
 
 @pytest.mark.parametrize("preset", ["unet", "nat"])
-@pytest.mark.parametrize("degrees", [[], ["2"], ["2", "2"]])
+@pytest.mark.parametrize("degrees", [[], *slow(["2"], ["2", "2"])])
 def test_presets_work_without_notes(preset: str, degrees: list[str], tmp_path: Path) -> None:
     path = write_drifting_fields(tmp_path / "fields.zarr", height=32, width=32, trajectories=16)
     arguments = ["--job.config_file", str(FOLDER / f"{preset}.toml"), f"--training.dataset_path={path}"]
