@@ -57,7 +57,7 @@ def register_iterable(name: str, place: str) -> None:
     reading again up to the position. A document is a text, an object with the field `training.dataset_text_field`, a
     list of token ids, or an `Encoded`.
     """
-    DATASETS.add(name, Source((), _no_files, _no_files, iterable=place))
+    DATASETS.add(name, Source((), _no_files, _no_files, check=lambda _: None, iterable=place))
 
 
 def _no_files(settings: DataSettings, *_: object) -> Any:

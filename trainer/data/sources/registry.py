@@ -80,6 +80,7 @@ class Source:
     documents: (settings, part) -> the documents of a part in their order, a `BadRecord` in the place of a bad one.
     encoder: settings -> what makes token ids of a document.
     own_files: files of a data set without a path.
+    check: what is checked before the job starts in place of the first document.
     token_files: the files have token ids.
     iterable: the place of the function that opens an iterable, see `register_iterable`; it has no files.
     """
@@ -89,6 +90,7 @@ class Source:
     documents: Callable[[DataSettings, Part], Iterator[Any]]
     encoder: Callable[[DataSettings], Encoder] = lambda settings: TextEncoder(open_tokenizer(settings.tokenizer))
     own_files: Callable[[], list[str]] | None = None
+    check: Callable[[DataSettings], object] | None = None
     token_files: bool = False
     iterable: str = ""
 
@@ -108,9 +110,7 @@ def files_of(settings: DataSettings) -> list[str]:
                 f" {keys.dataset} = {others}"
             )
         return source.own_files()
-    if source.iterable:
-        return []
-    if not path:
+    if not path and not source.iterable:
         what = f"a {' or '.join(source.endings)} file, a folder, or a glob" if source.endings else "the data set's name"
         raise ConfigError(f"{keys.dataset} = {name!r} needs {keys.path}; give {what}")
     if not source.endings:
@@ -180,10 +180,8 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
     source, files = source_of(settings), files_of(settings)
     keys = settings.keys
     where = f"{keys.path} = {settings.path!r}" if settings.path else f"{keys.dataset} = {settings.dataset!r}"
-    if settings.dataset == "hub":
-        HubData.of(settings.path or "")
-        return
-    if source.iterable:
+    if source.check is not None:
+        source.check(settings)
         return
     parts = source.parts(settings, files, _WHOLE)
     documents = (document for part in parts for document in source.documents(settings, part))
@@ -280,6 +278,7 @@ DATASETS: Registry[Source] = Registry(
             (),
             lambda settings, *_: [Part((settings.path,), 0, i) for i in range(HubData.of(settings.path).shards)],
             lambda settings, part: HubData.of(settings.path).texts(part.start, settings.text_field),
+            check=lambda settings: HubData.of(settings.path),
         ),
         "tokens": Source((".idx",), _none, _none, token_files=True),
     },
