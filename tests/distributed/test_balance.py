@@ -231,6 +231,7 @@ def host_group() -> tuple[list[int], str]:
     with process_group(Process.from_environment(), Comm()):
         dims = ParallelDims(resolve_degrees(dp_replicate=1, dp_shard=2, tp=2, world_size=4), "cpu")
         group = dims._gloo_group(dims["dp"], timedelta(seconds=60))
+        dist.barrier()  # else a rank that ends closes the connections that another one is still making
         return dist.get_process_group_ranks(group), dist.get_backend(group)
 
 
