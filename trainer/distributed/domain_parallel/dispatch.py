@@ -217,7 +217,7 @@ VIEW = "it may be a copy where torch has a view of another tensor"
 def _check_and_mark(
     name: str, result: Any, seen: tuple[whole.Seen, ...], given: list[DomainTensor], may_be_view: bool
 ) -> None:
-    """Check the shapes of a rule's results; mark what may be a view, and copy what torch copies."""
+    """Check the shapes of a rule's results, and mark what may be a view."""
     found = [x for x in flat(result) if isinstance(x, DomainTensor)]
     if len(found) != len(seen):  # a rule of the user's own
         return
@@ -228,8 +228,6 @@ def _check_and_mark(
             raise DomainOperatorError(f"the rule of {name} returned the shape {tuple(x.shape)}, torch returns {shape}")
         if is_view or may_be_view:
             x.base = given[0].base or whole.Base.of(given[0].local)
-        elif any(whole.is_alias(x.local, other.local) for other in given):
-            x.local = x.local.clone()
 
 
 def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
