@@ -46,7 +46,7 @@ def effect_table(schema: type) -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with what stands between its markers made anew; each marker stands once."""
+    """Return the page with what stands between its markers made again; each marker stands once."""
     for name, made in (("keys", key_tables(JobConfig)), ("effects", effect_table(JobConfig))):
         begin, end = f"<!-- {name}: made by scripts/config_docs.py -->", f"<!-- end of {name} -->"
         before, rest = text.split(begin)

@@ -4,7 +4,7 @@
     python scripts/gpu_check.py --device cpu --out dry_run.json     # small shapes: does the script itself work?
     python scripts/gpu_check.py --blocks kernels,ranks --limit-scale 2
 
-Each block runs in a process of its own and is killed at its time limit. The file is written anew after each block. No
+Each block runs in a process of its own and is killed at its time limit. The file is written again after each block. No
 block stops the others. Exit code: 0, or 1 if a block failed, or 2 for a wrong option. docs/gpu_check.md has the rest.
 """
 
@@ -144,7 +144,7 @@ def machine(device: str) -> Found:
 
 
 def check(blocks: Iterable[Block], head: Found, device: str, out: Path | None, scale: float = 1.0) -> list[Found]:
-    """Run the blocks, with a line for each and the file anew after each; return what they found."""
+    """Run the blocks, with a line for each and the file again after each; return what they found."""
     results: list[Found] = []
     for block in blocks:
         found = run_block(block, device, scale, out)

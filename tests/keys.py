@@ -158,7 +158,7 @@ EFFECTS: dict[str, str | Seen] = {
     "profiling.enable_memory_snapshot": "tests/distributed/test_profiling.py::test_memory_snapshots_need_a_gpu",
     "profiling.save_memory_snapshot_folder": (
         "tests/distributed/test_profiling.py"
-        "::test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_goes_on"
+        "::test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_is_raised"
     ),
     # ---- metrics
     "metrics.log_freq": Seen("--metrics.log_freq=3", _becomes("logged", [1, 2, 3], [1, 3])),
@@ -401,7 +401,7 @@ EFFECTS: dict[str, str | Seen] = {
     "checkpoint.keep_every": "tests/unit/test_checkpoint_folder.py::test_every_nth_step_stays",
     "checkpoint.load_only": f"{_CHECKPOINTS}::test_load_only_resumes_and_writes_no_checkpoint",
     "checkpoint.initial_load_model_only": f"{_CHECKPOINTS}::test_a_run_continues_another_one_and_then_itself",
-    "checkpoint.exclude_from_loading": f"{_CHECKPOINTS}::test_what_is_excluded_starts_anew_and_nothing_else",
+    "checkpoint.exclude_from_loading": f"{_CHECKPOINTS}::test_what_is_excluded_is_not_loaded_and_all_else_is",
     "checkpoint.load_step": "tests/integration/test_resume.py::test_load_step_goes_back",
     "checkpoint.async_mode": Seen(
         f"{_SAVE} --checkpoint.interval=1 --checkpoint.async_mode=async",
@@ -450,10 +450,10 @@ EFFECTS: dict[str, str | Seen] = {
     "float8.enable": Seen(_FLOAT8, _becomes("float8", 0, 14)),
     "float8.recipe_name": Seen(f"{_FLOAT8} --float8.recipe_name=rowwise", _other("losses"), _FLOAT8),
     "float8.enable_fsdp_float8_all_gather": (
-        "tests/distributed/test_float8.py::test_shards_travel_in_float8_and_scales_in_one_reduction"
+        "tests/distributed/test_float8.py::test_shards_are_gathered_in_float8_and_scales_in_one_reduction"
     ),
     "float8.precompute_float8_dynamic_scale_for_fsdp": (
-        "tests/distributed/test_float8.py::test_shards_travel_in_float8_and_scales_in_one_reduction"
+        "tests/distributed/test_float8.py::test_shards_are_gathered_in_float8_and_scales_in_one_reduction"
     ),
     "float8.filter_fqns": Seen(f"{_FLOAT8} --float8.filter_fqns output wk", _becomes("float8", 14, 12), _FLOAT8),
     "float8.emulate": Seen(_FLOAT8, _becomes("code", 2, 0), "--float8.enable"),

@@ -44,7 +44,7 @@ class _Posted:
 
 
 class Mailbox:
-    """The operations of all groups of one run, by rank of the run; limit: seconds after which no wait goes on."""
+    """The operations of all groups of one run, by rank of the run; limit: seconds after which every wait ends."""
 
     def __init__(self, device: torch.device, limit: float) -> None:
         self.device = device

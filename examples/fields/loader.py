@@ -24,7 +24,7 @@ class FieldLoader(StreamLoader[ItemStream]):
     A batch is a dict. `inputs` (local_batch_size, channels, rows, columns) are the frames at time t, and `targets`, of
     the same shape, the frames at t + lead. Both are float32, normalised by the file's mean and standard deviation.
     `sample_numbers` (local_batch_size, 2) int64 are trajectory and t, the same on all ranks of one `dp_rank`. The order
-    is that of `streams.py`. All iterators share the position: a new one goes on where the last one stopped.
+    is that of `streams.py`. All iterators share the position: a new one continues where the last one stopped.
 
     part: rows and columns of this rank; None: the whole grid. held_out: the last trajectories, which are never trained
     on.

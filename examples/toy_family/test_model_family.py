@@ -151,7 +151,7 @@ def parameters_case() -> tuple[int, int]:
         return trainer.job.model.n_params(), sum(p.numel() for p in trainer.model_parts[0].parameters())
 
 
-def test_the_shape_tells_the_number_of_parameters_and_the_matrices(pool: WorkerPool) -> None:
+def test_the_shape_gives_the_number_of_parameters_and_the_matrices(pool: WorkerPool) -> None:
     by_shape, by_model = pool.run(1, parameters_case)[0]
     assert by_shape == by_model
     with torch.device("meta"):

@@ -45,7 +45,7 @@ PLAIN = {"disabled": "plain save", "async": "plain async_save", "async_with_pinn
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one save: until training goes on, and until everything is on the disk."""
+    """Seconds of one save: until training continues, and until everything is on the disk."""
 
     stalled: float
     on_disk: float

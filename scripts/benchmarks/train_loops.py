@@ -262,7 +262,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._before is not None:
             _give_back()  # a trainer of this process keeps what is freed
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is reset
 
     def read(self) -> float | None:
         """GiB; None where it is not known."""

@@ -172,9 +172,9 @@ def program(check: Check) -> None:
 
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
         list(pool.map(run, runs))
-    # A run that starts anew would keep the metrics of the earlier run in another file.
+    # A run that starts from step 0 would keep the metrics of the earlier run in another file.
     files = list(Path(tempfile.gettempdir(), "bfloat16").glob("metrics*.jsonl"))
-    check.expect(len(files) == 1, "the second run started anew and did not resume")
+    check.expect(len(files) == 1, "the second run started from step 0 and did not resume")
     worst = {}
     for name in losses:
         other = "float32" if name == "bfloat16" else "bfloat16"

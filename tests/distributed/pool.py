@@ -1,7 +1,7 @@
 """A pool of rank processes: forked from a server that has imported torch, so that a case costs a fraction of a second.
 
 A case is an importable function that every rank calls; what it returns comes back, one result a rank. A rank that
-raises or hangs fails the case with its trace, and the pool starts anew for the next one.
+raises or hangs fails the case with its trace, and the pool starts again for the next one.
 """
 
 import contextlib

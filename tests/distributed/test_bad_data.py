@@ -138,7 +138,7 @@ def test_files_that_shrink_stop_all_ranks_after_a_checkpoint(pool: WorkerPool, t
 
 
 @pytest.mark.slow
-def test_changed_data_start_anew_on_purpose(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
+def test_changed_data_are_not_loaded_on_purpose(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
     given = ["--training.dataset=jsonl", f"--training.dataset_path={data}"]
 
     def run(folder: str, steps: int, *more: str) -> list[tuple[str, int, dict]]:

@@ -97,7 +97,7 @@ def faulty(arguments: list[str], fault: str) -> Record:
 @pytest.mark.parametrize(
     "fault", ["two documents run together", *slow("a document is lost", "labels of another token")]
 )
-def test_the_comparison_sees_a_wrong_deal(pool: WorkerPool, fault: str) -> None:
+def test_the_comparison_sees_a_wrong_assignment(pool: WorkerPool, fault: str) -> None:
     wanted = reference(pool, *DOCUMENTS)
     arguments = ["--training.local_batch_size=4", *degrees(dp_shard=2), BALANCED]
     got, *_ = pool.run(2, faulty, [*DOCUMENTS, *arguments], fault)
@@ -203,7 +203,7 @@ def losses(folder: str, arguments: list[str]) -> tuple[list[float], str]:
 
 
 @pytest.mark.slow
-def test_a_balanced_run_goes_on_where_it_stopped_also_unbalanced(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
+def test_a_balanced_run_resumes_where_it_stopped_also_unbalanced(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
     given = [f"--training.dataset_path={data}", "--lr_scheduler.total_steps=6"]
     (whole, _), *_ = pool.run(2, losses, str(tmp_path / "whole"), given)
     (first, _), *_ = pool.run(2, losses, str(tmp_path / "run"), [*given, BALANCED, "--training.steps=3"])

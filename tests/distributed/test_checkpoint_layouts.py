@@ -1,4 +1,4 @@
-"""Law: what any layout saves, any other loads in every bit, and goes on with the same losses.
+"""Law: what any layout saves, any other loads in every bit, and continues with the same losses.
 
 Every ordered pair of the layouts below is a case, of a model with experts, so that expert parallelism is one of them.
 """
@@ -76,7 +76,7 @@ def state_and_losses(pool: WorkerPool, layout: str, folder: Path, *arguments: st
     ("first", "then"),
     [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in PAIRS],
 )
-def test_any_layout_goes_on_from_any_other(pool: WorkerPool, tmp_path: Path, saved: Saved, first: str, then: str):
+def test_any_layout_resumes_from_any_other(pool: WorkerPool, tmp_path: Path, saved: Saved, first: str, then: str):
     """Weights, buffers, the optimizer's state, learning rate and data in every bit; then losses to 1e-9."""
     checkpoint, wanted, losses = saved(first)
     got, went_on = state_and_losses(pool, then, tmp_path, f"--checkpoint.folder={checkpoint}")

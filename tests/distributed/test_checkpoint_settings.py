@@ -62,19 +62,19 @@ def test_load_only_resumes_and_writes_no_checkpoint(pool: WorkerPool, tmp_path: 
     assert LocalStore(tmp_path / "a" / "checkpoint").steps() == [2, 3, 4]  # a control: without it, there are more
 
 
-@pytest.mark.parametrize("anew", [["optimizer"], *slow(["dataloader"], ["optimizer", "dataloader"])])
-def test_what_is_excluded_starts_anew_and_nothing_else(pool: WorkerPool, tmp_path: Path, anew: list[str]) -> None:
+@pytest.mark.parametrize("excluded", [["optimizer"], *slow(["dataloader"], ["optimizer", "dataloader"])])
+def test_what_is_excluded_is_not_loaded_and_all_else_is(pool: WorkerPool, tmp_path: Path, excluded: list[str]) -> None:
     wanted = merged(pool.run(2, load_step_save, str(tmp_path), FSDP2, 2), "after")
-    excluding = ["--checkpoint.load_step=2", "--checkpoint.exclude_from_loading", *anew]
+    excluding = ["--checkpoint.load_step=2", "--checkpoint.exclude_from_loading", *excluded]
     results = pool.run(2, load_step_save, str(tmp_path), [*LAYOUTS["tp2"][1], *excluding], 1)
     got = merged(results, "before")
     assert got.keys() == wanted.keys()
     assert results[0]["step"] == 2
     for name, value in wanted.items():
-        if name.startswith("optimizer.") and "optimizer" in anew:
+        if name.startswith("optimizer.") and "optimizer" in excluded:
             assert value.any()
             assert not got[name].any()
-        elif name.startswith("stream ") and "dataloader" in anew:
+        elif name.startswith("stream ") and "dataloader" in excluded:
             assert got[name]["samples"] == 0
         else:
             assert same(got[name], value), name
@@ -82,23 +82,23 @@ def test_what_is_excluded_starts_anew_and_nothing_else(pool: WorkerPool, tmp_pat
     after = merged(results, "after")
     again = merged(pool.run(2, load_step_save, str(tmp_path), FSDP2, 0), "before")
     assert [name for name in after if not same(after[name], again[name])] == []
-    assert after["optimizer.norm.weight.step"] == torch.tensor(1.0 if "optimizer" in anew else 3.0)
+    assert after["optimizer.norm.weight.step"] == torch.tensor(1.0 if "optimizer" in excluded else 3.0)
 
 
-@pytest.mark.parametrize("anew", [[], *slow(["dataloader"])])
-def test_a_run_continues_another_one_and_then_itself(pool: WorkerPool, tmp_path: Path, anew: list[str]) -> None:
+@pytest.mark.parametrize("excluded", [[], *slow(["dataloader"])])
+def test_a_run_continues_another_one_and_then_itself(pool: WorkerPool, tmp_path: Path, excluded: list[str]) -> None:
     """On another layout; the folder of the other run stays as it is."""
     wanted = merged(pool.run(2, load_step_save, str(tmp_path / "a"), FSDP2, 2), "after")
     before = contents(tmp_path / "a")
     branch = [f"--checkpoint.initial_load_path={tmp_path}/a/checkpoint/step-2"]
     branch += ["--checkpoint.initial_load_model_only", "false"]
-    branch += ["--checkpoint.exclude_from_loading", *anew] if anew else []
+    branch += ["--checkpoint.exclude_from_loading", *excluded] if excluded else []
     results = pool.run(2, load_step_save, str(tmp_path / "b"), [*LAYOUTS["tp2"][1], *branch], 1)
     got = merged(results, "before")
     assert results[0]["step"] == 2
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        if name.startswith("stream ") and anew:
+        if name.startswith("stream ") and excluded:
             assert got[name]["samples"] == 0
         else:
             assert same(got[name], value), name
@@ -144,8 +144,8 @@ def test_the_last_save_may_be_of_weights_alone(pool: WorkerPool, tmp_path: Path)
     assert "which holds the weights alone (checkpoint.last_save_model_only)" in text
     assert [code for code, _ in pool.run(2, main_case, run, [*arguments, "--training.steps=2"])] == [0, 0]
 
-    anew = ["--checkpoint.load_step=2", "--checkpoint.exclude_from_loading", "optimizer", "--training.steps=3"]
-    results = pool.run(2, load_step_save, run, [*LAYOUTS["tp2"][1], *anew], 1)
+    excluded = ["--checkpoint.load_step=2", "--checkpoint.exclude_from_loading", "optimizer", "--training.steps=3"]
+    results = pool.run(2, load_step_save, run, [*LAYOUTS["tp2"][1], *excluded], 1)
     got = merged(results, "before")
     assert results[0]["step"] == 2
     assert [name for name in wanted if name.startswith("model.") and not same(got[name], wanted[name])] == []

@@ -296,7 +296,7 @@ def consistency_case(what: str, check: bool) -> str:
 
 
 @pytest.mark.parametrize("what", ["batch", "layout", "mask"])
-def test_a_rank_that_differs_is_named_before_anything_travels(pool: WorkerPool, what: str) -> None:
+def test_a_rank_that_differs_is_named_before_anything_is_sent(pool: WorkerPool, what: str) -> None:
     for message in pool.run(4, consistency_case, what, True):
         assert f"the same {'batch' if what == 'batch' else 'plan'}" in message
         assert "rank(s) [2] of the group differ" in message
@@ -331,6 +331,6 @@ def planning_calls() -> tuple[int, int]:
 
 
 def test_equal_steps_are_planned_once(pool: WorkerPool) -> None:
-    """And documents that change are planned anew: the counter sees them."""
+    """And documents that change are planned again: the counter sees them."""
     for counts in pool.run(2, planned_case):
         assert counts == [(1, 1), (7, 7)]

@@ -162,7 +162,7 @@ def test_keys_more_or_fewer_than_queries(pool: WorkerPool, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["all_to_all", *slow("all_gather")])
 def test_a_few_heads_at_a_time(pool: WorkerPool, method: str) -> None:
-    """Results are the same, the same bytes travel in more exchanges; a last pass may be smaller."""
+    """Results are the same, the same bytes are sent in more exchanges; a last pass may be smaller."""
     numbers = (0, 1, 2, 3)
     cases = [
         Case(24, (16, 8), options=ContextParallelOptions(method, heads_per_pass=number), mask=mask)
@@ -227,21 +227,21 @@ def test_a_kernel_that_is_asked_for_is_used(pool: WorkerPool) -> None:
 
 
 def own_communicators_case(cases: list[Case], can_split: bool) -> tuple[list[dict], Counter[str]]:
-    """As where one communicator is one queue: K/V travel apart from FSDP's collectives, and their gradients apart.
+    """As where one communicator is one queue: K/V are sent apart from FSDP's collectives, and their gradients apart.
 
     can_split: as on GPUs, where a group is split off its parent.
     """
     made, new_group = Counter(), dist.new_group
 
     def split(parent: dist.ProcessGroup, parts: list[list[int]], **settings: object) -> dist.ProcessGroup:
-        """gloo cannot; so make the group of the same ranks anew."""
+        """gloo cannot; so make the group of the same ranks again."""
         (places,) = parts
         ranks = dist.get_process_group_ranks(parent)
         assert can_split
         made[settings["group_desc"]] += 1
         return new_group([ranks[place] for place in places], use_local_synchronization=True, **settings)
 
-    def anew(*arguments: object, **settings: object) -> dist.ProcessGroup:
+    def made_again(*arguments: object, **settings: object) -> dist.ProcessGroup:
         assert not (can_split and "cp_" in str(settings.get("group_desc")))
         made[settings.get("group_desc")] += 1
         return new_group(*arguments, **settings)
@@ -249,7 +249,7 @@ def own_communicators_case(cases: list[Case], can_split: bool) -> tuple[list[dic
     with (
         mock.patch.object(build, "_is_queue", return_value=True),
         mock.patch.object(build, "_can_split", return_value=can_split),
-        mock.patch.object(dist, "new_group", anew),
+        mock.patch.object(dist, "new_group", made_again),
         mock.patch.object(dist, "split_group", split),
     ):
         results = attention_case(cases)

@@ -177,7 +177,7 @@ def counted_case(arguments: list[str]) -> Counter[str]:
     return collectives.counts
 
 
-def test_shards_travel_in_float8_and_scales_in_one_reduction(pool: WorkerPool) -> None:
+def test_shards_are_gathered_in_float8_and_scales_in_one_reduction(pool: WorkerPool) -> None:
     world_size, arguments = LAYOUTS["fsdp2"]
     settings = [*ROWS, *arguments]
     float8, gathered, precomputed = (

@@ -292,14 +292,14 @@ def test_drawn_tokens_follow_the_seed_and_the_number_of_the_prompt(pool: WorkerP
     assert first != pool.run(1, written_case, Model(), PROMPTS, 8, GREEDY, 0)[0]
 
 
-def test_a_text_ends_before_an_end_and_others_go_on(pool: WorkerPool) -> None:
+def test_a_text_ends_before_an_end_and_others_continue(pool: WorkerPool) -> None:
     (free,) = pool.run(1, written_case, Model(), PROMPTS, 8, GREEDY, 0)
     end = free[1][3]
     (ended,) = pool.run(1, written_case, Model(), PROMPTS, 8, GREEDY, 0, (end,))
     assert ended == [text[: text.index(end)] if end in text else text for text in free]
 
 
-def test_a_text_that_is_full_goes_on_with_its_younger_half(pool: WorkerPool) -> None:
+def test_a_text_that_is_full_continues_with_its_younger_half(pool: WorkerPool) -> None:
     (whole,) = pool.run(1, written_case, Model(), PROMPTS[:1], 20, GREEDY, 0, (), 12)
     fits, rest = whole[0][:5], whole[0][5:]  # 8 and 4 are 12; the fifth is the last one that the cache gives
     assert pool.run(1, written_case, Model(), PROMPTS[:1], 5, GREEDY, 0)[0] == [fits]

@@ -293,7 +293,7 @@ def test_a_step_is_that_of_plain_code(pool: WorkerPool, tmp_path) -> None:
 
 
 def clock_case(folder: str, arguments: list[str]) -> tuple[list[dict], int]:
-    """Two steps under a clock that goes on by a second whenever it is looked at; tokens of a resumed run."""
+    """Two steps under a clock that advances by a second whenever it is looked at; tokens of a resumed run."""
     process, config, job = build(folder, *arguments)
     with process_group(process, config.comm):
         with mock.patch.object(metrics, "time", mock.Mock(perf_counter=mock.Mock(side_effect=itertools.count(1.0)))):
@@ -413,7 +413,7 @@ def timeout_case(what: str) -> float:
 
 @pytest.mark.parametrize("what", ["message", *slow("collective")])
 def test_a_lowered_timeout_is_in_force(pool: WorkerPool, what: str) -> None:
-    """gloo keeps for messages the time-out that a group was made with, unless it is said anew."""
+    """gloo keeps for messages the time-out that a group was made with, unless it is said again."""
     assert pool.run(2, timeout_case, what)[0] < 4
 
 
@@ -437,7 +437,7 @@ def raising_case(rank: int) -> None:
         torch.distributed.all_reduce(torch.ones(1))
 
 
-def test_the_pool_names_the_rank_that_has_the_cause_and_starts_anew(pool: WorkerPool) -> None:
+def test_the_pool_names_the_rank_that_has_the_cause_and_starts_again(pool: WorkerPool) -> None:
     for rank in (0, 1):
         with pytest.raises(RankFailedError, match=f"rank {rank} is the cause"):
             pool.run(2, raising_case, rank)

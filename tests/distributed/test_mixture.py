@@ -81,7 +81,7 @@ BALANCED = {"fsdp2": LAYOUTS["fsdp2"], "fsdp2+cp2": LAYOUTS["fsdp2+cp2"]}
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", *slow("fsdp2+cp2")])
-def test_sources_are_told_apart_where_documents_are_dealt(
+def test_sources_are_told_apart_where_documents_are_assigned(
     pool: WorkerPool, tmp_path: Path, data: list[str], layout: str
 ) -> None:
     """A row of a balanced step has documents of several sources."""

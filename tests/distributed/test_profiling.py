@@ -77,7 +77,7 @@ def run_out_of_memory_after_three_steps(config: JobConfig) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_goes_on(tmp_path: Path) -> None:
+def test_snapshots_are_written_regularly_and_before_an_out_of_memory_error_is_raised(tmp_path: Path) -> None:
     """With the allocator's recorder replaced, so that it runs without a GPU."""
     config = parse_command_line(
         [

@@ -279,7 +279,7 @@ def guards_case() -> list[str]:
         x = random(1, 8, 2)
         messages = refused_arguments(mesh, layout, x) + refused_second_derivatives(group, layout, x)
 
-        # Rows of no width travel as any others.
+        # Rows of no width are sent as any others.
         empty = exchange(torch.zeros(4, 0), layout, [[(0, 8)]] * 2, dim=0, group=group)
         assert empty.shape == (8, 0)
         # A row that many want: its gradient is added up in float32.

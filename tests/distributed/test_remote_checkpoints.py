@@ -55,7 +55,7 @@ def different(got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     ],
 )
 @pytest.mark.slow
-def test_any_layout_goes_on_from_what_another_saved(
+def test_any_layout_resumes_from_what_another_saved(
     pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, mode: str
 ) -> None:
     there = [f"--checkpoint.folder={folder}", f"--checkpoint.async_mode={mode}", "--checkpoint.interval=1"]

@@ -129,7 +129,7 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kernel: int, batch: int, pack
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
 @pytest.mark.parametrize("world_size", [2, 4, *slow(1, 3)])
 def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: int) -> None:
-    """Shards of any size, down to none and to one row, also many a rank; and what travels is what is missing."""
+    """Shards of any size, down to none and to one row, also many a rank; and what is sent is what is missing."""
     assert not [problem for rank in pool.run(world_size, random_cases, seed) for problem in rank]
 
 
@@ -170,7 +170,7 @@ def packed_and_alone(balancer: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("balancer", ["balanced", *slow("head_tail", "contiguous")])
 def test_packed_documents_are_those_alone(pool: WorkerPool, balancer: str) -> None:
-    """Through the whole model. Rotary embeddings see distances alone, so that positions that go on through all
+    """Through the whole model. Rotary embeddings see distances alone, so that positions that continue through all
     documents change the convolution only."""
     results = pool.run(2, packed_and_alone, balancer)
     assert max(right for right, _ in results) < 1e-12

@@ -1,4 +1,4 @@
-"""Law: on every layout a step that is not finite on one rank changes nothing anywhere, and the run goes on from there.
+"""Law: on every layout a step that is not finite on one rank changes nothing anywhere, and the run continues.
 
 Steps 2 and 3 are not finite, and skipped; 4 is; 5, 6 and 7 are not, of which the last one ends the run. Fused kernels
 leave out an update by themselves: there each step is read during the next one, and step 8 begins before the run ends.
@@ -79,7 +79,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(pool: WorkerPool, la
     for seen in results:
         assert seen["changed"] == [1, 4]
         assert seen["ended"] == (8 if implementation == "fused" else 7)
-        assert len(set(seen["lr"][:6])) == 6  # the learning rate goes on
+        assert len(set(seen["lr"][:6])) == 6  # the learning rate continues
         assert seen["error"].startswith("step 7: the loss is ")
         assert "the weights are those of step 4; training.max_skipped_steps = 2 steps before it" in seen["error"]
     wanted, logged = one_process(pool), results[0]["logged"]

@@ -26,7 +26,7 @@ assert {(cell.layout, cell.feature) for cell in cells()} >= QUICK
 
 @pytest.fixture(scope="module")
 def record(request: pytest.FixtureRequest) -> Iterator[Record]:
-    """What earlier runs found; with --record-support, what this one finds is written, and the page made anew."""
+    """What earlier runs found; with --record-support, what this one finds is written, and the page made again."""
     found = Record()
     yield found
     if request.config.getoption("--record-support"):

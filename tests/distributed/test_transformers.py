@@ -89,7 +89,7 @@ def test_rotary_tables_of_a_part_are_wrong(pool: WorkerPool) -> None:
 
 
 def test_positions_that_a_model_makes_up_are_refused(pool: WorkerPool) -> None:
-    """With documents too, whose positions begin anew, and in models whose attention is not told of positions."""
+    """With documents too, whose positions begin again, and in models whose attention is not told of positions."""
     small = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": True}
     gpt = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
     opt = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}

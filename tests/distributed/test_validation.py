@@ -1,4 +1,4 @@
-"""Law: the validation loss is that of one process on every layout, and training goes on as if there were none."""
+"""Law: the validation loss is that of one process on every layout, and training continues as if there were none."""
 
 import json
 import math
@@ -117,7 +117,7 @@ def trained_case(data: str, folder: str, arguments: list[str], validates: bool) 
 
 @pytest.mark.parametrize("layout", ["cp2", *slow("fsdp2", "pp2")])
 @pytest.mark.slow
-def test_training_goes_on_bit_by_bit(pool: WorkerPool, data: Path, tmp_path: Path, layout: str) -> None:
+def test_training_continues_bit_by_bit(pool: WorkerPool, data: Path, tmp_path: Path, layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]
     runs = [
         pool.run(world_size, trained_case, str(data), str(tmp_path), arguments, validates)
@@ -236,7 +236,7 @@ def test_the_first_validation_may_compile_as_long_as_the_first_step(
 
 
 def scales_case(data: str, folder: str, arguments: list[str]) -> tuple[float, float]:
-    """Losses of a validation after a large step, and of one with the scales found anew for its weights."""
+    """Losses of a validation after a large step, and of one with the scales found again for its weights."""
     steps = ["--training.steps=1", "--lr_scheduler.warmup_steps=0", "--optimizer.lr=0.1", "--validation.freq=9"]
     with trainer_on(data, ["--validation.enable", "--validation.sequences=7", *steps, *arguments], folder) as trainer:
         trainer.train_step(1)
@@ -247,7 +247,7 @@ def scales_case(data: str, folder: str, arguments: list[str]) -> tuple[float, fl
         return losses[0], losses[1]
 
 
-def test_weights_are_scaled_anew_for_float8(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_weights_are_scaled_again_for_float8(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Scales are found once a step, before it changes the weights."""
     settings = [f"--float8.{name}" for name in ("enable", "emulate", "enable_fsdp_float8_all_gather")]
     settings.append("--float8.precompute_float8_dynamic_scale_for_fsdp")

@@ -164,7 +164,7 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path, rank: str, kind: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raise", "die"])
-def test_after_a_failed_checkpoint_a_run_goes_on_from_the_last_good_one(tmp_path: Path, kind: str) -> None:
+def test_after_a_failed_checkpoint_a_run_resumes_from_the_last_good_one(tmp_path: Path, kind: str) -> None:
     """The same losses as those of a run in which nothing failed."""
     whole = train(tmp_path / "whole")
     assert (whole.code, whole.err, whole.left) == (0, "", [])
@@ -257,8 +257,8 @@ def test_a_rank_fails_under_torchrun(tmp_path: Path, kind: str, place: str) -> N
 
 
 @pytest.mark.slow
-def test_two_nodes_train_fail_and_go_on(tmp_path: Path) -> None:
-    """Two launchers with one address; a rank of the second node dies, and both end; together they go on."""
+def test_two_nodes_train_fail_and_resume(tmp_path: Path) -> None:
+    """Two launchers with one address; a rank of the second node dies, and both end; together they resume."""
     whole = train(tmp_path / "whole")
     assert (whole.code, whole.left) == (0, [])
 

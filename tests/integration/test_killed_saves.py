@@ -1,4 +1,4 @@
-"""Law: a run that is killed while it saves loses no whole checkpoint, and its next life goes on with the same bits.
+"""Law: a run that is killed while it saves loses no whole checkpoint, and its next start resumes with the same bits.
 
 Each life saves every step, and all its ranks are killed at a random moment of a save.
 """

@@ -89,7 +89,7 @@ def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tm
 
 @pytest.mark.slow
 def test_packed_documents_on_eight_ranks_are_those_of_one(pool: WorkerPool, tmp_path: Path) -> None:
-    """Real documents, assigned by their cost anew for every batch."""
+    """Real documents, assigned by their cost again for every batch."""
     balanced = ["--parallelism.context_parallel_load_balancer=balanced", "--comm.check_consistency"]
     runs = []
     for world_size, more in ((1, []), (8, [*degrees(dp_shard=2, cp=2, tp=2), *balanced])):

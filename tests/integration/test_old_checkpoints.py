@@ -1,4 +1,4 @@
-"""Law: a checkpoint that an older version of this program wrote goes on as that version went on.
+"""Law: a checkpoint that an older version of this program wrote is resumed as that version resumed it.
 
 The fixtures were written after two steps at commit 84ca91f: `sharded` by two FSDP ranks, `tied` by one, with tied
 embeddings, attention sinks and a sliding window. The losses and gradient norms below are those of its steps 3 and 4.
@@ -61,7 +61,7 @@ def resumed_case(folder: str, fixture: str, arguments: list[str]) -> list[tuple[
         ("tied", 2, [*TIED, "--parallelism.tensor_parallel_degree=2"]),
     ],
 )
-def test_a_checkpoint_of_an_older_version_goes_on(
+def test_a_checkpoint_of_an_older_version_is_resumed(
     pool: WorkerPool, tmp_path: Path, fixture: str, ranks: int, arguments: list[str]
 ) -> None:
     with zipfile.ZipFile(ASSETS / f"{fixture}.zip") as archive:

@@ -137,7 +137,7 @@ def test_negative_control(pool: WorkerPool, tmp_path: Path, uninterrupted, what:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_degrees(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
+def test_a_run_resumes_with_other_degrees(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
     run(pool, tmp_path / "first", "fsdp2", *SAVING)
     forget(tmp_path / "first", 4, 6)
     for layout in ("tp2", "hsdp2x2", "one", "cp2", "pp2"):
@@ -184,7 +184,7 @@ def test_max_minutes_saves_before_it_stops(pool: WorkerPool, tmp_path: Path, uni
 
 
 @pytest.mark.slow
-def test_tensorboard_goes_on(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
+def test_tensorboard_continues(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for _ in range(2):

@@ -37,7 +37,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", ["async", *slow("disabled")])
 @pytest.mark.slow
-def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
+def test_a_full_disk_is_one_sentence_and_the_same_command_resumes(
     pool: WorkerPool, small_disk: Path, mode: str
 ) -> None:
     saving = ["--checkpoint.interval=1", f"--checkpoint.async_mode={mode}", "--training.steps=6"]

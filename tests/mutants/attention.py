@@ -17,7 +17,7 @@ PLANS = (
         "tests/unit/test_layout.py",
     ),
     Mutant(
-        "balanced forgets the keys that travel",
+        "balanced forgets the keys that are sent",
         f"{_CP}/planning/balance.py",
         "SHORT_SHARD * arcs.keys",
         "0 * arcs.keys",
@@ -115,7 +115,7 @@ PLANS = (
         "tests/unit/test_forward.py",
     ),
     Mutant(
-        "plans are made anew for each step",
+        "plans are made again for each step",
         f"{_CP}/planning/methods.py",
         "_KEPT = 16",
         "_KEPT = 0",
@@ -375,7 +375,7 @@ CONVOLUTIONS = (
         "tests/unit/test_short_convolution.py",
     ),
     Mutant(
-        "a convolution goes on through documents",
+        "a convolution continues through documents",
         _TAPS,
         "return rows if reach is None or tap == 0 else",
         "return rows if True else",

@@ -93,7 +93,7 @@ CHAT = (
         f"{_WHOLE}::test_each_token_of_each_document_is_trained_exactly_once_an_epoch",
     ),
     Mutant(
-        "a resumed stream begins a document of several pieces anew",
+        "a resumed stream begins a document of several pieces again",
         "trainer/data/packing/whole.py",
         "waiting | self._whole_left << WINDOW",
         "waiting",
@@ -121,7 +121,7 @@ CHAT = (
         "tests/unit/test_token_cache.py::test_conversations_become_the_same_sequences_and_labels_bit_for_bit",
     ),
     Mutant(
-        "the sources of a mixture begin anew when a run resumes",
+        "the sources of a mixture begin again when a run resumes",
         "trainer/data/mixture.py",
         "part.restart(_part(state, name))",
         "part.restart({})",

@@ -6,14 +6,14 @@ _CHECKPOINT = "tests/distributed/test_checkpoint.py"
 
 CHECKPOINTS = (
     Mutant(
-        "a resumed run starts its learning rate anew",
+        "a resumed run starts its learning rate again",
         "trainer/checkpoint/checkpointer.py",
         "restart_lr_scheduler(self._lr_scheduler, step)",
         "restart_lr_scheduler(self._lr_scheduler, 0)",
         _CHECKPOINT,
     ),
     Mutant(
-        "a resumed run starts its data anew",
+        "a resumed run starts its data again",
         "trainer/checkpoint/checkpointer.py",
         "raise_on_all_ranks(lambda: self._loader.load_state_dict(state.streams), world)",
         "raise_on_all_ranks(lambda: None, world)",

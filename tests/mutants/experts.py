@@ -14,7 +14,7 @@ EXPERTS = (
         f"{_RANKS}::test_any_routing_gives_sums_and_gradients_of_one_process",
     ),
     Mutant(
-        "a token travels once for each of its experts",
+        "a token is sent once for each of its experts",
         "trainer/distributed/expert_parallel.py",
         'goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)',
         'goes.scatter_add_(1, chosen.div(experts, rounding_mode="floor"), torch.ones_like(chosen))',

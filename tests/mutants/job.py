@@ -17,7 +17,7 @@ DATA = (
         _BALANCE,
     ),
     Mutant(
-        "positions of assigned documents go on",
+        "positions of assigned documents continue",
         "trainer/tasks/balanced_batches.py",
         "positions_of(lengths, padding=padding)",
         "positions_of([sum(lengths)], padding=padding)",
@@ -213,7 +213,7 @@ DATA = (
         "tests/unit/test_data_packing.py",
     ),
     Mutant(
-        "a resumed stream begins its document anew",
+        "a resumed stream begins its document again",
         "trainer/data/packing/concatenate.py",
         '"token": self._token, "samples"',
         '"token": 0, "samples"',
@@ -262,7 +262,7 @@ DATA = (
         "tests/distributed/test_bad_data.py",
     ),
     Mutant(
-        "ranks that read different batches go on",
+        "ranks that read different batches continue",
         "trainer/trainer.py",
         "if len(set(hashes)) > 1:",
         "if len(set(hashes)) > 99:",

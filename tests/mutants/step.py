@@ -381,7 +381,7 @@ METRICS = (
         "tests/distributed/test_parity.py::test_micro_batches_do_not_change_the_step",
     ),
     Mutant(
-        "a resumed run counts its tokens anew",
+        "a resumed run counts its tokens again",
         "trainer/components/metrics.py",
         "return self.tokens_before + (step - self.start_step)",
         "return (step - self.start_step)",
@@ -525,7 +525,7 @@ VALIDATION = (
         "trainer/tasks/validation.py",
         "        precompute_scales(part, task.config.float8)",
         "        pass",
-        f"{_VALIDATION}::test_weights_are_scaled_anew_for_float8",
+        f"{_VALIDATION}::test_weights_are_scaled_again_for_float8",
     ),
     Mutant(
         "a run that is stopped validates before it saves",

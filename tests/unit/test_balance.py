@@ -1,4 +1,4 @@
-"""Laws of `balanced`: equal work in tiles, few keys that travel, documents whole."""
+"""Laws of `balanced`: equal work in tiles, few keys that are sent, documents whole."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -45,7 +45,7 @@ def parts_of(layout: AxisLayout, mask: Mask, rank: int) -> list[tuple[int, int, 
 
 
 def tiles_of_rank(layout: AxisLayout, mask: Mask, rank: int) -> int:
-    """The tiles that a kernel computes for a rank, if it cuts each part of a document anew."""
+    """The tiles that a kernel computes for a rank, if it cuts each part of a document again."""
     count = 0
     for start, stop, first in parts_of(layout, mask, rank):
         ends = np.minimum(np.arange(start, stop, TILE) + TILE, stop)
@@ -66,7 +66,7 @@ def imbalance_of_pairs(layout: AxisLayout, mask: Mask) -> float:
     return max(pairs) / np.mean(pairs)
 
 
-def travelling(layout: AxisLayout, mask: Mask) -> int:
+def rows_sent(layout: AxisLayout, mask: Mask) -> int:
     """How many keys reach ranks that do not own them, once for each."""
     needs = Needs(layout, layout, mask)
     return sum(size(difference(needs.keys(rank), needs.kv_ranges[rank])) for rank in range(layout.degree))
@@ -98,12 +98,12 @@ LAYOUTS: dict[str, Callable[[Mask, int], AxisLayout]] = {
 
 @cache
 def measured(shape: Shape, name: str) -> tuple[float, float]:
-    """The most imbalanced of all draws, and the mean of the keys that travel, over the tokens."""
+    """The most imbalanced of all draws, and the mean of the keys that are sent, over the tokens."""
     seq_len, degree, mean, deviation = shape
     masks = [packed(seq_len, mean, deviation, seed) for seed in SEEDS]
     layouts = [LAYOUTS[name](mask, degree) for mask in masks]
     most = max(map(imbalance, layouts, masks))
-    return most, sum(map(travelling, layouts, masks)) / len(masks) / seq_len
+    return most, sum(map(rows_sent, layouts, masks)) / len(masks) / seq_len
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -113,7 +113,7 @@ def test_all_ranks_compute_as_many_tiles(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_keys_travel_about_as_with_head_tail(shape: Shape) -> None:
+def test_keys_are_sent_about_as_with_head_tail(shape: Shape) -> None:
     keys = {name: measured(shape, name)[1] for name in LAYOUTS}
     assert keys["balanced"] <= TRAFFIC_OF_HEAD_TAIL * keys["head_tail"]
     assert keys["balanced"] <= TRAFFIC_OF_DEALING * keys["by cost"]
@@ -158,8 +158,8 @@ def test_a_single_document_is_cut_as_head_tail_cuts_it(degree: int) -> None:
 def test_documents_that_fill_ranks_are_not_cut() -> None:
     for lengths in ([8192] * 4, [5120, 3072, 3072, 5120] * 2):
         mask = documents(lengths, is_causal=True)
-        assert travelling(balanced(mask, 4), mask) == 0
-        assert travelling(head_tail(mask.q_len, 4), mask) > 0
+        assert rows_sent(balanced(mask, 4), mask) == 0
+        assert rows_sent(head_tail(mask.q_len, 4), mask) > 0
 
 
 def test_a_long_document_goes_with_short_ones() -> None:
@@ -169,13 +169,13 @@ def test_a_long_document_goes_with_short_ones() -> None:
     assert imbalance(layout, mask) <= MOST_IMBALANCED
     # The least for eight ranks with equal work is to cut it in one piece each, at its square roots.
     least = sum(65536 * np.sqrt(np.arange(1, 9) / 8)) - 65536
-    assert travelling(layout, mask) < 1.05 * least
-    assert travelling(assigned(mask, 8), mask) > 1.3 * least
+    assert rows_sent(layout, mask) < 1.05 * least
+    assert rows_sent(assigned(mask, 8), mask) > 1.3 * least
 
 
 def test_short_documents_stay_whole() -> None:
     mask = documents([300] * 436 + [272], is_causal=True)
-    assert travelling(balanced(mask, 8), mask) < 7 * 300
+    assert rows_sent(balanced(mask, 8), mask) < 7 * 300
     assert imbalance(balanced(mask, 8), mask) <= MOST_IMBALANCED
 
 
@@ -193,13 +193,13 @@ def test_sequences_of_a_batch_are_balanced_together(degree: int) -> None:
         mask = by_sequence([packed(65536, 8, 1, 100 * seed + number) for number in range(4)])
         layout = balanced(mask, degree)
         assert imbalance(layout, mask) <= MOST_IMBALANCED
-        assert travelling(layout, mask) < 1.3 * travelling(head_tail(65536, degree), mask)
+        assert rows_sent(layout, mask) < 1.3 * rows_sent(head_tail(65536, degree), mask)
 
 
-def test_a_window_travels_over_each_cut() -> None:
+def test_the_keys_of_a_window_are_sent_over_each_cut() -> None:
     mask = sliding_window(65536, 1024)
     layout = balanced(mask, 8)
-    assert travelling(layout, mask) <= 14 * 1023
+    assert rows_sent(layout, mask) <= 14 * 1023
     assert imbalance_of_pairs(layout, mask) <= MOST_IMBALANCED
 
 

@@ -131,7 +131,7 @@ def rows(batches) -> list[tuple]:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 9)), min_size=1, max_size=5), st.integers(1, 2))
 def test_resume_on_any_degree_is_exact(legs, b):
-    """Some steps on D ranks, merge through JSON, go on with D' ranks: each leg reads the next samples."""
+    """Some steps on D ranks, merge through JSON, resume with D' ranks: each leg reads the next samples."""
     lengths = log_normal(90)
     everything = rows(islice(iter(loader(lengths)), sum(d * b * steps for d, steps in legs)))
     states, done = None, 0

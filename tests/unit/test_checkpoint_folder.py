@@ -299,7 +299,7 @@ def test_what_may_change(tmp_path: Path):
     resolve(config, 1)
 
 
-def test_data_that_start_anew_may_be_other_data(tmp_path: Path):
+def test_data_that_are_not_loaded_may_be_other_data(tmp_path: Path):
     save(tmp_path / "checkpoint", 4)
     excluding = ["--checkpoint.load_step=4", "--checkpoint.exclude_from_loading"]
     others = ["--training.seed=3", "--training.data_streams=32"]

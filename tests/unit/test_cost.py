@@ -227,7 +227,7 @@ def test_all_to_all_sends_the_known_formula(degree: int):
 def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tuple[int, int], names: str) -> int:
     """Bytes of one piece, each row of each tensor aligned.
 
-    mine: rows of queries and of keys; heads: how many of them travel. names: q and k in their own type, L for a
+    mine: rows of queries and of keys; heads: how many of them are sent. names: q and k in their own type, L for a
     log-sum-exp, S for a gradient that is summed.
     """
     rows, wide = {"q": 0, "L": 0, "k": 1, "S": 1}, max(4, shape.itemsize)

@@ -156,7 +156,7 @@ def test_a_lone_surrogate_becomes_the_replacement_character(tmp_path):
     assert texts("jsonl", tmp_path) == ["a\ufffdb", "\U0001f600"]
 
 
-def test_changed_data_are_read_anew(tmp_path):
+def test_changed_data_are_read_again(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": "old"}])
     assert texts("jsonl", file) == ["old"]
     write_jsonl(file, [{"text": "new"}])

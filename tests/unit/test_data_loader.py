@@ -125,7 +125,7 @@ def test_shuffles_are_permutations_and_the_same_on_every_machine():
     st.integers(1, 2),
 )
 def test_resume_of_a_resume_on_any_degree_is_exact(n, legs, b):
-    """Some steps on D ranks, merge, go on with D' ranks, ...: each leg reads the next samples, each rank its own."""
+    """Some steps on D ranks, merge, resume with D' ranks, ...: each leg reads the next samples, each rank its own."""
     whole = loader(n=n)
     everything = rows(islice(iter(whole), sum(d * b * steps for d, steps in legs)))
     states, done = None, 0
@@ -175,7 +175,7 @@ def test_the_state_of_streams_is_that_of_the_batches_given_so_far():
     )
 
 
-def test_loading_moves_an_iterator_that_is_in_use_and_a_second_iterator_goes_on():
+def test_loading_moves_an_iterator_that_is_in_use_and_a_second_iterator_continues():
     one = loader()
     batches = iter(one)
     start = one.state_dict()
@@ -185,7 +185,7 @@ def test_loading_moves_an_iterator_that_is_in_use_and_a_second_iterator_goes_on(
     assert rows(islice(iter(one), 3)) == expected[3:]
 
 
-def test_a_resumed_run_may_change_seq_len_and_goes_on_at_the_same_token():
+def test_a_resumed_run_may_change_seq_len_and_continues_at_the_same_token():
     source = [chr(1000 + i) * 30 for i in range(4)]
     short = loader(source, n=1, seq_len=8)
     seen = [token for tokens, *_ in read([short], 5) for token in tokens]

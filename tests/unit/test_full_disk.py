@@ -64,7 +64,7 @@ def test_a_full_dump_folder_is_told_in_one_sentence(tmp_path: Path) -> None:
 
 
 def test_metrics_that_do_not_fit_are_told_and_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run goes on to its next checkpoint, whose error says what to do."""
+    """The run continues to its next checkpoint, whose error says what to do."""
     metrics = JsonLines(tmp_path / "metrics.jsonl")
     metrics._file.close()
     with Path("/dev/full").open("a", encoding="utf-8") as metrics._file, caplog.at_level("WARNING", logger="trainer"):

@@ -1,4 +1,4 @@
-"""Law: on a CPU, memory that is free again is not given back to the system and mapped anew."""
+"""Law: on a CPU, memory that is free again is not given back to the system and mapped again."""
 
 import platform
 import subprocess

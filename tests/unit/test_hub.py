@@ -105,7 +105,7 @@ def test_a_job_reads_the_hub_once(tmp_path: Path, folder: Path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_its_revision_and_its_shards(tmp_path: Path, folder: Path, start):
+def test_a_killed_run_resumes_with_its_revision_and_its_shards(tmp_path: Path, folder: Path, start):
     reached = []
 
     def fails(path: str) -> str:

@@ -76,7 +76,7 @@ def test_tiles_are_parts_of_a_whole(kernel: Kernel, whole: tuple[Relation, int, 
 @by_name
 @pytest.mark.parametrize("offset", [0, 1])
 def test_any_layout_of_the_inputs(kernel: Kernel, offset: int):
-    """Rows of one buffer, as keys and values travel; the operator's stand-in refuses what is not aligned."""
+    """Rows of one buffer, as keys and values are sent; the operator's stand-in refuses what is not aligned."""
     n, m = 6, 6
     q, k, v, cotangent = inputs(4, 2, n, m)
     buffer = torch.zeros(m * 2 * 2 * 2 * 8 + offset, dtype=torch.float64)[offset:].view(m, 2, 2, 2, 8)

@@ -81,7 +81,7 @@ def test_the_order_does_not_depend_on_degrees_and_a_resume_is_exact(legs: list[t
     assert all(type(value) is int for entry in states.values() for value in entry.values())
 
 
-def test_weights_may_change_at_a_resume_and_each_source_goes_on_where_it_was() -> None:
+def test_weights_may_change_at_a_resume_and_each_source_continues_where_it_was() -> None:
     first = loader()
     before = rows(islice(iter(first), 60))
     second = loader((0, 1, 1))

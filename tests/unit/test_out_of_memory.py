@@ -1,4 +1,4 @@
-"""Out of memory: the error goes on, and every setting its message names can be used as it stands."""
+"""Out of memory: the error is raised again, and every setting its message names can be used as it stands."""
 
 import re
 
@@ -69,7 +69,7 @@ def test_what_is_at_its_limit_is_not_named() -> None:
     assert "training.enable_cpu_offload" not in keys(1, device_type="cpu")  # parameters are in host memory already
 
 
-def test_the_error_goes_on_with_the_settings() -> None:
+def test_the_error_continues_with_the_settings() -> None:
     config = parse_command_line([]).config
     with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_explained(resolve(config, 1)):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore words")

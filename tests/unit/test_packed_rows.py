@@ -62,7 +62,7 @@ def test_copies_do_not_grow_with_the_ranks(load_balancer: str, orders: int) -> N
 
 
 def test_copies_of_replicated_heads_are_added_up_once() -> None:
-    """8 ranks and two key/value heads: K and V are repeated before they travel, which is no copy counted here."""
+    """8 ranks and two key/value heads: K and V are repeated before they are sent, which is no copy counted here."""
     plain, replicated = (most_copies(8, kv_heads, "head_tail") for kv_heads in (8, 2))
     assert replicated[0] - plain[0] == 0
     assert replicated[1] - plain[1] == 2 + 2  # sums over copies; back to the dtype of K and V

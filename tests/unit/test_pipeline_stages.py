@@ -37,7 +37,7 @@ def test_without_a_degree_there_is_no_plan():
 
 @pytest.mark.parametrize(("n_layers", "degree"), [(4, 2), (4, 4), (32, 4), (33, 4), (80, 16), (126, 7), (5, 3)])
 @pytest.mark.parametrize("less", [(1, 1), (0, 0), (2, 0), (0, 3)])
-def test_layers_are_dealt_evenly_and_once(n_layers: int, degree: int, less: tuple[int, int]):
+def test_layers_are_assigned_evenly_and_once(n_layers: int, degree: int, less: tuple[int, int]):
     """The fullest stage is as light as can be: no other way to cut has a lighter one (tried where it is quick)."""
     names = modules_of(n_layers)
     settings = [f"{PP}first_stage_less_layers={less[0]}", f"{PP}last_stage_less_layers={less[1]}"]

@@ -109,7 +109,7 @@ def test_the_test_sees_a_clipped_text():
         pytest.param("balanced", "document", marks=pytest.mark.slow),
     ],
 )
-def test_a_picture_of_64_ranks_is_small_and_tells_neighbours_apart(tmp_path: Path, layout: str, mask: str):
+def test_a_picture_of_64_ranks_is_small_and_neighbours_differ(tmp_path: Path, layout: str, mask: str):
     argv = ["--seq-len", "16384", "--degree", "64", "--load-balancer", layout, "--mask", mask]
     case, output = case_of(*argv), tmp_path / "plan.svg"
     draw(case, output)

@@ -15,7 +15,7 @@ from trainer.distributed.context_parallel.planning.methods import make_plan
 from trainer.distributed.context_parallel.planning.plan import Message, RankPlan, Stage
 from trainer.distributed.sharding.layout import AxisLayout, contiguous, head_tail
 
-# ---- what travels
+# ---- what is sent
 
 
 def traffic(stages: list[Stage], of: Callable[[Stage], tuple[Message, ...]]) -> list[Message]:
@@ -233,7 +233,7 @@ def test_a_deadlock_would_be_seen():
 
 
 def sent(layout: AxisLayout, mask: Mask, method: str = "ring") -> dict[str, list[int]]:
-    """Rows that each rank sends, by what travels."""
+    """Rows that each rank sends, by what is sent."""
     plans = [make_plan(layout, mask, method, rank) for rank in range(layout.degree)]
     return {kind: [rows_sent(plan)[kind] for plan in plans] for kind in ("forward", "backward", "home")}
 

@@ -97,7 +97,7 @@ def test_pieces_join_to_the_text_and_only_long_runs_are_cut(runs):
     for i, b in enumerate(blank):
         lengths.append(lengths[-1] + 1 if i and blank[i - 1] == b else 1)
     cuts = np.cumsum([len(piece) for piece in pieces])[:-1]
-    # A cut stands exactly after each 10 characters of a run that goes on.
+    # A cut stands exactly after each 10 characters of a run that continues.
     expected = [i for i in range(1, len(text)) if blank[i - 1] == blank[i] and lengths[i - 1] % 10 == 0]
     assert cuts.tolist() == expected
 

@@ -1,4 +1,4 @@
-"""Law: what any division of a field saves, any other loads in every bit, and goes on with the same losses."""
+"""Law: what any division of a field saves, any other loads in every bit, and continues with the same losses."""
 
 import json
 from itertools import permutations
@@ -55,7 +55,7 @@ def state_and_losses(pool: WorkerPool, division: str, folder: Path, *arguments: 
     ("first", "then"),
     [pytest.param(*pair, marks=[] if pair == QUICK else [pytest.mark.slow]) for pair in permutations(DIVISIONS, 2)],
 )
-def test_any_division_goes_on_from_any_other(
+def test_any_division_resumes_from_any_other(
     pool: WorkerPool, tmp_path: Path, path: str, first: str, then: str
 ) -> None:
     data = f"--training.dataset_path={path}"
