@@ -40,7 +40,7 @@ def effect_table(schema: type) -> str:
     rows = ["| keys | have no effect | |", "|---|---|---|"]
     for condition, names in found.items():
         listed = ", ".join(f"`{name}`" for name in names)
-        outcome = f"refused: {condition.remedy}" if condition.remedy else "told"
+        outcome = f"refused: {condition.remedy}" if condition.remedy else "reported"
         rows.append(f"| {listed} | {_toml(condition.words())} | {_toml(outcome)} |")
     return "\n".join(rows)
 

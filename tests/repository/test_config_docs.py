@@ -21,7 +21,7 @@ def test_what_is_made_of_the_schema_is_not_stale():
 def test_a_change_between_the_markers_is_seen():
     for line in (
         "| `training.steps` | an int (steps), in [1, 1000000000000] | `10000` |",
-        "| without compile.enable | told |",
+        "| without compile.enable | reported |",
     ):
         assert line in TEXT
         assert page(TEXT.replace(line, "")) == TEXT

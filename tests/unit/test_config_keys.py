@@ -103,7 +103,7 @@ def test_the_page_has_it() -> None:
         "| `extra.slow` | true or false | `false` | It takes its time. |"
     )
     assert effect_table(Schema).endswith(
-        "| `extra.rounds` | with metrics.log_freq = 1 | told |\n"
+        "| `extra.rounds` | with metrics.log_freq = 1 | reported |\n"
         "| `extra.slow` | without extra.rounds | refused: give 5 rounds |"
     )
 
