@@ -243,6 +243,19 @@ def test_code_that_another_compiled_is_not_taken(pool: WorkerPool, tmp_path: Pat
         assert [found for _, found in results] == [hits] * world_size
 
 
+@pytest.mark.parametrize(("rank", "groups"), [(1, "2 3"), (0, "2 4")], ids=["another rank", "another job"])
+def test_the_key_of_the_caches_names_rank_and_groups(rank: int, groups: str) -> None:
+    """And keeps what the user has put before; the same job finds its own code."""
+    keys = []
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        for job in ((0, "2 3"), (rank, groups), (0, "2 3")):
+            dims = mock.Mock(rank=lambda _, job=job: job[0], group_names=lambda job=job: job[1])
+            compiling.keep_caches_apart(dims)
+            keys.append(torch.compiler.config.cache_key_tag)
+    assert all(key.startswith("mine ") for key in keys)
+    assert keys[0] == keys[2] != keys[1]
+
+
 def test_graphs_are_counted(pool: WorkerPool) -> None:
     assert pool.run(1, counter_case)[0] == [1, 1, 2]
 

@@ -377,7 +377,7 @@ CACHES = (
         "trainer/transforms/compile.py",
         "{_TAG}{dims.rank('world')} {dims.group_names()}",
         "{_TAG}",
-        "tests/distributed/test_compile.py::test_code_that_another_compiled_is_not_taken",
+        "tests/distributed/test_compile.py::test_the_key_of_the_caches_names_rank_and_groups",
     ),
 )
 
