@@ -17,7 +17,7 @@ from scripts.benchmarks.train_loops import WARMUP, Block, Work, free, train
 from scripts.gpu_blocks.block import Check
 from scripts.gpu_blocks.layer import memory_found, reset_memory
 from trainer.config.loader import parse_command_line
-from trainer.job import model as job_model
+from trainer.job import language
 
 _GIB_OF_A_LAYER = 12  # both loops: float32 weights, gradients and Adam's states, bfloat16 copies, activations
 _GIB_BESIDE = 14  # what FSDP, the profiler and a small vocabulary take
@@ -46,8 +46,8 @@ def mfu(check: Check) -> None:
         args.flavor, args.seq_len = "8B", 8192
         args.layers = max(min(int(left / _GIB_OF_A_LAYER), _MOST_LAYERS), 1)
     # The shipped tokenizer has few tokens; the model has rows for those that no text has.
-    known = job_model.vocab_size_of
-    with mock.patch.object(job_model, "vocab_size_of", lambda path: vocabulary or known(path)):
+    known = language.vocab_size_of
+    with mock.patch.object(language, "vocab_size_of", lambda path: vocabulary or known(path)):
         _measure(check, args, options)
 
 

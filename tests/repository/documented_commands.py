@@ -225,7 +225,7 @@ RULES = [
     ),
     Rule(
         r"lct convert to-peft (\S+) (\S+)",
-        rf"trap 'rm -rf \1 \2 chat.jsonl Llama-3.2-1B-Instruct' EXIT; {ADAPT} --job.dump_folder \1 && \g<0>",
+        rf"rm -rf \1; trap 'rm -rf \1 \2 chat.jsonl Llama-3.2-1B-Instruct' EXIT; {ADAPT} --job.dump_folder \1 && \g<0>",
         why=f"{LONG}; a small model stands in",
         first=LLAMA,
         says="peft loads them",
@@ -277,7 +277,7 @@ RULES = [
         r"(lct train --training\.dataset tokens --training\.dataset_path tokens) .*",
         rf"\1 {SHORT} --training.data_streams=2",
         OWN,
-        first=f"{DATA}; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        first=f"{DATA}; rm -rf tokens; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
         says="training done",
     ),
     Rule(r"lct train --checkpoint\.enable --checkpoint\.interval 50", rf"\g<0> --checkpoint.interval=1 {SHORT}", LONG),
@@ -311,6 +311,7 @@ RULES = [
         r"lct train debug_model --job\.dump_folder outputs/short .*",
         r"\g<0> --training.seq_len=64 --training.global_batch_size=-1",
         why=LONG,
+        first="rm -rf outputs/short",
         says="training done: 20 steps",
     ),
     Rule(
@@ -385,7 +386,7 @@ RULES = [
         r"HF_HUB_OFFLINE=1 \g<0>",
         why="it needs the network and a token",
         code=2,
-        says="is not found at the Hugging Face hub",
+        says="the Hugging Face hub cannot be reached",
     ),
     Rule(
         r"(python scripts/train_tokenizer.py .*) --vocab-size 32000(.*)",
@@ -410,7 +411,7 @@ RULES = [
     ),
     Rule(
         r"lct tokenize .*--tokenizer-path assets/tokenizer --output tokens",
-        "lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        "rm -rf tokens; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
         why="the shipped tokenizer stands for that of Llama 3",
         first=DATA,
         says="tokens of",

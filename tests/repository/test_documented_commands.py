@@ -29,6 +29,8 @@ PROGRAMS = {
     "docs/transformers.md": 2,
 }
 """Pages whose Python blocks are one program, and on how many ranks it runs."""
+PACKAGE = "docs/your_own_model.md"
+"""The page whose Python blocks are the files of a package, which test_your_own_model.py runs."""
 _SCRIPT = "#!{python}\nimport sys\n\nfrom {module} import main\n\nsys.exit(main())\n"
 _SCRIPTS = {"lct": "trainer.commands.main", "torchrun": "torch.distributed.run", "tensorboard": "tensorboard.main"}
 
@@ -149,6 +151,10 @@ def test_commands_are_found() -> None:
     assert len(COMMANDS) > 80
 
 
+def test_all_python_of_the_pages_is_run() -> None:
+    assert {str(page.relative_to(ROOT)) for page in PAGES if "```python" in page.read_text()} == {*PROGRAMS, PACKAGE}
+
+
 def test_outputs_are_those_of_the_commands(clone: Path) -> None:
     """The first test in the copy: later ones bring a tokenizer of their own."""
     for path in PAGES_WITH_OUTPUT:
@@ -173,9 +179,8 @@ def test_a_documented_command_runs(command: str, clone: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES if "```python" in page.read_text()])
-def test_the_python_of_a_page_is_a_program(page: str, clone: Path) -> None:
+@pytest.mark.parametrize(("page", "ranks"), PROGRAMS.items())
+def test_the_python_of_a_page_is_a_program(page: str, ranks: int, clone: Path) -> None:
     (clone / "page.py").write_text(blocks(page))
-    ranks = PROGRAMS[page]
     result = run("python page.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} page.py", clone)
     assert result.returncode == 0, result.stderr[-5000:]
