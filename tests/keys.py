@@ -130,6 +130,7 @@ _LORA = "tests/distributed/test_lora.py"
 _CHECKPOINTS = "tests/distributed/test_checkpoint_settings.py"
 _SKIPPED = "tests/distributed/test_skipped_steps.py"
 _VALIDATION = "tests/distributed/test_validation.py"
+_OFFLOAD = "tests/distributed/test_offload.py"
 _SHAPE = "--training.local_batch_size=4 --training.seq_len=24 --training.global_batch_size=12"
 _TRACE_TWO = f"{_TRACE} --profiling.save_traces_folder=t --profiling.profiler_warmup=1 --profiling.profiler_active=2"
 _TRACE_OFTEN = f"{_TRACE} --profiling.profile_freq=2 --profiling.profiler_warmup=0"
@@ -440,6 +441,9 @@ EFFECTS: dict[str, str | Seen] = {
     "activation_checkpoint.memory_budget": (
         "tests/distributed/test_compile.py::test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again"
     ),
+    "activation_checkpoint.offload": f"{_OFFLOAD}::test_memory_of_the_device_does_not_grow_with_the_layers",
+    "activation_checkpoint.offload_keep_last": f"{_OFFLOAD}::test_a_fraction_of_the_layers_and_the_last_ones",
+    "activation_checkpoint.offload_fraction": f"{_OFFLOAD}::test_a_fraction_of_the_layers_and_the_last_ones",
     # ---- compile
     "compile.enable": Seen(_COMPILE, _becomes("compiled", [], ["row_losses eager"] + ["forward eager"] * 2)),
     "compile.components": Seen(

@@ -116,6 +116,13 @@ FEATURES: dict[str, Feature] = {
     "recompute every 2nd layer": Feature(
         ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2")
     ),
+    "recompute layers, offload inputs": Feature(
+        (
+            "--activation_checkpoint.mode=full",
+            "--activation_checkpoint.offload=inputs",
+            "--activation_checkpoint.offload_keep_last=0",
+        )
+    ),
     "recompute operators": Feature(("--activation_checkpoint.mode=selective",)),
     "recompute within a budget": Feature(("--activation_checkpoint.mode=memory_budget", *_COMPILE)),
     "recompute operators, zero bubble": _schedule(

@@ -25,12 +25,14 @@ from trainer.families.registry import model_args
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
+from trainer.transforms.offload import apply_offload
 
 MODES = {
     "none": ActivationCheckpoint(),
     "selective, op": ActivationCheckpoint(mode="selective", selective_ac_option="op"),
     "selective, 2": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
     "full": ActivationCheckpoint(mode="full"),
+    "full, offload": ActivationCheckpoint(mode="full", offload="inputs"),
 }
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
@@ -38,13 +40,14 @@ _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 class Meter(TorchDispatchMode):
     """Counts the operators that are really run, their FLOPs, and the bytes of what they made that is still alive.
 
-    FLOPs: matrix products, and the visible half of causal attention. Plain tensors only, on a CPU.
+    FLOPs: matrix products, and the visible half of causal attention. Plain tensors only, on a CPU. Memory that PyTorch
+    did not allocate, such as buffers of offloaded inputs, is not counted.
     """
 
     def __init__(self, *existing: torch.Tensor) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
-        self.flops = 0
+        self.flops = self.peak = 0
         self._existing = {x.untyped_storage()._cdata for x in existing}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -59,9 +62,12 @@ class Meter(TorchDispatchMode):
         elif func._overloadpacket in flop_registry:
             self.flops += flop_registry[func._overloadpacket](*args, out_val=out)
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self._existing:
-                storage = x.untyped_storage()
+            if not isinstance(x, torch.Tensor):
+                continue
+            storage = x.untyped_storage()
+            if storage._cdata not in self._existing and storage.resizable():
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.alive())
         return out
 
     @property
@@ -70,13 +76,14 @@ class Meter(TorchDispatchMode):
 
     def alive(self) -> int:
         """Bytes of storages that were made under the meter and are still held by something, such as autograd."""
-        return sum(size for reference, size in self._made.values() if not reference.expired())
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        return sum(size for _, size in self._made.values())
 
 
 def measure(model: nn.Module, tokens: torch.Tensor) -> dict[str, int]:
     """One forward to the last hidden states and its backward.
 
-    Returns bytes kept for the backward, attention forwards that were run in all, and FLOPs.
+    Returns bytes kept for the backward and at the peak, attention forwards that were run in all, and FLOPs.
     """
     meter = Meter(*model.parameters(), *model.buffers(), tokens)
     with meter:
@@ -84,7 +91,8 @@ def measure(model: nn.Module, tokens: torch.Tensor) -> dict[str, int]:
         kept = meter.alive()
         hidden.sum().backward()
     model.zero_grad()
-    return {"kept_bytes": kept, "attention_forwards": meter.attention_forwards, "flops": meter.flops}
+    found = {"kept_bytes": kept, "peak_bytes": meter.peak, "attention_forwards": meter.attention_forwards}
+    return found | {"flops": meter.flops}
 
 
 def seconds(model: nn.Module, tokens: torch.Tensor, repeats: int = 3) -> float:
@@ -112,12 +120,14 @@ def main() -> None:
         with torch.device("meta"):
             model = spec.build(shape)
         apply_activation_checkpoint(model.layers, config)
+        apply_offload(model.layers, config, "cpu")
         initialize(model, seed=0, device=torch.device("cpu"))
         result = measure(model, tokens)
         without = without or result
         line = {
             "mode": name,
             "kept_mib": round(result["kept_bytes"] / 2**20, 1),
+            "peak_mib": round(result["peak_bytes"] / 2**20, 1),
             "kept_share": round(result["kept_bytes"] / without["kept_bytes"], 3),
             "attention_forwards": result["attention_forwards"],
             "flops_share": round(result["flops"] / without["flops"], 3),

@@ -229,6 +229,7 @@ def machine(rank: int, world: int, gpu: Gpu = Gpu()) -> Iterator[None]:
         mock.patch.object(torch.accelerator, "current_stream", return_value=_ONLY),
         mock.patch.object(torch.version, "cuda", "13.0"),
         mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.object(torch, "Stream", _Stream),
         mock.patch.object(torch.Tensor, "pin_memory", _pin),
     ]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

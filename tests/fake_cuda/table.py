@@ -152,6 +152,7 @@ def _cp(degree: int, method: str = "ring", *more: str) -> tuple[str, ...]:
 
 _DOCUMENTS = "--training.attention_mask=document"
 _FULL = "--activation_checkpoint.mode=full"
+_OFFLOADED = (_FULL, "--activation_checkpoint.offload=inputs")
 _SELECTIVE = "--activation_checkpoint.mode=selective"
 _SHORT, _MIDDLE = "--training.seq_len=8192", "--training.seq_len=32768"
 _DEBUG = ("--model.flavor=debugmodel", _SHORT)
@@ -166,6 +167,7 @@ def jobs() -> Iterator[Job]:
     yield Job("FSDP 8", 8, 3, (_SHORT,), memory=True, steps=2)
     yield Job("ring 8, 8B at 131,072", 8, 2, _cp(8), memory=True)
     yield Job("ring 8, full recomputation", 8, 0, _cp(8, "ring", _FULL), memory=True)
+    yield Job("ring 8, inputs offloaded", 8, 0, _cp(8, "ring", *_OFFLOADED), layers=4, memory=True)
     yield Job("all_gather 8", 8, 7, _cp(8, "all_gather"), memory=True)
     yield Job("all_to_all 8", 8, 2, _cp(8, "all_to_all"), memory=True)
     yield Job("all_to_all 8, kept", 8, 2, _cp(8, "all_to_all", f"{_CP}keep_exchanged=true"), memory=True)

@@ -26,6 +26,7 @@ from trainer.models.rotary import precompute_freqs_cis
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import Batch, Task
+from trainer.transforms.offload import CopyStream
 
 DOCUMENTS = 40  # of a sequence
 
@@ -91,6 +92,7 @@ def patches(gpu: Gpu) -> Iterator[Any]:
     yield patch(nn.functional, "rms_norm", operators.rms_norm)
     yield patch(decoder, "precompute_freqs_cis", _freqs_of_one_position)
     yield patch(expert_parallel, "plan_dispatch", _even_dispatch)
+    yield patch(CopyStream, "host_like", lambda _, x: torch.empty_like(x, device="cpu").pin_memory())
     for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):  # of an earlier job
         cache.cache_clear()
     if hasattr(schedules, "InferenceMode"):  # since torch 2.12 stages vote, and read the votes

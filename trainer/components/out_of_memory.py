@@ -60,6 +60,8 @@ def memory_savers(job: ResolvedJob) -> list[str]:
         savers.append('activation_checkpoint.mode = "selective": keep only what is expensive to compute')
     if activations.mode != "full" and not splits_backward:
         savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs')
+    if activations.mode != "none" and activations.offload == "none" and job.task.name == "tokens":
+        savers.append('activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory')
     if not training.enable_cpu_offload and device_type == "cuda":
         savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
     pieces = degrees.cp * degrees.tp

@@ -1,9 +1,11 @@
 """Settings of what is done to a model that is not distribution: adapters, recomputation, compilation, float8."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.keys import NOT_NEGATIVE, POSITIVE, TOKENS, Bounds, Condition, key, needs, needs_value
+from trainer.config.keys import NOT_NEGATIVE, POSITIVE, TOKENS, Bounds, Condition, key, needs, needs_value, unless
 from trainer.config.parallelism import SHARDED
 
 _COMPILED, _FLOAT8, _ADAPTING = needs("compile.enable"), needs("float8.enable"), needs("lora.rank")
@@ -49,6 +51,17 @@ class ActivationCheckpoint:
     )
     """For memory_budget: share of the activations that the compiler may keep."""
 
+    offload: Literal["none", "inputs"] = key(
+        "none", when=(TOKENS, unless("activation_checkpoint.mode", "none", ", which keeps all activations"))
+    )
+    """Where the input of each checkpointed layer waits for the backward: on the device, or (inputs) on the host."""
+    offload_keep_last: int = key(2, NOT_NEGATIVE, when=needs_value("activation_checkpoint.offload", "inputs"))
+    """The inputs of so many last layers stay on the device: the backward needs them at once."""
+    offload_fraction: float = key(
+        1.0, Bounds(lambda x: 0 < x <= 1, "in (0, 1]"), when=needs_value("activation_checkpoint.offload", "inputs")
+    )
+    """Share of the layers, from the first one on, whose inputs go to the host."""
+
     @property
     def every(self) -> int | None:
         """For selective: every how many layers are checkpointed in full; None for "op"."""
@@ -59,6 +72,20 @@ class ActivationCheckpoint:
         """Every so many layers one is recomputed from its input alone; 0: none."""
         selected = int(self.selective_ac_option) if self.selective_ac_option.isdecimal() else 0
         return {"full": 1, "selective": selected}.get(self.mode, 0)
+
+    def checkpoints(self, layer: int) -> bool:
+        """Return whether the layer of that number is checkpointed, whole or by operator."""
+        return self.mode != "none" and (layer + 1) % (self.whole_layers or 1) == 0
+
+    def checkpointed(self, layers: Iterable[int]) -> int:
+        """Return how many of these layers are checkpointed."""
+        return sum(map(self.checkpoints, layers))
+
+    def offloaded(self, layers: int) -> int:
+        """Return of how many of so many checkpointed layers, the first ones, the inputs go to the host."""
+        if self.offload == "none":
+            return 0
+        return max(min(math.ceil(self.offload_fraction * layers), layers - self.offload_keep_last), 0)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from trainer.job.degrees import Degrees
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.float8 import check_float8
 from trainer.job.lora import check_lora
-from trainer.job.memory import memory_of_stage
+from trainer.job.memory import host_memory, memory_of_stage
 from trainer.job.mixture import check_mixture, check_training_data
 from trainer.job.pipeline import resolve_pipeline
+from trainer.job.pipeline_stages import layers_of
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
 from trainer.job.training import check_balance
@@ -92,6 +93,7 @@ class Language(TaskSpec):
             "pipeline": _pipeline(job),
             "attention": _attention(job),
             "loss": _loss(job),
+            "offloaded": _offloaded(job),
         }
 
 
@@ -108,6 +110,16 @@ def _data(job: ResolvedJob) -> str:
         f"{source}{streams}; tokenizer {Path(job.config.model.tokenizer_file).name}"
         f"{vocabulary} {job.model.vocab_size:,} tokens"
     )
+
+
+def _offloaded(job: ResolvedJob) -> str:
+    if not (size := host_memory(job)):
+        return ""
+    settings = job.config.activation_checkpoint
+    stages = job.pipeline.stages if job.pipeline else [job.model.module_names()]
+    layers = [settings.checkpointed(layers_of(stage)) for stage in stages]
+    number = f"{sum(map(settings.offloaded, layers))} of {sum(layers)}"
+    return f"inputs of {number} checkpointed layers, {size_words(size)} of page-locked host memory a rank"
 
 
 def _experts(job: ResolvedJob) -> str:

@@ -7,7 +7,7 @@ A stage is a list of module names. The schedule places stages on ranks in a loop
 import csv
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
@@ -16,6 +16,11 @@ from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import Parallelism
 
 _KEY = "parallelism.pipeline_parallel_"
+
+
+def layers_of(modules: Iterable[str]) -> list[int]:
+    """Return the numbers of the layers among some modules of a decoder."""
+    return [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.job.compilation import CompileOptions
-from trainer.job.pipeline_stages import PipelinePlan
+from trainer.job.pipeline_stages import PipelinePlan, layers_of
 
 
 def check_activation_checkpoint(
@@ -14,7 +14,8 @@ def check_activation_checkpoint(
     """Check activation checkpointing against the model; return a note if the pipeline makes it expensive.
 
     Raises:
-        ConfigError: layers that the model lacks, or recomputation by operator in a backward that is split.
+        ConfigError: layers that the model lacks, no layer whose input could be offloaded, or recomputation by operator
+            in a backward that is split.
     """
     settings = config.activation_checkpoint
     option = settings.selective_ac_option
@@ -25,6 +26,14 @@ def check_activation_checkpoint(
             f"activation_checkpoint.selective_ac_option = {option!r} must be 'op', or for every n-th layer a number "
             f"from 1 to {n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
         )
+    for layers in map(layers_of, pipeline.stages) if pipeline else [range(n_layers)]:
+        checkpointed = settings.checkpointed(layers)
+        if settings.offload != "none" and checkpointed and not settings.offloaded(checkpointed):
+            raise ConfigError(
+                f"activation_checkpoint.offload_keep_last = {settings.offload_keep_last} leaves no input to offload: "
+                f"{'a pipeline stage' if pipeline else 'the model'} checkpoints {checkpointed} layers; set it to "
+                f"{checkpointed - 1} or less, or activation_checkpoint.offload = 'none'"
+            )
     if not compilation.splits_backward or settings.mode == "none" or compilation.chooses_recomputation:
         return ()
     if not settings.whole_layers:

@@ -36,6 +36,7 @@ from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.compile import apply_compile, share_memory
 from trainer.transforms.float8 import apply_float8
 from trainer.transforms.lora import apply_lora
+from trainer.transforms.offload import apply_offload
 
 
 def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
@@ -65,6 +66,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     eager = {block.feed_forward: "run_experts" for block in experts}
     embedding = model.tok_embeddings if dims.size("tp") > 1 else None
     apply_compile(model.layers, job.compilation, embedding=embedding, eager=eager)
+    apply_offload(model.layers, config.activation_checkpoint, job.device_type)
     # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]

@@ -6,6 +6,7 @@
     loss in chunks           the projection to logits also returns losses
     activation checkpointing the block's forward is recomputed in the backward
     compile                  the block's forward of that moment becomes one graph
+    offload                  the block's input waits for the backward on the host
 
 FSDP comes last and works by hooks. A feature replaces a forward once, and not after a later feature of the list. A
 forward that was set on the instance by other code is refused, because it would be dropped without a message.
@@ -23,13 +24,15 @@ ORDER = (
     "loss in chunks",
     "activation checkpointing",
     "compile",
+    "offload",
 )
+_WRAPPING = ORDER[-2:]
 
 
 def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]) -> None:
     """Replace the forward of a module.
 
-    feature: one of `ORDER`; the last one wraps any forward, also one that other code has set.
+    feature: one of `ORDER`; the last two wrap any forward, also one that other code has set.
 
     Raises:
         RuntimeError: out of order, a second time, or over a forward that other code has set.
@@ -42,7 +45,7 @@ def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]
             f"{feature} cannot replace the forward of this {kind} after {late[-1]}; apply them once each, in the order "
             f"{', '.join(ORDER)}"
         )
-    if "forward" in module.__dict__ and not before and feature != ORDER[-1]:
+    if "forward" in module.__dict__ and not before and feature not in _WRAPPING:
         raise RuntimeError(
             f"{feature} would drop the forward that was set on this {kind} itself; define it in a class, or set it "
             "afterwards"

@@ -1,0 +1,149 @@
+"""Laws of offloaded inputs: only where they wait changes; the memory of the device does not grow with the layers."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from scripts.benchmarks.activation_checkpointing import measure
+from tests.distributed import harness
+from tests.distributed.harness import assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_parity import LAYOUTS, reference
+from tests.slow import slow
+from trainer.config.schema import ActivationCheckpoint
+from trainer.models.decoder import Transformer
+from trainer.models.initialization import initialize
+from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
+from trainer.transforms.offload import CopyStream, HostInputs, apply_offload
+
+FP64 = "--training.dtype=float64"
+OFFLOAD = ["--activation_checkpoint.offload=inputs", "--activation_checkpoint.offload_keep_last=0"]
+FULL = ["--activation_checkpoint.mode=full", *OFFLOAD]
+COMPILE = ["--compile.enable", "--compile.backend=aot_eager"]
+DOCUMENTS = ["--training.attention_mask=document", "--training.sliding_window=5"]
+MODES = {
+    "full": FULL,
+    "2": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2", *OFFLOAD],
+    "op": ["--activation_checkpoint.mode=selective", *OFFLOAD],
+    "op, compiled": ["--activation_checkpoint.mode=selective", *COMPILE, *OFFLOAD],
+    "full, compiled": [*FULL, *COMPILE],
+    "budget": ["--activation_checkpoint.mode=memory_budget", *COMPILE, *OFFLOAD],
+}
+PAIRS = [(layout, mode) for layout in ("one", "fsdp2", "tp2", "pp2", "cp2", "fsdp2+cp2+tp2") for mode in MODES]
+QUICK = [("fsdp2+cp2", "full"), ("pp2", "full, compiled")]
+
+
+@pytest.mark.parametrize(("layout", "mode"), [*QUICK, *slow(*PAIRS)])
+def test_losses_gradients_and_weights_do_not_change(pool: WorkerPool, layout: str, mode: str) -> None:
+    world_size, arguments = LAYOUTS.get(layout, (1, []))
+    got = pool.run(world_size, run_layout, [FP64, *MODES[mode], *arguments])[0]
+    assert_parity(got, reference(pool, FP64), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2+cp2", "cp2+pp2", "tp2+pp2"])
+@pytest.mark.parametrize("model", [DOCUMENTS, ["--model.name=qwen3_moe"], ["--model.name=gpt_oss"], ["--lora.rank=2"]])
+def test_nor_do_they_with_other_models_and_masks(pool: WorkerPool, layout: str, model: list[str]) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    got = pool.run(world_size, run_layout, [FP64, *model, *FULL, *arguments])[0]
+    assert_parity(got, reference(pool, FP64, *model), 1e-10)
+
+
+def test_a_wrong_input_that_comes_back_is_seen(pool: WorkerPool) -> None:
+    """A control: the recomputation begins with what the host had."""
+    got = pool.run(1, wrong_layout, [FP64, *FULL])[0]
+    with pytest.raises(AssertionError):
+        assert_parity(got, reference(pool, FP64), 1e-10)
+
+
+def wrong_layout(arguments: list[str]) -> harness.Record:
+    def copy(self: CopyStream, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source).mul_(1 + 1e-6)
+
+    with mock.patch.object(CopyStream, "copy", copy):
+        return run_layout(arguments)
+
+
+def model_of(settings: ActivationCheckpoint, n_layers: int = 4) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(replace(harness.TINY, n_layers=n_layers, vocab_size=8))
+    apply_activation_checkpoint(model.layers, settings)
+    apply_offload(model.layers, settings, "cpu")
+    initialize(model, seed=0, device=torch.device("cpu"))
+    return model
+
+
+def test_memory_of_the_device_does_not_grow_with_the_layers() -> None:
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    hidden = 2 * 64 * harness.TINY.dim * 4
+    for offload, growth in (("none", 1), ("inputs", 0)):
+        settings = ActivationCheckpoint("full", offload=offload, offload_keep_last=1)
+        models = [model_of(settings, n) for n in (4, 9)]
+        for model in models:
+            model.layers.requires_grad_(False)  # gradients of weights are not what this is about
+        four, nine = (measure(model, tokens) for model in models)
+        for place in ("kept_bytes", "peak_bytes"):
+            assert nine[place] - four[place] == 5 * growth * hidden, (offload, place)
+
+
+def test_a_fraction_of_the_layers_and_the_last_ones() -> None:
+    settings = ActivationCheckpoint("full", offload="inputs", offload_keep_last=1, offload_fraction=0.5)
+    assert [settings.offloaded(layers) for layers in (1, 2, 3, 7, 8)] == [0, 1, 2, 4, 4]
+    assert replace(settings, offload_keep_last=5).offloaded(8) == 3
+    tokens, hidden = torch.zeros(2, 64, dtype=torch.int64), 2 * 64 * harness.TINY.dim * 4
+    models = [model_of(replace(settings, offload_fraction=share), 8) for share in (0.5, 1.0)]
+    half, whole = (measure(model, tokens)["kept_bytes"] for model in models)
+    assert half - whole == 3 * hidden
+
+
+def test_buffers_are_used_again() -> None:
+    made = []
+    model = model_of(ActivationCheckpoint("full", offload="inputs", offload_keep_last=0))
+    with mock.patch.object(CopyStream, "host_like", lambda _, x: made.append(torch.empty_like(x)) or made[-1]):
+        for _ in range(3):
+            model(torch.zeros(2, 64, dtype=torch.int64)).sum().backward()
+    assert len(made) == 4
+
+
+def test_the_input_of_the_block_before_is_fetched_ahead_and_no_other() -> None:
+    inputs, fetched = HostInputs(CopyStream("cpu")), []
+    with mock.patch.object(CopyStream, "device_like", lambda _, x: fetched.append(x.clone()) or torch.empty_like(x)):
+        kept = [inputs.keep(torch.full((1,), float(i)), is_first=i % 3 == 0, to_host=True) for i in range(6)]
+        inputs.keep(torch.ones(1), is_first=True, to_host=False)
+        for i in (5, 4, 3):
+            assert kept[i].take().item() == i
+        assert torch.cat(fetched).tolist() == [5, 4, 3]
+        kept[2].take()
+    assert torch.cat(fetched).tolist() == [5, 4, 3, 2, 1]
+
+
+def test_an_input_comes_back_in_its_strides() -> None:
+    inputs = HostInputs(CopyStream("cpu"))
+    for x in (torch.randn(3, 4, 5).transpose(0, 2), torch.randn(4, 6)[:, ::2], torch.randn(0, 3)):
+        kept = inputs.keep(x, is_first=True, to_host=True)
+        inputs.keep(x, is_first=True, to_host=True)
+        back = kept.take()
+        assert back.equal(x)
+        assert back.data_ptr() != x.data_ptr() or not x.numel()
+        assert back.stride() == torch.empty_like(x).stride()
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    model = model_of(ActivationCheckpoint("full", offload="inputs", offload_keep_last=0))
+    with mock.patch.object(HostInputs, "keep", side_effect=AssertionError), torch.no_grad():
+        model(torch.zeros(2, 64, dtype=torch.int64))
+
+
+class Hides(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 1.0).square()
+
+
+def test_an_input_that_is_not_seen_is_an_error() -> None:
+    layers = nn.ModuleDict({"0": Hides()})
+    apply_offload(layers, ActivationCheckpoint("full", offload="inputs", offload_keep_last=0), "cpu")
+    with pytest.raises(RuntimeError, match="'inputs' has not seen the input of a layer"):
+        layers["0"](torch.ones(3, requires_grad=True))

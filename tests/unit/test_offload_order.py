@@ -1,0 +1,289 @@
+"""The order of the copies of offloaded inputs, on a simulated device that works late and in random order.
+
+Kernels and copies read and write memory when they are carried out, not when they are queued. A stream runs in order,
+streams run against each other as chance has it, and freed memory goes to the next tensor of its stream at once, as in
+PyTorch's allocator. A value that is read before it is written, or overwritten too early, is seen where it is used.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from trainer.transforms import offload
+from trainer.transforms.offload import CopyStream, HostInputs, KeptInput
+
+
+class WrongValueError(AssertionError):
+    """A kernel read something else than what its program says."""
+
+
+class Event:
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+class Stream:
+    """A queue of a device's work, with the methods of `torch.Stream`."""
+
+    def __init__(self, device: "Device") -> None:
+        self.device, self.queue, self.free = device, deque(), []
+        device.streams.append(self)
+
+    def record_event(self) -> Event:
+        event = Event()
+        self.queue.append(lambda: setattr(event, "is_done", True))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(event)
+
+    def __enter__(self) -> None:
+        self.device.entered.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.device.entered.pop()
+
+    def step(self) -> bool:
+        """Carry out the first entry; False: it waits for an event."""
+        if isinstance(self.queue[0], Event):
+            if not self.queue[0].is_done:
+                return False
+            self.queue.popleft()
+        else:
+            self.queue.popleft()()
+        return True
+
+
+class Tensor:
+    """Memory of a device; its address is free for the next tensor of the stream as soon as nobody holds it."""
+
+    shape, dtype = (2,), torch.float32
+
+    def __init__(self, device: "Device", on_host: bool = False) -> None:
+        self.device, self.stream = device, None if on_host else device.current()
+        if self.stream is not None and self.stream.free:
+            self.address = self.stream.free.pop(device.random.randrange(len(self.stream.free)))
+        else:
+            self.address = len(device.memory)
+            device.memory.append(None)
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def copy_(self, source: "Tensor", non_blocking: bool) -> None:
+        assert non_blocking
+        memory, target, source = self.device.memory, self.address, source.address
+        self.device.current().queue.append(lambda: memory.__setitem__(target, memory[source]))
+
+    def __del__(self) -> None:
+        if self.stream is not None:
+            self.stream.free.append(self.address)
+
+
+class Device:
+    """Streams and memory. `random` chooses the order in which streams go ahead."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.memory, self.streams, self.entered = random.Random(seed), [], [], []
+        self.entered.append(Stream(self))
+        self.haste = self.random.choice((0, 1, 2, 20))  # how far the device may go between two calls of the host
+
+    def current(self) -> Stream:
+        return self.entered[-1]
+
+    def kernel(self, write: Tensor, value: object, read: Tensor | None = None, expected: object = None) -> None:
+        """Queue a kernel on the current stream, and let the device work for a while."""
+        source, target, memory = read and read.address, write.address, self.memory
+
+        def run() -> None:
+            if source is not None and memory[source] != expected:
+                raise WrongValueError(f"{expected} is {memory[source]}")
+            memory[target] = value
+
+        self.current().queue.append(run)
+        for _ in range(self.random.randint(0, self.haste)):
+            self.step()
+
+    def step(self) -> bool:
+        busy = [stream for stream in self.streams if stream.queue]
+        self.random.shuffle(busy)
+        return any(stream.step() for stream in busy)
+
+    def finish(self) -> None:
+        while self.step():
+            pass
+        assert not any(stream.queue for stream in self.streams), "streams wait for each other"
+
+
+class SimulatedCopies(CopyStream):
+    """The copies of the program, on a simulated stream."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__("cpu")
+        self.simulated, self._stream = device, Stream(device)
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        return Tensor(self.simulated, on_host=True)
+
+    def device_like(self, buffer: Tensor) -> Tensor:
+        return Tensor(self.simulated)
+
+
+def schedule(seed: int, copies: Callable[[Device], CopyStream] = SimulatedCopies) -> int:
+    """Run a program of random sizes: micro-batches in flight, some on a second stream, some without a backward.
+
+    Returns: how many inputs came back from the host.
+    """
+    device, came_back = Device(seed), 0
+    chance = device.random
+    streams = device.current(), Stream(device)
+    with mock.patch.object(torch.accelerator, "current_stream", device.current):
+        inputs = HostInputs(copies(device))
+        layers, to_host = chance.randint(1, 4), chance.randint(0, 4)
+        in_flight, left, number = deque(), chance.randint(2, 6), 0
+        while left or in_flight:
+            if left and (not in_flight or (len(in_flight) < 3 and chance.random() < 0.5)):
+                left, number = left - 1, number + 1
+                stream = chance.choice(streams)
+                with stream:
+                    in_flight.append((stream, number, forward(device, inputs, number, layers, to_host)))
+                continue
+            stream, batch, kept = in_flight.popleft()
+            with stream:
+                if chance.random() < 0.9:
+                    came_back += min(to_host, layers)
+                    backward(device, batch, kept)
+                kept.clear()
+        device.finish()
+    return came_back
+
+
+def forward(device: Device, inputs: HostInputs, batch: int, layers: int, to_host: int) -> list[KeptInput]:
+    kept, x = [], Tensor(device)
+    device.kernel(x, (batch, 0))
+    for layer in range(layers):
+        kept.append(inputs.keep(x, is_first=layer == 0, to_host=layer < to_host))
+        between, y = Tensor(device), Tensor(device)
+        device.kernel(between, "activations", x, (batch, layer))
+        device.kernel(y, (batch, layer + 1), between, "activations")
+        x = y
+    return kept
+
+
+def backward(device: Device, batch: int, kept: list[KeptInput]) -> None:
+    while kept:
+        for _ in range(device.random.choice((1, 1, 2))):  # a backward in parts recomputes twice
+            x, between = kept[-1].take(), Tensor(device)
+            device.kernel(between, "recomputed", x, (batch, len(kept) - 1))
+            del x
+            gradient = Tensor(device)
+            device.kernel(gradient, "gradient", between, "recomputed")
+        kept.pop()
+
+
+@pytest.mark.parametrize("seeds", [range(1_500), pytest.param(range(1_500, 12_000), marks=pytest.mark.slow)])
+def test_every_input_comes_back_in_every_schedule(seeds: range) -> None:
+    assert sum(schedule(seed) for seed in seeds) > 5 * len(seeds)
+
+
+def test_the_device_of_a_job_has_one_stream_of_copies() -> None:
+    with mock.patch.object(offload.torch, "Stream") as stream:
+        CopyStream("cuda")
+    stream.assert_called_once_with(torch.device("cuda"))
+
+
+# ---- mistakes that are found
+
+
+def schedules(copies: Callable[[Device], CopyStream]) -> None:
+    for seed in range(1_500):
+        schedule(seed, copies)
+
+
+class NoWaitForTheProducer(SimulatedCopies):
+    def copy(self, target: Tensor, source: Tensor) -> tuple[Stream, Event]:
+        with mock.patch.object(self._stream, "wait_event"):
+            return super().copy(target, source)
+
+
+class EventBeforeTheLastProducer(SimulatedCopies):
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.earlier = Event()
+        self.earlier.is_done = True
+
+    def copy(self, target: Tensor, source: Tensor) -> tuple[Stream, Event]:
+        stream, now = self.simulated.current(), self.simulated.current().record_event()
+        with mock.patch.object(stream, "record_event", return_value=self.earlier):
+            copied = super().copy(target, source)
+        self.earlier = now
+        return copied
+
+
+class StreamOfTheBeginning(SimulatedCopies):
+    def copy(self, target: Tensor, source: Tensor) -> tuple[Stream, Event]:
+        with mock.patch.object(torch.accelerator, "current_stream", return_value=self.simulated.streams[0]):
+            return super().copy(target, source)
+
+
+class StreamOfTheMoment(SimulatedCopies):
+    """Another one than that of the memory."""
+
+    def wait(self, copied: tuple[Stream, Event]) -> None:
+        self.simulated.current().wait_event(copied[1])
+
+
+class NoWaitForTheCopy(SimulatedCopies):
+    def wait(self, copied: tuple[Stream, Event]) -> None:
+        pass
+
+
+class EventBeforeTheCopy(SimulatedCopies):
+    def copy(self, target: Tensor, source: Tensor) -> tuple[Stream, Event]:
+        event = self._stream.record_event()
+        return super().copy(target, source)[0], event
+
+
+class OneStreamEachWay(SimulatedCopies):
+    """Without an order between them, a buffer is written again while it is read."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.out, self.back = self._stream, Stream(device)
+
+    def copy(self, target: Tensor, source: Tensor) -> tuple[Stream, Event]:
+        self._stream = self.back if source.stream is None else self.out
+        return super().copy(target, source)
+
+
+MISTAKES = (
+    *(NoWaitForTheProducer, EventBeforeTheLastProducer, EventBeforeTheCopy, NoWaitForTheCopy),
+    *(StreamOfTheBeginning, StreamOfTheMoment, OneStreamEachWay),
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_order_of_copies_is_seen(mistake: type[CopyStream]) -> None:
+    with pytest.raises(WrongValueError):
+        schedules(mistake)
+
+
+def freed_early(self: KeptInput) -> None:
+    if self._buffer is not None:
+        self._tensor = None
+
+
+def taken_early(self: KeptInput) -> Any:
+    self.fetch()
+    return self._tensor
+
+
+@pytest.mark.parametrize(("method", "mistake"), [("release", freed_early), ("take", taken_early)])
+def test_memory_that_is_used_too_early_is_seen(method: str, mistake: Callable) -> None:
+    with mock.patch.object(KeptInput, method, mistake), pytest.raises(WrongValueError):
+        schedules(SimulatedCopies)

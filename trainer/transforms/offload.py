@@ -1,0 +1,210 @@
+"""Offloading: the input of each checkpointed block waits for the backward in host memory.
+
+A checkpointed block keeps its input alone, 2 bytes an element in bfloat16, for every layer and token: at long context
+this is the largest part of the activations. Here it is copied to the host while the block computes, and comes back
+while the backward of the block after it computes, so that the device holds the inputs of about two blocks.
+
+Copies run on a stream of their own, all on one, so that a host buffer that is used again needs no further order. The
+rules, of which each was a bug of some program (torchtune pull request 1867, trl issue 7195):
+
+* a copy waits for what the compute stream of that moment has queued, so that its source is written and the memory of
+  its target is no longer read;
+* a tensor is kept alive until the compute stream waits for the copy that reads it, because its memory goes to the next
+  tensor of that stream at once;
+* what comes back is used after the compute stream waits for the copy.
+"""
+
+import mmap
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from trainer.config.schema import ActivationCheckpoint
+from trainer.distributed.sharding.forward import replace_forward
+
+
+class CopyStream:
+    """The stream of the copies between host and device. On CPUs a copy is done when it is posted."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device = torch.device(device_type)
+        self._stream = None if device_type == "cpu" else torch.Stream(self._device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Queue a copy after what the current stream has queued so far; return what `wait` takes."""
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        current = torch.accelerator.current_stream()
+        self._stream.wait_event(current.record_event())
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+        return current, self._stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        """Let what is queued from here on wait for a copy, on the stream of the memory that it writes or reads."""
+        if copied is not None:
+            stream, event = copied
+            stream.wait_event(event)
+
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return host memory for a tensor, page-locked for a GPU, without which copies do not overlap.
+
+        It is the system's: PyTorch's allocator of page-locked memory takes the next power of two.
+
+        Raises:
+            MemoryError: the system does not lock so much.
+        """
+        size = tensor.numel() * tensor.element_size()
+        flat = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
+        locked = self._device.type == "cuda" and size > 0
+        if locked and (error := int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size, 0))):
+            raise MemoryError(
+                f"activation_checkpoint.offload = 'inputs' cannot lock {size:,} more bytes of host memory (CUDA error "
+                f"{error}); raise the limit of the node, or lower activation_checkpoint.offload_fraction"
+            )
+        # A transposed tensor comes back transposed, so that the recomputation sums in the same order.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return flat[:size].view(tensor.dtype).as_strided(tensor.shape, strides)
+
+    def device_like(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return memory on the device for what a buffer holds."""
+        return torch.empty_like(buffer, device=self._device)
+
+
+class KeptInput:
+    """A block's input between forward and backward: on the device, on the host, or on its way."""
+
+    def __init__(
+        self, inputs: "HostInputs", kind: Hashable, tensor: Any, buffer: Any, copied: Any, before: "KeptInput | None"
+    ) -> None:
+        self._inputs, self._kind, self._buffer = inputs, kind, buffer
+        self._tensor, self._copied = tensor, copied  # on the device, None while it is on the host alone; the last copy
+        self._before = None if before is None else weakref.ref(before)
+
+    def fetch(self) -> None:
+        """Begin to copy it back to the device, unless it is there."""
+        if self._tensor is None:
+            self._tensor = self._inputs.copies.device_like(self._buffer)
+            self._copied = self._inputs.copies.copy(self._tensor, self._buffer)
+
+    def take(self) -> Any:
+        """Return it on the device, and fetch the input of the block before. A backward in parts takes it repeatedly."""
+        self.fetch()
+        tensor = self._tensor
+        self.release()
+        before, self._before = self._before and self._before(), None
+        if before is not None:
+            before.fetch()
+        return tensor
+
+    def release(self) -> None:
+        """Drop the device's memory once its copy is done, if the host has it."""
+        if self._tensor is not None and self._buffer is not None:
+            self._inputs.copies.wait(self._copied)
+            self._tensor = None
+
+    def __del__(self) -> None:
+        self.release()  # it may have been fetched for nothing
+        if self._buffer is not None:
+            self._inputs.free[self._kind].append(self._buffer)
+
+
+class HostInputs:
+    """The inputs of a model part's blocks, and a pool of host buffers. All micro-batches in flight share it."""
+
+    def __init__(self, copies: Any) -> None:
+        self.copies = copies
+        """A `CopyStream`, or what a test puts in its place."""
+        self.free: dict[Hashable, list[Any]] = defaultdict(list)
+        """Buffers that hold nothing. The next copy into one is queued after those that still read it."""
+        self._last: weakref.ref[KeptInput] | None = None
+        self._leaving: KeptInput | None = None
+
+    def keep(self, tensor: Any, *, is_first: bool, to_host: bool) -> KeptInput:
+        """Keep a block's input until its backward takes it. is_first: of the blocks of a forward."""
+        if self._leaving is not None:
+            self._leaving.release()  # one at most is leaving, so that the device's memory does not grow with the layers
+        before = None if is_first or self._last is None else self._last()
+        kind, buffer, copied = (tensor.shape, tensor.stride(), tensor.dtype), None, None
+        if to_host:
+            buffer = self.free[kind].pop() if self.free[kind] else self.copies.host_like(tensor)
+            copied = self.copies.copy(buffer, tensor)
+        kept = KeptInput(self, kind, tensor, buffer, copied, before)
+        self._last, self._leaving = weakref.ref(kept), kept if to_host else None
+        return kept
+
+
+def apply_offload(layers: Mapping[str, nn.Module], settings: ActivationCheckpoint, device_type: str) -> None:
+    """Let the inputs of the checkpointed layers wait on the host, as `settings` say; in place.
+
+    layers: of a model or of a pipeline's stage, in their order. Call it after activation checkpointing and
+    `torch.compile`, and before `fully_shard`.
+    """
+    if settings.offload == "none":
+        return
+    blocks = [layer for number, layer in layers.items() if settings.checkpoints(int(number))]
+    inputs, number = HostInputs(CopyStream(device_type)), settings.offloaded(len(blocks))
+    for i, block in enumerate(blocks):
+        forward = _offloading(block.forward, inputs, is_first=i == 0, to_host=i < number)
+        replace_forward(block, "offload", forward)
+
+
+def _offloading(forward: Callable[..., Any], inputs: HostInputs, **how: bool) -> Callable[..., Any]:
+    @wraps(forward)
+    def offloading(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(x, *args, **kwargs)
+        hook = _InputHook(inputs, x, how)
+        with saved_tensors_hooks(hook.pack, _take):
+            result = forward(x, *args, **kwargs)
+        hook.check()
+        return result
+
+    return offloading
+
+
+class _InputHook:
+    """What autograd calls with each tensor that a block keeps. Autograd holds it until the backward."""
+
+    def __init__(self, inputs: HostInputs, x: torch.Tensor, how: dict[str, bool]) -> None:
+        self._inputs, self._how = inputs, how
+        self._x: torch.Tensor | None = x
+        self._kept: KeptInput | None = None
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if not _is_same(tensor, self._x):
+            return tensor
+        if self._kept is None:
+            self._kept = self._inputs.keep(tensor, **self._how)
+        return self._kept
+
+    def check(self) -> None:
+        """Forget the input after the forward.
+
+        Raises:
+            RuntimeError: it was not seen, so that nothing would be offloaded.
+        """
+        if self._kept is None:
+            raise RuntimeError(
+                "activation_checkpoint.offload = 'inputs' has not seen the input of a layer among the tensors that "
+                f"PyTorch {torch.__version__} keeps for the backward; set it to 'none'"
+            )
+        self._x = self._kept = None
+
+
+def _take(kept: Any) -> torch.Tensor:
+    return kept.take() if isinstance(kept, KeptInput) else kept
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same elements of the same memory."""
+    place = [(StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride()) for x in (one, other)]
+    return place[0] == place[1]
