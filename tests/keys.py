@@ -444,6 +444,9 @@ EFFECTS: dict[str, str | Seen] = {
     "activation_checkpoint.offload": f"{_OFFLOAD}::test_memory_of_the_device_does_not_grow_with_the_layers",
     "activation_checkpoint.offload_keep_last": f"{_OFFLOAD}::test_a_fraction_of_the_layers_and_the_last_ones",
     "activation_checkpoint.offload_fraction": f"{_OFFLOAD}::test_a_fraction_of_the_layers_and_the_last_ones",
+    "activation_checkpoint.mlp_chunk_tokens": (
+        "tests/distributed/test_tiles.py::test_inner_activations_do_not_grow_with_the_sequence"
+    ),
     # ---- compile
     "compile.enable": Seen(_COMPILE, _becomes("compiled", [], ["row_losses eager"] + ["forward eager"] * 2)),
     "compile.components": Seen(

@@ -28,6 +28,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *job.CACHES,
     *step.METRICS,
     *step.VALIDATION,
+    *step.OFFLOADED_INPUTS,
+    *step.TILES,
     *step.ADAPTERS,
     *step.EVALUATION,
     *job.PROCESSES,

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from trainer.job.loss import saves_memory, why_no_chunks
+from trainer.job.recompute import why_no_parts
 from trainer.job.record import ResolvedJob
 
 
@@ -62,6 +63,10 @@ def memory_savers(job: ResolvedJob) -> list[str]:
         savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs')
     if activations.mode != "none" and activations.offload == "none" and job.task.name == "tokens":
         savers.append('activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory')
+    if activations.mode == "full" and not activations.mlp_chunk_tokens and why_no_parts(config, job.model) is None:
+        savers.append(
+            "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks in parts of so many tokens of a rank"
+        )
     if not training.enable_cpu_offload and device_type == "cuda":
         savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
     pieces = degrees.cp * degrees.tp

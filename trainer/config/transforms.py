@@ -61,6 +61,8 @@ class ActivationCheckpoint:
         1.0, Bounds(lambda x: 0 < x <= 1, "in (0, 1]"), when=needs_value("activation_checkpoint.offload", "inputs")
     )
     """Share of the layers, from the first one on, whose inputs go to the host."""
+    mlp_chunk_tokens: int = key(0, NOT_NEGATIVE, when=TOKENS)
+    """Tokens of a rank at a time that pass the feed-forward network, whose backward computes them again; 0: all."""
 
     @property
     def every(self) -> int | None:

@@ -172,13 +172,18 @@ def _kept(job: ResolvedJob, layers: list[int]) -> int:
     everything, by_operator = everything + kept, by_operator + kept
     if job.compilation.model:  # the compiler recomputes what is cheap
         everything = outputs + model.n_heads * model.head_dim + 2 * model.dim + kept
+    in_work = everything
+    if job.mlp_tiles > 1:  # both inner products, what is made of them, and their product, of one part at a time
+        inner = 4 * model.linear_shapes()[f"layers.{layers[0]}.feed_forward.w1"][0]
+        everything -= inner
+        in_work = everything + inner // job.mlp_tiles
     if settings.mode == "none":
-        return len(layers) * everything
+        return len(layers) * everything + in_work - everything
     if settings.mode == "memory_budget":
-        return round(len(layers) * max(settings.memory_budget * everything, model.dim)) + everything
+        return round(len(layers) * max(settings.memory_budget * everything, model.dim)) + in_work
     if settings.mode == "full":
-        return len(layers) * model.dim + everything
+        return len(layers) * model.dim + in_work
     if settings.every is None:
-        return len(layers) * by_operator + everything
-    whole = sum(1 for layer in layers if (layer + 1) % settings.every == 0)
-    return whole * model.dim + (len(layers) - whole) * everything + everything
+        return len(layers) * by_operator + in_work
+    whole = settings.checkpointed(layers)
+    return whole * model.dim + (len(layers) - whole) * everything + in_work

@@ -80,6 +80,12 @@ class ResolvedJob:
         return math.ceil(rows * math.ceil(self.config.training.seq_len / self.degrees.cp))
 
     @property
+    def mlp_tiles(self) -> int:
+        """Parts of a rank's sequence in which feed-forward networks are computed; the same on all ranks."""
+        chunk = self.config.activation_checkpoint.mlp_chunk_tokens
+        return max(math.ceil(self.tokens_of_a_pass / self.degrees.tp / chunk), 1) if chunk else 1
+
+    @property
     def loss_chunk(self) -> tuple[int, str]:
         """Tokens of a chunk of the loss, 0 for all logits at once, and the reason of `auto`."""
         return loss_chunk(self.config, self.model, self.degrees, self.tokens_of_a_pass)

@@ -69,7 +69,7 @@ def resolve(
         planned_attention=attention is not None,
     )
     if compilation is not None:
-        notes += problems.check(check_activation_checkpoint, config, model.n_layers, compilation, pipeline) or ()
+        notes += problems.check(check_activation_checkpoint, config, model, compilation, pipeline) or ()
     problems.raise_all()
     return ResolvedJob(
         given=config,

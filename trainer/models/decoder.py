@@ -12,6 +12,7 @@ from trainer.models.feed_forward import FeedForward
 from trainer.models.initialization import start
 from trainer.models.moe import MoE, routers_of
 from trainer.models.rotary import precompute_freqs_cis
+from trainer.models.tiles import in_tiles
 
 
 def build_norm(kind: str, dim: int, eps: float) -> nn.Module:
@@ -52,6 +53,8 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = build_norm(args.norm_type, args.dim, args.norm_eps)
         self.feed_forward = build_feed_forward(args, layer)
         self.has_experts = args.experts is not None
+        self.tiles = 1
+        """Parts of the sequence in which the feed-forward network is computed."""
 
     def forward(
         self,
@@ -61,8 +64,9 @@ class TransformerBlock(nn.Module):
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan, positions=positions)
-        more = (positions,) if self.has_experts else ()  # routers count no padding
-        return x + self.feed_forward(self.ffn_norm(x), *more)
+        if self.has_experts:
+            return x + self.feed_forward(self.ffn_norm(x), positions)  # routers count no padding
+        return x + in_tiles(self.feed_forward, self.ffn_norm(x), self.tiles)
 
 
 class Transformer(nn.Module):

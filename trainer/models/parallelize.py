@@ -32,6 +32,7 @@ from trainer.distributed.tensor_parallel import (
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
 from trainer.models.moe import MoE
+from trainer.models.tiles import compute_in_tiles
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 from trainer.transforms.compile import apply_compile, share_memory
 from trainer.transforms.float8 import apply_float8
@@ -61,6 +62,9 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             parallelize_module(block, dims["cp"], styles)
     if job.loss_chunk_tokens and model.output is not None:
         apply_chunked_loss(model.output, job.loss_chunk_tokens, job.compilation, in_forward=job.pipeline is None)
+    if job.mlp_tiles > 1:
+        for block in blocks:
+            compute_in_tiles(block, job.mlp_tiles)
     if not job.compilation.recomputes_every:
         apply_activation_checkpoint(model.layers, config.activation_checkpoint)
     eager = {block.feed_forward: "run_experts" for block in experts}
