@@ -193,6 +193,11 @@ def jobs() -> Iterator[Job]:
     yield Job("1M tokens, 64", 64, 0, hybrid, memory=True)
     yield Job("1M tokens, 64, documents", 64, 37, (*hybrid, _DOCUMENTS, f"{_CP}load_balancer=balanced"))
     yield Job("1M tokens, 8", 8, 2, _cp(8, "all_to_all", _MILLION, _FULL), memory=True)
+    parts = "--activation_checkpoint.mlp_chunk_tokens=8192"
+    yield Job("1M tokens, 8, parts", 8, 2, _cp(8, "all_to_all", _MILLION, _FULL, parts), memory=True)
+    for layers in (4, 6):
+        offloaded = _cp(8, "all_to_all", _MILLION, *_OFFLOADED, parts)
+        yield Job(f"1M tokens, 8, parts, {layers} layers offloaded", 8, 2, offloaded, memory=True, layers=layers)
     yield Job("FSDP 8 x cp 8", 64, 63, _cp(8))
     compiled = ("--compile.enable=true", "--compile.backend=aot_eager")
     documents = (_MIDDLE, *_TP2, *_cp(2, "all_to_all", _DOCUMENTS))

@@ -25,7 +25,7 @@ def test_out_of_order_or_twice_is_refused(first: str, second: str) -> None:
 def test_a_forward_of_the_instance_is_never_dropped(feature: str) -> None:
     module = nn.Identity()
     module.forward = lambda x: x + 1
-    if feature == ORDER[-1]:  # the compiler takes what it finds
+    if feature in ORDER[-2:]:  # the compiler and offloading take what they find
         replace_forward(module, feature, module.forward)
         assert module(1) == 2
     else:

@@ -58,13 +58,14 @@ def test_what_is_at_its_limit_is_not_named() -> None:
     at_their_limit = [
         "--training.local_batch_size=1",
         "--activation_checkpoint.mode=full",
+        "--activation_checkpoint.offload=inputs",
+        "--activation_checkpoint.mlp_chunk_tokens=1",
         "--training.enable_cpu_offload",
         "--training.seq_len=1",
     ]
     assert keys(1, *at_their_limit) == more_ranks
-    for i, key in enumerate(
-        ("training.local_batch_size", "activation_checkpoint.mode", "training.enable_cpu_offload", "training.seq_len")
-    ):
+    for i, setting in enumerate(at_their_limit):
+        key = setting.removeprefix("--").split("=")[0]
         assert key in keys(1, *at_their_limit[:i], *at_their_limit[i + 1 :])
     assert "training.enable_cpu_offload" not in keys(1, device_type="cpu")  # parameters are in host memory already
 
