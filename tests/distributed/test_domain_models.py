@@ -378,6 +378,9 @@ def attention_modules() -> dict[str, float]:
         one = Domain({0: Axis(sized([0, 1] + [0] * (first.degree - 2)), first.group)})
         y = module(DomainTensor(local(q[:1], one), one), k[:1], v[:1])
         errors["a batch of one"] = error(y.local, local(expected[:1], one), expected[:1])
+        joined = torch.cat([DomainTensor(local(q[:1], one), one), k[:1]], -1)  # nothing is broadcast here
+        whole = torch.cat([q[:1], k[:1]], -1)
+        errors["a batch of one beside a whole one"] = error(joined.local, local(whole, one), whole)
     return errors
 
 
