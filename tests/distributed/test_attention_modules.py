@@ -53,6 +53,7 @@ def bfloat16_error_case(method: str, seq_len: int) -> tuple[list[float], list[fl
         return ours, [relative(a[:, :, mine], b[:, :, mine]) for a, b in zip(plain, wanted, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ring", *slow("all_gather", "all_to_all")])
 def test_bfloat16_is_as_exact_as_the_plain_kernel(pool: WorkerPool, method: str) -> None:
     for ours, plain in pool.run(4, bfloat16_error_case, method, 256):

@@ -213,6 +213,7 @@ def test_a_balanced_run_resumes_where_it_stopped_also_unbalanced(pool: WorkerPoo
     np.testing.assert_allclose([*first, *second, *third], whole, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_bad_data_of_one_rank_stop_all(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
     tokens = tmp_path / "tokens"
     assert tokenize_text.main(["--path", str(data), "--output", str(tokens), "--processes", "1"]) == 0

@@ -132,6 +132,7 @@ def run_case(arguments: list[str], folder: str) -> list[dict]:
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [["many"], *slow(["short", "--training.seq_len=256"])],

@@ -54,6 +54,7 @@ def test_every_method_layout_and_mask_equals_one_process(pool: WorkerPool, degre
     assert_exact(pool, degree, cases_of(method, (37, 5) if degree > 4 else (48, 37, 5, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees", [(2, 2), *(pytest.param(d, marks=pytest.mark.slow) for d in ((2, 4), (4, 2), (3, 2)))]
 )
@@ -283,6 +284,7 @@ def operator_case() -> dict[str, str]:
     return result
 
 
+@pytest.mark.slow
 def test_the_operator_keeps_the_rules_of_operators(pool: WorkerPool) -> None:
     (result,) = pool.run(1, operator_case)
     assert result

@@ -164,6 +164,7 @@ def check(results: list[dict[str, dict[str, float]]]) -> None:
             assert {key: value for key, value in errors.items() if not value <= TOLERANCE} == {}, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unet", *slow("resnet", "bottleneck", "convnext", "Circular")])
 def test_models_equal_one_process_on_two_ranks(pool: WorkerPool, name: str) -> None:
     check(pool.run(2, models, [name], "sizes"))

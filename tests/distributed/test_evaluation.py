@@ -78,9 +78,9 @@ def found_case(argv: list[str], folder: str, fault: str = "") -> dict:
 
 
 CASES = [
-    ("fsdp2+cp2", "tied", ["--model.rope_theta", "5e4"]),
     ("cp2+tp2", "hf", ["--batch-size", "3"]),
     *slow(
+        ("fsdp2+cp2", "tied", ["--model.rope_theta", "5e4"]),
         ("cp2", "hf", []),
         ("fsdp2", "hf", ["--batch-size", "2"]),
         ("tp2", "tied", ["--training.loss_chunk_tokens", "16"]),

@@ -15,6 +15,7 @@ from tests.distributed.test_experts import ep
 from tests.distributed.test_generation import opened
 from tests.distributed.test_parity import degrees
 from tests.hf_experts import hf_experts
+from tests.slow import slow
 from tests.unit.test_expert_hugging_face import GPT_OSS, QWEN, logits_there, relative, whole_folder
 from trainer.checkpoint.weights import load_weights
 from trainer.components import generation
@@ -36,7 +37,7 @@ def here_case(family: str, folder: str, texts: list[list[int]]) -> torch.Tensor:
         return next(islice(generation._again(part, job, dims, texts), 1))
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ["gpt_oss", *slow("qwen3_moe")])
 def test_logits_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, family: str) -> None:
     args: TransformerArgs = MODELS[family]
     theirs = hf_experts(family, args)

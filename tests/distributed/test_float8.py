@@ -79,6 +79,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [

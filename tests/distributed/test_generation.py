@@ -112,6 +112,7 @@ def likeliest_case(model: Model, prompts: list[list[int]], tokens: int) -> list[
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", models("gpt_oss"))
 def test_greedy_tokens_are_those_of_the_whole_text_read_again(pool: WorkerPool, model: Model) -> None:
     """Prompts of different lengths together, and each alone."""
@@ -159,6 +160,7 @@ def test_a_rank_keeps_its_own_heads_and_no_more_tokens_than_are_written(pool: Wo
     assert pool.run(2, local_heads_case) == 2 * [{(3, 2, longest + 1, 32)}]
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_in_chunks(pool: WorkerPool) -> None:
     prompt = [[i * 7 % 50 for i in range(600)]]
     whole, chunked = (pool.run(1, chunks_case, prompt, chunk) for chunk in (1000, 100))
@@ -225,6 +227,7 @@ def of_a_folder_case(folder: str, prompts: list[list[int]], tokens: int, samplin
         return generate(model, job, dims, prompts, tokens=tokens, sampling=sampling, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [TIED, *slow(LLAMA)], ids=["tied, scaled", "plain"])
 def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, tmp_path: Path, args: TransformerArgs) -> None:
     hf_folder = made_folder(tmp_path, args)

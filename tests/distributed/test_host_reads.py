@@ -94,7 +94,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", ["cp and tp, fused", "cp, documents", "pp", *slow("fsdp", "cp", "tp", "fsdp, fused")])
+@pytest.mark.parametrize("case", ["cp, documents", "pp", *slow("cp and tp, fused", "fsdp", "cp", "tp", "fsdp, fused")])
 def test_the_host_reads_once_in_a_step(pool: WorkerPool, case: str) -> None:
     ranks, arguments, expected = CASES[case]
     for counts, listed in pool.run(ranks, reads_case, arguments):

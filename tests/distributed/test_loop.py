@@ -49,6 +49,7 @@ def bfloat16_case(folder: str, arguments: list[str]) -> dict:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2+tp2", *slow("fsdp2", "one")])
 def test_bfloat16_computes_and_float32_keeps(pool: WorkerPool, tmp_path, layout: str) -> None:
     world_size, arguments = LAYOUTS.get(layout, (1, []))
@@ -187,6 +188,7 @@ def test_buffers_lie_in_the_memory_of_a_group_that_has_some(pool: WorkerPool, tm
             assert all(torch.equal(gradient, other[name]) for name, gradient in gradients.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, *slow(False)])
 def test_the_same_run_twice(pool: WorkerPool, deterministic: bool) -> None:
     world_size, arguments = LAYOUTS["hsdp2x2"]

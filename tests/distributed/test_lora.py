@@ -170,6 +170,7 @@ def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Pa
         assert error(logits_of(base), logits_of(initial("plain"))) > 1e-4  # peft has changed it: there is a difference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", *slow("evaluate")])
 def test_commands_of_text_open_a_run_with_its_adapters(
     pool: WorkerPool, hf: Path, tmp_path: Path, command: str

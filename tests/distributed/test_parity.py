@@ -130,11 +130,7 @@ def test_micro_batches_do_not_change_the_step(pool: WorkerPool, layout: str, row
     ("layout", "share"),
     [
         ("fsdp2+cp2", 4),
-        ("hsdp2x2", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("tp2", None), ("fsdp2", 2), ("ddp2", 1), ("fsdp2+tp2", None), ("cp4", 4))
-        ),
+        *slow(("hsdp2x2", 2), ("tp2", None), ("fsdp2", 2), ("ddp2", 1), ("fsdp2+tp2", None), ("cp4", 4)),
     ],
 )
 def test_each_rank_holds_its_share(pool: WorkerPool, layout: str, share: int | None) -> None:
@@ -151,6 +147,7 @@ def test_each_rank_holds_its_share(pool: WorkerPool, layout: str, share: int | N
             assert record.local_elements == (whole - norms) // world_size + norms // dp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["cp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp2", "fsdp2+cp2", "cp2+tp2"))]
 )

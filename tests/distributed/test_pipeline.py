@@ -59,6 +59,7 @@ def test_stages_without_attention_are_fine_under_context_parallelism(pool: Worke
     assert_parity(got[0], reference(pool, PRECISION), 1e-10)
 
 
+@pytest.mark.slow
 def test_a_stage_may_end_with_the_norm_under_tensor_parallelism(pool: WorkerPool) -> None:
     got = pool.run(
         4, run_layout, [PRECISION, *LAYOUTS["tp2+pp2"][1], "--parallelism.pipeline_parallel_split_points", "output"]

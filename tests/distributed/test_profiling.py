@@ -148,6 +148,7 @@ def hanging_case(folder: str) -> str:
         return warning.call_args.args[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_leaves_a_record_on_the_rank_that_noticed(pool: WorkerPool, tmp_path: Path) -> None:
     line, _ = pool.run(2, hanging_case, str(tmp_path))
     (path,) = (tmp_path / "comm_traces").iterdir()

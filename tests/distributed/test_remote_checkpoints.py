@@ -14,6 +14,7 @@ from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_checkpoint import load_step_save, main_case, merged, same, trainer_in
 from tests.distributed.test_parity import LAYOUTS
 from tests.s3_server import ADDRESS, reached_by, s3_server
+from tests.slow import slow
 from trainer.checkpoint.checkpointer import CheckpointError, tensors_of
 from trainer.commands import convert, verify
 from trainer.families.registry import MODELS
@@ -124,7 +125,7 @@ def gone_case(folder: str, arguments: list[str], mode: str) -> tuple[str, str]:
     return "nowhere", ""
 
 
-@pytest.mark.parametrize(("mode", "found"), [("disabled", "save"), ("async", "wait")])
+@pytest.mark.parametrize(("mode", "found"), [("disabled", "save"), *slow(("async", "wait"))])
 def test_a_store_that_stops_to_answer_ends_the_run_on_every_rank(
     pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, mode: str, found: str
 ) -> None:

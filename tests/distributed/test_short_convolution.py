@@ -182,6 +182,7 @@ METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
 QUICK = {("hybrid", "head_tail", "document")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "balancer", "mask"),
     [

@@ -61,7 +61,7 @@ def one_process(pool: WorkerPool) -> list[dict]:
     return pool.run(1, skipping_case, MODEL)[0]["logged"]
 
 
-QUICK = {("ep2", "fused"), ("pp2", "foreach")}
+QUICK = {("pp2", "foreach")}
 
 
 @pytest.mark.parametrize(

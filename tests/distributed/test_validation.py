@@ -224,6 +224,7 @@ def time_outs_case(data: str, folder: str, arguments: list[str]) -> list[float]:
     return seen
 
 
+@pytest.mark.slow
 def test_the_first_validation_may_compile_as_long_as_the_first_step(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:

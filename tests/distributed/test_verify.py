@@ -62,6 +62,7 @@ def test_what_a_layout_saves_is_whole(pool: WorkerPool, tmp_path: Path, layout: 
     assert lines[0].startswith("step-1: whole: ")
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_whole(pool: WorkerPool, tmp_path: Path, run: Path) -> None:
     settings = ["--lora.rank=2", f"--checkpoint.initial_load_path={run}/checkpoint/step-1"]
     pool.run(2, load_step_save, str(tmp_path), [*settings, *LAYOUTS["fsdp2"][1]], 1)

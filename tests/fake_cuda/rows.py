@@ -116,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the results of the rows whose names contain a text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a part of the names")
+    parser.add_argument("--quick", action="store_true", help="without those of WHOLE_ONLY")
     parser.add_argument("--kind", choices=("jobs", "calls", "faults"), help="default: jobs and calls")
     parser.add_argument("--shard", default="0/1", help="I/N: every Nth row, from the Ith")
     args = parser.parse_args(argv)
@@ -123,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = {"jobs": table.jobs, "calls": table.calls, "faults": faults}
     chosen = [kinds[args.kind]] if args.kind else [table.jobs, table.calls]
     rows = [row for kind in chosen for row in kind() if args.only in row.name]
+    if args.quick:
+        rows = [row for row in rows if row.name not in table.WHOLE_ONLY]
     torch.set_num_threads(1)
     gc.freeze()  # what is imported is not looked through again before each job
     print(json.dumps(results(rows[part::parts])))

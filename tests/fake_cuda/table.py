@@ -150,6 +150,14 @@ def _cp(degree: int, method: str = "ring", *more: str) -> tuple[str, ...]:
     return f"{_CP}degree={degree}", f"{_CP}method={method}", *more
 
 
+WHOLE_ONLY = frozenset(
+    {
+        *("1M tokens, 8", "1M tokens, 8, parts", "1M tokens, 8, parts, 6 layers offloaded", "1M tokens, 64"),
+        *("compiled, tp 2 x all_to_all 2, documents", "compiled, memory budget", "qwen2", "qwen3", "mistral", "LoRA"),
+        *("U-Net on fields", "tp 4 x FSDP 2", "FSDP 8 x cp 8", "pp 2 x cp 4, rank 0", "ep 4", "all_to_all 8, kept"),
+    }
+)
+"""Rows that `make test` leaves out: others run the same code, or nearly so."""
 _DOCUMENTS = "--training.attention_mask=document"
 _FULL = "--activation_checkpoint.mode=full"
 _OFFLOADED = (_FULL, "--activation_checkpoint.offload=inputs")

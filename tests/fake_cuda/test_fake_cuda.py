@@ -12,8 +12,10 @@ import torch
 
 from tests.fake_cuda import shim, table
 from tests.fake_cuda.__main__ import Found, expected, run
+from tests.slow import slow
 
-ROWS = [row.name for row in (*table.jobs(), *table.calls())]
+NAMES = [row.name for row in (*table.jobs(), *table.calls())]
+ROWS = [*(name for name in NAMES if name not in table.WHOLE_ONLY), *slow(*table.WHOLE_ONLY)]
 PINNED = re.search(r"^torch==(\S+)", Path("requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 needs_compiler = pytest.mark.skipif(not shim.has_compiler(), reason=f"no compiler of C++ ({shim.COMPILER})")
@@ -23,9 +25,10 @@ of_pinned = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What is found for all rows."""
-    return run(tmp_path_factory.mktemp("fake_cuda"))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What is found for the rows of this run."""
+    quick = ["--quick"] if "not slow" in request.config.option.markexpr else []
+    return run(tmp_path_factory.mktemp("fake_cuda"), *quick)
 
 
 @needs_compiler
@@ -49,7 +52,8 @@ def test_launches_messages_and_memory_are_those_committed(found: Found, name: st
 def test_twelve_peaks_are_committed() -> None:
     """Of live bytes, among them 8B at 131,072 and at 1,048,576 tokens; and no row is committed that is gone."""
     wanted = expected()
-    assert set(wanted) == set(ROWS)
+    assert set(wanted) == set(NAMES)
+    assert set(NAMES) > table.WHOLE_ONLY
     peaks = {name for name, counts in wanted.items() if "peak" in counts}
     assert len(peaks) >= 12
     assert {"ring 8, 8B at 131,072", "1M tokens, 8"} <= peaks

@@ -101,6 +101,7 @@ def steps_of(folder: Path, name: str, *arguments: str, ranks: int = 2) -> list[d
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_what_a_package_adds_takes_part_in_a_run(folder: Path) -> None:
     cp = "--parallelism.context_parallel_degree=2"
     mine = steps_of(folder, "mine_run", cp, "--parallelism.context_parallel_method=gathered")

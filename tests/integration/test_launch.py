@@ -208,6 +208,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_ends_the_job_in_good_order(tmp_path: Path) -> None:
     """After the step, with one line and exit code 0; nothing is saved, because nothing asks for it."""
     process = launch(*QUICK, "--training.steps=100000", f"--job.dump_folder={tmp_path}")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_launch import ROOT, environment
+from tests.slow import slow
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen:
@@ -55,7 +56,7 @@ def test_all_ranks_end_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "line"),
     [
-        (1, "error: rank 1 failed first (exit code 1); the other ranks were stopped\n"),
+        *slow((1, "error: rank 1 failed first (exit code 1); the other ranks were stopped\n")),
         (2, ""),  # the rank has named the wrong setting
         (7, "error: rank 1 failed first (exit code 7); the other ranks were stopped\n"),
         (3, "error: the ranks of this node lost their peers; the cause is on another node\n"),
@@ -69,7 +70,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path, code: int
     assert time.monotonic() - started < 40
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *slow(signal.SIGSEGV)])
 def test_a_killed_rank_ends_the_job(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, "wait", "wait")
     ranks = ranks_of(tmp_path, 2, process)
@@ -93,7 +94,7 @@ def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path) -> None:
     assert err.splitlines()[-1] == "error: rank 1 hung, and was killed when its peers had given it up"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT)])
 def test_a_signal_reaches_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     """They end in good order: exit code 0."""
     process = start(tmp_path, "wait", "wait")

@@ -73,6 +73,7 @@ def one_rank(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list
     return pool.run(1, run_main, str(tmp_path_factory.mktemp("one_rank")), [])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
 )

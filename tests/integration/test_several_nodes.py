@@ -52,6 +52,7 @@ def said(process: subprocess.Popen, *, code: int, timeout: float = 60) -> list[s
     return [*waiting, last]
 
 
+@pytest.mark.slow
 def test_a_missing_node_is_named_until_the_time_out() -> None:
     """On every node that is there. A node that has given up is missing again, and a signal ends the wait."""
     port = free_port()

@@ -61,6 +61,7 @@ def test_losses_and_gradients_are_those_of_the_dense_loss(tokens: int, dtype: to
         assert relative(mine, theirs) < tolerance
 
 
+@pytest.mark.slow
 def test_gradcheck() -> None:
     hidden, weight, labels, _ = problem(1, 5, torch.float64)
     assert torch.autograd.gradcheck(lambda h, w: chunked_token_losses(h, w, labels, Chunks(2)), (hidden, weight))

@@ -3,12 +3,13 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, product
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from tests.slow import slow
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data import DataSettings, open_text
@@ -113,8 +114,11 @@ def merged(loaders: list[BatchLoader]) -> dict:
     return json.loads(json.dumps(states), object_hook=lambda x: {int(k) if k.isdigit() else k: v for k, v in x.items()})
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "pad"])
-@pytest.mark.parametrize("name", OPENED)
+QUICK = (("plain", "concatenate"), ("plain", "best_fit"), ("stateful", "pad"), ("datasets", "concatenate"))
+ALL = product(OPENED, ("concatenate", "best_fit", "pad"))
+
+
+@pytest.mark.parametrize(("name", "packing"), [*QUICK, *slow(*(case for case in ALL if case not in QUICK))])
 def test_a_resumed_run_reads_the_rest_on_any_number_of_ranks(name: str, packing: str) -> None:
     whole = read([loader(name, packing, r=r, d=2) for r in range(2)], 24)
     for stop in (0, 3, 11):

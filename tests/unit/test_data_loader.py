@@ -266,6 +266,7 @@ def test_hashes_are_63_bits_and_tell_batches_apart():
     assert batch_hash({**batch, "labels": batch["tokens"], "tokens": batch["labels"]}) != hashes[0]
 
 
+@pytest.mark.slow
 def test_real_batches_and_hashes_are_the_same_in_every_process():
     code = (
         "from itertools import islice; from trainer.data import DataSettings, open_text;"

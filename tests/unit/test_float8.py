@@ -217,6 +217,7 @@ def test_gloo_is_not_given_units_of_float8_alone(norms: bool, filtered: tuple[st
         assert "a model.norm_type other than 'np_layernorm', and 'output' in float8" in error
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_where_it_is_needed_only_and_says_nothing():
     code = (
         "import sys, torch, train, trainer.trainer\n"

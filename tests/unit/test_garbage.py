@@ -29,6 +29,7 @@ def page_faults(mode: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_freed_memory_is_kept() -> None:
     assert 4 * page_faults("keep") < page_faults("leave")

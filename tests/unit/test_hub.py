@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.hub_server import Hub, environment, silent
+from tests.slow import slow
 from trainer.commands import tokenize_text
 from trainer.data.sources.registry import DataSettings
 from trainer.data.token_files.catalog import open_documents
@@ -152,7 +153,7 @@ def test_a_wrong_name_is_one_sentence(folder: Path, start, more: list[str], says
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("kind", ["no network", "silence"])
+@pytest.mark.parametrize("kind", ["no network", *slow("silence")])
 def test_without_the_hub_it_says_so_within_seconds(start, kind: str):
     with silent() as url:
         code, out, err = ended(start("http://hub.invalid" if kind == "no network" else url))

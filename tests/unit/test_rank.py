@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # As train.py does; the program is what torch has read when it is imported by it.
@@ -26,7 +28,7 @@ SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 CASES = [
     ({}, SET, "expandable_segments:True"),
     *(({name: "max_split_size_mb:512"}, {name: "max_split_size_mb:512"}, None) for name in NAMES),
-    ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}, ""),
+    *slow(({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}, "")),
 ]
 
 

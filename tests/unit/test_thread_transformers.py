@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.slow import slow
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers
@@ -228,9 +230,11 @@ def test_check_model_says_what_is_refused_and_what_it_did_not_see() -> None:
 @pytest.mark.parametrize(
     ("model", "code", "words"),
     [
-        ("0.0", 0, "gradients    equal"),
         ("0.5", 1, "tokens.weight  DIFFERS"),
-        ("nothing", 2, "has no function 'nothing'; name one that returns a module"),
+        *slow(
+            ("0.0", 0, "gradients    equal"),
+            ("nothing", 2, "has no function 'nothing'; name one that returns a module"),
+        ),
     ],
 )
 def test_the_script_check_model(model: str, code: int, words: str, tmp_path: Path) -> None:
