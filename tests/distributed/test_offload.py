@@ -147,3 +147,19 @@ def test_an_input_that_is_not_seen_is_an_error() -> None:
     apply_offload(layers, ActivationCheckpoint("full", offload="inputs", offload_keep_last=0), "cpu")
     with pytest.raises(RuntimeError, match="'inputs' has not seen the input of a layer"):
         layers["0"](torch.ones(3, requires_grad=True))
+
+
+def test_host_memory_of_a_gpu_is_locked_as_long_as_it_is_there() -> None:
+    copies, runtime = CopyStream("cpu"), mock.Mock()
+    copies._device = torch.device("cuda")
+    runtime.cudaHostRegister.return_value = 0
+    with mock.patch.object(torch.cuda, "cudart", return_value=runtime):
+        buffer = copies.host_like(torch.zeros(3, 4))
+        place = buffer.data_ptr()
+        runtime.cudaHostRegister.assert_called_once_with(place, 48, 0)
+        runtime.cudaHostUnregister.assert_not_called()
+        del buffer
+        runtime.cudaHostUnregister.assert_called_once_with(place)
+        runtime.cudaHostRegister.return_value = 2
+        with pytest.raises(MemoryError, match=r"cannot lock 48 more bytes of host memory \(CUDA error 2\)"):
+            copies.host_like(torch.zeros(3, 4))

@@ -64,15 +64,18 @@ class CopyStream:
         """
         size = tensor.numel() * tensor.element_size()
         flat = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
-        locked = self._device.type == "cuda" and size > 0
-        if locked and (error := int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size, 0))):
-            raise MemoryError(
-                f"activation_checkpoint.offload = 'inputs' cannot lock {size:,} more bytes of host memory (CUDA error "
-                f"{error}); raise the limit of the node, or lower activation_checkpoint.offload_fraction"
-            )
         # A transposed tensor comes back transposed, so that the recomputation sums in the same order.
         strides = torch.empty_like(tensor, device="meta").stride()
-        return flat[:size].view(tensor.dtype).as_strided(tensor.shape, strides)
+        buffer = flat[:size].view(tensor.dtype).as_strided(tensor.shape, strides)
+        if self._device.type == "cuda" and size:
+            runtime = torch.cuda.cudart()
+            if error := int(runtime.cudaHostRegister(flat.data_ptr(), size, 0)):
+                raise MemoryError(
+                    f"activation_checkpoint.offload = 'inputs' cannot lock {size:,} more bytes of host memory (CUDA "
+                    f"error {error}); raise the limit of the node, or lower activation_checkpoint.offload_fraction"
+                )
+            weakref.finalize(buffer, runtime.cudaHostUnregister, flat.data_ptr()).atexit = False
+        return buffer
 
     def device_like(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return memory on the device for what a buffer holds."""
