@@ -163,6 +163,11 @@ TOLD = [
         [f"{AC}mode=memory_budget", "--compile.enable"],
         "mode = 'none'",
     ),
+    ("activation_checkpoint.offload", ["inputs"], 1, [f"{AC}mode=full"], "mode = 'none', which keeps all activations"),
+    *(
+        (f"activation_checkpoint.{key}", [value], 1, [f"{AC}mode=full", f"{AC}offload=inputs"], "offload = 'none'")
+        for key, value in (("offload_keep_last", "1"), ("offload_fraction", "0.5"))
+    ),
     ("compile.components", ["model"], 1, ["--compile.enable"], "without compile.enable"),
     ("compile.backend", ["eager"], 1, ["--compile.enable"], "without compile.enable"),
     ("float8.recipe_name", ["rowwise"], 1, [FLOAT8], "without float8.enable"),

@@ -29,7 +29,8 @@ def check_activation_checkpoint(
         )
     for layers in map(layers_of, pipeline.stages) if pipeline else [range(model.n_layers)]:
         checkpointed = settings.checkpointed(layers)
-        if settings.offload != "none" and checkpointed and not settings.offloaded(checkpointed):
+        offloads = settings.offload != "none" and config.task == "tokens"
+        if offloads and checkpointed and not settings.offloaded(checkpointed):
             raise ConfigError(
                 f"activation_checkpoint.offload_keep_last = {settings.offload_keep_last} leaves no input to offload: "
                 f"{'a pipeline stage' if pipeline else 'the model'} checkpoints {checkpointed} layers; set it to "

@@ -159,6 +159,8 @@ WITHOUT_TOKENS = {
     "model.rope_original_seq_len": "64",
     "training.seq_len": "64",
     "training.on_bad_record": "skip",
+    "activation_checkpoint.offload": "inputs",
+    "activation_checkpoint.mlp_chunk_tokens": "8",
     "training.attention_mask": "document",
     "training.balance": "step",
     "training.packing": "pad",
