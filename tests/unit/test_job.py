@@ -167,6 +167,7 @@ DEGREES = "parallelism.data_parallel_shard_degree"
 TP = "--parallelism.tensor_parallel_degree"
 AC_OPTION = "--activation_checkpoint.selective_ac_option"
 CP = "--parallelism.context_parallel_"
+RECOMPUTED, PARTS = ["--activation_checkpoint.mode=full"], ["--activation_checkpoint.mlp_chunk_tokens=64"]
 RULES = [
     (
         ["--parallelism.context_parallel_degree", "4", "--training.seq_len", "3"],
@@ -248,6 +249,20 @@ RULES = [
         ["activation_checkpoint.selective_ac_option = '5'", "'op'", "from 1 to 4", "'debugmodel'"],
     ),
     (["--activation_checkpoint.selective_ac_option", "0"], 1, ["selective_ac_option = '0'", "such as '2'"]),
+    (
+        [*RECOMPUTED, "--activation_checkpoint.offload=inputs", "--activation_checkpoint.offload_keep_last=4"],
+        1,
+        ["offload_keep_last = 4", "the model checkpoints 4 layers", "set it to 3 or less"],
+    ),
+    (
+        [*RECOMPUTED, "--activation_checkpoint.offload=inputs", "--parallelism.pipeline_parallel_degree=2"],
+        2,
+        ["offload_keep_last = 2", "a pipeline stage checkpoints 2 layers", "set it to 1 or less"],
+    ),
+    ([*PARTS, "--compile.enable"], 1, ["mlp_chunk_tokens = 64 with compile.enable", "compile.components = ['loss']"]),
+    ([*PARTS, "--float8.enable", "--float8.emulate"], 1, ["mlp_chunk_tokens = 64 with float8.enable"]),
+    ([*PARTS, "--activation_checkpoint.mode=selective"], 1, ["mlp_chunk_tokens = 64", "by operator keeps some"]),
+    ([*PARTS, "--model.name=qwen3_moe"], 1, ["mlp_chunk_tokens = 64", "'qwen3_moe' lacks"]),
     (["--activation_checkpoint.selective_ac_option", "ops"], 1, ["selective_ac_option = 'ops'", "'op'"]),
     (
         ["--profiling.enable_profiling", "--profiling.profile_freq", "3"],
