@@ -23,7 +23,7 @@ FP64 = "--training.dtype=float64"
 OFFLOAD = ["--activation_checkpoint.offload=inputs", "--activation_checkpoint.offload_keep_last=0"]
 FULL = ["--activation_checkpoint.mode=full", *OFFLOAD]
 COMPILE = ["--compile.enable", "--compile.backend=aot_eager"]
-DOCUMENTS = ["--training.attention_mask=document", "--training.sliding_window=5"]
+DOCUMENTS = ["--training.attention_mask=document", "--model.sliding_window=5"]
 MODES = {
     "full": FULL,
     "2": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2", *OFFLOAD],

@@ -45,7 +45,7 @@ def test_losses_gradients_and_weights_do_not_change(pool: WorkerPool, layout: st
 @pytest.mark.parametrize("layout", ["fsdp2+cp2", "tp2+pp2"])
 def test_nor_do_they_with_documents(pool: WorkerPool, layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]
-    documents = [FP64, "--training.attention_mask=document", "--training.sliding_window=5"]
+    documents = [FP64, "--training.attention_mask=document", "--model.sliding_window=5"]
     got = pool.run(world_size, run_layout, [*documents, TILES, *MODES["full"], *arguments])[0]
     assert_parity(got, reference(pool, *documents), 1e-10)
 
