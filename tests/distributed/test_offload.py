@@ -52,6 +52,17 @@ def test_nor_do_they_with_other_models_and_masks(pool: WorkerPool, layout: str, 
     assert_parity(got, reference(pool, FP64, *model), 1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_a_backward_in_parts_takes_an_input_repeatedly(pool: WorkerPool, schedule: str) -> None:
+    world_size, arguments = LAYOUTS["pp2"]
+    stages = ("tok_embeddings", "layers.0", "layers.1", "norm,output")
+    in_parts = ["--parallelism.pipeline_parallel_module_fqns", *stages, "--activation_checkpoint.mlp_chunk_tokens=5"]
+    schedule = f"--parallelism.pipeline_parallel_schedule={schedule}"
+    got = pool.run(world_size, run_layout, [FP64, *in_parts, schedule, *FULL, *arguments])[0]
+    assert_parity(got, reference(pool, FP64), 1e-10)
+
+
 def test_a_wrong_input_that_comes_back_is_seen(pool: WorkerPool) -> None:
     """A control: the recomputation begins with what the host had."""
     got = pool.run(1, wrong_layout, [FP64, *FULL])[0]
