@@ -69,6 +69,7 @@ def counted(pool: WorkerPool, layout: str) -> dict[str, tuple[Counter[str], Coun
     return {mode: pool.run(world_size, counted_case, [*settings, *arguments])[0] for mode, settings in MODES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2", *slow("one", "tp2")])
 def test_attention_forwards_that_are_run_again(pool: WorkerPool, layout: str) -> None:
     got = {mode: calls[ATTENTION] - LAYERS for mode, (calls, _, _) in counted(pool, layout).items()}

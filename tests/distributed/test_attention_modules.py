@@ -111,6 +111,7 @@ def _misplaced(mesh: DeviceMesh, module: nn.Module, options: ContextParallelOpti
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["all_to_all", *slow("ring", "all_gather")])
 def test_a_position_wise_model_shows_any_permutation(pool: WorkerPool, method: str) -> None:
     masks = [full(29), documents([10, 3, 16]), documents_of(np.array([[0] * 5 + [1] * 24, [0] * 20 + [1] * 9]))]

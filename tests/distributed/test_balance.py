@@ -49,6 +49,10 @@ CASES = {
     "fsdp2, loss in chunks": (2, [*degrees(dp_shard=2), "--training.loss_chunk_tokens=5"]),
     "ddp2, one micro-batch": (2, [*degrees(dp_replicate=2), "--training.local_batch_size=4"]),
     "fsdp2, compiled": (2, [*degrees(dp_shard=2), "--compile.enable", "--compile.backend=aot_eager"]),
+    "fsdp2+tp2, compiled loss": (
+        4,
+        [*degrees(dp_shard=2, tp=2), "--compile.enable", "--compile.backend=aot_eager", "--compile.components=loss"],
+    ),
     "fsdp2+tp2, compiled": (
         4,
         [*degrees(dp_shard=2, tp=2), "--compile.enable", "--compile.backend=aot_eager"],
@@ -56,7 +60,7 @@ CASES = {
     "fsdp2+cp2, compiled": (4, [*degrees(dp_shard=2, cp=2), "--compile.enable", "--compile.backend=aot_eager"]),
     "fsdp2+cp2+tp2": LAYOUTS["fsdp2+cp2+tp2"],
 }
-QUICK = {"fsdp2+cp2, assigned by cost", "ddp2, one micro-batch", "fsdp2+tp2, compiled"}
+QUICK = {"fsdp2+cp2, assigned by cost", "ddp2, one micro-batch", "fsdp2+tp2, compiled loss"}
 
 
 def same_rows(got: Record, wanted: Record) -> Record:

@@ -138,6 +138,7 @@ def samples_after(folder: str, arguments: list[str]) -> list[torch.Tensor]:
         return sorted(row.tolist() for row in gathered.flatten(0, 1))
 
 
+@pytest.mark.slow
 def test_any_number_of_data_parallel_ranks_resumes_with_the_same_samples(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, load_step_save, str(tmp_path), LAYOUTS["fsdp2"][1], 3)
     wanted = pool.run(1, samples_after, str(tmp_path), [])[0]

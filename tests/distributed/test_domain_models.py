@@ -182,6 +182,7 @@ def test_models_equal_one_process_with_two_ranges_a_rank(pool: WorkerPool, name:
     check(pool.run(2, models, [name], "pieces"))
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_that_gradients_of_halos_are_lost(pool: WorkerPool) -> None:
     for found in pool.run(2, models, ["resnet"], "sizes", True):
         errors = found["resnet"]

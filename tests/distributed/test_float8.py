@@ -111,6 +111,7 @@ def errors(got: Record, exact: Record) -> dict[str, float]:
     return distances
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [

@@ -52,6 +52,7 @@ ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 LLAMA4 = {"num_local_experts": 1, "attention_chunk_size": 64, "intermediate_size_mlp": 48, "head_dim": 8}
 
 
+@pytest.mark.slow
 def test_packed_documents_with_sinks_and_mixed_windows(pool: WorkerPool) -> None:
     """GPT-OSS and Gemma 3: documents x windows x sinks, each layer another; logits and every gradient."""
     packed = Case("", route="registered", document_lengths=LENGTHS, reference_by_document=True)

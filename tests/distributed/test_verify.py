@@ -69,6 +69,7 @@ def test_adapters_alone_are_whole(pool: WorkerPool, tmp_path: Path, run: Path) -
     assert verified(pool, tmp_path)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_path_may_be_a_run_its_folder_or_a_step(pool: WorkerPool, run: Path, tmp_path: Path) -> None:
     for path, steps in ((run, [1, 2]), (run / "checkpoint", [1, 2]), (run / "checkpoint" / "step-2", [2])):
         code, lines, err = verified(pool, path)

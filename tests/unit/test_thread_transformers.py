@@ -227,6 +227,7 @@ def test_check_model_says_what_is_refused_and_what_it_did_not_see() -> None:
     assert "a window of 24 hides nothing of 24 tokens" in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "code", "words"),
     [

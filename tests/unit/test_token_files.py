@@ -208,6 +208,7 @@ def test_a_flipped_bit_in_a_page_of_parquet_is_told(tmp_path: Path, capsys: pyte
     assert "a.parquet cannot be read (" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_and_gives_the_same(lines: Path, tmp_path: Path):
     lines.write_text("".join(json.dumps({"text": f"{i} " * 4000}) + "\n" for i in range(160)))
     expected = Path(made(lines, tmp_path / "whole", "--shard-mb", 1))

@@ -57,6 +57,7 @@ def one_rank(pool: WorkerPool, path: str, preset: list[str], folder: Path) -> li
     return pool.run(1, run_main, str(folder), path, preset)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
 )
