@@ -266,7 +266,7 @@ class Record:
     def commits(self) -> list[str]:
         """Those at which cells ran, most cells first."""
         count = Counter(entry[2] for features in self._entries.values() for entry in features.values())
-        return [name for name, _ in count.most_common()]
+        return sorted(count, key=lambda name: (-count[name], name))
 
     def note(self, cell: Cell, outcome: str | None) -> None:
         """Remember what came out; None: neither of the two."""
