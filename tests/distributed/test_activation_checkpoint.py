@@ -13,7 +13,6 @@ from tests.distributed import harness
 from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS, reference
-from tests.slow import slow
 from trainer.config.schema import ActivationCheckpoint
 from trainer.distributed.sharding import exchange
 from trainer.models.decoder import Transformer
@@ -70,7 +69,7 @@ def counted(pool: WorkerPool, layout: str) -> dict[str, tuple[Counter[str], Coun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp2", *slow("one", "tp2")])
+@pytest.mark.parametrize("layout", ["fsdp2", "one", "tp2"])
 def test_attention_forwards_that_are_run_again(pool: WorkerPool, layout: str) -> None:
     got = {mode: calls[ATTENTION] - LAYERS for mode, (calls, _, _) in counted(pool, layout).items()}
     assert got == {"none": 0, "op": 0, "2": LAYERS // 2, "full": LAYERS}

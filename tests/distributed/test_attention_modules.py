@@ -14,7 +14,6 @@ from tests.distributed.attention_cases import Case, mesh_of_all, oracle, relativ
 from tests.distributed.harness import TINY
 from tests.distributed.pool import WorkerPool
 from tests.masks import dense
-from tests.slow import slow
 from trainer.config.loader import parse_command_line
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
 from trainer.distributed.context_parallel.context import context_parallel
@@ -54,7 +53,7 @@ def bfloat16_error_case(method: str, seq_len: int) -> tuple[list[float], list[fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ring", *slow("all_gather", "all_to_all")])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_bfloat16_is_as_exact_as_the_plain_kernel(pool: WorkerPool, method: str) -> None:
     for ours, plain in pool.run(4, bfloat16_error_case, method, 256):
         assert all(mine <= 2 * theirs for mine, theirs in zip(ours, plain, strict=True)), (ours, plain)
@@ -112,7 +111,7 @@ def _misplaced(mesh: DeviceMesh, module: nn.Module, options: ContextParallelOpti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["all_to_all", *slow("ring", "all_gather")])
+@pytest.mark.parametrize("method", ["all_to_all", "ring", "all_gather"])
 def test_a_position_wise_model_shows_any_permutation(pool: WorkerPool, method: str) -> None:
     masks = [full(29), documents([10, 3, 16]), documents_of(np.array([[0] * 5 + [1] * 24, [0] * 20 + [1] * 9]))]
     cases = [(balancer, mask) for balancer in LOAD_BALANCERS for mask in masks]

@@ -135,7 +135,7 @@ def run_case(arguments: list[str], folder: str) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
-    [["many"], *slow(["short", "--training.seq_len=256"])],
+    [["many"], ["short", "--training.seq_len=256"]],
     ids=["less than 64 conversations wait", "more than 63 conversations wait"],
 )
 def test_a_run_resumes_with_other_ranks_on_the_same_data(

@@ -27,11 +27,8 @@ PRECISION = "--training.dtype=float64"
 OP = ["--activation_checkpoint.mode=selective"]
 FULL = ["--activation_checkpoint.mode=full"]
 LOSS = 1  # graph of its own
-# What inductor makes differs by layout, and takes it many seconds; what is traced does not.
 CASES = [
     ("fsdp2+tp2", "aot_eager", OP),
-]
-SLOW = [
     ("cp2", "inductor", OP),
     ("one", "eager", FULL),
     ("fsdp2", "inductor", OP),
@@ -60,10 +57,7 @@ def compiled_case(arguments: list[str], wait: bool = True) -> tuple[Record, dict
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "backend", "checkpointing"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] if case in SLOW else [], id="-".join([*case[:2], *case[2]]))
-        for case in CASES + SLOW
-    ],
+    [pytest.param(*case, id="-".join([*case[:2], *case[2]])) for case in CASES],
 )
 def test_every_gradient_is_that_of_one_eager_process(
     pool: WorkerPool, layout: str, backend: str, checkpointing: list[str]

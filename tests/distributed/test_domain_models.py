@@ -18,7 +18,6 @@ from transformers import ConvNextConfig, ConvNextModel, ResNetConfig, ResNetMode
 
 from tests.distributed.domain_cases import error, local, meshes
 from tests.distributed.pool import WorkerPool
-from tests.slow import slow
 from trainer.distributed.domain_parallel.domain import Axis, Domain, sized
 from trainer.distributed.domain_parallel.modules import NeighborhoodAttention, parallelize
 from trainer.distributed.domain_parallel.tensor import DomainOperatorError, DomainTensor
@@ -165,7 +164,7 @@ def check(results: list[dict[str, dict[str, float]]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["unet", *slow("resnet", "bottleneck", "convnext", "Circular")])
+@pytest.mark.parametrize("name", ["unet", "resnet", "bottleneck", "convnext", "Circular"])
 def test_models_equal_one_process_on_two_ranks(pool: WorkerPool, name: str) -> None:
     check(pool.run(2, models, [name], "sizes"))
 

@@ -108,7 +108,7 @@ def forced_case(arguments: list[str], experts: list[int]) -> Record:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2+ep2", pytest.param("cp2+tp2+ep4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["tp2+ep2", "cp2+tp2+ep4"])
 def test_ranks_whose_experts_nobody_chooses_take_part(pool: WorkerPool, layout: str) -> None:
     world_size, arguments, _ = LAYOUTS[layout]
     got = pool.run(world_size, forced_case, [*EXPERTS, *arguments], [1, 0])[0]

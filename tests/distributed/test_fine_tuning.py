@@ -65,7 +65,7 @@ def their_loss(folder: Path, lines: list[dict]) -> float:
     return total / number
 
 
-@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "fsdp2+cp2"])
+@pytest.mark.parametrize("layout", ["one", "fsdp2+cp2"])
 @pytest.mark.slow
 def test_a_small_model_is_fine_tuned_and_exported(pool: WorkerPool, model: Path, tmp_path: Path, layout: str) -> None:
     """Four sequences have a whole number of epochs: the first loss is that of transformers on all lines."""

@@ -50,8 +50,8 @@ def reference(pool: WorkerPool, *arguments: str) -> Record:
     return pool.run(1, run_layout, [*ROWS, *arguments])[0]
 
 
-QUICK = [("cp2", [ROWWISE])]
-SLOW = [
+CASES = [
+    ("cp2", [ROWWISE]),
     ("fsdp2", []),
     ("fsdp2", [GATHER, PRECOMPUTE, OP, *COMPILE]),
     ("tp2", []),
@@ -82,10 +82,7 @@ SLOW = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow], id="-".join([case[0], *case[1]]))
-        for case in QUICK + SLOW
-    ],
+    [pytest.param(*case, id="-".join([case[0], *case[1]])) for case in CASES],
 )
 def test_a_layout_equals_one_process_in_float8(pool: WorkerPool, layout: str, settings: list[str]) -> None:
     world_size, arguments = LAYOUTS[layout]
@@ -116,11 +113,11 @@ def errors(got: Record, exact: Record) -> dict[str, float]:
     ("layout", "settings"),
     [
         ("cp2", []),
-        pytest.param("fsdp2+cp2", [GATHER, PRECOMPUTE], marks=pytest.mark.slow),
-        pytest.param("cp4", [OP, *COMPILE], marks=pytest.mark.slow),
+        ("fsdp2+cp2", [GATHER, PRECOMPUTE]),
+        ("cp4", [OP, *COMPILE]),
         # Shards of weights on tensor-parallel ranks have scales of their own unless those are computed before.
-        pytest.param("fsdp2+tp2", [GATHER], marks=pytest.mark.slow),
-        pytest.param("fsdp2", [GATHER, "--training.mixed_precision_param=bfloat16"], marks=pytest.mark.slow),
+        ("fsdp2+tp2", [GATHER]),
+        ("fsdp2", [GATHER, "--training.mixed_precision_param=bfloat16"]),
     ],
 )
 def test_other_scales_are_as_near_to_high_precision(pool: WorkerPool, layout: str, settings: list[str]) -> None:

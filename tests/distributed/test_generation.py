@@ -228,7 +228,7 @@ def of_a_folder_case(folder: str, prompts: list[list[int]], tokens: int, samplin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("args", [TIED, *slow(LLAMA)], ids=["tied, scaled", "plain"])
+@pytest.mark.parametrize("args", [TIED, LLAMA], ids=["tied, scaled", "plain"])
 def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, tmp_path: Path, args: TransformerArgs) -> None:
     hf_folder = made_folder(tmp_path, args)
     theirs = transformers.LlamaForCausalLM.from_pretrained(hf_folder, dtype="float64")
@@ -274,7 +274,7 @@ def test_a_broken_folder_is_one_sentence(hf_folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, *slow(1)])
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_the_command_starts_its_ranks_and_one_of_them_prints(hf_folder: Path, ranks: int) -> None:
     arguments = ["--prompt", "def f(", "--prompt", "class A", "--tokens", "5", "--temperature", "0"]
     line = [sys.executable, "-m", "trainer", "generate", str(hf_folder), *arguments, "--ngpu", str(ranks)]

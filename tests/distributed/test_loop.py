@@ -50,7 +50,7 @@ def bfloat16_case(folder: str, arguments: list[str]) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp2+tp2", *slow("fsdp2", "one")])
+@pytest.mark.parametrize("layout", ["fsdp2+tp2", "fsdp2", "one"])
 def test_bfloat16_computes_and_float32_keeps(pool: WorkerPool, tmp_path, layout: str) -> None:
     world_size, arguments = LAYOUTS.get(layout, (1, []))
     seen = pool.run(world_size, bfloat16_case, str(tmp_path), [*arguments, "--training.mixed_precision_param=bfloat16"])
@@ -189,7 +189,7 @@ def test_buffers_lie_in_the_memory_of_a_group_that_has_some(pool: WorkerPool, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [True, *slow(False)])
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_the_same_run_twice(pool: WorkerPool, deterministic: bool) -> None:
     world_size, arguments = LAYOUTS["hsdp2x2"]
     flag = "--training.deterministic" if deterministic else "--training.no-deterministic"

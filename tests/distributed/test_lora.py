@@ -171,7 +171,7 @@ def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["generate", *slow("evaluate")])
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_commands_of_text_open_a_run_with_its_adapters(
     pool: WorkerPool, hf: Path, tmp_path: Path, command: str
 ) -> None:

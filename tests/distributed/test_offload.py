@@ -102,8 +102,9 @@ def test_memory_of_the_device_does_not_grow_with_the_layers() -> None:
 
 def test_a_fraction_of_the_layers_and_the_last_ones() -> None:
     settings = ActivationCheckpoint("full", offload="inputs", offload_keep_last=1, offload_fraction=0.5)
-    assert [settings.offloaded(layers) for layers in (1, 2, 3, 7, 8)] == [0, 1, 2, 4, 4]
-    assert replace(settings, offload_keep_last=5).offloaded(8) == 3
+    assert [len(settings.offloaded(range(layers))) for layers in (1, 2, 3, 7, 8)] == [0, 1, 2, 4, 4]
+    assert replace(settings, offload_keep_last=5).offloaded(range(8)) == [0, 1, 2]
+    assert replace(settings, mode="selective", selective_ac_option="3").offloaded(range(4, 12)) == [5, 8]
     tokens, hidden = torch.zeros(2, 64, dtype=torch.int64), 2 * 64 * harness.TINY.dim * 4
     models = [model_of(replace(settings, offload_fraction=share), 8) for share in (0.5, 1.0)]
     half, whole = (measure(model, tokens)["kept_bytes"] for model in models)

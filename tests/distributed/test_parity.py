@@ -148,18 +148,14 @@ def test_each_rank_holds_its_share(pool: WorkerPool, layout: str, share: int | N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", ["cp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp2", "fsdp2+cp2", "cp2+tp2"))]
-)
+@pytest.mark.parametrize("layout", ["cp4", "cp2", "fsdp2+cp2", "cp2+tp2"])
 @pytest.mark.parametrize(
     "settings",
     [
         ["--training.seq_len=15"],
-        pytest.param(["--parallelism.context_parallel_load_balancer=contiguous"], marks=pytest.mark.slow),
-        pytest.param(
-            ["--parallelism.context_parallel_load_balancer=contiguous", "--training.seq_len=14"], marks=pytest.mark.slow
-        ),
-        pytest.param(["--training.seq_len=6"], marks=pytest.mark.slow),
+        ["--parallelism.context_parallel_load_balancer=contiguous"],
+        ["--parallelism.context_parallel_load_balancer=contiguous", "--training.seq_len=14"],
+        ["--training.seq_len=6"],
     ],
 )
 def test_uneven_shards_and_other_layouts(pool: WorkerPool, layout: str, settings: list[str]) -> None:

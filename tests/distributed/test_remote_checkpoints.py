@@ -47,14 +47,7 @@ def different(got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return [name for name, value in wanted.items() if not same(got[name], value)]
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "disabled",
-        pytest.param("async", marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 @pytest.mark.slow
 def test_any_layout_resumes_from_what_another_saved(
     pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, mode: str
@@ -90,7 +83,7 @@ def killed_case(folder: str, arguments: list[str], rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_while_it_saves_loses_nothing(
     pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, rank: int
 ) -> None:

@@ -179,17 +179,10 @@ def test_packed_documents_are_those_alone(pool: WorkerPool, balancer: str) -> No
 
 LAYOUTS = ("head_tail", "contiguous", "balanced")
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
-QUICK = {("hybrid", "head_tail", "document")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "balancer", "mask"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
-        for case in product(METHODS, LAYOUTS, ("causal", "document"))
-    ],
-)
+@pytest.mark.parametrize(("method", "balancer", "mask"), product(METHODS, LAYOUTS, ("causal", "document")))
 def test_methods_and_layouts_equal_single_process(pool: WorkerPool, method: str, balancer: str, mask: str) -> None:
     """Four ranks, 14 tokens: shards of 4 and 3 tokens, whose pieces are shorter than a window."""
     settings = ["--training.dtype=float64", "--training.seq_len=14", "--model.short_conv_kernel=4"]

@@ -10,6 +10,7 @@ from scripts.benchmarks.activation_checkpointing import measure
 from tests.distributed import harness
 from tests.distributed.harness import assert_parity, run_layout, trainer_of
 from tests.distributed.pool import WorkerPool
+from tests.distributed.test_offload import FP64, FULL
 from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
 from trainer.config.errors import ConfigError
@@ -20,16 +21,12 @@ from trainer.models.initialization import initialize
 from trainer.models.tiles import compute_in_tiles, in_tiles
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
 
-FP64 = "--training.dtype=float64"
 TILES = "--activation_checkpoint.mlp_chunk_tokens=5"
 MODES = {
     "none": [],
     "full": ["--activation_checkpoint.mode=full"],
     "2": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
-    "offload": [
-        *("--activation_checkpoint.mode=full", "--activation_checkpoint.offload=inputs"),
-        "--activation_checkpoint.offload_keep_last=0",
-    ],
+    "offload": FULL,
 }
 PAIRS = [(layout, mode) for layout in ("one", "fsdp2", "tp2", "pp2", "cp2", "fsdp2+cp2+tp2") for mode in MODES]
 

@@ -115,7 +115,7 @@ def trained_case(data: str, folder: str, arguments: list[str], validates: bool) 
         return [harness.whole(x) for x in values]
 
 
-@pytest.mark.parametrize("layout", ["cp2", *slow("fsdp2", "pp2")])
+@pytest.mark.parametrize("layout", ["cp2", "fsdp2", "pp2"])
 @pytest.mark.slow
 def test_training_continues_bit_by_bit(pool: WorkerPool, data: Path, tmp_path: Path, layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]

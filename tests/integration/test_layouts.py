@@ -54,8 +54,6 @@ LAYOUTS = {
     "cp_all_gather": (2, [*degrees(cp=2), "--parallelism.context_parallel_method=all_gather"]),
     "cp_all_to_all": (4, [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=all_to_all"]),
 }
-# What every commit runs: the program itself on each kind of layout. Their parity is tested in tests/distributed.
-QUICK = {"pp_dp_1f1b"}
 DOCUMENTS = ["--training.attention_mask=document", "--model.sliding_window=48", "--model.sliding_window_every=2"]
 
 
@@ -74,9 +72,7 @@ def one_rank(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tmp_path: Path, name: str) -> None:
     world_size, arguments = LAYOUTS[name]
     got = pool.run(world_size, run_main, str(tmp_path), [f"--training.steps={COMPARED}", *arguments])[0]

@@ -12,7 +12,6 @@ import pytest
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint import main_case
 from tests.distributed.test_parity import LAYOUTS
-from tests.slow import slow
 from trainer.checkpoint.verify import verify_step
 from trainer.stores.store import LocalStore
 
@@ -35,7 +34,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("mode", ["async", *slow("disabled")])
+@pytest.mark.parametrize("mode", ["async", "disabled"])
 @pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_the_same_command_resumes(
     pool: WorkerPool, small_disk: Path, mode: str

@@ -3,7 +3,7 @@
 A mutant that survives is a law that nothing checks. A feature adds the mistakes that its tests must see.
 """
 
-from tests.mutants import attention, chat, checkpoints, domain, experts, job, models_of_others, step
+from tests.mutants import attention, chat, checkpoints, domain, experts, job, memory, models_of_others, step
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -28,8 +28,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *job.CACHES,
     *step.METRICS,
     *step.VALIDATION,
-    *step.OFFLOADED_INPUTS,
-    *step.TILES,
+    *memory.OFFLOADED_INPUTS,
+    *memory.TILES,
     *step.ADAPTERS,
     *step.EVALUATION,
     *job.PROCESSES,

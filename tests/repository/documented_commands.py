@@ -92,6 +92,7 @@ BENCHMARK = r"python scripts/benchmarks/"
 SHOW = r"(?:\$ )?lct plan "
 DATA = """mkdir -p data books && for i in $(seq 64); do
 echo '{"text": "Once upon a time"}' >> data/a.jsonl; echo "a tale of $i and other things" > books/$i.txt; done"""
+TOKENIZED = "rm -rf tokens; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1"
 SAVED = f"lct train --checkpoint.enable {SHORT}"
 # A stand-in of the debug model's size.
 LLAMA = f"""test -d Llama-3.2-1B || ({SAVED} && lct convert to-hf outputs/debug_model Llama-3.2-1B
@@ -277,7 +278,7 @@ RULES = [
         r"(lct train --training\.dataset tokens --training\.dataset_path tokens) .*",
         rf"\1 {SHORT} --training.data_streams=2",
         OWN,
-        first=f"{DATA}; rm -rf tokens; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        first=f"{DATA}; {TOKENIZED}",
         says="training done",
     ),
     Rule(r"lct train --checkpoint\.enable --checkpoint\.interval 50", rf"\g<0> --checkpoint.interval=1 {SHORT}", LONG),
@@ -411,7 +412,7 @@ RULES = [
     ),
     Rule(
         r"lct tokenize .*--tokenizer-path assets/tokenizer --output tokens",
-        "rm -rf tokens; lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
+        TOKENIZED,
         why="the shipped tokenizer stands for that of Llama 3",
         first=DATA,
         says="tokens of",

@@ -252,12 +252,12 @@ RULES = [
     (
         [*RECOMPUTED, "--activation_checkpoint.offload=inputs", "--activation_checkpoint.offload_keep_last=4"],
         1,
-        ["offload_keep_last = 4", "the model checkpoints 4 layers", "set it to 3 or less"],
+        ["offload_keep_last = 4", "the model checkpoints only 4 of its layers", "set it to 3 or less"],
     ),
     (
         [*RECOMPUTED, "--activation_checkpoint.offload=inputs", "--parallelism.pipeline_parallel_degree=2"],
         2,
-        ["offload_keep_last = 2", "a pipeline stage checkpoints 2 layers", "set it to 1 or less"],
+        ["offload_keep_last = 2", "a pipeline stage checkpoints only 2 of its layers", "set it to 1 or less"],
     ),
     ([*PARTS, "--compile.enable"], 1, ["mlp_chunk_tokens = 64 with compile.enable", "compile.components = ['loss']"]),
     ([*PARTS, "--float8.enable", "--float8.emulate"], 1, ["mlp_chunk_tokens = 64 with float8.enable"]),

@@ -19,8 +19,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.slow import slow
-
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers
@@ -232,10 +230,8 @@ def test_check_model_says_what_is_refused_and_what_it_did_not_see() -> None:
     ("model", "code", "words"),
     [
         ("0.5", 1, "tokens.weight  DIFFERS"),
-        *slow(
-            ("0.0", 0, "gradients    equal"),
-            ("nothing", 2, "has no function 'nothing'; name one that returns a module"),
-        ),
+        ("0.0", 0, "gradients    equal"),
+        ("nothing", 2, "has no function 'nothing'; name one that returns a module"),
     ],
 )
 def test_the_script_check_model(model: str, code: int, words: str, tmp_path: Path) -> None:

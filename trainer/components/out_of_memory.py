@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from trainer.job.loss import saves_memory, why_no_chunks
-from trainer.job.recompute import why_no_parts
+from trainer.job.pipeline_stages import layers_of_stages
+from trainer.job.recompute import least_offloadable, why_no_parts
 from trainer.job.record import ResolvedJob
 
 
@@ -61,12 +62,14 @@ def memory_savers(job: ResolvedJob) -> list[str]:
         savers.append('activation_checkpoint.mode = "selective": keep only what is expensive to compute')
     if activations.mode != "full" and not splits_backward:
         savers.append('activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs')
-    if activations.mode != "none" and activations.offload == "none" and job.task.name == "tokens":
-        savers.append('activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory')
-    if activations.mode == "full" and not activations.mlp_chunk_tokens and why_no_parts(config, job.model) is None:
-        savers.append(
-            "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks in parts of so many tokens of a rank"
-        )
+    if activations.mode != "none" and job.task.name == "tokens":
+        stages = layers_of_stages(job.pipeline, job.model.n_layers)
+        if activations.offload == "none" and least_offloadable(activations, stages) is None:
+            savers.append('activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory')
+        if not activations.mlp_chunk_tokens and why_no_parts(config, job.model, job.compilation) is None:
+            savers.append(
+                "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on so many tokens at a time"
+            )
     if not training.enable_cpu_offload and device_type == "cuda":
         savers.append("training.enable_cpu_offload = true: parameters and optimizer state in host memory")
     pieces = degrees.cp * degrees.tp

@@ -75,19 +75,16 @@ class ActivationCheckpoint:
         selected = int(self.selective_ac_option) if self.selective_ac_option.isdecimal() else 0
         return {"full": 1, "selective": selected}.get(self.mode, 0)
 
-    def checkpoints(self, layer: int) -> bool:
-        """Return whether the layer of that number is checkpointed, whole or by operator."""
-        return self.mode != "none" and (layer + 1) % (self.whole_layers or 1) == 0
+    def checkpointed(self, layers: Iterable[int]) -> list[int]:
+        """Return those of these layers, by number, that are checkpointed, whole or by operator."""
+        every = self.whole_layers or 1
+        return [layer for layer in layers if (layer + 1) % every == 0] if self.mode != "none" else []
 
-    def checkpointed(self, layers: Iterable[int]) -> int:
-        """Return how many of these layers are checkpointed."""
-        return sum(map(self.checkpoints, layers))
-
-    def offloaded(self, layers: int) -> int:
-        """Return of how many of so many checkpointed layers, the first ones, the inputs go to the host."""
-        if self.offload == "none":
-            return 0
-        return max(min(math.ceil(self.offload_fraction * layers), layers - self.offload_keep_last), 0)
+    def offloaded(self, layers: Iterable[int]) -> list[int]:
+        """Return those of the checkpointed layers, the first ones of a model or stage, whose inputs go to the host."""
+        checkpointed = self.checkpointed(layers) if self.offload != "none" else []
+        share = math.ceil(self.offload_fraction * len(checkpointed))
+        return checkpointed[: max(min(share, len(checkpointed) - self.offload_keep_last), 0)]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from trainer.job.lora import check_lora
 from trainer.job.memory import host_memory, memory_of_stage
 from trainer.job.mixture import check_mixture, check_training_data
 from trainer.job.pipeline import resolve_pipeline
-from trainer.job.pipeline_stages import layers_of
+from trainer.job.pipeline_stages import layers_of_stages
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
 from trainer.job.training import check_balance
@@ -116,9 +116,9 @@ def _offloaded(job: ResolvedJob) -> str:
     if not (size := host_memory(job)):
         return ""
     settings = job.config.activation_checkpoint
-    stages = job.pipeline.stages if job.pipeline else [job.model.module_names()]
-    layers = [settings.checkpointed(layers_of(stage)) for stage in stages]
-    number = f"{sum(map(settings.offloaded, layers))} of {sum(layers)}"
+    stages = layers_of_stages(job.pipeline, job.model.n_layers)
+    offloaded, of = (sum(map(len, map(some, stages))) for some in (settings.offloaded, settings.checkpointed))
+    number = f"{offloaded} of {of}"
     return f"inputs of {number} checkpointed layers, {size_words(size)} of page-locked host memory a rank"
 
 

@@ -5,12 +5,11 @@ and gathered parameters. What PyTorch, NCCL and the CUDA context take themselves
 """
 
 import math
-from collections.abc import Iterable, Sequence
 
 from trainer.config.errors import ConfigError
 from trainer.families.args import experts_of
 from trainer.job.lora import adapter_sizes
-from trainer.job.pipeline_stages import layers_of
+from trainer.job.pipeline_stages import layers_of, layers_of_stages
 from trainer.job.record import ResolvedJob
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
 
@@ -50,8 +49,9 @@ def check_memory(job: ResolvedJob, available: int | None) -> None:
 def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     degrees, training, model = job.degrees, job.config.training, job.model
     stored, compute = ITEMSIZE[training.dtype], ITEMSIZE[job.compute_dtype]
-    stages = _stages(job, pp_rank)
-    modules = [name for stage in stages for name in stage]
+    modules = model.module_names()
+    if job.pipeline is not None:
+        modules = tuple(name for stage in job.pipeline.stages_of(pp_rank) for name in job.pipeline.stages[stage])
     adapters = _by_module(adapter_sizes(job.config, model, degrees.tp))
     sizes = _parameters(job)
     own = [sizes.get(name, 0) for name in modules]
@@ -72,7 +72,7 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         gradients=trained * stored,
         optimizer=2 * trained * stored,
         gathered=(all_gathered if kept_whole else 2 * gathered) * compute + gathered * max(compute, 4),
-        activations=in_flight * tokens * compute * (_kept(job, layers) - _offloaded(job, stages)) // degrees.tp,
+        activations=in_flight * tokens * compute * (_kept(job, layers) - _offloaded(job, pp_rank)) // degrees.tp,
         logits=logits,
         tables=table + 4 * 8 * training.local_batch_size * training.seq_len,
     )
@@ -130,21 +130,15 @@ def _exchanged(job: ResolvedJob) -> int:
 
 def host_memory(job: ResolvedJob) -> int:
     """Return the bytes of page-locked host memory that the inputs of layers take on the rank with most."""
-    offloaded = max(_offloaded(job, _stages(job, pp_rank)) for pp_rank in range(job.degrees.pp))
+    offloaded = max(_offloaded(job, pp_rank) for pp_rank in range(job.degrees.pp))
     return _passes_in_flight(job) * job.tokens_of_a_pass * ITEMSIZE[job.compute_dtype] * offloaded // job.degrees.tp
 
 
-def _stages(job: ResolvedJob, pp_rank: int) -> list[Sequence[str]]:
-    """Return the modules of each stage of a pipeline rank; without a pipeline, of the model."""
-    if job.pipeline is None:
-        return [job.model.module_names()]
-    return [job.pipeline.stages[stage] for stage in job.pipeline.stages_of(pp_rank)]
-
-
-def _offloaded(job: ResolvedJob, stages: Iterable[Sequence[str]]) -> int:
-    """Return the elements per token that these stages keep on the host."""
-    settings = job.config.activation_checkpoint
-    return job.model.dim * sum(settings.offloaded(settings.checkpointed(layers_of(stage))) for stage in stages)
+def _offloaded(job: ResolvedJob, pp_rank: int) -> int:
+    """Return the elements per token that a rank keeps on the host."""
+    stages = layers_of_stages(job.pipeline, job.model.n_layers)
+    own = stages if job.pipeline is None else [stages[stage] for stage in job.pipeline.stages_of(pp_rank)]
+    return job.model.dim * sum(len(job.config.activation_checkpoint.offloaded(layers)) for layers in own)
 
 
 def _kept(job: ResolvedJob, layers: list[int]) -> int:
@@ -185,5 +179,5 @@ def _kept(job: ResolvedJob, layers: list[int]) -> int:
         return len(layers) * model.dim + in_work
     if settings.every is None:
         return len(layers) * by_operator + in_work
-    whole = settings.checkpointed(layers)
+    whole = len(settings.checkpointed(layers))
     return whole * model.dim + (len(layers) - whole) * everything + in_work

@@ -18,11 +18,6 @@ from trainer.config.schema import Parallelism
 _KEY = "parallelism.pipeline_parallel_"
 
 
-def layers_of(modules: Iterable[str]) -> list[int]:
-    """Return the numbers of the layers among some modules of a decoder."""
-    return [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
-
-
 @dataclass(frozen=True)
 class Schedule:
     """What a schedule of `torch.distributed.pipelining` requires."""
@@ -325,3 +320,13 @@ def _check_actions(
             f"{key} runs the forwards of the last stage, {stages - 1}, for the micro-batches {order}; run them in the "
             f"order 0, 1, ..., as backwards and other stages need not"
         )
+
+
+def layers_of(modules: Iterable[str]) -> list[int]:
+    """Return the numbers of the layers among some modules of a decoder."""
+    return [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
+
+
+def layers_of_stages(pipeline: PipelinePlan | None, n_layers: int) -> list[list[int]]:
+    """Return the numbers of the layers of each stage; without a pipeline the model is one stage."""
+    return [list(range(n_layers))] if pipeline is None else list(map(layers_of, pipeline.stages))

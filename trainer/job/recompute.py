@@ -1,12 +1,13 @@
 """Check the table [activation_checkpoint]."""
 
 import math
+from collections.abc import Iterable
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig
+from trainer.config.schema import ActivationCheckpoint, JobConfig
 from trainer.families.args import ModelArgs, experts_of
 from trainer.job.compilation import CompileOptions
-from trainer.job.pipeline_stages import PipelinePlan, layers_of
+from trainer.job.pipeline_stages import PipelinePlan, layers_of_stages
 
 
 def check_activation_checkpoint(
@@ -27,17 +28,16 @@ def check_activation_checkpoint(
             f"activation_checkpoint.selective_ac_option = {option!r} must be 'op', or for every n-th layer a number "
             f"from 1 to {model.n_layers}, the layers of model.flavor = {config.model.flavor!r}, such as '2'"
         )
-    for layers in map(layers_of, pipeline.stages) if pipeline else [range(model.n_layers)]:
-        checkpointed = settings.checkpointed(layers)
-        offloads = settings.offload != "none" and config.task == "tokens"
-        if offloads and checkpointed and not settings.offloaded(checkpointed):
+    if config.task == "tokens":
+        stages = layers_of_stages(pipeline, model.n_layers)
+        if settings.offload != "none" and (few := least_offloadable(settings, stages)) is not None:
             raise ConfigError(
                 f"activation_checkpoint.offload_keep_last = {settings.offload_keep_last} leaves no input to offload: "
-                f"{'a pipeline stage' if pipeline else 'the model'} checkpoints {checkpointed} layers; set it to "
-                f"{checkpointed - 1} or less, or activation_checkpoint.offload = 'none'"
+                f"{'a pipeline stage' if pipeline else 'the model'} checkpoints only {few} of its layers; set it to "
+                f"{few - 1} or less, or activation_checkpoint.offload = 'none'"
             )
-    if (chunk := settings.mlp_chunk_tokens) and config.task == "tokens" and (why := why_no_parts(config, model)):
-        raise ConfigError(f"activation_checkpoint.mlp_chunk_tokens = {chunk} {why}")
+        if settings.mlp_chunk_tokens and (why := why_no_parts(config, model, compilation)):
+            raise ConfigError(f"activation_checkpoint.mlp_chunk_tokens = {settings.mlp_chunk_tokens} {why}")
     if not compilation.splits_backward or settings.mode == "none" or compilation.chooses_recomputation:
         return ()
     if not settings.whole_layers:
@@ -52,12 +52,18 @@ def check_activation_checkpoint(
     )
 
 
-def why_no_parts(config: JobConfig, model: ModelArgs) -> str | None:
+def least_offloadable(settings: ActivationCheckpoint, stages: Iterable[list[int]]) -> int | None:
+    """Return how few layers a stage checkpoints if all their inputs would stay on the device; None if some go."""
+    numbers = [len(checkpointed) for layers in stages if (checkpointed := settings.checkpointed(layers))]
+    return min((number for number in numbers if number <= settings.offload_keep_last), default=None)
+
+
+def why_no_parts(config: JobConfig, model: ModelArgs, compilation: CompileOptions) -> str | None:
     """Return why feed-forward networks cannot be computed in parts, and what works; None if they can."""
     settings = config.activation_checkpoint
-    if config.task != "tokens" or experts_of(model) is not None:
+    if experts_of(model) is not None:
         return f"is for feed-forward networks, which model.name = {config.model.name!r} lacks; leave it out"
-    if config.compile.enable and "model" in config.compile.components:
+    if compilation.model:
         return (
             "with compile.enable is not handled for the model; leave one of them out, or compile the loss alone with "
             "compile.components = ['loss']"

@@ -48,18 +48,14 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, config: ActivationCheckpo
     layers: by number, so that a pipeline's stages checkpoint the same layers as the whole model. Call it after tensor
     parallelism, and before `torch.compile` and `fully_shard`.
     """
-    if config.mode == "none":
-        return
-    every, forward = 1, _forward_keeping_inputs
+    forward = _forward_keeping_inputs
     if config.mode == "memory_budget":
         forward = _forward_within_budget
     elif config.mode == "selective" and config.every is None:
         forward = _forward_keeping_operators
-    elif config.mode == "selective":
-        every = config.every
-    for number, layer in layers.items():
-        if (int(number) + 1) % every == 0:
-            replace_forward(layer, "activation checkpointing", types.MethodType(forward, layer))
+    for number in config.checkpointed(map(int, layers)):
+        layer = layers[str(number)]
+        replace_forward(layer, "activation checkpointing", types.MethodType(forward, layer))
 
 
 # Functions of the block, not closures over it, so that torch.compile makes one graph for all blocks. Blocks draw no

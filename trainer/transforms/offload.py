@@ -151,13 +151,12 @@ def apply_offload(layers: Mapping[str, nn.Module], settings: ActivationCheckpoin
     layers: of a model or of a pipeline's stage, in their order. Call it after activation checkpointing and
     `torch.compile`, and before `fully_shard`.
     """
-    if settings.offload == "none":
+    if not (offloaded := settings.offloaded(map(int, layers))):
         return
-    blocks = [layer for number, layer in layers.items() if settings.checkpoints(int(number))]
-    inputs, number = HostInputs(CopyStream(device_type)), settings.offloaded(len(blocks))
-    for i, block in enumerate(blocks):
-        forward = _offloading(block.forward, inputs, is_first=i == 0, to_host=i < number)
-        replace_forward(block, "offload", forward)
+    inputs = HostInputs(CopyStream(device_type))
+    for number in settings.checkpointed(map(int, layers)):
+        block, how = layers[str(number)], {"is_first": number == offloaded[0], "to_host": number in offloaded}
+        replace_forward(block, "offload", _offloading(block.forward, inputs, **how))
 
 
 def _offloading(forward: Callable[..., Any], inputs: HostInputs, **how: bool) -> Callable[..., Any]:

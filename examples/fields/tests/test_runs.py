@@ -22,7 +22,6 @@ LAYOUTS = {
     "2 x 2": (4, [DOMAIN, "2", "2", ROWS, "31,1", "8,16"]),
     "fsdp and 2": (4, [DOMAIN, "2", "--parallelism.data_parallel_shard_degree=2", ROWS, "5,27"]),
 }
-QUICK = {"2 uneven"}
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +57,7 @@ def one_rank(pool: WorkerPool, path: str, preset: list[str], folder: Path) -> li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_are_those_of_one_rank(
     pool: WorkerPool, path: str, preset: list[str], one_rank: list[dict], tmp_path: Path, name: str
 ) -> None:

@@ -1,0 +1,106 @@
+"""Mistakes in what saves memory: offloaded inputs, feed-forward networks in parts."""
+
+from tests.mutants.mutant import Mutant
+
+_ORDER, _OFFLOAD = "tests/unit/test_offload_order.py", "tests/distributed/test_offload.py"
+OFFLOADED_INPUTS = (
+    Mutant(
+        "a copy to the host does not wait for the kernel that writes its source",
+        "trainer/transforms/offload.py",
+        "        self._stream.wait_event(current.record_event())\n",
+        "",
+        _ORDER,
+    ),
+    Mutant(
+        "an input on the device is let go before its copy is done",
+        "trainer/transforms/offload.py",
+        "            self._inputs.copies.wait(self._copied)\n            self._tensor = None",
+        "            self._tensor = None",
+        _ORDER,
+    ),
+    Mutant(
+        "the stream of the moment waits, not that of the memory",
+        "trainer/transforms/offload.py",
+        "        stream.wait_event(event)",
+        "        torch.accelerator.current_stream().wait_event(event)",
+        _ORDER,
+    ),
+    Mutant(
+        "inputs that have been copied stay on the device",
+        "trainer/transforms/offload.py",
+        "self._leaving.release()",
+        "pass",
+        f"{_OFFLOAD}::test_memory_of_the_device_does_not_grow_with_the_layers",
+    ),
+    Mutant(
+        "the first block fetches an input of another micro-batch",
+        "trainer/transforms/offload.py",
+        "None if is_first or self._last is None",
+        "None if self._last is None",
+        f"{_OFFLOAD}::test_the_input_of_the_block_before_is_fetched_ahead_and_no_other",
+    ),
+    Mutant(
+        "an input comes back when its block needs it, not before",
+        "trainer/transforms/offload.py",
+        "            before.fetch()",
+        "            pass",
+        f"{_OFFLOAD}::test_the_input_of_the_block_before_is_fetched_ahead_and_no_other",
+    ),
+    Mutant(
+        "a buffer is never used again",
+        "trainer/transforms/offload.py",
+        "self._inputs.free[self._kind].append(self._buffer)",
+        "pass",
+        f"{_OFFLOAD}::test_buffers_are_used_again",
+    ),
+    Mutant(
+        "the input of every layer stays on the device",
+        "trainer/transforms/offload.py",
+        "number in offloaded}",
+        '"" in offloaded}',
+        f"{_OFFLOAD}::test_memory_of_the_device_does_not_grow_with_the_layers",
+    ),
+    Mutant(
+        "a block whose input is not seen is not offloaded, without a word",
+        "trainer/transforms/offload.py",
+        "        if self._kept is None:\n            raise",
+        "        if False:\n            raise",
+        f"{_OFFLOAD}::test_an_input_that_is_not_seen_is_an_error",
+    ),
+)
+
+_TILES = "tests/distributed/test_tiles.py"
+TILES = (
+    Mutant(
+        "gradients of weights are summed over parts in the data type of the model",
+        "trainer/models/tiles.py",
+        "torch.promote_types(g.dtype, torch.float32)",
+        "g.dtype",
+        f"{_TILES}::test_gradients_of_weights_are_summed_in_float32",
+    ),
+    Mutant(
+        "the input of parts is saved after the network, which is then computed three times",
+        "trainer/models/tiles.py",
+        "    x = _Save.apply(x, torch.empty(0, requires_grad=True), saved)\n"
+        "    return _Tiles.apply(module, tiles, saved.pop(), x, *_trained(module))",
+        "    given = torch.empty(0, requires_grad=True)\n"
+        "    out = _Tiles.apply(module, tiles, saved, x, *_trained(module))\n"
+        "    _Save.apply(x, given, saved)\n"
+        "    return out",
+        f"{_TILES}::test_inner_activations_do_not_grow_with_the_sequence",
+    ),
+    Mutant(
+        "weights below an adapter have a gradient in parts",
+        "trainer/models/tiles.py",
+        "[p for p in module.parameters() if p.requires_grad]",
+        "list(module.parameters())",
+        f"{_TILES}::test_a_network_in_parts_equals_the_whole",
+    ),
+    Mutant(
+        "a network is never computed in parts",
+        "trainer/models/parallelize.py",
+        "if job.mlp_tiles > 1:",
+        "if False:",
+        f"{_TILES}::test_a_job_computes_in_parts",
+    ),
+)
