@@ -65,11 +65,6 @@ class NATArgs:
         matrices = self.n_layers * (self.linear_elements() + 9 * self.dim) + self.channels * self.dim * 10
         return attention + 6.0 * matrices, attention + 6.0 * matrices
 
-    def kept_elements(self) -> int:
-        # Of a layer: inputs of three branches and of two norms, queries, keys, values, output, and both sides of GELU.
-        layer = 10 * self.dim + 2 * self.hidden_dim
-        return self.height * self.width * (self.n_layers * layer + 2 * self.dim)
-
     def words(self) -> str:
         return (
             f"{self.n_layers} layers of width {self.dim}, {self.n_heads} heads of {self.head_dim}, neighbourhoods of "

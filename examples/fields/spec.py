@@ -31,9 +31,6 @@ class FieldArgs(ModelArgs, Protocol):
             ConfigError: sizes that the model cannot have.
         """
 
-    def kept_elements(self) -> int:
-        """Return the elements of a sample's activations that are kept for the backward, about."""
-
 
 class FieldSpec(TaskSpec):
     """Fields: the state some frames later is the target."""
@@ -66,19 +63,14 @@ class FieldSpec(TaskSpec):
     def memory(self, job: ResolvedJob) -> RankMemory:
         degrees, training, model = job.degrees, job.config.training, job.model
         stored, compute = ITEMSIZE[training.dtype], ITEMSIZE[job.compute_dtype]
-        shards, whole = degrees.dp_shard * degrees.cp, math.ceil(model.n_params() / degrees.tp)
-        local = math.ceil(whole / shards)
+        local = math.ceil(math.ceil(model.n_params() / degrees.tp) / (degrees.dp_shard * degrees.cp))
         layouts: Sequence[AxisLayout] = job.details
         share = math.prod(max(map(axis.local_length, range(axis.degree))) / axis.length for axis in layouts)
-        points = training.local_batch_size * share
         return RankMemory(
             weights=local * stored,
             gradients=local * stored,
             optimizer=2 * local * stored,
-            gathered=0 if shards == 1 else 2 * whole // model.n_layers * (compute + max(compute, 4)),
-            activations=round(points * model.kept_elements() * compute),
-            logits=0,
-            tables=round(2 * points * model.channels * job.positions * max(compute, 4)),
+            tables=round(2 * training.local_batch_size * share * model.channels * job.positions * max(compute, 4)),
         )
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:

@@ -90,12 +90,6 @@ class UNetArgs:
         flops = sum(6.0 * math.prod(c[:2]) * c.kernel**2 / 4**c.level for c in self.convolutions())
         return flops, flops
 
-    def kept_elements(self) -> int:
-        # A 3 x 3 convolution of a block keeps its input, that of the activation function and that of the norm.
-        points = self.height * self.width
-        kept = sum((3 if c.kernel == 3 else 0) * c.inputs * points // 4**c.level for c in self.convolutions())
-        return int(kept)
-
     def words(self) -> str:
         return f"{len(self.widths)} levels of {', '.join(map(str, self.widths))} channels, {self.blocks} blocks each"
 

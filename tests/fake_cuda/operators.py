@@ -1,4 +1,4 @@
-"""Operators of GPUs as a CPU build lacks them: what they refuse is checked, and their results have no values.
+"""What CUDA code of PyTorch's attention refuses, and the packages FlashAttention-3 and -4 as PyTorch calls them.
 
 PyTorch has the shapes of attention's operators ("meta" functions), not the checks of their CUDA code. Those stand here:
 a tensor that a kernel would read wrongly, or refuse, fails.
@@ -10,23 +10,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.nn.attention import _fa3, _fa4
 
 from tests.unit.kernel_stand_ins import aligned
 
-_aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
-
-ATTENTION = frozenset(
-    f"{name}_{direction}"
-    for name in ("_flash_attention", "_efficient_attention")
-    for direction in ("forward", "backward")
-) | {
-    f"_scaled_dot_product_{name}_attention{direction}" for name in ("cudnn", "flash") for direction in ("", "_backward")
-}
-"""Names of attention's kernels."""
 
 
 def _check_cudnn_backward(dout, q, k, v, out, lse, *_: Any) -> None:
@@ -75,26 +63,6 @@ CHECKS: dict[str, Callable[..., None]] = {
 """Qualified name of an operator -> what its CUDA code refuses."""
 
 
-def stand_ins(flash: str = "") -> dict[str, Callable[..., Any]]:
-    """Return what runs in place of PyTorch's operators, by qualified name.
-
-    flash: FA3 or FA4: PyTorch's own bridge to that package runs, over `flash_package`.
-    """
-    bodies: dict[str, Callable[..., Any]] = {
-        "aten::_efficient_attention_backward": _efficient_backward,
-    }
-    if flash:
-        for direction in ("forward", "backward"):
-            body = getattr(_BRIDGES[flash], f"_{flash.lower()}_flash_attention_{direction}_impl")
-            bodies[f"aten::_flash_attention_{direction}"] = body
-    return bodies
-
-
-def _efficient_backward(_dout, q, k, v, _bias, *_: Any, **__: Any) -> tuple:
-    """Return gradients as the operator does; PyTorch's own function of shapes cannot be called (torch 2.13)."""
-    return *map(torch.empty_like, (q, k, v)), None
-
-
 # ---- FlashAttention-3 and -4: what PyTorch calls in their packages
 
 _BRIDGES = {"FA3": _fa3, "FA4": _fa4}
@@ -141,67 +109,11 @@ def _fa4_backward(
     return tuple(map(torch.empty_like, (q, k, v)))
 
 
-# ---- kernels of Triton, and those that a CPU build takes apart
-
-
-class _RmsNorm(torch.autograd.Function):
-    """One kernel forward, and two backward: the gradients of the input and of the weight."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
-        return x.mul(weight)
-
-    @staticmethod
-    def backward(ctx, dout):
-        _, weight, _ = ctx.saved_tensors
-        return dout.mul(weight), dout.flatten(0, -2).sum(0, dtype=weight.dtype)
-
-
-def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
-    """Stand in for F.rms_norm of a CUDA tensor, which a CPU build takes apart."""
-    plain = weight is not None and not isinstance(x, DTensor) and not isinstance(weight, DTensor) and x.is_cuda
-    return _RmsNorm.apply(x, weight) if plain else real(x, shape, weight, eps)
-
-
-def merge(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Stand in for the Triton kernel that merges partial results: its checks, and one launch."""
-    assert total_out.shape == out.shape
-    assert total_lse.shape == lse.shape == out.shape[:3]
-    assert total_out.stride(-1) == out.stride(-1) == 1
-    assert total_out.dtype == total_lse.dtype == lse.dtype == torch.float32
-    b, h, rows, _ = out.shape
-    assert b * h * -(-rows // 32) < 2**31
-    total_out.mul_(1.0)
-
-
-class _Attention(torch.autograd.Function):
-    """Causal attention of one rank by cuDNN, as F.scaled_dot_product_attention has it on a Hopper."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, scale):
-        arguments = (None, True, 0.0, True, False)
-        out, lse, _, _, n, m, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
-            q, k, v, *arguments, scale=scale
+def flash_bodies(flash: str) -> dict[str, Callable[..., Any]]:
+    """Return what runs in place of PyTorch's flash operators with FA3 or FA4: its own bridge to that package."""
+    return {
+        f"aten::_flash_attention_{direction}": getattr(
+            _BRIDGES[flash], f"_{flash.lower()}_flash_attention_{direction}_impl"
         )
-        ctx.save_for_backward(q, k, v, out, lse, seed, offset)
-        ctx.sizes, ctx.scale = (n, m), scale
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, k, v, out, lse, seed, offset = ctx.saved_tensors
-        grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse, seed, offset, None, None, None, *ctx.sizes, 0.0, True, scale=ctx.scale
-        )
-        return *grads, None
-
-
-def attention_of_one_rank(q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options) -> torch.Tensor:
-    """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel."""
-    if attn_mask is not None:
-        return real(q, k, v, attn_mask=attn_mask, **options)
-    scale, grouped = options.get("scale"), options.get("enable_gqa", False)
-    assert options.get("is_causal", False)
-    assert grouped == (q.shape[1] != k.shape[1])
-    return _Attention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+        for direction in (("forward", "backward") if flash else ())
+    }

@@ -19,15 +19,17 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_cuda import table
+from tests.fake_cuda.counts import CheckedRecorder, counted
 from tests.fake_cuda.faults import OF, Fault, faults
-from tests.fake_cuda.machine import FakeCuda, Gpu, machine
-from tests.fake_cuda.operators import CHECKS, flash_package, stand_ins
-from tests.fake_cuda.trace import Recorder, counted, entered, trace
-from tests.fake_cuda.traced_trainer import patches
+from tests.fake_cuda.operators import CHECKS, flash_bodies, flash_package
 from trainer.distributed.context_parallel import attention
 from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.mask import documents_of
 from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.planner.device import FakeDevice, Gpu, machine
+from trainer.planner.stand_ins import stand_ins
+from trainer.planner.traced_trainer import patches
+from trainer.planner.tracing import entered, trace
 
 _BATCH, _HEADS, _KV_HEADS, _HEAD_DIM, _WINDOW = 1, 32, 8, 128, 4096
 _OPERATORS = "context_parallel_attention", "context_parallel_attention_backward"
@@ -35,9 +37,9 @@ _OPERATORS = "context_parallel_attention", "context_parallel_attention_backward"
 
 def of_call(row: table.Call) -> dict[str, Any]:
     """Run attention forward and backward, and return the counts of each."""
-    recorder, gpu = Recorder(), Gpu()
-    mode = FakeCuda(recorder.observe, recorder.around)
-    mode.checks, mode.stand_ins = CHECKS, stand_ins(row.flash)
+    recorder, gpu = CheckedRecorder(), Gpu()
+    mode = FakeDevice("cuda", recorder.observe, recorder.around)
+    mode.checks, mode.stand_ins = CHECKS, stand_ins() | flash_bodies(row.flash)
     with entered(machine(row.rank, row.ranks, gpu), *patches(gpu), *flash_package(row.flash), *recorder.patches()):
         degrees = {4: (2, 2), 8: (4, 2), 64: (8, 8)}[row.ranks] if row.method == "hybrid" else None
         options = ContextParallelOptions(
@@ -74,7 +76,7 @@ def _documents(length: int) -> Any:
 def of_job(row: table.Job) -> dict[str, Any]:
     """Return the counts of a layer and of the last step, and the peak of its live bytes."""
     last = row.steps
-    events = trace(row.resolved(), row.rank, row.gpu, steps=last)
+    events = trace(row.resolved(), row.rank, row.gpu, last, CheckedRecorder())
     step = [e for e in events.all if e.step == last]
     found: dict[str, Any] = {"step": counted(step)}
     for direction, name in zip(("forward", "backward"), _OPERATORS, strict=True):
@@ -82,7 +84,7 @@ def of_job(row: table.Job) -> dict[str, Any]:
             found[direction] = counted(layer)
     found["waits"] = sorted({f"{e.name} ({e.where})" for e in events.all if e.step and e.where})
     if row.memory:
-        found["peak"], found["peak_at"] = events.peak[last], events.peak_at[last]
+        found["peak"], found["peak_at"] = events.peak(last)
     return found
 
 

@@ -5,11 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.test_summary import kept_by_autograd
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
-from trainer.families.args import ExpertArgs
-from trainer.families.decoder_args import TransformerArgs
 from trainer.families.registry import MODELS
 from trainer.job import ResolvedJob, resolve
 from trainer.job.memory import rank_memory
@@ -101,18 +98,6 @@ def test_weights_of_experts_are_divided_by_all_ranks(tp: int, cp: int, ep: int) 
     gates = 4 * experts.number * model.dim
     others = (model.n_params() - of_experts - norms - gates) / 4 + gates / (4 / tp)
     assert rank_memory(job).weights == pytest.approx(4 * (of_experts / 4 + others), rel=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("hidden", [64, 512])
-def test_the_estimate_of_activations_is_what_autograd_keeps(dtype: str, hidden: int) -> None:
-    experts = ExpertArgs(8, 2, hidden)
-    args = TransformerArgs(dim=128, n_layers=3, n_heads=8, n_kv_heads=4, experts=experts, vocab_size=1024)
-    args = replace(args, max_seq_len=64)
-    measured, _ = kept_by_autograd(args, getattr(torch, dtype), torch.randint(0, 1024, (2, 64)))
-    arguments = ["--training.seq_len=64", "--training.local_batch_size=2", f"--training.mixed_precision_param={dtype}"]
-    memory = rank_memory(replace(job_of(*arguments), model=args))
-    assert memory.activations == pytest.approx(measured, rel=0.15)
 
 
 def test_padding_of_balanced_steps_is_refused() -> None:

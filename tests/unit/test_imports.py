@@ -20,6 +20,7 @@ FLOORS = (
     ("trainer.components",),
     ("trainer.checkpoint", "trainer.tasks"),
     ("trainer.trainer",),
+    ("trainer.planner",),
     ("trainer.commands",),
     ("train", "trainer.__main__"),
 )

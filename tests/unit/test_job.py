@@ -23,7 +23,9 @@ RANKS = {
     "llama3_405b.toml": 512,
     "llama3_8b_long.toml": 16,
     "llama3_8b_extend.toml": 16,
-    "llama3_8b_1m.toml": 128,
+    "llama3_8b_1m.toml": 16,
+    "llama3_8b_1m_64.toml": 128,
+    "qwen3_8b_1m.toml": 16,
 }
 
 

@@ -40,8 +40,12 @@ def test_check_and_train_mean_the_same_run(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    traced: list[tuple[int, str]] = []
+    monkeypatch.setattr(check, "peak_of_a_step", lambda _arguments, *job: traced.append(job) or "the peak")
     assert check.main(arguments) == 0
-    checked = capsys.readouterr().out
+    checked = capsys.readouterr().out.removesuffix("the peak\n")
+    assert f"on {traced[0][0]} CPU rank" in checked
+    assert traced[0][1] == "cpu"
     assert train.main([*arguments, "--check-config"]) == 0
     assert capsys.readouterr().out == checked
     started: list[str] = []

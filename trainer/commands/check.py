@@ -1,6 +1,10 @@
-"""Check a configuration for a number of ranks, and print every decision with its reason. Torch-free."""
+"""Check a configuration for a number of ranks, and print every decision with its reason. Torch-free.
+
+`lct check` also traces a step, in a process that imports torch, and prints its peak of memory.
+"""
 
 import sys
+from dataclasses import replace
 
 from trainer.commands.notes import job_notes, opening
 from trainer.commands.start import Start, check_here, parse
@@ -9,10 +13,15 @@ from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.data.settings import first_start
 from trainer.job import resolve
 from trainer.job.memory import check_memory
+from trainer.job.sizes import size_words
 from trainer.job.summary import summary
+from trainer.planner import shim
+from trainer.planner.estimate import estimate
+from trainer.planner.timing import device
+from trainer.planner.worker import Worker
 from trainer.runtime import folders_of, holder_of
 from trainer.runtime.console import line_width
-from trainer.runtime.devices import this_machine
+from trainer.runtime.devices import Machine, this_machine
 
 
 def acted(command: CommandLine, start: Start) -> int | None:
@@ -32,8 +41,7 @@ def check(command: CommandLine, start: Start) -> int:
     """
     machine, config = this_machine(), command.config
     elsewhere = command.world_size is not None
-    ranks = command.world_size or start.world_size(config, machine)
-    device_type = "cuda" if elsewhere and config.job.device != "cpu" else machine.device_type(config.job.device)
+    ranks, device_type = _ranks(command, start, machine)
     missing: list[str] = []
     job = resolve(config, ranks, device_type, missing=missing if elsewhere else None)
     here = [] if elsewhere else job_notes(job, machine, start.ranks_here(config, machine))
@@ -53,11 +61,39 @@ def check(command: CommandLine, start: Start) -> int:
     return 0
 
 
+def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, str]:
+    """Return the number of ranks of the job, and their type of device."""
+    config = command.config
+    elsewhere = command.world_size is not None
+    ranks = command.world_size or start.world_size(config, machine)
+    return ranks, "cuda" if elsewhere and config.job.device != "cpu" else machine.device_type(config.job.device)
+
+
 def main(argv: list[str]) -> int:
     """`check [FILE] [--world-size N | --ngpu N] [--table.key value ...]`: FILE and variables as of `train`."""
     try:
         start = parse(argv)
-        return check(parse_command_line(["--check-config", *start.arguments]), start)
+        arguments = ["--check-config", *start.arguments]
+        command = parse_command_line(arguments)
+        code = check(command, start)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if code == 0 and not command.print_config:
+        print(peak_of_a_step(arguments, *_ranks(command, start, this_machine())))
+    return code
+
+
+def peak_of_a_step(arguments: list[str], ranks: int, device_type: str) -> str:
+    """Return in words what a rank needs at the peak of a step, or why it is not known."""
+    traced = device_type if device_type == "cpu" or not shim.why_not() else "cpu"
+    try:
+        with Worker(has_shim=traced == "cuda") as worker:
+            found = estimate(worker, arguments, ranks, replace(device("h100"), type=traced))
+    except ConfigError as error:
+        return f"the peak of a step is not known: {error}"
+    sizes = ", ".join(f"{name} {size_words(size)}" for name, size in list(found.by_purpose.items())[:4])
+    return (
+        f"at its peak a step of a rank needs {size_words(found.profile.peak)}, {size_words(found.reserved)} with what "
+        f"PyTorch reserves: {sizes}; `lct estimate` says more"
+    )

@@ -9,6 +9,11 @@ from trainer import __version__
 COMMANDS = {
     "train": ("train", "train on the GPUs of this machine, or on two CPU ranks", "lct train my.toml --ngpu 8"),
     "check": ("check", "check a configuration and print every decision", "lct check my.toml --world-size 8"),
+    "estimate": (
+        "estimate",
+        "predict memory, traffic and time of a step on GPUs, the longest sequence, the fastest settings",
+        "lct estimate my.toml --world-size 8 --gpu h100",
+    ),
     "generate": ("generate", "continue a text with the weights of a run", "lct generate outputs/debug_model"),
     "evaluate": (
         "evaluate",

@@ -5,8 +5,7 @@ import os
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.job import ResolvedJob
-from trainer.job.memory import check_memory, rank_memory
-from trainer.job.sizes import size_words
+from trainer.job.memory import check_memory
 from trainer.runtime.devices import Machine
 from trainer.stores.folder import checkpoint_folder
 
@@ -24,7 +23,7 @@ def job_notes(job: ResolvedJob, machine: Machine, ranks_here: int) -> list[str]:
     if available is not None and job.device_type == "cpu":
         available //= ranks_here
     check_memory(job, available)
-    notes = (machine.note, _left_checkpoints(job), _log_rank(job.degrees.world_size), _little_memory(job, available))
+    notes = (machine.note, _left_checkpoints(job), _log_rank(job.degrees.world_size))
     return [note for note in notes if note]
 
 
@@ -52,13 +51,3 @@ def _log_rank(ranks: int) -> str:
         return ""
     silent = "no rank logs its steps" if unknown == words else "the others log"
     return f"LOG_RANK names {', '.join(map(repr, unknown))}, and there are the ranks 0 to {ranks - 1}: {silent}"
-
-
-def _little_memory(job: ResolvedJob, available: int | None) -> str:
-    needed = rank_memory(job).total
-    if available is None or needed <= available:
-        return ""
-    return (
-        f"a rank needs about {size_words(needed)} at its peak, and has {size_words(available)}; docs/performance.md "
-        "says what needs less"
-    )

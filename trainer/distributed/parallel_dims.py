@@ -145,6 +145,10 @@ class ParallelDims:
     def __getitem__(self, name: str) -> DeviceMesh:
         return self._meshes[name]
 
+    def meshes(self) -> Mapping[str, DeviceMesh]:
+        """Return all 1-D meshes by name; names whose groups have the same ranks share one."""
+        return self._meshes
+
     def size(self, name: str) -> int:
         return self._meshes[name].size()
 

@@ -7,17 +7,11 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of the largest rank at the peak of a step, by what they are for."""
+    """Bytes that the largest rank holds from step to step, by what they are for."""
 
     weights: int
     gradients: int
     optimizer: int
-    gathered: int
-    """Parameters of the layers in work, gathered by FSDP, and the gradients of one before they are reduced."""
-    activations: int
-    """Of all layers of the rank until their backward, with what one layer recomputes."""
-    logits: int
-    """Logits and their gradient, of a micro-batch or of a chunk of the loss."""
     tables: int
     """Rotary tables and the batch."""
 

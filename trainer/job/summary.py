@@ -172,4 +172,7 @@ def _checkpoints(job: ResolvedJob) -> str:
 
 def _memory(job: ResolvedJob) -> str:
     memory = rank_memory(job)
-    return f"about {size_words(memory.total)} a rank at its peak, beside PyTorch's own: {memory.describe()}"
+    return (
+        f"{size_words(memory.total)} a rank from step to step: {memory.describe()}; `lct check` and `lct estimate` "
+        "predict the peak"
+    )

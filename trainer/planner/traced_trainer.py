@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 import trainer.trainer as loop
-from tests.fake_cuda import operators
-from tests.fake_cuda.machine import Gpu
 from trainer.components.metrics import MetricsLogger
 from trainer.components.step_totals import StepTotals
 from trainer.distributed import expert_parallel
@@ -23,10 +21,11 @@ from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding import placement
 from trainer.models import decoder
 from trainer.models.rotary import precompute_freqs_cis
+from trainer.planner import stand_ins
+from trainer.planner.device import Gpu
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import Batch, Task
-from trainer.transforms.offload import CopyStream
 
 DOCUMENTS = 40  # of a sequence
 
@@ -71,8 +70,8 @@ class TracedTrainer(loop.Trainer):
     def _check_same_batch(self, _batch: Batch) -> None: ...
 
 
-def patches(gpu: Gpu) -> Iterator[Any]:
-    """Yield what is different for a device without values, and for a rank without peers."""
+def patches(gpu: Gpu | None) -> Iterator[Any]:
+    """Yield what is different for a device without values, and for a rank without peers. gpu: None for CPUs."""
 
     def patch(owner: Any, name: str, x: Any, **more: Any) -> Any:
         return mock.patch.object(owner, name, x, **more)
@@ -86,22 +85,23 @@ def patches(gpu: Gpu) -> Iterator[Any]:
     yield patch(modules, "_are_equal", lambda *_: True)
     yield patch(MetricsLogger, "due", lambda _self, _step: False)
     yield patch(StepTotals, "read", _read)
-    yield patch(choose, "gpu_capability", lambda: gpu.capability)
-    yield patch(merging, "fused_merge", lambda: operators.merge)
-    yield patch(nn.functional, "scaled_dot_product_attention", operators.attention_of_one_rank)
-    yield patch(nn.functional, "rms_norm", operators.rms_norm)
     yield patch(decoder, "precompute_freqs_cis", _freqs_of_one_position)
     yield patch(expert_parallel, "plan_dispatch", _even_dispatch)
-    yield patch(CopyStream, "host_like", lambda _, x: torch.empty_like(x, device="cpu").pin_memory())
     for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):  # of an earlier job
         cache.cache_clear()
     if hasattr(schedules, "InferenceMode"):  # since torch 2.12 stages vote, and read the votes
         yield patch(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
+    if gpu is not None:
+        yield patch(choose, "gpu_capability", lambda: gpu.capability)
+        yield patch(merging, "fused_merge", lambda: stand_ins.merge)
+        yield patch(nn.functional, "scaled_dot_product_attention", stand_ins.attention_of_one_rank)
+        yield patch(nn.functional, "rms_norm", stand_ins.rms_norm)
 
 
 def _freqs_of_one_position(length: int, *of_model: Any) -> torch.Tensor:
-    """Return a rotary table in host memory, whose angles would take seconds for a million positions."""
-    return precompute_freqs_cis(1, *of_model).repeat(length, 1, 1)
+    """Return a rotary table in host memory that is not computed: its angles would take seconds for a million."""
+    one = precompute_freqs_cis(1, *of_model)
+    return torch.empty(length, *one.shape[1:], dtype=one.dtype, device="cpu")
 
 
 def _shapes_are_known(_schedule: object, stages: Sequence[Any], *_: Any) -> None:

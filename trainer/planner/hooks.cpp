@@ -1,8 +1,10 @@
-// A CUDA device that does nothing, for a build of PyTorch without CUDA.
+// A CUDA device that does nothing, for a machine without one: in a build of PyTorch for CPUs, and in one for CUDA.
 //
 // FakeTensorMode computes shapes, strides and devices of CUDA tensors and never touches a device, but autograd and the
 // dispatcher ask for a device guard, and PyTorch asks its hooks whether there is CUDA. Both answers stand here. The
-// library must be loaded before torch registers its own hooks: LD_PRELOAD.
+// library must be loaded before torch first asks for its hooks: LD_PRELOAD. PyTorch's own library for CUDA is loaded
+// later, and registers a guard in place of this one: `lct_install_guard`
+// puts it back.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -58,6 +60,10 @@ struct CUDAHooks : at::CUDAHooksInterface {
 
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace
+
+extern "C" void lct_install_guard() {
+  c10::impl::DeviceGuardImplRegistrar again(DeviceType::CUDA, new NothingGuard());
+}

@@ -1,18 +1,22 @@
-"""One process of a job on GPUs that do not exist: CUDA tensors without memory, and a process group that sends nothing.
+"""One process of a job on a device that does not exist: tensors without memory, a process group that sends nothing.
 
-Every operation on a CUDA tensor computes its shape, strides, data type and device, and nothing else. Host memory is
-real: an operation without a CUDA tensor runs as always. So a plan, a mesh or a batch is what it is in a real job, and a
-host that reads a value of the device raises by itself (DataDependentOutputException).
+Every operation on a tensor of the device computes its shape, strides, data type and device, and nothing else. Host
+memory is real: an operation without such a tensor runs as always. So a plan, a mesh or a batch is what it is in a real
+job, and a host that reads a value of the device raises by itself (DataDependentOutputException).
+
+The device is CUDA, or stands for a CPU: then tensors of real numbers with more than one element are the device's, and
+integers, from which plans and batches are made, are the host's.
 
 The operators of this project are opaque to a graph. Here their bodies run, and what they return must be what they have
 promised to the compiler (`register_fake`): shape, strides and data type.
 
-Needs the library of `shim.py`, loaded before torch.
+CUDA needs the library of `shim.py`, loaded before torch, where PyTorch is built for CPUs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -22,8 +26,9 @@ import torch.distributed._tools.fake_collectives
 from torch._library.custom_ops import OPDEFS
 from torch._library.fake_impl import set_ctx_getter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Observer = Callable[[torch._ops.OpOverload, tuple, dict[str, Any], Any], None]
 Around = Callable[[str, tuple, Callable[[], Any]], Any]
@@ -38,15 +43,19 @@ class Gpu:
     memory: int = 150 << 30
 
 
-class FakeCuda(FakeTensorMode):
-    """The mode in which CUDA tensors have no memory.
+GPU = Gpu()
 
-    observe: called after each operation that a GPU would be given, with the operator, its arguments and its result.
+
+class FakeDevice(FakeTensorMode):
+    """The mode in which tensors of a device, "cuda" or "cpu", have no memory.
+
+    observe: called after each operation that the device is given, with the operator, its arguments and its result.
     around: called with each of this project's operators instead of its body, which is the last argument.
     """
 
-    def __init__(self, observe: Observer | None = None, around: Around | None = None) -> None:
+    def __init__(self, device_type: str, observe: Observer | None = None, around: Around | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._device_type = device_type
         self._observe = observe or (lambda *_: None)
         self._around = around or (lambda _name, _args, run: run())
         self._inside = False  # of one operation, which PyTorch computes by others
@@ -63,14 +72,20 @@ class FakeCuda(FakeTensorMode):
         kwargs = kwargs or {}
         if self._inside or func.namespace == "prim":  # prim: questions, such as for the device
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if not _touches_cuda(args, kwargs):
-            return func(*args, **kwargs)
         name = func._schema.name
+        if not _is_of_device(args, kwargs, self._device_type):
+            if self._device_type == "cuda":
+                return func(*args, **kwargs)
+            if any(issubclass(x, DTensor) for x in types):  # its parts come by themselves
+                return NotImplemented
+            result = tree_map_only(torch.Tensor, self._without_memory, func(*args, **kwargs))
+            self._observe(func, args, kwargs, result)
+            return result
         with self:
             if func.namespace == "trainer":
                 return self._around(name, (*args, *kwargs.values()), lambda: self._run_body(name, args, kwargs))
             # In the body of an operator, below autograd, PyTorch asks for composites of other operators as a whole.
-            if func._can_decompose() and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+            if _is_composite(func) and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return result
         if (check := self.checks.get(name)) is not None:
             check(*args)
@@ -82,6 +97,11 @@ class FakeCuda(FakeTensorMode):
         if result is not NotImplemented:  # a DTensor's turn
             self._observe(func, args, kwargs, result)
         return result
+
+    def _without_memory(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that was made in host memory as one of the device, if it is one that stands for a CPU."""
+        is_of_device = type(x) is torch.Tensor and x.device.type == "cpu" and x.is_floating_point() and x.numel() > 1
+        return self.from_tensor(x, static_shapes=True) if is_of_device else x
 
     def _computed(self, func, types, args, kwargs) -> Any:
         """Return the result's form, which PyTorch may compute by other operators: these are not observed."""
@@ -95,11 +115,17 @@ class FakeCuda(FakeTensorMode):
         """Run an operator's body, and compare its results with what the operator promises."""
         operator = OPDEFS[name]
         with set_ctx_getter(_AnySize):
-            promised = operator._abstract_fn(*args, **kwargs)
+            promised = list(map(form, tree_leaves(operator._abstract_fn(*args, **kwargs))))
         found = operator._init_fn(*args, **kwargs)
-        for number, (want, have) in enumerate(zip(tree_leaves(promised), tree_leaves(found), strict=True)):
-            assert form(want) == form(have), f"{name} result {number}: promised {form(want)}, returned {form(have)}"
+        for number, (want, have) in enumerate(zip(promised, map(form, tree_leaves(found)), strict=True)):
+            assert want == have, f"{name} result {number}: promised {want}, returned {have}"
         return found
+
+
+@cache
+def _is_composite(func: torch._ops.OpOverload) -> bool:
+    """Return whether PyTorch computes an operator by others on every device: silu_backward, for one, has kernels."""
+    return func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
 
 
 class _AnySize:
@@ -117,11 +143,11 @@ def form(x: torch.Tensor) -> tuple:
     return tuple(x.shape), strides, x.dtype, x.device.type
 
 
-def _touches_cuda(args: tuple, kwargs: dict[str, Any]) -> bool:
+def _is_of_device(args: tuple, kwargs: dict[str, Any], device_type: str) -> bool:
     for x in (*args, *kwargs.values()):
-        if isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda"):
+        if isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == device_type == "cuda"):
             return True
-        if isinstance(x, list | tuple) and _touches_cuda(tuple(x), {}):
+        if isinstance(x, list | tuple) and _is_of_device(tuple(x), {}, device_type):
             return True
     return False
 
@@ -210,10 +236,14 @@ _pinned: set[int] = set()
 
 
 def _pin(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """Copy a tensor into pinned host memory."""
+    return pinned(x.clone())
+
+
+def pinned(x: torch.Tensor) -> torch.Tensor:
     """Mark host memory as pinned: the device can read it by itself."""
-    copy = x.clone()
-    _pinned.add(copy.untyped_storage()._cdata)
-    return copy
+    _pinned.add(x.untyped_storage()._cdata)
+    return x
 
 
 def is_pinned(x: torch.Tensor) -> bool:
@@ -222,16 +252,9 @@ def is_pinned(x: torch.Tensor) -> bool:
 
 
 @contextmanager
-def machine(rank: int, world: int, gpu: Gpu = Gpu()) -> Iterator[None]:
-    """Be rank `rank` of `world` ranks, with a GPU that does not exist."""
-    patches = [mock.patch.object(torch.cuda, name, x) for name, x in _of_torch_cuda(gpu).items()]
-    patches += [
-        mock.patch.object(torch.accelerator, "current_stream", return_value=_ONLY),
-        mock.patch.object(torch.version, "cuda", "13.0"),
-        mock.patch.object(torch, "Generator", _Generator),
-        mock.patch.object(torch, "Stream", _Stream),
-        mock.patch.object(torch.Tensor, "pin_memory", _pin),
-    ]
+def machine(rank: int, world: int, gpu: Gpu | None = Gpu()) -> Iterator[None]:
+    """Be rank `rank` of `world` ranks, with a GPU that does not exist, or None for a CPU."""
+    patches = [] if gpu is None else _of_gpu(gpu)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         for patch in patches:
@@ -243,3 +266,14 @@ def machine(rank: int, world: int, gpu: Gpu = Gpu()) -> Iterator[None]:
             patch.stop()
         _pinned.clear()
         dist.destroy_process_group()
+
+
+def _of_gpu(gpu: Gpu) -> list[Any]:
+    return [
+        *(mock.patch.object(torch.cuda, name, x) for name, x in _of_torch_cuda(gpu).items()),
+        mock.patch.object(torch.accelerator, "current_stream", return_value=_ONLY),
+        mock.patch.object(torch.version, "cuda", "13.0"),
+        mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.object(torch, "Stream", _Stream),
+        mock.patch.object(torch.Tensor, "pin_memory", _pin),
+    ]

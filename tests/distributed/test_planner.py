@@ -1,0 +1,74 @@
+"""Law: the planner's memory of a step is what the allocator of a real CPU rank reports, to 2 %."""
+
+import pytest
+
+from tests.distributed.memory_cases import measured_case, predicted_case
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_parity import LAYOUTS
+from tests.slow import slow
+
+_P, _CP, _AC = "--parallelism.", "--parallelism.context_parallel_", "--activation_checkpoint."
+_FULL = [f"{_AC}mode=full"]
+_OP = [f"{_AC}mode=selective"]
+_OFFLOAD = [*_FULL, f"{_AC}offload=inputs", f"{_AC}offload_keep_last=1"]
+_BF16 = ["--training.mixed_precision_param=bfloat16"]
+_FOUR_ROWS = ["--training.local_batch_size=4"]
+SIZES = ["--training.seq_len=512", "--training.local_batch_size=2", "--training.global_batch_size=-1"]
+
+
+def cp(degree: int, method: str, *more: str) -> list[str]:
+    return [f"{_CP}degree={degree}", f"{_CP}method={method}", *more]
+
+
+def family(name: str, *more: str) -> list[str]:
+    return [f"--model.name={name}", "--model.flavor=debugmodel", *more]
+
+
+CASES: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    **{name: (ranks, arguments) for name, (ranks, arguments, *_) in LAYOUTS.items() if ranks <= 4},
+    "full": (1, _FULL),
+    "by operator": (1, _OP),
+    "every second layer": (1, [*_OP, f"{_AC}selective_ac_option=2"]),
+    "offloaded": (1, _OFFLOAD),
+    "in parts": (1, [*_FULL, f"{_AC}mlp_chunk_tokens=64"]),
+    "fsdp2, full": (2, _FULL),
+    "fsdp2, offloaded": (2, _OFFLOAD),
+    "loss in chunks": (1, ["--training.loss_chunk_tokens=128"]),
+    "bfloat16": (2, _BF16),
+    "bfloat16, full": (1, [*_FULL, *_BF16]),
+    "weights in bfloat16": (2, ["--training.dtype=bfloat16"]),
+    "ring": (2, cp(2, "ring")),
+    "all_gather": (2, cp(2, "all_gather")),
+    "all_to_all": (2, cp(2, "all_to_all")),
+    "all_to_all, kept": (2, cp(2, "all_to_all", f"{_CP}keep_exchanged=true")),
+    "hybrid": (4, cp(4, "hybrid", f"{_CP}hybrid_degrees", "2", "2")),
+    "ring of 4, full": (4, cp(4, "ring", *_FULL)),
+    "ring, by operator": (2, cp(2, "ring", *_OP)),
+    "ring, full, tp2": (4, cp(2, "ring", *_FULL, f"{_P}tensor_parallel_degree=2")),
+    "short convolution": (2, cp(2, "ring", "--model.short_conv_kernel=4")),
+    "qwen2": (1, family("qwen2")),
+    "qwen3": (1, family("qwen3")),
+    "mistral, window": (1, family("mistral", "--model.sliding_window=64")),
+    "accumulated": (1, ["--training.global_batch_size=8"]),
+    "fused optimizer": (1, ["--optimizer.implementation=fused"]),
+    "parameters on the host": (2, ["--training.enable_cpu_offload=true"]),
+    "1F1B": (
+        2,
+        [f"{_P}pipeline_parallel_degree=2", f"{_P}pipeline_parallel_schedule=1F1B", "--training.local_batch_size=4"],
+    ),
+}
+QUICK = ("one", "fsdp2+cp2", "tp2", "offloaded", "all_to_all")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])
+def test_the_allocator_of_a_rank_reports_what_is_predicted(pool: WorkerPool, name: str) -> None:
+    ranks, arguments = CASES[name]
+    arguments = ["--model.flavor=debugmodel", *SIZES, *arguments]
+    measured = pool.run(ranks, measured_case, arguments)[0]
+    (predicted,) = pool.run(1, predicted_case, arguments, ranks, 0)
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
+def test_forty_settings_are_compared() -> None:
+    assert len(CASES) >= 40

@@ -1,0 +1,37 @@
+"""Counts of events, and the comparison of attention's messages with its plan."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from tests.fake_cuda.operators import CHECKS
+from trainer.distributed.context_parallel.planning.cost import Cost
+from trainer.planner.stand_ins import ATTENTION
+from trainer.planner.tracing import Event, Recorder
+
+
+class CheckedRecorder(Recorder):
+    """Fails if attention sends other bytes than its plan says, or a kernel gets what its CUDA code refuses."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", CHECKS)
+
+    def compare(self, name: str, cost: Cost, counted: Counter, events: Iterable[Event]) -> None:
+        wanted = {kind: size for kind, size in cost.bytes_sent.items() if size}
+        assert dict(counted) == wanted, f"{name} counted {dict(counted)}, its plan sends {wanted}"
+        found = sum(e.bytes for e in events if e.kind == "message")
+        assert found == sum(wanted.values()), f"{name} sent {found} bytes, its plan sends {wanted}"
+
+
+def counted(events: Iterable[Event]) -> dict[str, Any]:
+    """Return the launches beside attention's kernels, these kernels, the messages and their bytes, and the copies."""
+    events = list(events)
+    launches = Counter(e.name for e in events if e.kind == "launch")
+    kernels = {name: number for name, number in sorted(launches.items()) if name in ATTENTION}
+    found: dict[str, Any] = {"launches": launches.total() - sum(kernels.values()), "kernels": kernels}
+    messages = [e for e in events if e.kind == "message"]
+    found["messages"] = dict(sorted(Counter(e.name for e in messages).items()))
+    found["bytes_sent"] = sum(e.bytes for e in messages)
+    if copies := Counter(e.name for e in events if e.kind == "copy"):
+        found["copies"] = dict(sorted(copies.items()))
+    return found

@@ -1,0 +1,265 @@
+"""Laws of the planner: its arithmetic, its records of devices, its search, and what the command prints."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.commands import estimate as command
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.job import resolve
+from trainer.planner.profile import Profile, deeper
+from trainer.planner.profiling import _Allocator, added_up
+from trainer.planner.search import candidates, longest_sequence, suggestions
+from trainer.planner.timing import RECORDS, Device, device, step_time
+from trainer.planner.tracing import trace
+from trainer.planner.worker import shallow_depths
+
+_MIB = 1 << 20
+
+
+def job_of(*arguments: str, ranks: int = 1, layers: int = 4):
+    job = resolve(
+        parse_command_line(["--training.seq_len=64", "--training.global_batch_size=-1", *arguments]).config,
+        ranks,
+        "cpu",
+    )
+    return replace(job, model=replace(job.model, n_layers=layers))
+
+
+# ---- memory
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 64 * _MIB)), max_size=200))
+@settings(max_examples=40, deadline=None)
+def test_blocks_of_the_allocator_never_overlap(changes: list[tuple[int, int]]) -> None:
+    """What is reserved is at least what is alive, rounded."""
+    allocator, live, most = _Allocator(), {}, 0
+    for name, size in changes:
+        allocator.resize(name, size)
+        live[name] = -(-size // 512) * 512
+        most = max(most, sum(live.values()))
+    for pool in ("small", "large"):
+        spans = sorted((begin, begin + size) for of, begin, size in allocator._of.values() if of == pool)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    assert allocator.reserved >= most
+
+
+def test_freed_neighbours_are_one_block_again() -> None:
+    allocator = _Allocator()
+    for name in range(4):
+        allocator.resize(name, 8 * _MIB)
+    for name in (1, 2):
+        allocator.resize(name, 0)
+    allocator.resize("as large as both", 16 * _MIB)
+    assert allocator.reserved == 32 * _MIB
+    allocator.resize("more", 2 * _MIB)
+    assert allocator.reserved == 34 * _MIB
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--activation_checkpoint.mode=full"],
+        ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+    ],
+)
+def test_a_deep_model_is_a_straight_line_over_shallow_ones(arguments: list[str], monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = job_of(*arguments, layers=9)
+    depths = shallow_depths(job)
+    assert depths is not None
+    assert max(depths) < 9
+
+    def of(layers: int) -> Profile:
+        shallow = replace(job, model=replace(job.model, n_layers=layers))
+        return added_up(trace(shallow, 0, None), 1, range(layers))
+
+    whole, line = of(9), deeper(*map(of, depths), 9)
+    assert line.peak == pytest.approx(whole.peak, rel=0.002)
+    assert line.peak_place == whole.peak_place
+    assert sum(w.get("products", 0) for w in line.work.values()) == sum(
+        w.get("products", 0) for w in whole.work.values()
+    )
+
+
+def test_depths_have_as_many_layers_of_each_kind() -> None:
+    assert shallow_depths(job_of(layers=5)) is None
+    assert shallow_depths(job_of(layers=32)) == (4, 5)
+    every_third = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3")
+    assert shallow_depths(job_of(*every_third, layers=32)) == (5, 8)
+
+
+def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
+    """Products, and causal attention, of forward and backward."""
+    monkeypatch.chdir(tmp_path)
+    job = job_of()
+    work = added_up(trace(job, 0, None), 1, range(4)).work
+    products = sum(w.get("products", 0) for w in work.values())
+    attention = sum(w.get("attention_forward", 0) + w.get("attention_backward", 0) for w in work.values())
+    tokens = job.sequences_per_step * 64
+    whole, _ = job.model.flops_per_token(64)
+    of_attention = 12 * job.model.n_layers * job.model.n_heads * job.model.head_dim * 64
+    assert products == tokens * (whole - of_attention)
+    assert attention == pytest.approx(tokens * of_attention / 2 * 7 / 6, rel=1e-6)  # the backward computes scores again
+
+
+# ---- time
+
+_DEVICE = Device("one", 1e12, 1e11, 1e10, 1e9, 80e9, launch=1e-6, efficiency={"products": 0.5})
+
+
+def profile_of(**work: float) -> Profile:
+    return Profile(1, {"forward/output": {"forward": 1.0}}, {"forward": work}, {}, {"fragments": 0.0, "host": 0.0})
+
+
+def test_a_part_takes_as_long_as_its_kernels_or_its_launches() -> None:
+    assert step_time(profile_of(products=1e12), _DEVICE).seconds == 2.0
+    assert step_time(profile_of(products=1e12, moved=1e11), _DEVICE).seconds == 3.0
+    assert step_time(profile_of(products=1e6, launches=1e6), _DEVICE).seconds == pytest.approx(1.0)
+    assert step_time(profile_of(copied=25e9 * 3, products=1e12), _DEVICE).seconds == 3.0
+
+
+def test_messages_of_fsdp_hide_and_exchanges_of_heads_wait() -> None:
+    message = {"calls": 0.0, "bytes": 3e10, "ranks": 8, "span": 8}
+    for name, seconds in (("fsdp _allgather_base_", 3.0), ("cp send", 3.0), ("cp alltoall_base_", 5.0)):
+        profile = replace(profile_of(products=1e12), messages={f"forward {name}": message})
+        assert step_time(profile, _DEVICE).seconds == seconds, name
+    over_nodes = replace(profile_of(products=1e12), messages={"forward fsdp _allgather_base_": message | {"span": 16}})
+    assert step_time(over_nodes, _DEVICE).seconds == 30.0
+    assert "messages" in step_time(over_nodes, _DEVICE).bottleneck
+
+
+def test_stages_of_a_pipeline_wait() -> None:
+    assert step_time(profile_of(products=1e12), _DEVICE, bubble=0.5).seconds == 3.0
+
+
+def test_records_are_whole_and_wrong_ones_are_one_sentence(tmp_path: Path) -> None:
+    for name in ("h100", "h200", "b200", "a100"):
+        assert device(name).efficiency.keys() >= {"products", "memory", "link", "network"}
+    with pytest.raises(ConfigError, match=r"--gpu 'h10' is none of h100.*did you mean 'h100'"):
+        device("h10")
+    path = tmp_path / "mine.toml"
+    path.write_text('[mine]\nname = "x"\nflops = 1e12\nfloops = 1\n')
+    with pytest.raises(ConfigError, match="'floops' is no key of a record"):
+        device(str(path))
+    path.write_text('[mine]\nname = "x"\nflops = 1e12\n')
+    with pytest.raises(ConfigError, match="bandwidth"):
+        device(str(path))
+    assert RECORDS.is_file()
+
+
+# ---- search
+
+
+def fake(total, speed: float = 1.0, host: float = 0.0):
+    """An estimate of so many bytes."""
+    return SimpleNamespace(
+        total=total,
+        fits=total <= 80e9,
+        device=SimpleNamespace(memory=80e9),
+        tokens_per_second=speed,
+        profile=SimpleNamespace(totals={"host": host}),
+    )
+
+
+@pytest.mark.parametrize(
+    "size",
+    [lambda n: 20e9 + 60e3 * n, lambda n: 10e9 + 40e3 * n + n**2 / 1e2, lambda n: 79e9 + 1e6 * n, lambda n: 90e9],
+)
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(size) -> None:
+    calls: list[int] = []
+
+    def estimate(arguments: Sequence[str]):
+        length = int(arguments[-1].rpartition("=")[2])
+        calls.append(length)
+        found = fake(size(length))
+        found.job = SimpleNamespace(positions=length)
+        return found
+
+    longest, beyond = longest_sequence(estimate, [], 8192, 1024)
+    most = max((n for n in range(1024, 1 << 22, 1024) if size(n) <= 80e9), default=0)
+    if most == 0:
+        assert longest is None
+    else:
+        assert 0.97 * most <= longest.job.positions <= most
+        assert longest.fits
+    assert not beyond.fits
+    assert len(calls) <= 14
+
+
+def test_suggestions_are_what_fits_the_fastest_first() -> None:
+    def estimate(arguments: Sequence[str]):
+        text = " ".join(arguments)
+        if "tensor_parallel_degree=8" in text:
+            raise ConfigError("heads")
+        if "context_parallel_degree=1" in text:
+            return fake(90e9)
+        return fake(70e9, 300.0 if "offload" in text else 200.0, host=1e12 if "ring" in text else 0.0)
+
+    found = suggestions(estimate, [], 8, host_memory=100e9)
+    assert found
+    assert all("context_parallel_degree=1" not in " ".join(choice.settings) for choice in found)
+    assert all("offload" not in " ".join(c.settings) for c in found if "ring" in " ".join(c.settings))
+    assert "offload" in " ".join(found[0].settings)
+    speeds = [choice.estimate.tokens_per_second for choice in found]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_candidates_divide_the_ranks() -> None:
+    for settings_ in candidates(8):
+        degrees = dict(text[2:].split("=") for text in settings_)
+        cp, tp = (int(degrees[f"parallelism.{name}_parallel_degree"]) for name in ("context", "tensor"))
+        assert 8 % (cp * tp) == 0
+        assert ("parallelism.context_parallel_method" in degrees) == (cp > 1)
+
+
+# ---- the command
+
+
+def cpu_record(tmp_path: Path) -> str:
+    path = tmp_path / "cpu.toml"
+    peaks = "flops = 1e11\nbandwidth = 1e10\nlink = 1e9\nnetwork = 1e9\nmemory = 1e10\n"
+    path.write_text(f'[cpu]\nname = "a CPU"\ntype = "cpu"\n{peaks}')
+    return str(path)
+
+
+def test_the_command_prints_memory_traffic_and_time(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch) -> None:
+    arguments = ["debug_model", "--gpu", cpu_record(tmp_path), "--world-size", "2"]
+    assert command.main([*arguments, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["fits"]
+    assert found["ranks"] == 2
+    assert found["total"] >= found["reserved"] >= found["allocated"]
+    assert math.isclose(sum(found["memory"].values()), found["allocated"], rel_tol=1e-9)
+    assert any("fsdp" in name for name in found["messages"])
+    assert command.main([*arguments, "--training.local_batch_size", "1", "--picture", str(tmp_path / "step.svg")]) == 0
+    printed = capfd.readouterr().out
+    for word in ("memory", "it fits", "traffic", "fsdp", "time", "tokens a second"):
+        assert word in printed
+    assert (tmp_path / "step.svg").stat().st_size > 1000
+
+
+def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
+    for arguments, words in (
+        (["debug_model", "--gpu", "h10"], "is none of h100"),
+        (["debug_model", "--world-size", "x"], "--world-size"),
+        (["debug_model", "--gpu", cpu_record(tmp_path), "--training.seq_len", "0"], "training.seq_len"),
+        (
+            ["debug_model", "--gpu", cpu_record(tmp_path), "--parallelism.tensor_parallel_degree", "3"],
+            "tensor_parallel_degree = 3",
+        ),
+    ):
+        assert command.main(arguments) == 2
+        error = capfd.readouterr().err
+        assert error.startswith("error: ")
+        assert words in error

@@ -1,0 +1,162 @@
+"""Predict memory, traffic and time of a step on GPUs, without a GPU. Torch runs in a process of its own.
+
+    estimate [FILE] [--world-size N] [--gpu NAME] [--max-seq-len] [--suggest [OUT.toml]] [--picture FILE] [--json]
+             [--table.key value ...]
+
+--gpu: h100 (default), h200, b200, a100, or a .toml file with a record; cpu: ranks on this machine's CPU.
+--max-seq-len: the longest training.seq_len that fits; --suggest: degrees, methods and recomputation, the fastest first,
+and the best one written to OUT.toml; --picture: memory over the step, as .png or .svg.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from textwrap import TextWrapper
+
+from trainer.commands.start import parse
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line, to_toml
+from trainer.job.sizes import size_words
+from trainer.planner import shim
+from trainer.planner.estimate import Estimate, estimate, in_words, lines
+from trainer.planner.profile import Profile
+from trainer.planner.search import Estimator, longest_sequence, suggestions
+from trainer.planner.timing import device
+from trainer.planner.worker import Worker
+from trainer.runtime.console import line_width
+from trainer.runtime.nodes import whole_number
+
+_AS_ON_GPUS = ("--training.mixed_precision_param=bfloat16", "--optimizer.implementation=fused")
+_HELP = argparse.RawDescriptionHelpFormatter
+_HOST_OF_A_GPU = 200e9
+"""Bytes of host memory for each GPU of a node, of which offloaded inputs may take all."""
+
+
+def main(argv: list[str]) -> int:
+    """Estimate, print, and return the exit code: 1 if the job does not fit."""
+    started = time.monotonic()
+    try:
+        options, arguments = _options(argv)
+        ranks = whole_number("--world-size", options.world_size, such_as="--world-size 8")
+        config = parse_command_line(arguments).config
+        record, note = device(options.gpu), ""
+        if record.type == "cuda" and (why := shim.why_not()):
+            note = f"{why}: traced with the kernels of CPUs, which keep more of norms and attention than those of a GPU"
+            record, arguments = replace(record, type="cpu"), [*arguments, *_AS_ON_GPUS]
+        with Worker(has_shim=record.type == "cuda") as worker:
+            of = partial(estimate, worker, ranks=ranks, device=record, whole=options.picture is not None)
+            if options.suggest is not None:
+                found = _suggest(of, arguments, ranks, options.suggest)
+            elif options.max_seq_len:
+                found = _longest(of, arguments, config.training.seq_len, ranks)
+            else:
+                found = of(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(found.record()))
+    else:
+        _print(lines(found))
+        print(f"\ntraced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory")
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    if options.picture:
+        draw(found.profile, options.picture)
+    return 0 if found.fits else 1
+
+
+def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of this command, and the command line of the job."""
+    parser = argparse.ArgumentParser(
+        prog="lct estimate", usage=argparse.SUPPRESS, description=__doc__, allow_abbrev=False, formatter_class=_HELP
+    )
+    parser.add_argument("--world-size", default="8")
+    parser.add_argument("--gpu", default="h100")
+    parser.add_argument("--max-seq-len", action="store_true")
+    parser.add_argument("--suggest", nargs="?", const="", metavar="OUT.toml")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--json", action="store_true")
+    config, rest = (argv[:1], argv[1:]) if argv and not argv[0].startswith("-") else ([], argv)
+    options, rest = parser.parse_known_args(rest)
+    return options, parse([*config, *rest]).arguments
+
+
+def _print(paragraphs: Sequence[tuple[str, str]]) -> None:
+    wrap = TextWrapper(line_width() - 13, break_on_hyphens=False).wrap
+    before = ""
+    for topic, text in paragraphs:
+        for line in wrap(text):
+            print(f"{topic if topic != before else '':13}{line}")
+            before = topic
+
+
+def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Estimate:
+    """Print the longest sequence that fits, and return its estimate, or that of the shortest tried."""
+    longest, beyond = longest_sequence(of, arguments, begin, unit=128 * ranks)
+    wall = next(iter(beyond.by_purpose))
+    if longest is not None:
+        print(
+            f"{'longest':13}{longest.job.positions:,} tokens: {size_words(longest.total)} of "
+            f"{size_words(longest.device.memory)}"
+        )
+    print(f"{'beyond':13}{beyond.job.positions:,} tokens need {size_words(beyond.total)}; the most of it is {wall}")
+    return longest or beyond
+
+
+def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Estimate:
+    """Print the fastest choices, write the best one if asked to, and return its estimate.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    found = suggestions(of, arguments, ranks, _HOST_OF_A_GPU)
+    if not found:
+        raise ConfigError(
+            f"nothing that was tried fits on {ranks} GPUs; use more of them, or a shorter training.seq_len"
+        )
+    for choice in found[:8]:
+        best = choice.estimate
+        settings = " ".join(f"--{text.lstrip('-')}" for text in choice.settings)
+        print(
+            f"{best.tokens_per_second:9,.0f} tok/s  {size_words(best.total):>9}  {settings}\n{'':17}{choice.reason()}"
+        )
+    if path:
+        Path(path).write_text(to_toml(found[0].estimate.job.given), encoding="utf-8")
+        print(f"\nthe first is written to {path}: lct train {path}")
+    return found[0].estimate
+
+
+def draw(profile: Profile, path: Path) -> None:
+    """Draw the memory that is alive over the step, by what it is for.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--picture needs matplotlib: pip install matplotlib") from None
+    totals: dict[str, float] = {}
+    for _, amounts in profile.curve:
+        for name, size in in_words(amounts).items():
+            totals[name] = max(totals.get(name, 0.0), size)
+    names = sorted(totals, key=lambda name: -totals[name])
+    rows = [[in_words(amounts).get(name, 0.0) / 2**30 for _, amounts in profile.curve] for name in names]
+    figure = Figure((10, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.stackplot(range(len(profile.curve)), rows, labels=names)
+    phases = [place.split("/")[0] for place, _ in profile.curve]
+    starts = [i for i, phase in enumerate(phases) if i == 0 or phase != phases[i - 1]]
+    for start in (i for i in starts if phases[i] in ("forward", "backward", "optimizer")):
+        axes.axvline(start, color="black", linewidth=0.5)
+        axes.text(start, axes.get_ylim()[1], phases[start], va="bottom", fontsize=8)
+    axes.set(ylabel="GiB alive", xlabel="the step, one event after another", xlim=(0, len(profile.curve) - 1))
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", fontsize=7)
+    figure.savefig(path)

@@ -1,0 +1,166 @@
+"""What a step of a job takes on a kind of GPU, before it starts: memory, traffic and time. Torch-free.
+
+A process traces the job's own step (`worker.py`); here its profile becomes an answer. Memory and messages are counted;
+time is a roofline from the record of the GPU.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.config.loader import parse_command_line
+from trainer.job import ResolvedJob, resolve
+from trainer.job.sizes import size_words
+from trainer.planner.profile import Profile
+from trainer.planner.timing import Device, StepTime, step_time
+from trainer.planner.worker import Worker
+
+_PURPOSES = {
+    "forward": "activations",
+    "recomputed": "recomputed activations",
+    "backward": "gradients of activations",
+    "attention": "attention's buffers",
+    "gathered": "gathered parameters",
+    "reduced": "gradients to reduce",
+    "offloaded": "inputs on their way to the host",
+    "tables": "rotary tables",
+    "logits": "logits",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+}
+"""Purposes of memory in words; all others are the batch and small values."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step of a job. rank: that with the most memory; profile: of this rank; time: of the slowest."""
+
+    job: ResolvedJob
+    device: Device
+    rank: int
+    profile: Profile
+    time: StepTime
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that PyTorch's allocator holds."""
+        return self.profile.peak + self.profile.totals["fragments"]
+
+    @property
+    def total(self) -> float:
+        """Bytes that the device has to have."""
+        return self.reserved + self.device.outside
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has so much memory."""
+        return self.total <= self.device.memory
+
+    @property
+    def by_purpose(self) -> dict[str, float]:
+        """Bytes at the peak, by what they are for, most first."""
+        return in_words(self.profile.live[self.profile.peak_place])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second of one rank."""
+        tokens = self.job.sequences_per_step * self.job.positions
+        return tokens / self.job.degrees.world_size / self.time.seconds
+
+    @property
+    def mfu(self) -> tuple[float, float]:
+        """Share of the peak with full attention counted, and with visible keys alone."""
+        full, causal = self.job.model.flops_per_token(self.job.positions)
+        return tuple(flops * self.tokens_per_second / self.device.flops for flops in (full, causal))
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as plain data, sizes in bytes and times in seconds."""
+        return {
+            "device": asdict(self.device),
+            "ranks": self.job.degrees.world_size,
+            "rank": self.rank,
+            "allocated": self.profile.peak,
+            "reserved": self.reserved,
+            "total": self.total,
+            "fits": self.fits,
+            "host": self.profile.totals["host"],
+            "memory": self.by_purpose,
+            "peak": {"place": self.profile.peak_place, "at": self.profile.at.get(self.profile.peak_place, "")},
+            "places": {place: sum(amounts.values()) for place, amounts in self.profile.live.items()},
+            "messages": self.profile.messages,
+            "work": self.profile.work,
+            "step_seconds": self.time.seconds,
+            "time": self.time.parts,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu[0],
+            "mfu_causal": self.mfu[1],
+        }
+
+
+def in_words(amounts: Mapping[str, float]) -> dict[str, float]:
+    """Return bytes by what they are for, in words, most first."""
+    sums: dict[str, float] = {}
+    for purpose, size in amounts.items():
+        words = _PURPOSES.get(purpose, "batch and others")
+        sums[words] = sums.get(words, 0.0) + size
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def estimate(worker: Worker, arguments: Sequence[str], ranks: int, device: Device, *, whole: bool = False) -> Estimate:
+    """Trace a job and return its estimate. whole: trace all layers, which takes longer, for a picture of them.
+
+    Raises:
+        ConfigError: a wrong setting, or a job that cannot be traced.
+    """
+    gpu = {"name": device.name, "capability": device.capability, "memory": int(device.memory)}
+    found = worker.ask(arguments, ranks, gpu if device.type == "cuda" else None, whole=whole)
+    job = resolve(parse_command_line(list(arguments)).config, ranks, device.type, missing=[])
+    profiles = {int(rank): Profile(**profile) for rank, profile in found["profiles"].items()}
+    rank = max(profiles, key=lambda rank: profiles[rank].peak)
+    compiled = job.compilation.model
+    times = [step_time(profile, device, bubble(job), compiled=compiled) for profile in profiles.values()]
+    return Estimate(job, device, rank, profiles[rank], max(times, key=lambda time: time.seconds))
+
+
+def bubble(job: ResolvedJob) -> float:
+    """Return the share of forward and backward by which stages of a pipeline wait (1F1B; arXiv 2104.04473)."""
+    if job.pipeline is None or job.pipeline.splits_backward:
+        return 0.0
+    own = len(job.pipeline.stages_of(0))
+    return (job.degrees.pp - 1) / (job.pipeline.micro_batches * own)
+
+
+def lines(found: Estimate) -> list[tuple[str, str]]:
+    """Return the estimate as paragraphs: (topic, text)."""
+    profile, device = found.profile, found.device
+    place = profile.peak_place
+    verdict = "it fits" if found.fits else "it does not fit"
+    memory = [
+        f"{size_words(found.total)} of {size_words(device.memory)}: {verdict}",
+        f"allocated {size_words(profile.peak)}, reserved {size_words(found.reserved)}, "
+        f"{size_words(device.outside)} beside PyTorch's allocator",
+        f"at the peak: {_sizes(found.by_purpose, profile.peak)}",
+        f"the peak is in {place.replace('/', ', ')}: {profile.at.get(place, '')}",
+    ]
+    if profile.totals["host"]:
+        memory.append(f"{size_words(profile.totals['host'])} of page-locked host memory a rank")
+    traffic = [
+        f"{part} {mesh} {collective.strip('_')}: {size_words(message['bytes'])} in {message['calls']:,.0f} calls "
+        f"over {message['ranks']:.0f} ranks"
+        for name, message in profile.messages.items()
+        for part, mesh, collective in [name.split(" ")]
+        if message["bytes"] >= 1 << 20
+    ]
+    causal = "" if found.mfu[0] == found.mfu[1] else f", {found.mfu[1]:.0%} counting visible keys alone"
+    time = [
+        f"{found.time.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens a second and rank, "
+        f"MFU {found.mfu[0]:.0%}{causal}",
+        f"most of it: {found.time.bottleneck}",
+    ]
+    topics = {"memory": memory, "traffic": traffic, "time": time}
+    return [(topic, text) for topic, texts in topics.items() for text in texts]
+
+
+def _sizes(amounts: Mapping[str, float], whole: float) -> str:
+    return ", ".join(f"{name} {size_words(size)}" for name, size in amounts.items() if size >= whole / 100)

@@ -1,0 +1,101 @@
+"""Operators of GPUs as a CPU build lacks them. Their results have no values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+_aten = torch.ops.aten
+
+ATTENTION = (
+    frozenset(
+        f"{name}_{direction}"
+        for name in ("_flash_attention", "_efficient_attention")
+        for direction in ("forward", "backward")
+    )
+    | {
+        f"_scaled_dot_product_{name}_attention{direction}"
+        for name in ("cudnn", "flash")
+        for direction in ("", "_backward")
+    }
+    | {f"_scaled_dot_product_flash_attention_for_cpu{direction}" for direction in ("", "_backward")}
+)
+"""Names of attention's kernels."""
+
+
+def stand_ins() -> dict[str, Callable[..., Any]]:
+    """Return what runs in place of PyTorch's operators, by qualified name."""
+    return {"aten::_efficient_attention_backward": _efficient_backward}
+
+
+def _efficient_backward(_dout, q, k, v, _bias, *_: Any, **__: Any) -> tuple:
+    """Return gradients as the operator does; PyTorch's own function of shapes cannot be called (torch 2.13)."""
+    return *map(torch.empty_like, (q, k, v)), None
+
+
+# ---- kernels of Triton, and those that a CPU build takes apart
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel forward, and two backward: the gradients of the input and of the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return x.mul(weight)
+
+    @staticmethod
+    def backward(ctx, dout):
+        _, weight, _ = ctx.saved_tensors
+        return dout.mul(weight), dout.flatten(0, -2).sum(0, dtype=weight.dtype)
+
+
+def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
+    """Stand in for F.rms_norm of a CUDA tensor, which a CPU build takes apart."""
+    plain = weight is not None and not isinstance(x, DTensor) and not isinstance(weight, DTensor) and x.is_cuda
+    return _RmsNorm.apply(x, weight) if plain else real(x, shape, weight, eps)
+
+
+def merge(total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Stand in for the Triton kernel that merges partial results: its checks, and one launch."""
+    assert total_out.shape == out.shape
+    assert total_lse.shape == lse.shape == out.shape[:3]
+    assert total_out.stride(-1) == out.stride(-1) == 1
+    assert total_out.dtype == total_lse.dtype == lse.dtype == torch.float32
+    b, h, rows, _ = out.shape
+    assert b * h * -(-rows // 32) < 2**31
+    total_out.mul_(1.0)
+
+
+class _Attention(torch.autograd.Function):
+    """Causal attention of one rank by cuDNN, as F.scaled_dot_product_attention has it on a Hopper."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        arguments = (None, True, 0.0, True, False)
+        out, lse, _, _, n, m, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, *arguments, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, out, lse, seed, offset)
+        ctx.sizes, ctx.scale = (n, m), scale
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse, seed, offset = ctx.saved_tensors
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, seed, offset, None, None, None, *ctx.sizes, 0.0, True, scale=ctx.scale
+        )
+        return *grads, None
+
+
+def attention_of_one_rank(q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options) -> torch.Tensor:
+    """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel."""
+    if attn_mask is not None:
+        return real(q, k, v, attn_mask=attn_mask, **options)
+    scale, grouped = options.get("scale"), options.get("enable_gqa", False)
+    assert options.get("is_causal", False)
+    assert grouped == (q.shape[1] != k.shape[1])
+    return _Attention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)

@@ -1,0 +1,134 @@
+"""The time of a step from its profile and a record of a device: a roofline for each part of the step. Torch-free.
+
+A part takes as long as its kernels, or as the host takes to launch them. Messages of FSDP and of a ring, and copies to
+and from the host, run while kernels compute, and count where they take longer. Exchanges of heads, of tensor and of
+expert parallelism are waited for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.toml import load_toml
+from trainer.planner.profile import Profile
+
+RECORDS = Path(__file__).with_name("gpus.toml")
+QUANTITIES = ("products", "float8", "attention_forward", "attention_backward", "memory", "link", "network")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peaks of a device, a second, and the share of each that training reaches; see gpus.toml for units."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    memory: float
+    host: float = 25e9
+    type: str = "cuda"
+    capability: tuple[int, int] = (0, 0)
+    flops_float8: float = 0.0
+    node: int = 8
+    outside: float = 0.0
+    launch: float = 5e-6
+    torch: str = ""
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+
+    def rate(self, quantity: str) -> float:
+        """Return the units a second of a quantity that training reaches."""
+        peaks = {"memory": self.bandwidth, "link": self.link, "network": self.network, "host": self.host}
+        peak = peaks.get(quantity, self.flops_float8 or self.flops if quantity == "float8" else self.flops)
+        return peak * self.efficiency.get(quantity, 1.0)
+
+
+def device(name: str) -> Device:
+    """Return the record of a GPU, by its name in gpus.toml or as a file of that form, with a table for one.
+
+    Raises:
+        ConfigError: no such record, or a key that is missing or not known.
+    """
+    path = Path(name)
+    records = load_toml(path) if path.suffix == ".toml" else load_toml(RECORDS)
+    key = next(iter(records), "") if path.suffix == ".toml" else name
+    if key not in records:
+        known = ", ".join(load_toml(RECORDS))
+        raise ConfigError(
+            f"--gpu {name!r} is none of {known}, nor a .toml file{did_you_mean(name, load_toml(RECORDS))}"
+        )
+    given: dict[str, Any] = records[key]
+    names = {f.name for f in fields(Device)}
+    if wrong := sorted(given.keys() - names):
+        raise ConfigError(f"--gpu {name}: {wrong[0]!r} is no key of a record; its keys are {', '.join(sorted(names))}")
+    try:
+        return Device(**given | {"capability": tuple(given.get("capability", (0, 0)))})
+    except TypeError as error:
+        raise ConfigError(f"--gpu {name}: {error}; trainer/planner/gpus.toml shows a whole record") from None
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step. parts: part of the step -> what takes time -> seconds, of which `waits` are messages."""
+
+    seconds: float
+    parts: Mapping[str, Mapping[str, float]]
+
+    @property
+    def bottleneck(self) -> str:
+        """What takes most of the step, in words."""
+        sums: dict[str, float] = {}
+        for amounts in self.parts.values():
+            for what, seconds in amounts.items():
+                sums[what] = sums.get(what, 0.0) + seconds
+        what = max(sums, key=lambda name: sums[name])
+        return f"{what}, {sums[what] / max(sum(sums.values()), 1e-12):.0%} of the step"
+
+
+def step_time(profile: Profile, on: Device, bubble: float = 0.0, *, compiled: bool = False) -> StepTime:
+    """Return the time of a step. bubble: share of forward and backward by which a pipeline's stages wait.
+
+    compiled: the compiler fuses kernels, which then move a share of the bytes (`fused` of the record).
+    """
+    parts: dict[str, dict[str, float]] = {}
+    fused = on.efficiency.get("fused", 1.0) if compiled else 1.0
+    for part, amounts in profile.work.items():
+        times = {
+            what: amounts.get(what, 0.0) / on.rate(what)
+            for what in ("products", "float8", "attention_forward", "attention_backward")
+        }
+        times["memory"] = (amounts.get("moved", 0.0) * fused + amounts.get("optimizer", 0.0)) / on.rate("memory")
+        kernels, launches = sum(times.values()), amounts.get("launches", 0.0) * fused * on.launch
+        times["launches"] = max(launches - kernels, 0.0)
+        hidden, waited = _messages(profile, part, on)
+        times["messages of FSDP and rings"] = max(hidden - max(kernels, launches), 0.0)
+        copies = amounts.get("copied", 0.0) / on.rate("host")
+        times["copies to and from the host"] = max(copies - max(kernels, launches), 0.0)
+        times["exchanges"] = waited
+        if part in ("forward", "backward"):
+            times["pipeline bubble"] = bubble * sum(times.values())
+        parts[part] = {what: seconds for what, seconds in times.items() if seconds}
+    return StepTime(sum(sum(times.values()) for times in parts.values()), parts)
+
+
+def _messages(profile: Profile, part: str, on: Device) -> tuple[float, float]:
+    """Return the seconds of a part's messages that are sent while kernels compute, and of those that are waited for."""
+    hidden = waited = 0.0
+    for name, message in profile.messages.items():
+        of_part, mesh, collective = name.split(" ")
+        if of_part != part:
+            continue
+        inside = message["span"] <= on.node
+        seconds = message["bytes"] / on.rate("link" if inside else "network") + message["calls"] * 10e-6
+        if mesh == "fsdp" or collective == "send":
+            hidden += seconds
+        else:
+            waited += seconds
+    return hidden, waited
+
+
+def with_efficiency(on: Device, efficiency: Mapping[str, float]) -> Device:
+    """Return a device with other shares of its peaks."""
+    return replace(on, efficiency={**on.efficiency, **efficiency})

@@ -1,0 +1,511 @@
+"""What a device of a job is given: `trace(job, rank)` runs the trainer's own steps and returns each event.
+
+An event is a kernel, a copy between host and device, or a message of a collective. Beside the events stand the blocks
+of device memory, each with what it is for, when it was made and when it was freed. Nothing is computed, so that a step
+of a million tokens takes seconds.
+"""
+
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import CodeType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainer.components.optimizer import ensure_state
+from trainer.distributed.context_parallel.execution.build import Execution
+from trainer.distributed.context_parallel.live import LivePlan
+from trainer.distributed.context_parallel.live import resolve as resolve_plan
+from trainer.distributed.context_parallel.planning.cost import AttentionShape, Cost, attention_cost
+from trainer.distributed.sharding import exchange
+from trainer.job.record import ResolvedJob
+from trainer.planner.device import GPU, FakeDevice, Gpu, is_pinned, machine, pinned
+from trainer.planner.stand_ins import ATTENTION, stand_ins
+from trainer.planner.traced_trainer import TracedTrainer, patches
+from trainer.transforms.offload import CopyStream
+
+BEFORE, AFTER = -1, 10**6
+"""Numbers of what comes before the first layer of a model part, and after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a device is given.
+
+    step: of training, 0 while the trainer is made; place: the operator of this project in which it happens, or "";
+    kind: `launch`, `copy`, `message`, or `operator` for the start of an operator of this project; name: of PyTorch's
+    operator, of a copy its direction, of a message its collective; bytes: of a copy, or what a message sends to other
+    ranks; phase: the part of the step; layer: its number, `BEFORE` or `AFTER`.
+    """
+
+    step: int
+    place: str
+    kind: str
+    name: str
+    bytes: int
+    phase: str
+    layer: int
+    where: str = ""
+    """Of a copy for which the host waits: the line of this project."""
+    flops: int = 0
+    """Of a launch, or of all kernels of an operator of attention."""
+    moved: int = 0
+    """Bytes that a launch reads and writes."""
+    ranks: tuple[int, ...] = ()
+    """Of a message: the ranks of its group."""
+    is_sharding: bool = False
+    """Of a message: whether FSDP sends it."""
+
+
+@dataclass(slots=True)
+class Block:
+    """Device memory of one storage. kind: what it is for; where: the line of this project that made it."""
+
+    size: int
+    kind: str
+    where: str
+    operator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A block that is made, freed (size 0) or resized."""
+
+    step: int
+    phase: str
+    layer: int
+    block: Block
+    size: int
+
+
+@dataclass(frozen=True)
+class Events:
+    """All events of a traced job in their order, and all changes of device memory."""
+
+    all: tuple[Event, ...]
+    memory: tuple[Change, ...]
+    names: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """Ranks of a mesh -> its name."""
+    host_bytes: int = 0
+    """Of page-locked memory for what is offloaded."""
+
+    def layer(self, step: int, operator: str) -> list[Event]:
+        """Return the events of a layer: from one run of an operator to the next one, the first two of a step."""
+        starts = [i for i, e in enumerate(self.all) if e.step == step and e.kind == "operator" and e.name == operator]
+        return list(self.all[starts[0] : starts[1]]) if len(starts) > 1 else []
+
+    def peak(self, step: int) -> tuple[int, str]:
+        """Return the most bytes alive in a step, and the operation that reached them."""
+        live, most, at = 0, 0, ""
+        alive: dict[int, int] = {}
+        for change in self.memory:
+            live += change.size - alive.get(id(change.block), 0)
+            alive[id(change.block)] = change.size
+            if change.step == step and live > most:
+                most, at = live, change.block.operator
+        return most, at
+
+
+def trace(
+    job: ResolvedJob,
+    rank: int,
+    gpu: Gpu | None = GPU,
+    steps: int = 1,
+    recorder: "Recorder | None" = None,
+) -> Events:
+    """Build the trainer of one rank and do some steps, on a device that does not exist.
+
+    gpu: None for ranks on CPUs; recorder: a new one if absent.
+
+    Raises:
+        AssertionError: an operator returned something else than it promises.
+        Exception: whatever a path of this device does wrong: a host read, a shape, a device.
+    """
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", 0)
+    recorder = recorder or Recorder(device.type)
+    mode = FakeDevice(device.type, recorder.observe, recorder.around)
+    if gpu is not None:
+        mode.checks, mode.stand_ins = recorder.checks, stand_ins()
+    with entered(machine(rank, job.degrees.world_size, gpu), *patches(gpu), *recorder.patches(), mode):
+        trainer = TracedTrainer(job, device)
+        ensure_state(trainer.optimizer)  # which PyTorch makes in the first step, after the peak
+        recorder.mark(trainer)
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()  # so that the peak is the same each time
+        try:
+            for step in range(1, steps + 1):
+                recorder.step = step
+                trainer.train_step(step)
+        finally:
+            if collecting:
+                gc.enable()
+            trainer.metrics.close()
+        recorder.mark_gradients(trainer.parameters)
+        return recorder.events(trainer)
+
+
+@contextmanager
+def entered(*contexts: Any) -> Iterator[None]:
+    """Enter all of these contexts, in this order."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+class Recorder:
+    """Collects the events of one job. checks: operator of PyTorch -> what its CUDA code refuses."""
+
+    def __init__(self, device_type: str, checks: dict[str, Any] | None = None) -> None:
+        self._device_type, self.checks = device_type, checks or {}
+        self.step, self.layer = 0, BEFORE
+        self.host_bytes = 0
+        """Of page-locked memory for what is offloaded."""
+        self._events: list[Event] = []
+        self._memory: list[Change] = []
+        self._regions = ["start"]
+        self._place = ""
+        self._execution: Execution | None = None
+        self._paused = False
+        self._blocks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._groups: dict[int, tuple[int, ...]] = {}
+
+    def events(self, trainer: TracedTrainer) -> Events:
+        """Return what was collected."""
+        return Events(tuple(self._events), tuple(self._memory), _mesh_names(trainer), self.host_bytes)
+
+    def inside(self, operator: str) -> list[Event]:
+        """Return the events in runs of an operator."""
+        return [event for event in self._events if event.place == operator]
+
+    @property
+    def phase(self) -> str:
+        """The part of the step: the innermost region of the loop; in a pipeline, forward or backward."""
+        region = self._regions[-1]
+        if region != "pipeline":
+            return region
+        return "forward" if torch._C._current_graph_task_id() < 0 else "backward"
+
+    def observe(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Take one operation of PyTorch."""
+        if self._paused:
+            return
+        name = func._schema.name.removeprefix("aten::")
+        self._alive(tree_leaves(result), name)
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            self._message(name.partition("::")[2], args)
+        elif name in ("_to_copy", "copy_") and (direction := _direction(name, args, kwargs, result)):
+            moved = args[1] if name == "copy_" else args[0]
+            self._add("copy", direction, moved.nbytes, where=_where() if "," in direction else "")
+        elif not (func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))):
+            flops = 0 if self._place in _DIRECTIONS else _flops(func, name, args, result)
+            self._add("launch", name, 0, flops=flops, moved=_moved(args, result))
+
+    def around(self, name: str, args: tuple, run: Any) -> Any:
+        """Run one operator of this project."""
+        name = name.removeprefix("trainer::")
+        number = len(self._events)
+        self._add("operator", name, 0)
+        outer, self._place = self._place, name
+        counted = exchange.bytes_sent.copy()
+        try:
+            result = run()
+        finally:
+            self._place = outer
+        if name in _DIRECTIONS:
+            cost = self._cost(name, args)
+            self.compare(name, cost, exchange.bytes_sent - counted, self._events[number + 1 :])
+            self._events[number] = replace(self._events[number], flops=cost.flops)
+        return result
+
+    def compare(self, name: str, cost: Cost, counted: Counter, events: Iterable[Event]) -> None:
+        """Take what an operator of attention has sent, beside the cost of its plan. Tests compare them."""
+
+    def _cost(self, name: str, args: tuple) -> Cost:
+        """Return the cost of the plan that ran."""
+        plan = next(x for x in args if _is_handle(x))
+        live, _ = resolve_plan(plan)
+        q, k = _shapes(name, args)
+        sent = 2 if live.options.gradient_dtype == "bfloat16" else 0
+        shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent)
+        keep, passes = live.options.keep_exchanged, live.options.heads_per_pass
+        return attention_cost(self._execution.plan, shape, _DIRECTIONS[name], passes, keep_exchanged=keep)
+
+    def _message(self, name: str, args: tuple) -> None:
+        if name in _NO_MESSAGE:
+            return
+        group = _group(args)
+        ranks = self._groups.setdefault(id(group), tuple(dist.get_process_group_ranks(group)))
+        self._add(
+            "message", name, _sent(name, args, group), ranks=ranks, is_sharding=_kind() in ("gathered", "reduced")
+        )
+        if self._device_type == "cpu" and name in _GLOO_COPIES:  # of all ranks' parts, while it runs
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            block = Block(max(x.nbytes for x in tensors), "messages", _where(), name)
+            self._changed(block, block.size)
+            self._changed(block, 0)
+
+    def _add(self, kind: str, name: str, size: int, **more: Any) -> None:
+        self._events.append(Event(self.step, self._place, kind, name, size, self.phase, self.layer, **more))
+
+    # ---- memory
+
+    def _alive(self, tensors: Iterable[Any], name: str) -> None:
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.device.type == self._device_type:
+                storage = x.untyped_storage()
+                if storage not in self._blocks:
+                    kind = _kind() or self.phase
+                    self._blocks[storage] = block = Block(
+                        storage.nbytes(), kind, _where(), f"{self._place} {name}".strip()
+                    )
+                    weakref.finalize(storage, self._changed, block, 0)
+                    self._changed(block, block.size)
+
+    def _changed(self, block: Block, size: int) -> None:
+        self._memory.append(Change(self.step, self.phase, self.layer, block, size))
+
+    def mark(self, trainer: TracedTrainer) -> None:
+        """Mark the memory of weights and of the optimizer's state, and follow the layers of the model."""
+        self._mark("parameters", trainer.parameters)
+        for part in trainer.model_parts:
+            self._mark("parameters", part.parameters())
+            self._mark("tables", part.buffers())
+            layers = getattr(part, "layers", {})
+            for place, (number, layer) in enumerate(layers.items()):
+                ends = (place == 0, place == len(layers) - 1)
+                self._follow(int(number), layer, *ends)
+        states = [x for state in trainer.optimizer.state.values() for x in state.values()]
+        self._mark("optimizer", (x for x in states if isinstance(x, torch.Tensor)))
+
+    def mark_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Mark the memory of the gradients that the optimizer has read."""
+        self._mark("gradients", (p.grad for p in parameters if p.grad is not None))
+
+    def _mark(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
+        for x in tensors:
+            storage = (x.to_local() if isinstance(x, DTensor) else x).untyped_storage()
+            if storage in self._blocks:
+                self._blocks[storage].kind = kind
+
+    def _follow(self, number: int, layer: nn.Module, is_first: bool, is_last: bool) -> None:
+        """Keep the number of the layer that runs, also in the backward."""
+
+        def at(place: int, *_: Any) -> None:
+            self.layer = place
+
+        def before(_module: nn.Module, args: tuple) -> None:
+            at(number)
+            if is_first and isinstance(args[0], _FOLLOWED) and args[0].requires_grad:
+                args[0].register_hook(lambda grad: at(BEFORE))
+
+        def after(_module: nn.Module, _args: tuple, result: torch.Tensor) -> None:
+            if isinstance(result, _FOLLOWED) and result.requires_grad:
+                result.register_hook(lambda grad: at(number))
+            if is_last and torch._C._current_graph_task_id() < 0:
+                at(AFTER)
+
+        layer.register_forward_pre_hook(before, prepend=True)
+        layer.register_forward_hook(after)
+
+    def patches(self) -> Iterator[Any]:
+        """Yield what follows memory that FSDP frees without an operator, finds the plan that runs and the regions of
+        the loop, and leaves out what no device is given."""
+        real = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
+            real(storage, size)
+            if storage in self._blocks:
+                self._changed(self._blocks[storage], size)
+
+        yield mock.patch.object(torch.UntypedStorage, "resize_", resize, create=True)
+
+        of_call = LivePlan.execution
+
+        def execution(live: LivePlan, *args: Any) -> Execution:
+            self._execution = of_call(live, *args)
+            return self._execution
+
+        yield mock.patch.object(LivePlan, "execution", execution)
+
+        of_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def shapes_alone(*args: Any) -> Any:  # of a DTensor's results, which PyTorch finds on a fake device itself
+            self._paused = True
+            try:
+                return of_shapes(*args)
+            finally:
+                self._paused = False
+
+        yield mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_alone)
+        yield mock.patch("trainer.trainer.region", self._region)
+        yield mock.patch.object(CopyStream, "host_like", lambda _stream, x: self._host_like(x))
+
+    def _host_like(self, x: torch.Tensor) -> torch.Tensor:
+        """Return host memory for a tensor, which nothing touches; on a CPU it is not of the allocator."""
+        buffer = torch.empty_like(x, device="cpu")
+        self.host_bytes += buffer.nbytes
+        if (block := self._blocks.get(buffer.untyped_storage())) is not None:
+            self._changed(block, 0)
+        return pinned(buffer)
+
+    @contextmanager
+    def _region(self, name: str) -> Iterator[None]:
+        self._regions.append(name)
+        try:
+            yield
+        finally:
+            self._regions.pop()
+
+
+_FOLLOWED = (FakeTensor, DTensor)
+_NO_KERNEL = frozenset(
+    {"detach", "alias", "lift_fresh", "lift_fresh_copy", "_unsafe_view", "_reshape_alias", "set_", "resize_"}
+    | {"is_pinned", "record_stream"}
+)
+_NO_MESSAGE = frozenset({"wait_tensor", "recv_", "barrier", "_wrap_tensor_autograd"})
+_GLOO_COPIES = frozenset({"_allgather_base_", "_reduce_scatter_base_"})
+_DIRECTIONS = {
+    "context_parallel_attention": "forward",
+    "context_parallel_attention_backward": "backward",
+}
+
+
+# ---- what memory is for, by the functions that are running
+
+_KINDS = (
+    ("fsdp/_fully_shard/", "foreach_reduce", "reduced"),
+    ("fsdp/_fully_shard/", "post_backward", "reduced"),
+    ("fsdp/_fully_shard/", "", "gathered"),
+    ("trainer/transforms/offload.py", "", "offloaded"),
+    ("trainer/distributed/context_parallel/", "", "attention"),
+    ("trainer/models/chunked_loss.py", "", "logits"),
+    ("trainer/components/loss.py", "", "logits"),
+    ("torch/utils/checkpoint.py", "recompute_fn", "recomputed"),
+)
+"""Part of a file's path, function or "" for any -> what the memory is for; the first that fits the innermost frame."""
+_of_code: dict[CodeType, str] = {}
+
+
+def _kind() -> str:
+    """Return what memory that is made now is for; "" for the phase's own."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        kind = _of_code.get(code)
+        if kind is None:
+            fits = (k for path, name, k in _KINDS if path in code.co_filename and name in ("", code.co_name))
+            kind = _of_code[code] = next(fits, "")
+        if kind:
+            return kind
+        frame = frame.f_back
+    return ""
+
+
+def _where() -> str:
+    """Return the innermost line of the package that is running, beside the planner's own."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        _, found, file = frame.f_code.co_filename.rpartition("/trainer/")
+        if found and not file.startswith("planner/"):
+            return f"trainer/{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> int:
+    """Return the FLOPs of an operator: of a product, of causal attention on one rank; 0 of others."""
+    if name in ATTENTION:
+        q, k = args[1:3] if "backward" in name else args[:2]
+        return (5 if "backward" in name else 2) * q.numel() * k.shape[-2]
+    if name in ("mm", "addmm", "_scaled_mm", "_grouped_mm"):
+        a, b = args[1:3] if name == "addmm" else args[:2]
+        return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else count(*args, out_val=result)
+
+
+def _moved(args: tuple, result: Any) -> int:
+    tensors = {id(x): x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)}
+    return sum(x.numel() * x.element_size() for x in tensors.values())
+
+
+def _is_handle(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.device.type == "cpu"
+
+
+def _shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
+    """Return the shapes of q and k of an attention operator."""
+    if not name.endswith("backward"):
+        return tuple(x.shape for x in args[:2])
+    dout, saved, kv_heads, *_ = args
+    b, _, s, d = dout.shape
+    return dout.shape, saved[1].shape if len(saved) > 2 else torch.Size((b, kv_heads, s, d))
+
+
+def _direction(name: str, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> str:
+    """Return the direction of a copy between host and device, with what makes the host wait; "" within a device."""
+    source, target = (args[1], args[0]) if name == "copy_" else (args[0], result)
+    kinds = source.device.type, target.device.type
+    if kinds[0] == kinds[1]:
+        return ""
+    on_host = source if kinds[0] == "cpu" else target
+    waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+    pageable = kinds[0] == "cpu" and not is_pinned(on_host)
+    return f"{kinds[0]} to {kinds[1]}" + ", blocking" * waits + ", pageable" * pageable
+
+
+# ---- messages
+
+
+def _mesh_names(trainer: TracedTrainer) -> dict[tuple[int, ...], str]:
+    """Return the name of the mesh of each set of ranks; of several the one that tells most of a message."""
+    meshes = trainer.dims.meshes()
+    first = ("tp", "ep", "cp", "cp_ring", "cp_a2a", "pp", "dp_replicate", "dp_shard_cp", "efsdp")
+    ordered = [*first, *(name for name in meshes if name not in first)]
+    named = [(name, meshes[name]) for name in reversed(ordered) if name in meshes]
+    return {tuple(dist.get_process_group_ranks(mesh.get_group())): name for name, mesh in named}
+
+
+def _group(args: tuple) -> ProcessGroup:
+    """Return the group of a collective: an object, or of functional collectives the last name among the arguments."""
+    leaves = tree_leaves(args)
+    objects = (x for x in leaves if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
+    found = next(objects, None)
+    if found is not None:
+        return ProcessGroup.unbox(found)
+    return _resolve_process_group([x for x in leaves if isinstance(x, str)][-1])
+
+
+def _sent(name: str, args: tuple, group: ProcessGroup) -> int:
+    """Return the bytes that this rank sends to others in a collective."""
+    tensors, size = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)], group.size()
+    if name == "_allgather_base_":
+        return tensors[1].nbytes * (size - 1)
+    if name == "_reduce_scatter_base_":
+        return tensors[0].nbytes * (size - 1)
+    if name == "all_gather_into_tensor":
+        return tensors[0].nbytes * (size - 1)
+    if name == "reduce_scatter_tensor":
+        return tensors[0].nbytes // size * (size - 1)
+    if name.startswith(("alltoall", "all_to_all")):
+        sizes = (args[4] or [tensors[1].numel() // size] * size) if name.startswith("alltoall") else args[2]
+        row = tensors[-1].nbytes // max(sum(sizes), 1)
+        return (sum(sizes) - sizes[group.rank()]) * row
+    return sum(x.nbytes for x in tensors) if name == "send" else tensors[0].nbytes

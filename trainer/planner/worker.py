@@ -1,0 +1,234 @@
+"""The process that traces: a question a line on standard input, an answer a line on standard output, both JSON.
+
+    {"arguments": ["--job.config_file", ...], "ranks": 8, "gpu": {"name": ...}, "whole": false}
+ -> {"profiles": {"0": {...}}}   or   {"error": "one sentence", "wrong": true}
+
+It replaces functions of PyTorch for the whole process, so nothing else runs in it. `start` starts one.
+"""
+
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from fractions import Fraction
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.config.loader import parse_command_line
+from trainer.config.schema import Checkpoint, Parallelism, Profiling
+from trainer.job import ResolvedJob, resolve
+from trainer.job.pipeline import resolve_pipeline
+from trainer.job.pipeline_stages import layers_of_stages
+from trainer.planner import shim
+from trainer.planner.profile import Profile, deeper
+
+SHALLOW = 4
+"""Layers of the shallower of two traced models: the first two and the last two differ from those between."""
+
+
+def profiles(job: ResolvedJob, gpu: Any, *, whole: bool) -> dict[int, Profile]:
+    """Return the profile of the first rank of each pipeline rank that may be the largest: rank -> `Profile`.
+
+    Each trace has a process of its own, a copy of this one: PyTorch remembers groups of ranks.
+    """
+    depths = None if whole else shallow_depths(job)
+    jobs = [job] if depths is None else [_of_depth(job, depth) for depth in depths]
+    pp_ranks = sorted({0, job.degrees.pp - 1})
+    found = _forked([(each, gpu, pp_rank) for pp_rank in pp_ranks for each in jobs])
+    ranks_of_stage = job.degrees.world_size // job.degrees.pp
+    return {
+        pp_rank * ranks_of_stage: found[i]
+        if depths is None
+        else deeper(*found[2 * i : 2 * i + 2], len(_layers(job, pp_rank)))
+        for i, pp_rank in enumerate(pp_ranks)
+    }
+
+
+def _of_depth(job: ResolvedJob, layers: int) -> ResolvedJob:
+    model = replace(job.model, n_layers=layers)
+    return replace(job, model=model, pipeline=resolve_pipeline(job.config, model))
+
+
+def _layers(job: ResolvedJob, pp_rank: int) -> list[int]:
+    """Return the numbers of the layers of a pipeline rank."""
+    stages = layers_of_stages(job.pipeline, job.model.n_layers)
+    own = [0] if job.pipeline is None else job.pipeline.stages_of(pp_rank)
+    return [layer for stage in own for layer in stages[stage]]
+
+
+def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
+    with multiprocessing.get_context("fork").Pool(len(arguments), maxtasksperchild=1) as pool:
+        return pool.starmap(_profile, arguments, chunksize=1)
+
+
+def _profile(job: ResolvedJob, gpu: Any, pp_rank: int) -> Profile:
+    """Trace the first rank of a pipeline rank."""
+    from trainer.planner.profiling import added_up
+    from trainer.planner.tracing import trace
+
+    rank = pp_rank * (job.degrees.world_size // job.degrees.pp)
+    return added_up(trace(job, rank, gpu), 1, _layers(job, pp_rank))
+
+
+def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
+    """Return two numbers of layers from which the model's depth follows; None if it is not much deeper.
+
+    They have as many layers of each kind, over a period: windows, checkpointed and offloaded layers come in turns. Each
+    stage of a pipeline has as many.
+    """
+    settings, model = job.config.activation_checkpoint, job.model
+    windows = [model.window_of_layer(layer) for layer in range(model.n_layers)]
+    turns = (n for n in range(1, model.n_layers) if windows[n:] == windows[:-n])
+    period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1)
+    if settings.offload != "none":
+        period = math.lcm(period, Fraction(settings.offload_fraction).limit_denominator(8).denominator)
+    stages = 1 if job.pipeline is None else len(job.pipeline.stages)
+    if stages > 1 and (period > 1 or job.pipeline.csv or _stages_are_given(job.config.parallelism)):
+        return None
+    layers = model.n_layers // stages
+    first = SHALLOW + (layers - SHALLOW) % period
+    return (first * stages, (first + period) * stages) if first + period < layers else None
+
+
+def _stages_are_given(settings: Parallelism) -> bool:
+    return bool(settings.pipeline_parallel_split_points or settings.pipeline_parallel_module_fqns)
+
+
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve the job of a question, and trace it."""
+    try:
+        config = parse_command_line(question["arguments"]).config
+        whole = resolve(config, question["ranks"], "cpu" if question["gpu"] is None else "cuda", missing=[])
+        job = _traceable(whole)
+        gpu = None
+        if question["gpu"] is not None:
+            from trainer.planner.device import Gpu
+
+            gpu = Gpu(**question["gpu"] | {"capability": tuple(question["gpu"]["capability"])})
+        more = whole.sequences_per_step / job.sequences_per_step
+        return {
+            "profiles": {
+                rank: asdict(profile.repeated(more))
+                for rank, profile in profiles(job, gpu, whole=question["whole"]).items()
+            }
+        }
+    except ConfigError as error:
+        return {"error": str(error), "wrong": True}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}", "wrong": False}
+
+
+def _traceable(job: ResolvedJob) -> ResolvedJob:
+    """Return a job whose step takes the same memory with few micro-batches, and which reads and writes nothing.
+
+    Of a pipeline no more are alive than twice its ranks, but for schedules that run all forwards first.
+    """
+    config, batch, plan = job.config, job.config.training.local_batch_size, job.pipeline
+    if plan is not None and plan.schedule not in ("GPipe", "LoopedBFS") and not plan.csv:
+        passes = min(plan.micro_batches, job.degrees.pp * (1 if plan.schedule == "1F1B" else 2))
+        batch = batch // plan.micro_batches * passes
+    rows = min(job.micro_batches, 2) * batch * job.degrees.dp
+    nothing = replace(
+        config,
+        training=replace(config.training, local_batch_size=batch, global_batch_size=rows),
+        job=replace(config.job, dump_folder=tempfile.mkdtemp()),
+        checkpoint=Checkpoint(),
+        validation=replace(config.validation, enable=False),
+        profiling=Profiling(),
+        metrics=replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
+    )
+    compilation = job.compilation
+    if compilation.any:
+        # Whatever activation checkpointing decides is kept of eager code, too. Else the compiler decides, which shows
+        # with a backend that needs no device; but for tensor-parallel blocks.
+        decides = config.activation_checkpoint.mode in ("none", "memory_budget") and job.degrees.tp == 1
+        model = compilation.model and decides
+        compilation = replace(
+            compilation,
+            model=model,
+            loss=False,
+            backend="aot_eager",
+            recomputes_every=0,
+            overlaps_tensor_parallel=False,
+        )
+    plan = resolve_pipeline(nothing, job.model)
+    return replace(job, config=nothing, compilation=compilation, pipeline=plan)
+
+
+class Worker:
+    """A process that traces. Close it, or use it as a context.
+
+    has_shim: whether it has CUDA tensors, which needs a compiler of C++.
+    """
+
+    def __init__(self, *, has_shim: bool) -> None:
+        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "LOG_RANK": ""}
+        if has_shim:
+            environment |= shim.environment(shim.build())
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.planner.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+
+    def ask(
+        self, arguments: Sequence[str], ranks: int, gpu: Mapping[str, Any] | None, *, whole: bool
+    ) -> dict[str, Any]:
+        """Trace a job and return the answer. gpu: of `device.Gpu`; None for ranks on CPUs; whole: all its layers.
+
+        Raises:
+            ConfigError: a wrong setting, or a job that cannot be traced; one sentence.
+        """
+        question = {"arguments": list(arguments), "ranks": ranks, "gpu": gpu, "whole": whole}
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise ConfigError(f"the process that traces the job ended with code {self._process.wait()}{self._why()}")
+        found = json.loads(line)
+        if "error" in found:
+            raise ConfigError(found["error"] if found["wrong"] else f"the job cannot be traced: {found['error']}")
+        return found
+
+    def _why(self) -> str:
+        """Return the last line that the process has logged."""
+        self._log.seek(0)
+        written = self._log.read().strip().splitlines()
+        return f": {written[-1]}" if written else ""
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what the trainer prints is not an answer
+    importlib.import_module("trainer.planner.tracing")  # once, for all copies of this process
+    shim.install()
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
