@@ -29,6 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.METRICS,
     *step.VALIDATION,
     *memory.OFFLOADED_INPUTS,
+    *memory.BLOCKS,
     *memory.TILES,
     *step.ADAPTERS,
     *step.EVALUATION,

@@ -60,7 +60,8 @@ class Kept(NamedTuple):
         return (_rows_first(self.dout, rows, n, self.dout.dtype) for n in (heads, self.kv_heads, self.kv_heads))
 
 
-_Passes = Iterator[tuple[HeadShare, BackwardInputs]]
+_Passes = Iterator[tuple[HeadShare, list[BackwardInputs]]]
+"""A list of one: whoever takes it out is the last to hold it, so that it is freed after its use."""
 
 
 @dataclass(frozen=True)
@@ -104,24 +105,27 @@ class HeadExchange:
             )
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
-        # The output as the output projection reads it, (B, S, H, D) in memory.
-        out = _rows_first(q, q.shape[2], q.shape[1], q.dtype)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         passes = self._passes(q, k.shape[1])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
         returning: list[Pending] = []
+        into: tuple[Tensors, Tensors] = [], []
         kept: Tensors = []
         for share, bundle, inputs in self._arriving([q], keys, passes, kind="qkv"):
             of_heads = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
             kept += inputs if keep else []
             del inputs
-            results = self.inner.forward(*of_heads, scale, self._own(sinks, share))  # (B, h, R, D), (B, h, R)
+            results = [*self.inner.forward(*of_heads, scale, self._own(sinks, share))]  # (B, h, R, D), (B, h, R)
             del of_heads
-            bundle = PackedRows.of([*results], [], self.plan.head_group_layouts)
-            rows = bundle.rows([*results])
+            bundle = PackedRows.of(results, [], self.plan.head_group_layouts)
+            rows = bundle.rows(results)
+            results.clear()
             kept += rows if keep else []
-            returning.append(self._send_rows(bundle, rows, ([out, lse], []), share, kind="out"))
+            returning.append(self._send_rows(bundle, rows, into, share, kind="out"))
             del rows
+        # The output as the output projection reads it, (B, S, H, D) in memory.
+        out = _rows_first(q, q.shape[2], q.shape[1], q.dtype)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        into[0].extend((out, lse))
         for each in returning:
             each.wait()
         return unfold_batch(out, whole_q), unfold_batch(lse, whole_q), *(x.view(-1) for x in kept)
@@ -141,18 +145,23 @@ class HeadExchange:
         copies = passes[0].copies
         # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
         gradient_dtype = torch.promote_types(dout.dtype, torch.float32) if copies > 1 else dout.dtype
-        dq = _rows_first(dout, rows, heads, dout.dtype)
-        dkeys = [_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype) for _ in "kv"]
         dsinks = [] if sinks is None else [torch.zeros_like(sinks)]
         returning: list[Pending] = []
+        into: tuple[Tensors, Tensors] = [], []
         for share, inside in inputs_of(given, dout, passes):
             mine = self._own(sinks, share)
-            all_dq, *all_dkv = self.inner.backward(inside, scale, mine, kv_dtype=gradient_dtype)
+            found = [*self.inner.backward(inside.pop(), scale, mine, kv_dtype=gradient_dtype)]
             if mine is not None:
-                dsinks[0][share.queries(self.group.rank())] = all_dkv.pop()
-            bundle = PackedRows.of([all_dq], all_dkv, self.plan.head_group_layouts)
-            rows = bundle.rows([all_dq, *all_dkv])
-            returning.append(self._send_rows(bundle, rows, ([dq], dkeys), share, kind="dqkv"))
+                dsinks[0][share.queries(self.group.rank())] = found.pop()
+            bundle = PackedRows.of(found[:1], found[1:], self.plan.head_group_layouts)
+            all_rows = bundle.rows(found)
+            found.clear()
+            returning.append(self._send_rows(bundle, all_rows, into, share, kind="dqkv"))
+            del all_rows
+        dq = _rows_first(dout, rows, heads, dout.dtype)
+        dkeys = [_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype) for _ in "kv"]
+        into[0].append(dq)
+        into[1].extend(dkeys)
         for each in returning:
             each.wait()
         gradients = dq, *(summed(x, kv_heads) for x in dkeys)
@@ -162,9 +171,8 @@ class HeadExchange:
         """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
         q, k, v, out, lse = (fold_batch(x, self.plan) for x in given[1:])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
-        for share, bundle, rows in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
-            all_q, all_dout, all_out, all_lse, *all_kv = bundle.tensors(rows)
-            yield share, BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)  # (B, h, R, ...), keys (B, k, R, D)
+        for share, bundle, *rows in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
+            yield share, [_backward_inputs(*bundle.tensors(rows.pop()))]
 
     def _kept(self, given: Kept, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
         """Yield what the backward of the one pass takes: the exchanged gradient of the output, and what was kept."""
@@ -179,7 +187,7 @@ class HeadExchange:
         (all_dout,) = bundle.tensors(rows)
         all_q, *all_kv = of_inputs.tensors([given.inputs.view(-1, of_inputs.blocks[0].width)])
         all_out, all_lse = of_results.tensors([given.results.view(-1, of_results.blocks[0].width)])
-        yield share, BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)
+        yield share, [BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)]
 
     def _own(self, sinks: torch.Tensor | None, share: HeadShare) -> torch.Tensor | None:
         return None if sinks is None else sinks[share.queries(self.group.rank())]
@@ -221,19 +229,29 @@ class HeadExchange:
     def _send_rows(
         self, bundle: PackedRows, rows: Tensors, into: tuple[Tensors, Tensors], share: HeadShare, *, kind: str
     ) -> Pending:
-        """Start the exchange from all rows of my heads, as bytes, to my rows of all heads in the tensors `into`."""
+        """Start the exchange from all rows of my heads, as bytes, to my rows of all heads.
+
+        into: lists of the tensors of queries and of keys, which may be filled until the messages are waited for.
+        """
         degree, here = self.plan.head_degree, self.group.rank()
         sizes = [bundle.size(rank) for rank in range(degree)]
         mine = [bundle.size(here)] * degree
         received, pending = all_to_all(bundle.by_rank(rows), sizes, mine, self.group, kind=kind)
-        queries, keys = _by_rank(*into, share, degree)
 
         def arrived() -> None:
+            queries, keys = _by_rank(*into, share, degree)
             views = bundle.views(received.view(degree, bundle.size(here)), here)
             for target, view in zip((*queries, *keys), views, strict=True):
                 target.copy_(view)
 
         return Pending([pending], [received], arrived)
+
+
+def _backward_inputs(
+    q: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> BackwardInputs:
+    """Return exchanged tensors in the order of kernels: (B, h, R, ...), keys (B, k, R, D)."""
+    return BackwardInputs(dout, q, k, v, out, lse)
 
 
 def _rows_first(like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
