@@ -30,6 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.VALIDATION,
     *memory.OFFLOADED_INPUTS,
     *memory.BLOCKS,
+    *memory.GROUPS,
     *memory.TILES,
     *step.ADAPTERS,
     *step.EVALUATION,

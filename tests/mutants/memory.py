@@ -101,6 +101,38 @@ BLOCKS = (
     ),
 )
 
+_GROUPS = "tests/distributed/test_groups.py"
+GROUPS = (
+    Mutant(
+        "every layer of a group keeps its input",
+        "trainer/config/transforms.py",
+        "self.checkpointed(layers)[:: self.group]",
+        "self.checkpointed(layers)",
+        f"{_GROUPS}::test_memory_and_work_are_those_of_the_formula",
+    ),
+    Mutant(
+        "the first input of a group comes back when its block needs it, not before",
+        "trainer/transforms/offload.py",
+        "        tensor, self._tensor = self.on_device(), None\n        self._before.fetch()\n",
+        "        tensor, self._tensor = self.on_device(), None\n",
+        f"{_GROUPS}::test_the_input_of_the_group_before_is_fetched_ahead",
+    ),
+    Mutant(
+        "each input of a group is computed from the first one",
+        "trainer/transforms/offload.py",
+        "            self._tensor = self._run(self._before.on_device())\n        return self._tensor",
+        "            return self._run(self._before.on_device())\n        return self._tensor",
+        f"{_GROUPS}::test_memory_and_work_are_those_of_the_formula",
+    ),
+    Mutant(
+        "a group's first input that has been copied stays on the device",
+        "trainer/transforms/offload.py",
+        "        self._leave()\n        kept = RecomputedInput(",
+        "        kept = RecomputedInput(",
+        f"{_GROUPS}::test_the_input_of_the_group_before_is_fetched_ahead",
+    ),
+)
+
 _TILES = "tests/distributed/test_tiles.py"
 TILES = (
     Mutant(

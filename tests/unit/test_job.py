@@ -252,12 +252,25 @@ RULES = [
     (
         [*RECOMPUTED, "--activation_checkpoint.offload=inputs", "--activation_checkpoint.offload_keep_last=4"],
         1,
-        ["offload_keep_last = 4", "the model checkpoints only 4 of its layers", "set it to 3 or less"],
+        ["offload_keep_last = 4", "the model keeps the inputs of only 4 layers", "set it to 3 or less"],
     ),
     (
         [*RECOMPUTED, "--activation_checkpoint.offload=inputs", "--parallelism.pipeline_parallel_degree=2"],
         2,
-        ["offload_keep_last = 2", "a pipeline stage checkpoints only 2 of its layers", "set it to 1 or less"],
+        ["offload_keep_last = 2", "a pipeline stage keeps the inputs of only 2 layers", "set it to 1 or less"],
+    ),
+    (
+        [*RECOMPUTED, "--activation_checkpoint.group=5"],
+        1,
+        ["group = 5", "'debugmodel' has 4 layers", "as many or fewer"],
+    ),
+    (
+        [
+            *(*RECOMPUTED, "--activation_checkpoint.group=2", "--parallelism.pipeline_parallel_degree=2"),
+            *("--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble", "--training.local_batch_size=4"),
+        ],
+        2,
+        ["group = 2 computes the layers of a group", "InterleavedZeroBubble splits it", "use 1, or"],
     ),
     ([*PARTS, "--compile.enable"], 1, ["mlp_chunk_tokens = 64 with compile.enable", "compile.components = ['loss']"]),
     ([*PARTS, "--float8.enable", "--float8.emulate"], 1, ["mlp_chunk_tokens = 64 with float8.enable"]),
