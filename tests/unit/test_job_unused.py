@@ -163,6 +163,7 @@ TOLD = [
         [f"{AC}mode=memory_budget", "--compile.enable"],
         "mode = 'none'",
     ),
+    ("activation_checkpoint.group", ["2"], 1, [f"{AC}mode=full"], "mode = 'none'"),
     ("activation_checkpoint.offload", ["inputs"], 1, [f"{AC}mode=full"], "mode = 'none', which keeps all activations"),
     *(
         (f"activation_checkpoint.{key}", [value], 1, [f"{AC}mode=full", f"{AC}offload=inputs"], "offload = 'none'")
