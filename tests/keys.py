@@ -313,6 +313,13 @@ EFFECTS: dict[str, str | Seen] = {
         f"{_CP2} --parallelism.context_parallel_method=all_gather",
         ranks=2,
     ),
+    "parallelism.context_parallel_query_heads_per_pass": Seen(
+        f"{_CP2} --parallelism.context_parallel_method=all_to_all "
+        "--parallelism.context_parallel_query_heads_per_pass=1",
+        lambda off, on: sum(on.calls.values()) > sum(off.calls.values()),
+        f"{_CP2} --parallelism.context_parallel_method=all_to_all",
+        ranks=2,
+    ),
     "parallelism.context_parallel_gradient_dtype": (
         "tests/distributed/test_bfloat16.py::test_gradients_of_keys_in_bfloat16"
     ),

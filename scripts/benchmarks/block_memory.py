@@ -15,6 +15,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ import torch
 
 from tests.fake_cuda import shim, table
 from tests.fake_cuda import trace as tracing
+from trainer.distributed.context_parallel.planning.cost import attention_cost
 from trainer.models.decoder import TransformerBlock
 
 _RANKS, _TOKENS, _LAYERS = 8, 131_072, 4
@@ -95,7 +97,9 @@ def _line(stack: list[tuple[str, str, int]]) -> str:
 def report(args: argparse.Namespace) -> None:
     """Trace a step and print the parts of a block's backward."""
     parts = f"--activation_checkpoint.mlp_chunk_tokens={args.mlp_chunk_tokens}"
-    settings = table._cp(_RANKS, args.method, table._MILLION, *table._OFFLOADED, parts, *args.more)
+    queries = args.query_heads_per_pass
+    passes = [f"--parallelism.context_parallel_query_heads_per_pass={queries}"] if queries else []
+    settings = table._cp(_RANKS, args.method, table._MILLION, *table._OFFLOADED, parts, *passes, *args.more)
     recorders: list[Alive] = []
     forward = TransformerBlock.forward
 
@@ -108,7 +112,11 @@ def report(args: argparse.Namespace) -> None:
             recorders[-1].start_block()
         return forward(self, *given, **more)
 
-    with mock.patch.object(tracing, "Recorder", recorder), mock.patch.object(TransformerBlock, "forward", block):
+    with (
+        mock.patch.object(tracing, "Recorder", recorder),
+        mock.patch.object(tracing, "attention_cost", partial(attention_cost, query_heads=queries)),
+        mock.patch.object(TransformerBlock, "forward", block),
+    ):
         events = tracing.trace(table.Job("", _RANKS, 2, settings, layers=_LAYERS).resolved(), 2)
     print(f"{args.method}: {events.peak[1] / 2**30:.1f} GiB at the peak of the step, {_LAYERS} layers")
     alive = recorders[-1]
@@ -127,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="all_to_all")
     parser.add_argument("--mlp-chunk-tokens", type=int, default=8192)
+    parser.add_argument("--query-heads-per-pass", type=int, default=0, help="of all_to_all; 0: all")
     parser.add_argument("--least", type=float, default=0.25, help="KiB a token of the tensors that are listed")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("more", nargs="*", help="more arguments of the job")

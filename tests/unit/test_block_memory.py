@@ -55,18 +55,19 @@ def test_a_rotation_copies_a_part_to_the_type_of_the_angles(backward: bool) -> N
     assert 2 * size <= meter.peak < 3.6 * size
 
 
-def attended(rank: int, mesh: ThreadMesh, method: str) -> None:
-    options = ContextParallelOptions(method)
+def attended(rank: int, mesh: ThreadMesh, kv_heads: int, query_heads: int) -> None:
+    options = ContextParallelOptions("all_to_all", query_heads_per_pass=query_heads)
     flat, groups = flat_mesh(mesh, options)
     layout = options.layout(ROWS * mesh.size(), mesh.size())
-    *leaves, cotangent = (random(1, ROWS, HEADS, HEAD_DIM, seed=i).transpose(1, 2) for i in range(4))
+    heads = HEADS, kv_heads, kv_heads, HEADS
+    *leaves, cotangent = (random(1, ROWS, n, HEAD_DIM, seed=i).transpose(1, 2) for i, n in enumerate(heads))
     leaves = [x.requires_grad_() for x in leaves]
     with opened(LivePlan(flat, layout, None, options, groups=groups), 1) as handle:
         out, *_ = context_parallel_attention(*leaves, handle, SCALE)
         torch.autograd.grad(out, leaves, cotangent)
 
 
-def of_messages(direction: str) -> dict[str, list[float]]:
+def of_messages(direction: str, kv_heads: int = HEADS, query_heads: int = 0) -> dict[str, list[float]]:
     """Kind of a message -> the bytes of a rank beyond inputs when it is sent, in queries of a rank; and the most bytes.
 
     Messages have no values.
@@ -87,7 +88,7 @@ def of_messages(direction: str) -> dict[str, list[float]]:
         return sent.new_zeros(sum(sizes)), Pending([], [sent])
 
     with mock.patch.object(HeadExchange, direction, metered), mock.patch.object(ulysses, "all_to_all", all_to_all):
-        run_ranks(2, attended, "all_to_all")
+        run_ranks(2, attended, kv_heads, query_heads)
     return found
 
 
@@ -100,3 +101,9 @@ def test_exchanged_tensors_are_freed_after_their_use() -> None:
     found = of_messages("backward")
     assert (found["qkv_dout"], found["dqkv"]) == ([5 + lse, 5 + lse], [3, 3])
     assert max(found["most"]) < 11.1  # and one copy of the kernel
+
+
+def test_passes_of_query_heads_take_less_memory() -> None:
+    """Two key/value heads on two ranks: four query heads share the one of a rank."""
+    whole, passes = (of_messages("backward", kv_heads=2, query_heads=queries)["most"] for queries in (0, 1))
+    assert max(passes) < 0.85 * min(whole)

@@ -215,6 +215,24 @@ RULES = [
         ["context_parallel_heads_per_pass = 1 must be less than the 1 key/value heads"],
     ),
     (
+        [f"{CP}degree", "2", f"{CP}method", "all_to_all", f"{CP}query_heads_per_pass", "2"],
+        2,
+        ["context_parallel_query_heads_per_pass = 2 must be less than the 2 query heads", "use fewer, or"],
+    ),
+    (
+        [
+            *(f"{CP}degree", "2", f"{CP}method", "all_to_all"),
+            *(f"{CP}query_heads_per_pass", "1", f"{CP}heads_per_pass", "1"),
+        ],
+        2,
+        ["context_parallel_query_heads_per_pass = 1", "sends one key/value head at a time"],
+    ),
+    (
+        [f"{CP}degree", "2", f"{CP}method", "all_to_all", f"{CP}query_heads_per_pass", "1", f"{CP}keep_exchanged"],
+        2,
+        ["context_parallel_keep_exchanged = true keeps all heads", "query_heads_per_pass = 1", "use one of them"],
+    ),
+    (
         [f"{CP}degree", "8", f"{CP}method", "hybrid"],
         8,
         ["hybrid_degrees = [] must be degrees [all_to_all, ring]", "one of [2, 4], [4, 2]"],
