@@ -29,7 +29,7 @@ from tests.fake_cuda import trace as tracing
 from trainer.distributed.context_parallel.planning.cost import attention_cost
 from trainer.models.decoder import TransformerBlock
 
-_RANKS, _TOKENS, _LAYERS = 8, 131_072, 4
+_RANKS, _TOKENS = 8, 131_072
 _PARTS = {
     ("attention.py", "_differentiate"): "attention, backward",
     ("tiles.py", "backward"): "feed-forward, backward",
@@ -117,8 +117,8 @@ def report(args: argparse.Namespace) -> None:
         mock.patch.object(tracing, "attention_cost", partial(attention_cost, query_heads=queries)),
         mock.patch.object(TransformerBlock, "forward", block),
     ):
-        events = tracing.trace(table.Job("", _RANKS, 2, settings, layers=_LAYERS).resolved(), 2)
-    print(f"{args.method}: {events.peak[1] / 2**30:.1f} GiB at the peak of the step, {_LAYERS} layers")
+        events = tracing.trace(table.Job("", _RANKS, 2, settings, layers=args.layers).resolved(), 2)
+    print(f"{args.method}: {events.peak[1] / 2**30:.1f} GiB at the peak of the step, {args.layers} layers")
     alive = recorders[-1]
     for part, most in alive.most.items():
         print(f"\n{most / 1024 / _TOKENS:6.1f} KiB  {part}")
@@ -134,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start the process that reports, with the library that it needs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="all_to_all")
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--mlp-chunk-tokens", type=int, default=8192)
     parser.add_argument("--query-heads-per-pass", type=int, default=0, help="of all_to_all; 0: all")
     parser.add_argument("--least", type=float, default=0.25, help="KiB a token of the tensors that are listed")

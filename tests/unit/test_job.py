@@ -167,6 +167,7 @@ DEGREES = "parallelism.data_parallel_shard_degree"
 TP = "--parallelism.tensor_parallel_degree"
 AC_OPTION = "--activation_checkpoint.selective_ac_option"
 CP = "--parallelism.context_parallel_"
+A2A = [f"{CP}degree=2", f"{CP}method=all_to_all"]
 RECOMPUTED, PARTS = ["--activation_checkpoint.mode=full"], ["--activation_checkpoint.mlp_chunk_tokens=64"]
 RULES = [
     (
@@ -215,23 +216,12 @@ RULES = [
         ["context_parallel_heads_per_pass = 1 must be less than the 1 key/value heads"],
     ),
     (
-        [f"{CP}degree", "2", f"{CP}method", "all_to_all", f"{CP}query_heads_per_pass", "2"],
+        [*A2A, f"{CP}query_heads_per_pass=2"],
         2,
-        ["context_parallel_query_heads_per_pass = 2 must be less than the 2 query heads", "use fewer, or"],
+        ["heads_per_pass = 2 must be less than the 2 query heads"],
     ),
-    (
-        [
-            *(f"{CP}degree", "2", f"{CP}method", "all_to_all"),
-            *(f"{CP}query_heads_per_pass", "1", f"{CP}heads_per_pass", "1"),
-        ],
-        2,
-        ["context_parallel_query_heads_per_pass = 1", "sends one key/value head at a time"],
-    ),
-    (
-        [f"{CP}degree", "2", f"{CP}method", "all_to_all", f"{CP}query_heads_per_pass", "1", f"{CP}keep_exchanged"],
-        2,
-        ["context_parallel_keep_exchanged = true keeps all heads", "query_heads_per_pass = 1", "use one of them"],
-    ),
+    ([*A2A, f"{CP}query_heads_per_pass=1", f"{CP}heads_per_pass=1"], 2, ["sends one key/value head at a time"]),
+    ([*A2A, f"{CP}query_heads_per_pass=1", f"{CP}keep_exchanged"], 2, ["keeps all heads", "query_heads_per_pass = 1"]),
     (
         [f"{CP}degree", "8", f"{CP}method", "hybrid"],
         8,

@@ -111,8 +111,7 @@ class HeadExchange:
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
         returning: list[Pending] = []
         into: tuple[Tensors, Tensors] = [], []
-        kept: Tensors = []
-        held: Tensors = []
+        kept, held = Tensors(), Tensors()
         for share, bundle, inputs in self._arriving([q], keys, passes, kind="qkv"):
             all_q, *of_heads = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
             of_heads = [all_q, *_keys(of_heads, share, held)]
