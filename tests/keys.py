@@ -313,6 +313,13 @@ EFFECTS: dict[str, str | Seen] = {
         f"{_CP2} --parallelism.context_parallel_method=all_gather",
         ranks=2,
     ),
+    "parallelism.context_parallel_query_heads_per_pass": Seen(
+        f"{_CP2} --parallelism.context_parallel_method=all_to_all "
+        "--parallelism.context_parallel_query_heads_per_pass=1",
+        lambda off, on: sum(on.calls.values()) > sum(off.calls.values()),
+        f"{_CP2} --parallelism.context_parallel_method=all_to_all",
+        ranks=2,
+    ),
     "parallelism.context_parallel_gradient_dtype": (
         "tests/distributed/test_bfloat16.py::test_gradients_of_keys_in_bfloat16"
     ),
@@ -441,6 +448,7 @@ EFFECTS: dict[str, str | Seen] = {
     "activation_checkpoint.memory_budget": (
         "tests/distributed/test_compile.py::test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again"
     ),
+    "activation_checkpoint.group": "tests/distributed/test_groups.py::test_memory_and_work_are_those_of_the_formula",
     "activation_checkpoint.offload": f"{_OFFLOAD}::test_memory_of_the_device_does_not_grow_with_the_layers",
     "activation_checkpoint.offload_keep_last": f"{_OFFLOAD}::test_a_fraction_of_the_layers_and_the_last_ones",
     "activation_checkpoint.offload_fraction": f"{_OFFLOAD}::test_a_fraction_of_the_layers_and_the_last_ones",

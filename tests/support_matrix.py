@@ -123,6 +123,7 @@ FEATURES: dict[str, Feature] = {
             "--activation_checkpoint.offload_keep_last=0",
         )
     ),
+    "recompute groups of layers": Feature(("--activation_checkpoint.mode=full", "--activation_checkpoint.group=2")),
     "feed-forward in parts": Feature(("--activation_checkpoint.mlp_chunk_tokens=5",)),
     "recompute operators": Feature(("--activation_checkpoint.mode=selective",)),
     "recompute within a budget": Feature(("--activation_checkpoint.mode=memory_budget", *_COMPILE)),

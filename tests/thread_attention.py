@@ -28,8 +28,8 @@ EXACT = 1e-10
 FLOOR = 1e-6  # what merging in float32 may add to the error of a kernel
 
 _HYBRID = {"2": (2, 1), "4": (2, 2), "8": (2, 4)}  # degree -> size of a head group, groups
-# with "1": one key/value head at a time
-_METHODS = ("ring", "all_gather", "all_gather 1", "all_to_all", "all_to_all 1", "hybrid", "hybrid 1")
+# with "1": one key/value head at a time; with "q": one query head
+_METHODS = ("ring", "all_gather", "all_gather 1", "all_to_all", "all_to_all 1", "all_to_all q", "hybrid", "hybrid 1")
 _MASKS = ("causal", "window", "documents", "window in documents")
 _KERNELS = {
     "cpu": [
@@ -67,7 +67,8 @@ def case_of(row: Row, device: str) -> Case:
         method,
         row["balancer"],
         "auto" if is_stand_in else kernel,
-        heads_per_pass=int(*passes),
+        heads_per_pass=int("1" in passes),
+        query_heads_per_pass=int("q" in passes),
         hybrid_degrees=_HYBRID[row["degree"]] if method == "hybrid" else None,
     )
     seq_len, head_dim, window = (53, 8, 7) if device == "cpu" else (509, 64, 70)

@@ -163,8 +163,11 @@ def attention_case(cases: list[Case]) -> list[dict]:
             ]
             (run,) = live._executions.values()
             shape = AttentionShape(BATCH, *case.heads, case.head_dim, case.dtype.itemsize)
+            queries = case.options.query_heads_per_pass
             costs = [
-                attention_cost(run.plan, shape, way, case.options.heads_per_pass, keep_exchanged=keep)
+                attention_cost(
+                    run.plan, shape, way, case.options.heads_per_pass, query_heads=queries, keep_exchanged=keep
+                )
                 for way in ("forward", "backward")
             ]
             results.append(

@@ -107,6 +107,33 @@ def test_nor_do_the_other_methods(pool: WorkerPool, method: str) -> None:
     assert exchanges["full"].total() > exchanges["2"].total() > exchanges["none"].total()
 
 
+def bytes_case(arguments: list[str]) -> tuple[Counter[str], Counter[str]]:
+    """Collectives of one step and the bytes that they send, by kind."""
+    with trainer_of(["--training.local_batch_size=4", *arguments, "--training.global_batch_size=-1"]) as trainer:
+        exchange.calls.clear()
+        exchange.bytes_sent.clear()
+        trainer.train_step(1)
+    return Counter(exchange.calls), Counter(exchange.bytes_sent)
+
+
+def test_keys_are_sent_once_in_each_pass_over_a_layer(pool: WorkerPool) -> None:
+    """In the forward, its recomputation, and the backward, however many heads are sent at a time."""
+    world_size, arguments = LAYOUTS["cp2"]
+    base = [*arguments, "--training.dtype=float64", *MODES["full"], "--parallelism.context_parallel_method=all_to_all"]
+    shape = harness.TINY
+    rows = 4 * 16 // 2 * (shape.dim // shape.n_heads) * 8 // 2  # bytes of a head of all rows that go to the other rank
+    queries, keys = shape.n_heads * rows, 2 * shape.n_kv_heads * rows
+    for setting, passes in (("heads_per_pass=0", 1), ("heads_per_pass=1", 4), ("query_heads_per_pass=1", 8)):
+        calls, sent = pool.run(world_size, bytes_case, [*base, f"--parallelism.context_parallel_{setting}"])[0]
+        assert [calls[kind] for kind in ("qkv", "out", "qkv_dout", "dqkv")] == [
+            n * LAYERS * passes for n in (2, 2, 1, 1)
+        ]
+        assert sent["qkv"] == 2 * LAYERS * (queries + keys)  # forward and recomputation
+        assert sent["dqkv"] == LAYERS * (queries + keys)
+        lse = 4 * 16 // 2 * shape.n_heads // 2 * 8
+        assert sent["qkv_dout"] == LAYERS * (3 * queries + keys + lse)
+
+
 @pytest.mark.slow
 def test_names_of_parameters_stay(pool: WorkerPool) -> None:
     names = [names for _, _, names in counted(pool, "fsdp2").values()]

@@ -5,6 +5,7 @@ The law holds for every method, layout, mask, ratio of heads and data type. Cota
 
 import dataclasses
 from collections import Counter
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -163,6 +164,10 @@ def test_keys_more_or_fewer_than_queries(pool: WorkerPool, method: str) -> None:
 def test_a_few_heads_at_a_time(pool: WorkerPool, method: str) -> None:
     """Results are the same, the same bytes are sent in more exchanges; a last pass may be smaller."""
     numbers = (0, 1, 2, 3)
+    if method == "all_to_all":  # four query heads of a key/value head, with copies of these and without
+        options = [ContextParallelOptions(method, query_heads_per_pass=n) for n in (1, 3)]
+        settings = product(options, (1, 2), ("none", "documents"), (0, 5))
+        assert_exact(pool, 2, [Case(24, (8, n), options=o, mask=mask, window=w) for o, n, mask, w in settings])
     cases = [
         Case(24, (16, 8), options=ContextParallelOptions(method, heads_per_pass=number), mask=mask)
         for number in numbers

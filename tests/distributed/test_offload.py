@@ -157,7 +157,7 @@ class Hides(nn.Module):
 def test_an_input_that_is_not_seen_is_an_error() -> None:
     layers = nn.ModuleDict({"0": Hides()})
     apply_offload(layers, ActivationCheckpoint("full", offload="inputs", offload_keep_last=0), "cpu")
-    with pytest.raises(RuntimeError, match="'inputs' has not seen the input of a layer"):
+    with pytest.raises(RuntimeError, match="'inputs', or a group of layers, has not seen the input of a layer"):
         layers["0"](torch.ones(3, requires_grad=True))
 
 

@@ -179,6 +179,10 @@ PLANNED = {
         "--parallelism.context_parallel_method=all_to_all",
         "--parallelism.context_parallel_heads_per_pass=1",
     ],
+    "all_to_all, 1 query head at a time": [
+        "--parallelism.context_parallel_method=all_to_all",
+        "--parallelism.context_parallel_query_heads_per_pass=1",
+    ],
     "all_to_all, kept": [
         "--parallelism.context_parallel_method=all_to_all",
         "--parallelism.context_parallel_keep_exchanged",

@@ -56,7 +56,7 @@ def test_a_network_in_parts_equals_the_whole(tiles: int) -> None:
     results = []
     for parts in (1, tiles):
         leaf = x.clone().requires_grad_()
-        out = in_tiles(network, leaf, parts)
+        out = in_tiles(network, leaf, parts, [network])
         out.backward(cotangent)
         results.append([out, leaf.grad, network.w1.weight.grad, network.w2.weight.grad])
         network.zero_grad()
@@ -67,7 +67,7 @@ def test_a_network_in_parts_equals_the_whole(tiles: int) -> None:
 def test_gradients_of_weights_are_summed_in_float32() -> None:
     """In bfloat16 a sum of many parts would lose the last of them."""
     network = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    in_tiles(network, torch.ones(1, 1024, 1, dtype=torch.bfloat16), 1024).sum().backward()
+    in_tiles(network, torch.ones(1, 1024, 1, dtype=torch.bfloat16), 1024, [network]).sum().backward()
     assert network.weight.grad.item() == 1024
 
 

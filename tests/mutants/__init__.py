@@ -29,6 +29,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.METRICS,
     *step.VALIDATION,
     *memory.OFFLOADED_INPUTS,
+    *memory.BLOCKS,
+    *memory.GROUPS,
     *memory.TILES,
     *step.ADAPTERS,
     *step.EVALUATION,

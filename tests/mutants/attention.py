@@ -146,6 +146,27 @@ PLANS = (
 
 EXECUTION = (
     Mutant(
+        "keys are sent with every part of their queries",
+        "trainer/distributed/context_parallel/planning/heads.py",
+        "return self.part[0] == 0",
+        "return True",
+        "tests/unit/test_cost.py::test_keys_are_sent_once_however_many_queries_a_pass_has",
+    ),
+    Mutant(
+        "gradients of keys are those of the last part of their queries",
+        "trainer/distributed/context_parallel/execution/ulysses.py",
+        "            total.add_(more)",
+        "            total.copy_(more)",
+        "tests/distributed/test_context_parallel.py::test_a_few_heads_at_a_time",
+    ),
+    Mutant(
+        "parts of the queries of a key are not sent apart",
+        "trainer/distributed/context_parallel/execution/build.py",
+        "options.heads_per_pass, options.query_heads_per_pass)",
+        "options.heads_per_pass, 0)",
+        "tests/unit/test_block_memory.py::test_passes_of_query_heads_take_less_memory",
+    ),
+    Mutant(
         "documents are added one by one",
         f"{_CP}/planning/lowering.py",
         "if number == len(spans) or spans[number][0] != stop or fresh[number] != fresh[first]:",

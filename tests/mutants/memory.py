@@ -69,6 +69,70 @@ OFFLOADED_INPUTS = (
     ),
 )
 
+_BLOCK = "tests/unit/test_block_memory.py"
+BLOCKS = (
+    Mutant(
+        "a gradient is rotated forward",
+        "trainer/models/rotary.py",
+        ".conj().resolve_conj()",
+        "",
+        f"{_BLOCK}::test_a_rotation_in_parts_is_the_whole_one",
+    ),
+    Mutant(
+        "queries are copied as a whole to the data type of the angles",
+        "trainer/models/rotary.py",
+        "if parts <= 1:",
+        "if True:",
+        f"{_BLOCK}::test_a_rotation_copies_a_part_to_the_type_of_the_angles",
+    ),
+    Mutant(
+        "what was exchanged for the backward is alive until the gradients are back",
+        "trainer/distributed/context_parallel/execution/ulysses.py",
+        "self.inner.backward(inside.pop(), ",
+        "self.inner.backward(inside[0], ",
+        f"{_BLOCK}::test_exchanged_tensors_are_freed_after_their_use",
+    ),
+    Mutant(
+        "the results of attention are alive beside the message that has them",
+        "trainer/distributed/context_parallel/execution/ulysses.py",
+        "            results.clear()\n",
+        "",
+        f"{_BLOCK}::test_exchanged_tensors_are_freed_after_their_use",
+    ),
+)
+
+_GROUPS = "tests/distributed/test_groups.py"
+GROUPS = (
+    Mutant(
+        "every layer of a group keeps its input",
+        "trainer/config/transforms.py",
+        "self.checkpointed(layers)[:: self.group]",
+        "self.checkpointed(layers)",
+        f"{_GROUPS}::test_memory_and_work_are_those_of_the_formula",
+    ),
+    Mutant(
+        "the first input of a group comes back when its block needs it, not before",
+        "trainer/transforms/offload.py",
+        "        tensor, self._tensor = self.on_device(), None\n        self._before.fetch()\n",
+        "        tensor, self._tensor = self.on_device(), None\n",
+        f"{_GROUPS}::test_the_input_of_the_group_before_is_fetched_ahead",
+    ),
+    Mutant(
+        "each input of a group is computed from the first one",
+        "trainer/transforms/offload.py",
+        "            self._tensor = self._run(self._before.on_device())\n        return self._tensor",
+        "            return self._run(self._before.on_device())\n        return self._tensor",
+        f"{_GROUPS}::test_memory_and_work_are_those_of_the_formula",
+    ),
+    Mutant(
+        "a group's first input that has been copied stays on the device",
+        "trainer/transforms/offload.py",
+        "        self._leave()\n        kept = RecomputedInput(",
+        "        kept = RecomputedInput(",
+        f"{_GROUPS}::test_the_input_of_the_group_before_is_fetched_ahead",
+    ),
+)
+
 _TILES = "tests/distributed/test_tiles.py"
 TILES = (
     Mutant(
@@ -82,9 +146,9 @@ TILES = (
         "the input of parts is saved after the network, which is then computed three times",
         "trainer/models/tiles.py",
         "    x = _Save.apply(x, torch.empty(0, requires_grad=True), saved)\n"
-        "    return _Tiles.apply(module, tiles, saved.pop(), x, *_trained(module))",
+        "    return _Tiles.apply(compute, tiles, modules, saved.pop(), x, *_trained(modules))",
         "    given = torch.empty(0, requires_grad=True)\n"
-        "    out = _Tiles.apply(module, tiles, saved, x, *_trained(module))\n"
+        "    out = _Tiles.apply(compute, tiles, modules, saved, x, *_trained(modules))\n"
         "    _Save.apply(x, given, saved)\n"
         "    return out",
         f"{_TILES}::test_inner_activations_do_not_grow_with_the_sequence",
@@ -92,8 +156,8 @@ TILES = (
     Mutant(
         "weights below an adapter have a gradient in parts",
         "trainer/models/tiles.py",
-        "[p for p in module.parameters() if p.requires_grad]",
-        "list(module.parameters())",
+        "for p in module.parameters() if p.requires_grad]",
+        "for p in module.parameters()]",
         f"{_TILES}::test_a_network_in_parts_equals_the_whole",
     ),
     Mutant(

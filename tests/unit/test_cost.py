@@ -299,6 +299,43 @@ def test_all_to_all_with_fewer_heads_at_a_time_needs_less_memory():
 # ---- heads
 
 
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12), st.integers(1, 4))
+def test_keys_are_sent_once_however_many_queries_a_pass_has(kv_heads: int, group: int, degree: int, query_heads: int):
+    """Each query head has one pass, and so do the keys of a head and their gradients."""
+    heads = kv_heads * group
+    assume(heads % degree == 0)
+    whole = HeadShare.passes(heads, kv_heads, degree)[0]
+    passes = HeadShare.passes(heads, kv_heads, degree, query_heads=query_heads)
+    assert len(passes) == whole.per_rank * -(-whole.group // query_heads)
+    for rank in range(degree):
+        places = Counter(query for share in passes for query in list(range(heads))[share.queries(rank)])
+        assert places == Counter(list(range(heads))[whole.queries(rank)])
+        for has in ("has_keys", "has_gradients"):
+            assert [head for share in passes if getattr(share, has) for head in share.keys(rank)] == whole.keys(rank)
+        for share in passes:
+            (met,) = share.keys(rank)
+            queries = list(range(heads))[share.queries(rank)]
+            assert 0 < len(queries) <= query_heads
+            assert {query // group for query in queries} == {met}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_passes_of_query_heads_send_the_bytes_of_one_pass(direction: str):
+    """Of q, k, v, and of their gradients; a row of the log-sum-exp is 16 bytes at least."""
+    layout, shape = contiguous(128, 2), AttentionShape(1, 16, 2, 16, 2)
+    (_, whole), *_ = cost_of_all(layout, causal(128), "all_to_all", shape, direction)
+    for query_heads in (1, 2, 4):
+        plan = make_plan(layout, causal(128), "all_to_all", 0)
+        cost = attention_cost(plan, shape, direction, query_heads=query_heads)
+        passes, padding = 8 // query_heads, max(16 - 4 * query_heads, 0) * 64 * 8 // query_heads
+        to_heads, to_rows = KINDS[direction]
+        assert cost.calls == {to_heads: passes, to_rows: passes}
+        has_lse = {"forward": to_rows, "backward": to_heads}[direction]
+        wanted = whole.bytes_sent + Counter({has_lse: padding})
+        assert +cost.bytes_sent == +wanted
+        assert cost.workspace <= whole.workspace  # two passes are alive together
+
+
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12), st.integers(0, 4))
 def test_every_head_has_one_place(kv_heads: int, group: int, degree: int, heads_per_pass: int):
     heads = kv_heads * group

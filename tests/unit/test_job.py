@@ -169,6 +169,7 @@ DEGREES = "parallelism.data_parallel_shard_degree"
 TP = "--parallelism.tensor_parallel_degree"
 AC_OPTION = "--activation_checkpoint.selective_ac_option"
 CP = "--parallelism.context_parallel_"
+A2A = [f"{CP}degree=2", f"{CP}method=all_to_all"]
 RECOMPUTED, PARTS = ["--activation_checkpoint.mode=full"], ["--activation_checkpoint.mlp_chunk_tokens=64"]
 RULES = [
     (
@@ -217,6 +218,13 @@ RULES = [
         ["context_parallel_heads_per_pass = 1 must be less than the 1 key/value heads"],
     ),
     (
+        [*A2A, f"{CP}query_heads_per_pass=2"],
+        2,
+        ["heads_per_pass = 2 must be less than the 2 query heads"],
+    ),
+    ([*A2A, f"{CP}query_heads_per_pass=1", f"{CP}heads_per_pass=1"], 2, ["sends one key/value head at a time"]),
+    ([*A2A, f"{CP}query_heads_per_pass=1", f"{CP}keep_exchanged"], 2, ["keeps all heads", "query_heads_per_pass = 1"]),
+    (
         [f"{CP}degree", "8", f"{CP}method", "hybrid"],
         8,
         ["hybrid_degrees = [] must be degrees [all_to_all, ring]", "one of [2, 4], [4, 2]"],
@@ -254,12 +262,25 @@ RULES = [
     (
         [*RECOMPUTED, "--activation_checkpoint.offload=inputs", "--activation_checkpoint.offload_keep_last=4"],
         1,
-        ["offload_keep_last = 4", "the model checkpoints only 4 of its layers", "set it to 3 or less"],
+        ["offload_keep_last = 4", "the model keeps the inputs of only 4 layers", "set it to 3 or less"],
     ),
     (
         [*RECOMPUTED, "--activation_checkpoint.offload=inputs", "--parallelism.pipeline_parallel_degree=2"],
         2,
-        ["offload_keep_last = 2", "a pipeline stage checkpoints only 2 of its layers", "set it to 1 or less"],
+        ["offload_keep_last = 2", "a pipeline stage keeps the inputs of only 2 layers", "set it to 1 or less"],
+    ),
+    (
+        [*RECOMPUTED, "--activation_checkpoint.group=5"],
+        1,
+        ["group = 5", "'debugmodel' has 4 layers", "as many or fewer"],
+    ),
+    (
+        [
+            *(*RECOMPUTED, "--activation_checkpoint.group=2", "--parallelism.pipeline_parallel_degree=2"),
+            *("--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble", "--training.local_batch_size=4"),
+        ],
+        2,
+        ["group = 2 computes the layers of a group", "InterleavedZeroBubble splits it", "use 1, or"],
     ),
     ([*PARTS, "--compile.enable"], 1, ["mlp_chunk_tokens = 64 with compile.enable", "compile.components = ['loss']"]),
     ([*PARTS, "--float8.enable", "--float8.emulate"], 1, ["mlp_chunk_tokens = 64 with float8.enable"]),

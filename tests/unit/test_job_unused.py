@@ -86,6 +86,13 @@ TOLD = [
     ),
     (f"{CP[2:]}gradient_dtype", ["bfloat16"], 2, [CP2], "with parallelism.context_parallel_degree = 1"),
     (
+        f"{CP[2:]}query_heads_per_pass",
+        ["1"],
+        2,
+        [CP2, f"{CP}method=all_to_all"],
+        "with parallelism.context_parallel_degree = 1",
+    ),
+    (
         f"{CP[2:]}keep_exchanged",
         ["true"],
         2,
@@ -163,6 +170,7 @@ TOLD = [
         [f"{AC}mode=memory_budget", "--compile.enable"],
         "mode = 'none'",
     ),
+    ("activation_checkpoint.group", ["2"], 1, [f"{AC}mode=full"], "mode = 'none'"),
     ("activation_checkpoint.offload", ["inputs"], 1, [f"{AC}mode=full"], "mode = 'none', which keeps all activations"),
     *(
         (f"activation_checkpoint.{key}", [value], 1, [f"{AC}mode=full", f"{AC}offload=inputs"], "offload = 'none'")
@@ -273,6 +281,7 @@ REFUSED = [
     (["--checkpoint.load_step=5"], 1, ["load_step = 5 has no effect without checkpoint.enable; switch it on"]),
     ([CP2, f"{CP}keep_exchanged"], 2, ["keep_exchanged = true has no effect", "'ring'", "use 'all_to_all' or"]),
     ([CP2, f"{CP}gradient_dtype=bfloat16", f"{CP}method=all_to_all"], 2, ["has no effect", "which sends no keys"]),
+    ([CP2, f"{CP}query_heads_per_pass=1"], 2, ["query_heads_per_pass = 1 has no effect", "'ring'"]),
     ([CP2, f"{CP}heads_per_pass=1"], 2, ["heads_per_pass = 1 has no effect", "'ring'", "use 'all_gather'"]),
     (
         ["--parallelism.fsdp_backward_prefetch=1", "--parallelism.fsdp_reshard_after_forward=never"],

@@ -46,6 +46,12 @@ _EXCHANGING = Condition(
     "leave it out, or use 'all_to_all' or 'hybrid'",
     general='unless parallelism.context_parallel_method is `"all_to_all"` or `"hybrid"`',
 )
+_ALL_TO_ALL = Condition(
+    lambda config, _: config.parallelism.context_parallel_method == "all_to_all",
+    "with parallelism.context_parallel_method = {0.parallelism.context_parallel_method!r}",
+    "leave it out, or use 'all_to_all'",
+    general='unless parallelism.context_parallel_method is `"all_to_all"`',
+)
 _DEALT = Condition(
     lambda config, _: (
         not (config.parallelism.pipeline_parallel_module_fqns or config.parallelism.pipeline_parallel_split_points)
@@ -100,6 +106,13 @@ class Parallelism:
         0, Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"), "heads", when=(_WITH_CP, _NOT_RING)
     )
     """Key/value heads that are sent at a time (all_gather, all_to_all): less memory, more exchanges."""
+    context_parallel_query_heads_per_pass: int = key(
+        0,
+        Bounds(NOT_NEGATIVE.test, "at least 0 (0: all)"),
+        "heads",
+        when=(_WITH_CP, _ALL_TO_ALL),
+    )
+    """Query heads of one key/value head that all_to_all sends at a time, below what heads_per_pass can do."""
     context_parallel_gradient_dtype: Literal["float32", "bfloat16"] = key("float32", when=(_WITH_CP, _SENDING_KV))
     """Data type in which gradients of keys and values are sent; bfloat16: half the bytes, rounded once a rank."""
     context_parallel_keep_exchanged: bool = key(False, when=(_WITH_CP, _EXCHANGING))

@@ -5,7 +5,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.keys import NOT_NEGATIVE, POSITIVE, TOKENS, Bounds, Condition, key, needs, needs_value, unless
+from trainer.config.keys import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    TOKENS,
+    Bounds,
+    Condition,
+    key,
+    needs,
+    needs_value,
+    unless,
+)
 from trainer.config.parallelism import SHARDED
 
 _COMPILED, _FLOAT8, _ADAPTING = needs("compile.enable"), needs("float8.enable"), needs("lora.rank")
@@ -50,17 +61,19 @@ class ActivationCheckpoint:
         0.5, Bounds(lambda x: 0 < x < 1, "in (0, 1)"), when=needs_value("activation_checkpoint.mode", "memory_budget")
     )
     """For memory_budget: share of the activations that the compiler may keep."""
+    group: int = key(1, AT_LEAST_ONE, when=(TOKENS, needs_value("activation_checkpoint.mode", "full")))
+    """For full: of so many layers in a row the first one's input is kept; the backward computes the others from it."""
 
     offload: Literal["none", "inputs"] = key(
         "none", when=(TOKENS, unless("activation_checkpoint.mode", "none", ", which keeps all activations"))
     )
     """Where the input of each checkpointed layer waits for the backward: on the device, or (inputs) on the host."""
     offload_keep_last: int = key(2, NOT_NEGATIVE, when=needs_value("activation_checkpoint.offload", "inputs"))
-    """The inputs of so many last layers stay on the device: the backward needs them at once."""
+    """So many of the last inputs that are kept stay on the device: the backward needs them at once."""
     offload_fraction: float = key(
         1.0, Bounds(lambda x: 0 < x <= 1, "in (0, 1]"), when=needs_value("activation_checkpoint.offload", "inputs")
     )
-    """Share of the layers, from the first one on, whose inputs go to the host."""
+    """Share of the kept inputs, from the first layer on, that go to the host."""
     mlp_chunk_tokens: int = key(0, NOT_NEGATIVE, when=TOKENS)
     """Tokens of a rank at a time that pass the feed-forward network, whose backward computes them again; 0: all."""
 
@@ -80,11 +93,15 @@ class ActivationCheckpoint:
         every = self.whole_layers or 1
         return [layer for layer in layers if (layer + 1) % every == 0] if self.mode != "none" else []
 
+    def kept(self, layers: Iterable[int]) -> list[int]:
+        """Return those of the checkpointed layers of a model or stage whose inputs are kept, one of each group."""
+        return self.checkpointed(layers)[:: self.group]
+
     def offloaded(self, layers: Iterable[int]) -> list[int]:
-        """Return those of the checkpointed layers, the first ones of a model or stage, whose inputs go to the host."""
-        checkpointed = self.checkpointed(layers) if self.offload != "none" else []
-        share = math.ceil(self.offload_fraction * len(checkpointed))
-        return checkpointed[: max(min(share, len(checkpointed) - self.offload_keep_last), 0)]
+        """Return those of the layers with kept inputs, the first of a model or stage, whose inputs go to the host."""
+        kept = self.kept(layers) if self.offload != "none" else []
+        share = math.ceil(self.offload_fraction * len(kept))
+        return kept[: max(min(share, len(kept) - self.offload_keep_last), 0)]
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,14 @@ def resolve_attention(
     with options_as_keys():
         check_heads(model.n_heads // tp, options.head_degree(degree), options.method)
     passes, keep = _checked_passes(parallelism, options, model), parallelism.context_parallel_keep_exchanged
-    if passes and keep:
+    queries = _checked_queries(parallelism, options, model)
+    if (passes or queries) and keep:
+        which = f"heads_per_pass = {passes}" if passes else f"query_heads_per_pass = {queries}"
         raise ConfigError(
-            f"parallelism.context_parallel_keep_exchanged = true keeps all heads; context_parallel_heads_per_pass = "
-            f"{passes} takes less memory; use one of them"
+            f"parallelism.context_parallel_keep_exchanged = true keeps all heads; context_parallel_{which} takes less "
+            "memory; use one of them"
         )
-    return replace(options, heads_per_pass=passes, keep_exchanged=keep), reason
+    return replace(options, heads_per_pass=passes, keep_exchanged=keep, query_heads_per_pass=queries), reason
 
 
 @contextmanager
@@ -198,3 +200,17 @@ def _checked_passes(parallelism: Parallelism, options: ContextParallelOptions, m
             f"that a rank works on with context_parallel_method = {options.method!r}; use fewer, or leave it out"
         )
     return passes
+
+
+def _checked_queries(parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs) -> int:
+    queries, tp = parallelism.context_parallel_query_heads_per_pass, parallelism.tensor_parallel_degree
+    if not queries or options.method != "all_to_all":
+        return 0
+    share = HeadShare.passes(model.n_heads // tp, model.n_kv_heads // tp, parallelism.context_parallel_degree)[0]
+    if queries >= share.group or parallelism.context_parallel_heads_per_pass:
+        raise ConfigError(
+            f"parallelism.context_parallel_query_heads_per_pass = {queries} must be less than the {share.group} query "
+            "heads that share a key/value head on a rank, and sends one key/value head at a time; use fewer, or "
+            "context_parallel_heads_per_pass alone"
+        )
+    return queries

@@ -30,10 +30,18 @@ def check_activation_checkpoint(
         )
     if config.task == "tokens":
         stages = layers_of_stages(pipeline, model.n_layers)
+        if settings.group > 1 and (settings.group > model.n_layers or compilation.splits_backward):
+            why = f"and model.flavor = {config.model.flavor!r} has {model.n_layers} layers; use as many or fewer"
+            if compilation.splits_backward:
+                why = (
+                    f"computes the layers of a group for each part of a backward, and {pipeline.schedule} splits it; "
+                    f"use 1, or {pipeline.whole_backward}"
+                )
+            raise ConfigError(f"activation_checkpoint.group = {settings.group} {why}")
         if settings.offload != "none" and (few := least_offloadable(settings, stages)) is not None:
             raise ConfigError(
                 f"activation_checkpoint.offload_keep_last = {settings.offload_keep_last} leaves no input to offload: "
-                f"{'a pipeline stage' if pipeline else 'the model'} checkpoints only {few} of its layers; set it to "
+                f"{'a pipeline stage' if pipeline else 'the model'} keeps the inputs of only {few} layers; set it to "
                 f"{few - 1} or less, or activation_checkpoint.offload = 'none'"
             )
         if settings.mlp_chunk_tokens and (why := why_no_parts(config, model, compilation)):
@@ -53,8 +61,8 @@ def check_activation_checkpoint(
 
 
 def least_offloadable(settings: ActivationCheckpoint, stages: Iterable[list[int]]) -> int | None:
-    """Return how few layers a stage checkpoints if all their inputs would stay on the device; None if some go."""
-    numbers = [len(checkpointed) for layers in stages if (checkpointed := settings.checkpointed(layers))]
+    """Return how few inputs a stage keeps if all of them would stay on the device; None if some go."""
+    numbers = [len(kept) for layers in stages if (kept := settings.kept(layers))]
     return min((number for number in numbers if number <= settings.offload_keep_last), default=None)
 
 

@@ -128,15 +128,16 @@ class Attention(nn.Module):
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x: (B, S, dim) -> the same shape. positions: (B, S) within packed documents, for the short convolution."""
-        projections = tuple(w(x) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x) for w in (self.wq, self.wk, self.wv))
         if self.short_conv is not None:
-            projections = self.short_conv(*projections, positions=positions, plan=attention_plan)
+            q, k, v = self.short_conv(q, k, v, positions=positions, plan=attention_plan)
         # -1: with tensor parallelism each rank has some of the heads.
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in projections)  # (B, S, H, D)
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in (q, k, v))  # (B, S, H, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
-        q, k = self.rotate(q, freqs_cis), self.rotate(k, freqs_cis)
+        q = self.rotate(q, freqs_cis)  # one after another, and under the same names: what goes in is freed
+        k = self.rotate(k, freqs_cis)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D) twice
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention(q, k, v, sinks=sinks, plan=attention_plan)

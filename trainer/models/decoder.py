@@ -54,7 +54,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = build_feed_forward(args, layer)
         self.has_experts = args.experts is not None
         self.tiles = 1
-        """Parts of the sequence in which the feed-forward network is computed."""
+        """Parts of the sequence in which the norm, the feed-forward network and the residual sum are computed."""
 
     def forward(
         self,
@@ -66,7 +66,10 @@ class TransformerBlock(nn.Module):
         x = x + self.attention(self.attention_norm(x), freqs_cis, attention_plan, positions=positions)
         if self.has_experts:
             return x + self.feed_forward(self.ffn_norm(x), positions)  # routers count no padding
-        return x + in_tiles(self.feed_forward, self.ffn_norm(x), self.tiles)
+        return in_tiles(self._with_feed_forward, x, self.tiles, (self.ffn_norm, self.feed_forward))
+
+    def _with_feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):

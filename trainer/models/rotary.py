@@ -1,6 +1,8 @@
 """Rotary position embedding (arXiv 2104.09864), of adjacent pairs as in Meta's checkpoints, or of halves."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -55,19 +57,58 @@ def precompute_freqs_cis(
 
 def apply_rope(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     """Rotate each adjacent pair of x: (B, S, H, D) by freqs_cis: (S, D / 2, 2) or, per row, (B, S, D / 2, 2)."""
-    freqs_cis = freqs_cis.unsqueeze(-3)  # over the heads
-    pairs = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # inductor fuses products of real numbers only
-        (even, odd), (cos, sin) = pairs.unbind(-1), freqs_cis.unbind(-1)
-        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    else:  # one complex product takes a third of the time
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs_cis))
-    return rotated.flatten(-2).type_as(x)
+        (even, odd), (cos, sin) = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)).unbind(-1), _over_heads(freqs_cis)
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+    return _Rotation.apply(x, freqs_cis, _rotated_pairs)
 
 
 def apply_rope_to_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs (i, i + D / 2) of x, as in Hugging Face's checkpoints; shapes as in `apply_rope`."""
-    freqs_cis = freqs_cis.unsqueeze(-3)  # over the heads
-    first, second = x.to(freqs_cis.dtype).chunk(2, dim=-1)
-    cos, sin = freqs_cis.unbind(-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).type_as(x)
+    if torch.compiler.is_compiling():
+        return _rotated_halves(x, freqs_cis).type_as(x)
+    return _Rotation.apply(x, freqs_cis, _rotated_halves)
+
+
+def _rotated_pairs(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+    """Return x, rotated by one complex product, which takes a third of the time, in the data type of the angles."""
+    pairs = torch.view_as_complex(x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.view_as_complex(freqs_cis.unsqueeze(-3))).flatten(-2)
+
+
+def _rotated_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+    (first, second), (cos, sin) = x.to(freqs_cis.dtype).chunk(2, dim=-1), _over_heads(freqs_cis)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def _over_heads(freqs_cis: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return freqs_cis.unsqueeze(-3).unbind(-1)
+
+
+_PART = 1 << 27
+"""Elements that are rotated at a time, for which two copies in float32 take 1 GiB."""
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation in parts of the sequence, so that copies in the data type of the angles exist of one part.
+
+    It keeps the angles alone: the backward rotates by their negatives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, freqs_cis: torch.Tensor, rotate: Callable[..., torch.Tensor]) -> Any:
+        ctx.save_for_backward(freqs_cis)
+        ctx.rotate, parts = rotate, -(-x.numel() // _PART)
+        if parts <= 1:
+            return rotate(x, freqs_cis).type_as(x)
+        out = x.new_empty(x.shape)
+        places = zip(*(t.tensor_split(parts, -3) for t in (out, x, freqs_cis)), strict=True)
+        for target, part, angles in places:
+            target.copy_(rotate(part, angles))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (freqs_cis,) = ctx.saved_tensors
+        back = torch.view_as_real(torch.view_as_complex(freqs_cis).conj().resolve_conj())
+        return _Rotation.apply(grad, back, ctx.rotate), None, None

@@ -1,4 +1,4 @@
-"""A module of single positions, such as a feed-forward network, applied to a part of the sequence at a time.
+"""What is computed for single positions, such as a feed-forward network, for a part of the sequence at a time.
 
 The backward computes each part again before it, so that the inner activations of one part exist at a time. TiledMLP of
 ALST (arXiv 2506.13996) does so inside a checkpointed block, which computes the network three times. Here the input is
@@ -6,7 +6,7 @@ saved by an operation of its own before the network: as it is the last tensor th
 recomputation ends there, and the network is computed as often as without parts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,22 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config.errors import ConfigError
 
+Compute = Callable[[torch.Tensor], torch.Tensor]
 
-def in_tiles(module: nn.Module, x: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Return `module(x)` for x of (B, S, dim), computed in `tiles` parts of the sequence.
 
-    A DTensor is split within each rank, which must have equally many positions, so that the module's collectives have
-    the parts of all ranks. Gradients of weights are summed over the parts in at least float32.
+def in_tiles(compute: Compute, x: torch.Tensor, tiles: int, modules: Sequence[nn.Module]) -> torch.Tensor:
+    """Return `compute(x)` for x of (B, S, dim), computed in `tiles` parts of the sequence.
+
+    modules: those that `compute` uses. A DTensor is split within each rank, which must have equally many positions, so
+    that collectives of the modules have the parts of all ranks. Gradients of weights are summed over the parts in at
+    least float32.
     """
     if tiles == 1:
-        return module(x)
+        return compute(x)
     x = x.to_local() if isinstance(x, DTensor) else x
     saved: list[Any] = []
     x = _Save.apply(x, torch.empty(0, requires_grad=True), saved)
-    return _Tiles.apply(module, tiles, saved.pop(), x, *_trained(module))
+    return _Tiles.apply(compute, tiles, modules, saved.pop(), x, *_trained(modules))
 
 
 def compute_in_tiles(block: nn.Module, tiles: int) -> None:
@@ -65,22 +68,22 @@ class _Save(torch.autograd.Function):
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, module: nn.Module, tiles: int, saved: Any, x: torch.Tensor, *_trained: nn.Parameter
+        ctx: Any, compute: Compute, tiles: int, modules: Sequence[nn.Module], saved: Any, x: torch.Tensor, *_: Any
     ) -> torch.Tensor:
-        ctx.module, ctx.tiles, ctx.saved = module, tiles, saved
-        return _joined(module, x.tensor_split(tiles, dim=1), x.shape)
+        ctx.compute, ctx.tiles, ctx.modules, ctx.saved = compute, tiles, modules, saved
+        return _joined(compute, x.tensor_split(tiles, dim=1), x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved.saved_tensors
-        trained = _trained(ctx.module)
+        trained = _trained(ctx.modules)
         sums: list[torch.Tensor] = []
 
         def gradient(part: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
-                out = ctx.module(part)
+                out = ctx.compute(part)
             of_part, *of_trained = torch.autograd.grad(out, [part, *trained], grad)
             if not sums:
                 sums.extend(g.to(torch.promote_types(g.dtype, torch.float32), copy=True) for g in of_trained)
@@ -91,11 +94,11 @@ class _Tiles(torch.autograd.Function):
 
         parts = zip(x.tensor_split(ctx.tiles, dim=1), grad.tensor_split(ctx.tiles, dim=1), strict=True)
         of_x = _joined(lambda pair: gradient(*pair), parts, x.shape)
-        return None, None, None, of_x, *(total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
+        return None, None, None, None, of_x, *(total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
+def _trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [p for module in modules for p in module.parameters() if p.requires_grad]
 
 
 def _joined(compute: Callable[[Any], torch.Tensor], parts: Any, shape: torch.Size) -> torch.Tensor:

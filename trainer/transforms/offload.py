@@ -1,8 +1,11 @@
-"""Offloading: the input of each checkpointed block waits for the backward in host memory.
+"""The input of each checkpointed block waits for the backward in host memory, or is computed again from another one.
 
 A checkpointed block keeps its input alone, 2 bytes an element in bfloat16, for every layer and token: at long context
-this is the largest part of the activations. Here it is copied to the host while the block computes, and comes back
-while the backward of the block after it computes, so that the device holds the inputs of about two blocks.
+this is the largest part of the activations. Offloaded, it is copied to the host while the block computes, and comes
+back while the backward of the block after it computes, so that the device holds the inputs of about two blocks. In
+groups of blocks, the first one's input is kept. The backward of the last one first runs the blocks before it forward,
+without gradients, and has the other inputs from there: each block but the last of a group runs once more. FSDP gathers
+their weights then, and frees them after their backward.
 
 Copies run on a stream of their own, all on one, so that a host buffer that is used again needs no further order. The
 rules, of which each was a bug of some program (torchtune pull request 1867, trl issue 7195):
@@ -18,7 +21,7 @@ import mmap
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -83,7 +86,7 @@ class CopyStream:
 
 
 class KeptInput:
-    """A block's input between forward and backward: on the device, on the host, or on its way."""
+    """A block's input between forward and backward: on the device, on the host, on its way, or to be computed again."""
 
     def __init__(
         self, inputs: "HostInputs", kind: Hashable, tensor: Any, buffer: Any, copied: Any, before: "KeptInput | None"
@@ -98,11 +101,16 @@ class KeptInput:
             self._tensor = self._inputs.copies.device_like(self._buffer)
             self._copied = self._inputs.copies.copy(self._tensor, self._buffer)
 
-    def take(self) -> Any:
-        """Return it on the device, and fetch the input of the block before. A backward in parts takes it repeatedly."""
+    def on_device(self) -> Any:
+        """Return it on the device, where the caller is the last to hold it if the host has it."""
         self.fetch()
         tensor = self._tensor
         self.release()
+        return tensor
+
+    def take(self) -> Any:
+        """Return it on the device, and fetch the input of the block before. A backward in parts takes it repeatedly."""
+        tensor = self.on_device()
         before, self._before = self._before and self._before(), None
         if before is not None:
             before.fetch()
@@ -120,6 +128,31 @@ class KeptInput:
             self._inputs.free[self._kind].append(self._buffer)
 
 
+class RecomputedInput:
+    """A block's input that the block before it computes again, from its own input."""
+
+    def __init__(self, before: "KeptInput | RecomputedInput", run: Callable[[Any], Any]) -> None:
+        self._before, self._run = before, run
+        self._tensor: Any = None
+
+    def fetch(self) -> None:
+        """Begin to copy the input of the group's first block back to the device."""
+        if self._tensor is None:
+            self._before.fetch()
+
+    def on_device(self) -> Any:
+        """Return it, computed unless it was for a later block of the group; it stays until `take`."""
+        if self._tensor is None:
+            self._tensor = self._run(self._before.on_device())
+        return self._tensor
+
+    def take(self) -> Any:
+        """Return it, and fetch the input of the block before if that is the group's first."""
+        tensor, self._tensor = self.on_device(), None
+        self._before.fetch()
+        return tensor
+
+
 class HostInputs:
     """The inputs of a model part's blocks, and a pool of host buffers. All micro-batches in flight share it."""
 
@@ -128,13 +161,21 @@ class HostInputs:
         """A `CopyStream`, or what a test puts in its place."""
         self.free: dict[Hashable, list[Any]] = defaultdict(list)
         """Buffers that hold nothing. The next copy into one is queued after those that still read it."""
-        self._last: weakref.ref[KeptInput] | None = None
+        self._last: weakref.ref[KeptInput | RecomputedInput] | None = None
         self._leaving: KeptInput | None = None
+        self.run: Callable[[Any], Any] | None = None
+        """What computes the output of the last block of a forward so far from its input, without gradients."""
+
+    def recompute(self) -> RecomputedInput:
+        """Return the input of a block, to be computed again by the block before it."""
+        self._leave()
+        kept = RecomputedInput(self._last(), self.run)
+        self._last = weakref.ref(kept)
+        return kept
 
     def keep(self, tensor: Any, *, is_first: bool, to_host: bool) -> KeptInput:
         """Keep a block's input until its backward takes it. is_first: of the blocks of a forward."""
-        if self._leaving is not None:
-            self._leaving.release()  # one at most is leaving, so that the device's memory does not grow with the layers
+        self._leave()
         before = None if is_first or self._last is None else self._last()
         kind, buffer, copied = (tensor.shape, tensor.stride(), tensor.dtype), None, None
         if to_host:
@@ -144,30 +185,47 @@ class HostInputs:
         self._last, self._leaving = weakref.ref(kept), kept if to_host else None
         return kept
 
+    def _leave(self) -> None:
+        """Drop the device's memory of the last input: with one at most, it does not grow with the layers."""
+        if self._leaving is not None:
+            self._leaving.release()
+            self._leaving = None
+
 
 def apply_offload(layers: Mapping[str, nn.Module], settings: ActivationCheckpoint, device_type: str) -> None:
-    """Let the inputs of the checkpointed layers wait on the host, as `settings` say; in place.
+    """Let the inputs of the checkpointed layers wait on the host, or be computed again, as `settings` say; in place.
 
     layers: of a model or of a pipeline's stage, in their order. Call it after activation checkpointing and
     `torch.compile`, and before `fully_shard`.
     """
-    if not (offloaded := settings.offloaded(map(int, layers))):
+    checkpointed, kept, offloaded = (
+        choose(map(int, layers)) for choose in (settings.checkpointed, settings.kept, settings.offloaded)
+    )
+    if not offloaded and settings.group == 1:
         return
     inputs = HostInputs(CopyStream(device_type))
-    for number in settings.checkpointed(map(int, layers)):
-        block, how = layers[str(number)], {"is_first": number == offloaded[0], "to_host": number in offloaded}
-        replace_forward(block, "offload", _offloading(block.forward, inputs, **how))
+    for number, following in zip(checkpointed, [*checkpointed[1:], kept[0]], strict=True):
+        keep: Callable[[torch.Tensor], KeptInput | RecomputedInput] = lambda _: inputs.recompute()  # noqa: E731
+        if number in kept:
+            keep = partial(inputs.keep, is_first=number == kept[0], to_host=number in offloaded)
+        block = layers[str(number)]
+        replace_forward(block, "offload", _offloading(block, inputs, keep, runs_again=following not in kept))
 
 
-def _offloading(forward: Callable[..., Any], inputs: HostInputs, **how: bool) -> Callable[..., Any]:
+def _offloading(
+    block: nn.Module, inputs: HostInputs, keep: Callable[[torch.Tensor], Any], *, runs_again: bool
+) -> Callable[..., Any]:
+    forward = block.forward
+
     @wraps(forward)
     def offloading(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(x, *args, **kwargs)
-        hook = _InputHook(inputs, x, how)
+        hook = _InputHook(keep, x)
         with saved_tensors_hooks(hook.pack, _take):
             result = forward(x, *args, **kwargs)
         hook.check()
+        inputs.run = torch.no_grad()(lambda x: block(x, *args, **kwargs)) if runs_again else None
         return result
 
     return offloading
@@ -176,34 +234,34 @@ def _offloading(forward: Callable[..., Any], inputs: HostInputs, **how: bool) ->
 class _InputHook:
     """What autograd calls with each tensor that a block keeps. Autograd holds it until the backward."""
 
-    def __init__(self, inputs: HostInputs, x: torch.Tensor, how: dict[str, bool]) -> None:
-        self._inputs, self._how = inputs, how
+    def __init__(self, keep: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
+        self._keep = keep
         self._x: torch.Tensor | None = x
-        self._kept: KeptInput | None = None
+        self._kept: KeptInput | RecomputedInput | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if not _is_same(tensor, self._x):
             return tensor
         if self._kept is None:
-            self._kept = self._inputs.keep(tensor, **self._how)
+            self._kept = self._keep(tensor)
         return self._kept
 
     def check(self) -> None:
         """Forget the input after the forward.
 
         Raises:
-            RuntimeError: it was not seen, so that nothing would be offloaded.
+            RuntimeError: it was not seen, so that it would stay on the device.
         """
         if self._kept is None:
             raise RuntimeError(
-                "activation_checkpoint.offload = 'inputs' has not seen the input of a layer among the tensors that "
-                f"PyTorch {torch.__version__} keeps for the backward; set it to 'none'"
+                "activation_checkpoint.offload = 'inputs', or a group of layers, has not seen the input of a layer "
+                f"among the tensors that PyTorch {torch.__version__} keeps for the backward; use neither"
             )
         self._x = self._kept = None
 
 
 def _take(kept: Any) -> torch.Tensor:
-    return kept.take() if isinstance(kept, KeptInput) else kept
+    return kept.take() if isinstance(kept, KeptInput | RecomputedInput) else kept
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -39,7 +39,11 @@ def build_execution(
     passes = options.heads_per_pass if plan.inner is None else 0
     sent = torch.bfloat16 if options.gradient_dtype == "bfloat16" else None
     run = StagedExecution(lower(staged, kernel.capabilities), kernel, stage_group, gradients, passes, sent)
-    return run if plan.inner is None else HeadExchange(plan, head_group, run, options.heads_per_pass)
+    return (
+        run
+        if plan.inner is None
+        else HeadExchange(plan, head_group, run, options.heads_per_pass, options.query_heads_per_pass)
+    )
 
 
 def _own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.ProcessGroup:

@@ -145,6 +145,7 @@ class StagedExecution:
                 returning.pending.wait()  # while the kernel ran, they were sent
                 gradient = returning.arriving[0][1]
                 add_parts((dq_, *unpack(gradient)), parts, item.launches[0], sums=True)
+                del parts
             else:
                 gradient = own_gradient
                 if item.stage is not self.plan.backward[0]:

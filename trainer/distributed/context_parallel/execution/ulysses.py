@@ -60,7 +60,8 @@ class Kept(NamedTuple):
         return (_rows_first(self.dout, rows, n, self.dout.dtype) for n in (heads, self.kv_heads, self.kv_heads))
 
 
-_Passes = Iterator[tuple[HeadShare, BackwardInputs]]
+_Passes = Iterator[tuple[HeadShare, list[BackwardInputs]]]
+"""A list of one: whoever takes it out is the last to hold it, so that it is freed after its use."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class HeadExchange:
     """The execution of a plan in which the ranks of `group` divide the heads.
 
     inner: the execution for all rows of this rank's heads; heads_per_pass: key/value heads of a rank that are sent at a
-    time, 0 for all.
+    time, 0 for all. query_heads_per_pass: query heads of one key/value head, 0 for all: its keys and values are sent
+    with the first of these passes and kept for the others, and their gradients are added up and sent with the last one.
 
     The backward gets `BackwardInputs`, so that all inputs are exchanged again, or what a forward with `keep` returned,
     as `Kept`: then one product's worth of rows is exchanged instead of six.
@@ -78,6 +80,7 @@ class HeadExchange:
     group: dist.ProcessGroup
     inner: StagedExecution
     heads_per_pass: int = 0
+    query_heads_per_pass: int = 0
 
     def forward(
         self,
@@ -104,24 +107,28 @@ class HeadExchange:
             )
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
-        # The output as the output projection reads it, (B, S, H, D) in memory.
-        out = _rows_first(q, q.shape[2], q.shape[1], q.dtype)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         passes = self._passes(q, k.shape[1])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
         returning: list[Pending] = []
-        kept: Tensors = []
+        into: tuple[Tensors, Tensors] = [], []
+        kept, held = Tensors(), Tensors()
         for share, bundle, inputs in self._arriving([q], keys, passes, kind="qkv"):
-            of_heads = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
+            all_q, *of_heads = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
+            of_heads = [all_q, *_keys(of_heads, share, held)]
             kept += inputs if keep else []
             del inputs
-            results = self.inner.forward(*of_heads, scale, self._own(sinks, share))  # (B, h, R, D), (B, h, R)
-            del of_heads
-            bundle = PackedRows.of([*results], [], self.plan.head_group_layouts)
-            rows = bundle.rows([*results])
+            results = [*self.inner.forward(*of_heads, scale, self._own(sinks, share))]  # (B, h, R, D), (B, h, R)
+            del all_q, of_heads
+            bundle = PackedRows.of(results, [], self.plan.head_group_layouts)
+            rows = bundle.rows(results)
+            results.clear()
             kept += rows if keep else []
-            returning.append(self._send_rows(bundle, rows, ([out, lse], []), share, kind="out"))
+            returning.append(self._send_rows(bundle, rows, into, share, kind="out"))
             del rows
+        # The output as the output projection reads it, (B, S, H, D) in memory.
+        out = _rows_first(q, q.shape[2], q.shape[1], q.dtype)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        into[0].extend((out, lse))
         for each in returning:
             each.wait()
         return unfold_batch(out, whole_q), unfold_batch(lse, whole_q), *(x.view(-1) for x in kept)
@@ -140,31 +147,40 @@ class HeadExchange:
         passes = self._passes(dout, kv_heads)
         copies = passes[0].copies
         # Gradients of a head's copies are added up in float32; without copies they are complete when they are sent.
-        gradient_dtype = torch.promote_types(dout.dtype, torch.float32) if copies > 1 else dout.dtype
-        dq = _rows_first(dout, rows, heads, dout.dtype)
-        dkeys = [_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype) for _ in "kv"]
+        sum_dtype = torch.promote_types(dout.dtype, torch.float32)
+        gradient_dtype = sum_dtype if copies > 1 else dout.dtype
         dsinks = [] if sinks is None else [torch.zeros_like(sinks)]
         returning: list[Pending] = []
+        into: tuple[Tensors, Tensors] = [], []
+        sums: Tensors = []
         for share, inside in inputs_of(given, dout, passes):
-            mine = self._own(sinks, share)
-            all_dq, *all_dkv = self.inner.backward(inside, scale, mine, kv_dtype=gradient_dtype)
+            mine, in_parts = self._own(sinks, share), not (share.has_keys and share.has_gradients)
+            kv_dtype = dout.dtype if in_parts else gradient_dtype
+            found = [*self.inner.backward(inside.pop(), scale, mine, kv_dtype=kv_dtype)]
             if mine is not None:
-                dsinks[0][share.queries(self.group.rank())] = all_dkv.pop()
-            bundle = PackedRows.of([all_dq], all_dkv, self.plan.head_group_layouts)
-            rows = bundle.rows([all_dq, *all_dkv])
-            returning.append(self._send_rows(bundle, rows, ([dq], dkeys), share, kind="dqkv"))
+                dsinks[0][share.queries(self.group.rank())] = found.pop()
+            if in_parts:
+                found[1:] = _summed_over_passes(found[1:], share, sums, sum_dtype, gradient_dtype)
+            bundle = PackedRows.of(found[:1], found[1:], self.plan.head_group_layouts)
+            all_rows = bundle.rows(found)
+            found.clear()
+            targets = into if share.has_gradients else (into[0], [])
+            returning.append(self._send_rows(bundle, all_rows, targets, share, kind="dqkv"))
+            del all_rows
+        into[0].append(_rows_first(dout, rows, heads, dout.dtype))
+        into[1].extend(_rows_first(dout, kv_rows, kv_heads * copies, gradient_dtype) for _ in "kv")
         for each in returning:
             each.wait()
-        gradients = dq, *(summed(x, kv_heads) for x in dkeys)
+        gradients = into[0][0], *(summed(x, kv_heads) for x in into[1])
         return *(restore_shape(x, like) for x, like in zip(gradients, likes, strict=True)), *dsinks
 
     def _exchanged(self, given: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
         """Yield what the backward of each pass takes: all rows of this rank's heads, exchanged again."""
         q, k, v, out, lse = (fold_batch(x, self.plan) for x in given[1:])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
-        for share, bundle, rows in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
-            all_q, all_dout, all_out, all_lse, *all_kv = bundle.tensors(rows)
-            yield share, BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)  # (B, h, R, ...), keys (B, k, R, D)
+        held: Tensors = []
+        for share, bundle, *rows in self._arriving([q, dout, out, lse], keys, passes, kind="qkv_dout"):
+            yield share, [_backward_inputs(bundle.tensors(rows.pop()), share, held)]
 
     def _kept(self, given: Kept, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
         """Yield what the backward of the one pass takes: the exchanged gradient of the output, and what was kept."""
@@ -179,13 +195,15 @@ class HeadExchange:
         (all_dout,) = bundle.tensors(rows)
         all_q, *all_kv = of_inputs.tensors([given.inputs.view(-1, of_inputs.blocks[0].width)])
         all_out, all_lse = of_results.tensors([given.results.view(-1, of_results.blocks[0].width)])
-        yield share, BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)
+        yield share, [BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)]
 
     def _own(self, sinks: torch.Tensor | None, share: HeadShare) -> torch.Tensor | None:
         return None if sinks is None else sinks[share.queries(self.group.rank())]
 
     def _passes(self, q: torch.Tensor, kv_heads: int) -> list[HeadShare]:
-        return HeadShare.passes(q.shape[1], kv_heads, self.plan.head_degree, self.heads_per_pass)
+        return HeadShare.passes(
+            q.shape[1], kv_heads, self.plan.head_degree, self.heads_per_pass, self.query_heads_per_pass
+        )
 
     def _arriving(
         self, queries: Tensors, keys: Tensors, passes: list[HeadShare], *, kind: str
@@ -208,7 +226,7 @@ class HeadExchange:
     ) -> tuple[PackedRows, torch.Tensor, Pending]:
         """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads."""
         degree, here = self.plan.head_degree, self.group.rank()
-        queries, keys = _by_rank(queries, keys, share, degree)
+        queries, keys = _by_rank(queries, keys if share.has_keys else [], share, degree)
         of_rank = ([x[0].movedim(0, 2) for x in each] for each in (queries, keys))  # (B, h, S, ...)
         bundle = PackedRows.of(*of_rank, self.plan.head_group_layouts)
         wire = queries[0].new_empty(degree, bundle.size(here), dtype=torch.uint8)
@@ -221,19 +239,48 @@ class HeadExchange:
     def _send_rows(
         self, bundle: PackedRows, rows: Tensors, into: tuple[Tensors, Tensors], share: HeadShare, *, kind: str
     ) -> Pending:
-        """Start the exchange from all rows of my heads, as bytes, to my rows of all heads in the tensors `into`."""
+        """Start the exchange from all rows of my heads, as bytes, to my rows of all heads.
+
+        into: lists of the tensors of queries and of keys, which may be filled until the messages are waited for.
+        """
         degree, here = self.plan.head_degree, self.group.rank()
         sizes = [bundle.size(rank) for rank in range(degree)]
         mine = [bundle.size(here)] * degree
         received, pending = all_to_all(bundle.by_rank(rows), sizes, mine, self.group, kind=kind)
-        queries, keys = _by_rank(*into, share, degree)
 
         def arrived() -> None:
+            queries, keys = _by_rank(*into, share, degree)
             views = bundle.views(received.view(degree, bundle.size(here)), here)
             for target, view in zip((*queries, *keys), views, strict=True):
                 target.copy_(view)
 
         return Pending([pending], [received], arrived)
+
+
+def _backward_inputs(exchanged: Tensors, share: HeadShare, held: Tensors) -> BackwardInputs:
+    """Return exchanged tensors in the order of kernels: (B, h, R, ...), keys (B, k, R, D)."""
+    q, dout, out, lse, *keys = exchanged
+    return BackwardInputs(dout, q, *_keys(keys, share, held), out, lse)
+
+
+def _keys(arrived: Tensors, share: HeadShare, held: Tensors) -> Tensors:
+    """Return keys and values of a pass; in `held` are copies of those that several passes use."""
+    if share.has_keys and share.has_gradients:
+        return arrived
+    held[:] = [x.clone() for x in arrived] or held
+    return held
+
+
+def _summed_over_passes(
+    found: Tensors, share: HeadShare, sums: Tensors, sum_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensors:
+    """Add gradients of keys and values to the sums over passes; return the sums after the last pass, else nothing."""
+    if share.has_keys:
+        sums[:] = [x.to(sum_dtype) for x in found]
+    else:
+        for total, more in zip(sums, found, strict=True):
+            total.add_(more)
+    return [x.to(dtype) for x in sums] if share.has_gradients else []
 
 
 def _rows_first(like: torch.Tensor, rows: int, heads: int, dtype: torch.dtype) -> torch.Tensor:

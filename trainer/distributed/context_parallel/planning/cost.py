@@ -16,7 +16,7 @@ Exchange of heads: a rank sends each other rank its rows of that rank's heads, a
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -79,7 +79,13 @@ class Cost:
 
 
 def attention_cost(
-    plan: RankPlan, shape: AttentionShape, direction: str, heads_per_pass: int = 0, *, keep_exchanged: bool = False
+    plan: RankPlan,
+    shape: AttentionShape,
+    direction: str,
+    heads_per_pass: int = 0,
+    *,
+    query_heads: int = 0,
+    keep_exchanged: bool = False,
 ) -> Cost:
     """Return the cost of one attention call of the plan's rank in one direction, `forward` or `backward`.
 
@@ -91,7 +97,8 @@ def attention_cost(
     if plan.inner is None:
         cost = _staged(plan, shape, width, is_backward, heads_per_pass)
     else:
-        cost = _exchanged(plan, shape, width, direction, heads_per_pass, keep_exchanged)
+        passes = HeadShare.passes(shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass, query_heads)
+        cost = _exchanged(plan, shape, width, direction, passes, keep_exchanged)
     # Two products in the forward; in the backward the scores again, and four products of their size.
     cost.flops = (10 if is_backward else 4) * plan.pairs * shape.head_dim * (shape.heads // plan.head_degree) * width
     return cost
@@ -117,7 +124,12 @@ def _staged(plan: RankPlan, shape: AttentionShape, width: int, is_backward: bool
 
 
 def _exchanged(
-    plan: RankPlan, shape: AttentionShape, width: int, direction: str, heads_per_pass: int, keep_exchanged: bool
+    plan: RankPlan,
+    shape: AttentionShape,
+    width: int,
+    direction: str,
+    passes: Sequence[HeadShare],
+    keep_exchanged: bool,
 ) -> Cost:
     """Return the cost with two exchanges of heads."""
     cost, is_backward = Cost(), direction == "backward"
@@ -126,14 +138,14 @@ def _exchanged(
     here = plan.rank % plan.head_degree
     others = [r for r in range(plan.head_degree) if r != here]
     alive = [0]
-    for share in HeadShare.passes(shape.heads, shape.kv_heads, plan.head_degree, heads_per_pass):
-        kv_heads = share.stop - share.start
-        part = replace(shape, heads=kv_heads * share.group, kv_heads=kv_heads)
+    for share in passes:
+        kv_heads, queries = share.stop - share.start, share.own_queries
+        part = replace(shape, heads=queries.stop - queries.start, kv_heads=kv_heads)
         inside = _staged(plan.inner, part, width, is_backward, 0)
         cost.calls += inside.calls
         cost.bytes_sent += inside.bytes_sent
         cost.bytes_received += inside.bytes_received
-        there, back = ([*_pieces(shape, width, kv_heads, share, names)] for names in kinds.values())
+        there, back = ([*_pieces(part, width, share, names)] for names in kinds.values())
         # Of each tensor there: this rank's rows for each other rank. Back: each other rank's rows, for that rank.
         mine, theirs = (
             [sum(lengths[of_keys][r] * row for r in ranks for of_keys, row in pieces) for pieces in (there, back)]
@@ -156,16 +168,13 @@ _TENSORS = {
 }
 
 
-def _pieces(
-    shape: AttentionShape, width: int, kv_heads: int, share: HeadShare, names: tuple[str, ...]
-) -> Iterator[tuple[bool, int]]:
-    """Yield (whether a row belongs to a key, bytes of a row) for each tensor that a rank gets."""
-    queries = width * kv_heads * share.group
+def _pieces(part: AttentionShape, width: int, share: HeadShare, names: tuple[str, ...]) -> Iterator[tuple[bool, int]]:
+    """Yield (whether a row belongs to a key, bytes of a row) for each tensor that a rank gets; part: of this pass."""
     for name in names:
         if name == "q":
-            yield False, aligned(queries * shape.head_dim * shape.itemsize)
+            yield False, aligned(width * part.heads * part.head_dim * part.itemsize)
         elif name == "lse":
-            yield False, aligned(queries * shape.accumulator)
-        else:
-            item = shape.accumulator if name == "dk" and share.copies > 1 else shape.itemsize
-            yield True, aligned(width * kv_heads * shape.head_dim * item)
+            yield False, aligned(width * part.heads * part.accumulator)
+        elif share.has_gradients if name == "dk" else share.has_keys:
+            item = part.accumulator if name == "dk" and share.copies > 1 else part.itemsize
+            yield True, aligned(width * part.kv_heads * part.head_dim * item)

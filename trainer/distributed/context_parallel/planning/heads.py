@@ -12,6 +12,8 @@ class HeadShare:
     """The heads of each rank in one pass of all-to-all: of its `per_rank` key/value heads, start to stop.
 
     copies: how often each key/value head is replicated; group: query heads for each replicated key/value head.
+    part: the query heads of a group; not all in passes of a part of one key/value head. The first of these passes has
+    the keys and values, and the last one their gradients.
     """
 
     per_rank: int
@@ -19,10 +21,15 @@ class HeadShare:
     group: int
     start: int
     stop: int
+    part: Range
 
     @classmethod
-    def passes(cls, heads: int, kv_heads: int, degree: int, heads_per_pass: int = 0) -> list["HeadShare"]:
+    def passes(
+        cls, heads: int, kv_heads: int, degree: int, heads_per_pass: int = 0, query_heads: int = 0
+    ) -> list["HeadShare"]:
         """Return the passes, each with `heads_per_pass` key/value heads of a rank; 0: all in one.
+
+        query_heads: of one key/value head that a pass has; 0: all.
 
         Raises:
             OptionError: the degree does not divide the query heads; the message lists degrees that do.
@@ -31,12 +38,23 @@ class HeadShare:
         replicated = math.lcm(kv_heads, degree)
         per_rank = replicated // degree
         copies, group = replicated // kv_heads, heads // replicated
-        return [cls(per_rank, copies, group, *part) for part in passes_of(per_rank, heads_per_pass)]
+        of_rank, parts = passes_of(per_rank, 1 if query_heads else heads_per_pass), passes_of(group, query_heads)
+        return [cls(per_rank, copies, group, *heads, part) for heads in of_rank for part in parts]
 
     @property
     def own_queries(self) -> slice:
         """The query heads of this pass, among those of any rank."""
-        return slice(self.start * self.group, self.stop * self.group)
+        return self._queries(0)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether keys and values are sent in this pass; else they are those of the pass before."""
+        return self.part[0] == 0
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the gradients of keys and values are complete with this pass."""
+        return self.part[1] == self.group
 
     def keys(self, rank: int) -> list[int]:
         """Return the key/value heads of `rank`, a replicated one as often as it has copies there."""
@@ -45,8 +63,12 @@ class HeadShare:
 
     def queries(self, rank: int) -> slice:
         """Return the query heads of `rank`."""
-        first = rank * self.per_rank
-        return slice((first + self.start) * self.group, (first + self.stop) * self.group)
+        return self._queries(rank * self.per_rank)
+
+    def _queries(self, first: int) -> slice:
+        return slice(
+            (first + self.start) * self.group + self.part[0], (first + self.stop - 1) * self.group + self.part[1]
+        )
 
 
 def passes_of(kv_heads: int, heads_per_pass: int) -> list[Range]:

@@ -26,6 +26,7 @@ class ContextParallelOptions:
     sequence (`all_to_all`), else head_tail.
     kernel: `auto`, or the name of a kernel.
     heads_per_pass: key/value heads that are sent at a time, 0 for all.
+    query_heads_per_pass: query heads of one key/value head that are sent at a time (`all_to_all`), 0 for all.
     hybrid_degrees: for `hybrid`, the size of a head group, and the number of groups, which make the ring.
     multiple_of: a divisor of each rank's number of tokens (the tensor-parallel degree, for sequence parallelism).
     keep_exchanged: keep what an exchange of heads has brought for the backward, instead of exchanging it again.
@@ -44,6 +45,7 @@ class ContextParallelOptions:
     multiple_of: int = 1
     keep_exchanged: bool = False
     gradient_dtype: str = "float32"
+    query_heads_per_pass: int = 0
 
     def __post_init__(self) -> None:
         if self.hybrid_degrees is not None:
@@ -69,7 +71,11 @@ class ContextParallelOptions:
                 f"heads_per_pass = {self.heads_per_pass} must be at least 0, and 0 for method = {self.method!r}, where "
                 "all heads are sent together; use 'all_gather' or 'all_to_all' with it"
             )
-
+        if self.query_heads_per_pass and (self.method != "all_to_all" or self.heads_per_pass or self.keep_exchanged):
+            raise ContextParallelError(
+                f"query_heads_per_pass = {self.query_heads_per_pass} is for method = 'all_to_all', and sends one "
+                "key/value head at a time; use it without heads_per_pass and keep_exchanged"
+            )
         if self.keep_exchanged and (not self.spread.divides_heads or self.heads_per_pass):
             raise ContextParallelError(
                 f"keep_exchanged with method = {self.method!r} and heads_per_pass = {self.heads_per_pass}: it is for "

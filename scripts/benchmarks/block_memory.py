@@ -1,0 +1,153 @@
+"""What is alive while a checkpointed block of a million-token job is recomputed, traced on a GPU that does not exist.
+
+    python scripts/benchmarks/block_memory.py --method all_to_all
+
+Llama 3 8B, 1,048,576 tokens over 8 ranks, mode "full", inputs offloaded, the feed-forward network in parts of 8,192.
+For each part of a block's backward: the most bytes alive beyond what was alive before it, which includes the block's
+input and the gradient of its output, and the tensors at that moment, in KiB for each token of a rank.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
+
+import torch
+
+from tests.fake_cuda import shim, table
+from tests.fake_cuda import trace as tracing
+from trainer.distributed.context_parallel.planning.cost import attention_cost
+from trainer.models.decoder import TransformerBlock
+
+_RANKS, _TOKENS = 8, 131_072
+_PARTS = {
+    ("attention.py", "_differentiate"): "attention, backward",
+    ("tiles.py", "backward"): "feed-forward, backward",
+    ("attention.py", "_forward"): "attention, recomputed",
+    ("tiles.py", "in_tiles"): "feed-forward, recomputed",
+    ("decoder.py", "forward"): "the rest, recomputed",
+}
+"""Function on the stack -> the part of a block's backward that runs; the innermost one counts."""
+_REST = "the rest, backward"
+Made = tuple[int, str]
+
+
+class Alive(tracing.Recorder):
+    """A recorder that knows what each of the bytes is, and the most of them in each part of one block's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Made] = {}
+        """Number of a tensor's memory -> its bytes, and the tensor's shape, data type, operator, and line."""
+        self.before = self.number = self.blocks = 0
+        self.most: dict[str, int] = defaultdict(int)
+        self.at: dict[str, list[Made]] = {}
+
+    def start_block(self) -> None:
+        """Begin the next block; what is alive now is not counted for it."""
+        self.blocks += 1
+        self.before = self.number
+
+    def _alive(self, tensors: Iterable[Any], name: str) -> None:
+        tensors = [x for x in tensors if isinstance(x, torch.Tensor) and x.device.type == "cuda"]
+        stack = _stack() if self._step else []
+        for x in tensors:
+            storage = x.untyped_storage()
+            if storage not in self._seen and not (stack and stack[0][1] in ("_", "_like")):  # not what is promised
+                what = f"{'x'.join(map(str, x.shape))} {str(x.dtype)[6:]} {name} {_line(stack)}"
+                self.number += 1
+                self.made[self.number] = storage.nbytes(), what
+                weakref.finalize(storage, self.made.pop, self.number, None)
+        super()._alive(tensors, name)
+        if self.blocks == 2:
+            self._count(next((_PARTS[at] for *at_, _ in stack if (at := tuple(at_)) in _PARTS), _REST))
+
+    def _count(self, part: str) -> None:
+        alive = [made for number, made in self.made.items() if number > self.before]
+        size = sum(size for size, _ in alive)
+        if size > self.most[part]:
+            self.most[part], self.at[part] = size, alive
+
+
+def _stack() -> list[tuple[str, str, int]]:
+    """Return file, function and line of the package's functions that run, the innermost first."""
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if "trainer" in path.parts[-5:] and "fake_cuda" not in path.parts:
+            found.append((path.name, frame.f_code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _line(stack: list[tuple[str, str, int]]) -> str:
+    return f"({stack[0][0]}:{stack[0][2]})" if stack else ""
+
+
+def report(args: argparse.Namespace) -> None:
+    """Trace a step and print the parts of a block's backward."""
+    parts = f"--activation_checkpoint.mlp_chunk_tokens={args.mlp_chunk_tokens}"
+    queries = args.query_heads_per_pass
+    passes = [f"--parallelism.context_parallel_query_heads_per_pass={queries}"] if queries else []
+    settings = table._cp(_RANKS, args.method, table._MILLION, *table._OFFLOADED, parts, *passes, *args.more)
+    recorders: list[Alive] = []
+    forward = TransformerBlock.forward
+
+    def recorder() -> Alive:
+        recorders.append(Alive())
+        return recorders[-1]
+
+    def block(self: TransformerBlock, *given: Any, **more: Any) -> torch.Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            recorders[-1].start_block()
+        return forward(self, *given, **more)
+
+    with (
+        mock.patch.object(tracing, "Recorder", recorder),
+        mock.patch.object(tracing, "attention_cost", partial(attention_cost, query_heads=queries)),
+        mock.patch.object(TransformerBlock, "forward", block),
+    ):
+        events = tracing.trace(table.Job("", _RANKS, 2, settings, layers=args.layers).resolved(), 2)
+    print(f"{args.method}: {events.peak[1] / 2**30:.1f} GiB at the peak of the step, {args.layers} layers")
+    alive = recorders[-1]
+    for part, most in alive.most.items():
+        print(f"\n{most / 1024 / _TOKENS:6.1f} KiB  {part}")
+        sizes: Counter[str] = Counter()
+        for size, what in alive.at[part]:
+            sizes[what] += size
+        for what, size in sizes.most_common():
+            if size >= args.least * 1024 * _TOKENS:
+                print(f"{size / 1024 / _TOKENS:10.2f}  {what}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the process that reports, with the library that it needs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="all_to_all")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--mlp-chunk-tokens", type=int, default=8192)
+    parser.add_argument("--query-heads-per-pass", type=int, default=0, help="of all_to_all; 0: all")
+    parser.add_argument("--least", type=float, default=0.25, help="KiB a token of the tensors that are listed")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("more", nargs="*", help="more arguments of the job")
+    args = parser.parse_args(argv)
+    if args.inside:
+        report(args)
+        return 0
+    with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
+        command = [sys.executable, __file__, "--inside", *(sys.argv[1:] if argv is None else argv)]
+        return subprocess.run(command, env=shim.environment(shim.build(Path(folder)))).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

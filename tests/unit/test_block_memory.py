@@ -1,0 +1,109 @@
+"""Laws of what a block holds while it is computed: copies exist of a part, and what has been used is freed."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from threading import get_ident
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from scripts.benchmarks.activation_checkpointing import Meter
+from tests.distributed.attention_cases import random
+from tests.thread_attention import SCALE
+from tests.thread_ranks import ThreadMesh, run_ranks
+from trainer.distributed.context_parallel.attention import context_parallel_attention
+from trainer.distributed.context_parallel.execution import ulysses
+from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
+from trainer.distributed.context_parallel.live import LivePlan, flat_mesh, opened
+from trainer.distributed.context_parallel.planning.options import ContextParallelOptions
+from trainer.distributed.sharding.exchange import Pending
+from trainer.models import rotary
+from trainer.models.rotary import apply_rope, apply_rope_to_halves, precompute_freqs_cis
+
+ROWS, HEADS, HEAD_DIM = 256, 8, 16
+ONE = 8 * ROWS * HEADS * HEAD_DIM
+"""Bytes of a rank's queries in float64."""
+
+
+@pytest.mark.parametrize("rotate", [apply_rope, apply_rope_to_halves])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_rotation_in_parts_is_the_whole_one(rotate: Callable[..., torch.Tensor], batched: bool) -> None:
+    table = precompute_freqs_cis(7, 4, 5e5, None, torch.float64)
+    table = table[torch.tensor([[3, 1, 4], [2, 6, 5]])] if batched else table[:3]
+    x, weights = random(2, 3, 1, 4).requires_grad_(), random(2, 3, 1, 4, seed=1)
+    found = []
+    for part in (rotary._PART, 13, 1):
+        with mock.patch.object(rotary, "_PART", part):
+            out = rotate(x, table)
+            found.append((out, *torch.autograd.grad(out, x, weights)))
+            assert torch.autograd.gradgradcheck(lambda x: rotate(x, table).sin(), (x,))
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rotation_copies_a_part_to_the_type_of_the_angles(backward: bool) -> None:
+    table = precompute_freqs_cis(ROWS, HEAD_DIM, 5e5, None, torch.float32)
+    x = random(1, ROWS, HEADS, HEAD_DIM).bfloat16().requires_grad_()
+    size, out = x.nbytes, apply_rope(x, table)
+    with mock.patch.object(rotary, "_PART", x.numel() // 8), Meter(x, table, out) as meter:
+        torch.autograd.grad(apply_rope(x, table), x, out)
+    # output, gradient, negative angles, and the copies of a part
+    assert 2 * size <= meter.peak < 3.6 * size
+
+
+def attended(rank: int, mesh: ThreadMesh, kv_heads: int, query_heads: int) -> None:
+    options = ContextParallelOptions("all_to_all", query_heads_per_pass=query_heads)
+    flat, groups = flat_mesh(mesh, options)
+    layout = options.layout(ROWS * mesh.size(), mesh.size())
+    heads = HEADS, kv_heads, kv_heads, HEADS
+    *leaves, cotangent = (random(1, ROWS, n, HEAD_DIM, seed=i).transpose(1, 2) for i, n in enumerate(heads))
+    leaves = [x.requires_grad_() for x in leaves]
+    with opened(LivePlan(flat, layout, None, options, groups=groups), 1) as handle:
+        out, *_ = context_parallel_attention(*leaves, handle, SCALE)
+        torch.autograd.grad(out, leaves, cotangent)
+
+
+def of_messages(direction: str, kv_heads: int = HEADS, query_heads: int = 0) -> dict[str, list[float]]:
+    """Kind of a message -> the bytes of a rank beyond inputs when it is sent, in queries of a rank; and the most bytes.
+
+    Messages have no values.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    real, meters = getattr(HeadExchange, direction), {}
+
+    def metered(self: HeadExchange, *given: object, **more: object) -> object:
+        meters[get_ident()] = meter = Meter(*(x for x in tree_leaves(given) if isinstance(x, torch.Tensor)))
+        with meter:
+            result = real(self, *given, **more)
+        found["most"].append(meter.peak / ONE)
+        return result
+
+    def all_to_all(sent: torch.Tensor, _to: object, sizes: list[int], *_: object, kind: str) -> tuple:
+        if get_ident() in meters:
+            found[kind].append(meters[get_ident()].alive() / ONE)
+        return sent.new_zeros(sum(sizes)), Pending([], [sent])
+
+    with mock.patch.object(HeadExchange, direction, metered), mock.patch.object(ulysses, "all_to_all", all_to_all):
+        run_ranks(2, attended, kv_heads, query_heads)
+    return found
+
+
+def test_exchanged_tensors_are_freed_after_their_use() -> None:
+    """When a message is sent, nothing but it is alive. What is sent and what is received are alive together."""
+    lse = 1 / HEAD_DIM
+    found = of_messages("forward")
+    assert (found["qkv"], found["out"]) == ([3, 3], [1 + lse, 1 + lse])
+    assert max(found["most"]) < 6.1
+    found = of_messages("backward")
+    assert (found["qkv_dout"], found["dqkv"]) == ([5 + lse, 5 + lse], [3, 3])
+    assert max(found["most"]) < 11.1  # and one copy of the kernel
+
+
+def test_passes_of_query_heads_take_less_memory() -> None:
+    """Two key/value heads on two ranks: four query heads share the one of a rank."""
+    whole, passes = (of_messages("backward", kv_heads=2, query_heads=queries)["most"] for queries in (0, 1))
+    assert max(passes) < 0.85 * min(whole)
