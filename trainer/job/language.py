@@ -12,6 +12,7 @@ from trainer.families.args import DecoderArgs, experts_of, has_windows
 from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import faster_packages, kernel_of, resolve_attention
 from trainer.job.chat import check_chat
+from trainer.job.chunks import check_chunks
 from trainer.job.degrees import Degrees
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.float8 import check_float8
@@ -74,6 +75,7 @@ class Language(TaskSpec):
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
         check_float8(config, model, degrees)
         check_balance(config, model)
+        check_chunks(config, model, degrees)
         check_mixture(config)
         return check_validation(config, degrees)
 
@@ -162,6 +164,9 @@ def _attention(job: ResolvedJob) -> str:
     if options is None:
         return "causal, by PyTorch itself: one rank has the whole sequence"
     mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
+    if job.chunks > 1:
+        where = "host" if config.training.sequence_chunks_offload else "device"
+        mask += f", in {job.chunks} chunks, one after another, whose keys and values are kept on the {where}"
     if has_windows(job.model):
         layers = [layer for layer in range(job.model.n_layers) if job.model.window_of_layer(layer) is not None]
         every = layers[1] if len(layers) > 1 else job.model.n_layers

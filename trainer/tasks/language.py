@@ -135,7 +135,8 @@ class LanguageTask:
         rows, seq_len = tokens.shape
         if positions is None:
             positions = torch.arange(seq_len, device=tokens.device).expand(rows, -1)
-        layout = contiguous(seq_len, self.job.chunks, multiple_of=self.dims.size("tp"))
+        tp = self.dims.size("tp")
+        layout = contiguous(seq_len, min(self.job.chunks, seq_len // tp), multiple_of=tp)
         plan: BatchPlan | None = batch.get("plan")
         with sequence_chunks(
             self.dims["cp"], layout, plan and plan.mask, self.job.attention, sequences=rows, keep=self._keep_rows

@@ -1,4 +1,4 @@
-"""A sequence in chunks on one device, see `execution/chunks.py`: the context, and the layers that it must tell apart."""
+"""A sequence in chunks on one device, see `execution/chunks.py`: the context, and the numbers of the layers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

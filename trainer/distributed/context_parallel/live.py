@@ -19,8 +19,8 @@ from trainer.distributed.context_parallel.execution.build import Execution, buil
 from trainer.distributed.context_parallel.execution.chunks import ChunkExecution, ChunkRows
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.planning.heads import check_heads
-from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
 from trainer.distributed.context_parallel.planning.lowering import lower
+from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import chunk_plan, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.errors import OptionError
@@ -66,14 +66,15 @@ class LivePlan:
         sequences: Sequence[int],
         is_causal: bool,
         window: int,
-        layer: int = 0,
+        layer: int = -1,
     ) -> Execution:
         """Return the execution of attention of these shapes, for these sequences of the batch.
 
         layer: of a sequence in chunks, for which keys and values are kept.
 
         Raises:
-            ContextParallelError: the context did not cut the inputs, or the method cannot divide the heads.
+            ContextParallelError: the context did not cut the inputs, the method cannot divide the heads, or no layer is
+                given for a sequence in chunks.
             OptionError: the kernel cannot do it.
         """
         # With one mask for all sequences, the plan does not depend on which sequences these are.
@@ -98,7 +99,14 @@ class LivePlan:
                 run = ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, waiting=self.chunk[1])
             self._executions[key] = run
         run = self._executions[key]
-        return run if self.chunk is None else replace(run, layer=layer)
+        if self.chunk is None:
+            return run
+        if layer < 0:
+            raise ContextParallelError(
+                "attention of a sequence in chunks got a handle that names no layer; call `number_layers` on the "
+                "layers when the model is parallelised"
+            )
+        return replace(run, layer=layer)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: tuple[int, ...]) -> None:
         """Check the inputs of an attention call; sequences: of the batch, () for any."""
@@ -188,12 +196,12 @@ def any_plan_open(mesh: DeviceMesh) -> bool:
 
 def of_layer(handle: torch.Tensor, layer: int) -> torch.Tensor:
     """Return a handle that also names a layer, below 2,048."""
-    return handle + layer * _LAYER
+    return handle + (layer + 1) * _LAYER
 
 
 def layer_of(handle: torch.Tensor) -> int:
-    """Return the layer that a handle names, by default 0."""
-    return handle[0].item() // _LAYER if len(handle) else 0
+    """Return the layer that a handle names, -1 for none."""
+    return int(handle[0]) // _LAYER - 1
 
 
 def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:

@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.ring import Held, Item, Returning, StagedExecution
 from trainer.distributed.context_parallel.execution.stages import fold_batch, pack, unpack
 from trainer.distributed.sharding.exchange import Pending, put_rows
