@@ -1,15 +1,21 @@
 """Laws of a sequence in chunks: nothing changes but memory, which falls with the number of chunks."""
 
+import weakref
+from dataclasses import dataclass, field
+from unittest import mock
+
 import pytest
 import torch
 
 from scripts.benchmarks.activation_checkpointing import Meter
-from tests.distributed.harness import assert_parity, run_layout, trainer_of
-from tests.distributed.pool import WorkerPool
+from tests.distributed.harness import TINY, Record, assert_parity, run_layout, trainer_of
+from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_offload import COMPILE, FP64, FULL
 from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
-from trainer.models.auxiliary_loss import normalise_auxiliary_losses
+from trainer.distributed.context_parallel.execution.chunks import ChunkRows, OnDevice
+from trainer.distributed.sharding.ranges import Ranges
+from trainer.transforms.offload import CopyStream
 
 CHUNKS, OFFLOAD = "--training.sequence_chunks=3", "--training.sequence_chunks_offload"
 # Sequences have 16 tokens, so that chunks have 5 or 6, and most documents cross a border.
@@ -25,8 +31,6 @@ MODELS = {
     "gpt-oss: experts, windows, sinks, documents": [DOCUMENTS, "--model.name=gpt_oss"],
     "experts with an auxiliary loss": ["--model.name=qwen3_moe"],
     "tied embeddings": ["--model.flavor=tiny_tied"],
-    "adapters": ["--lora.rank=4"],
-    "adapters of one matrix": ["--lora.rank=4", "--lora.modules", "w1"],
     "one micro-batch": ["--training.global_batch_size=-1"],
 }
 HOW = {
@@ -60,16 +64,17 @@ def test_losses_gradients_and_weights_do_not_change(pool: WorkerPool, chunks: in
     assert_chunks_change_nothing(pool, "one", MODELS[model], [f"--training.sequence_chunks={chunks}"])
 
 
-@pytest.mark.parametrize("model", [*slow(*MODELS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("how", ["plain", "offload"])
 def test_nor_do_they_with_any_model(pool: WorkerPool, model: str, how: str) -> None:
     assert_chunks_change_nothing(pool, "one", MODELS[model], HOW[how])
 
 
-@pytest.mark.parametrize("model", ["windows, documents"])
-@pytest.mark.parametrize("how", [*slow(*HOW)])
-def test_nor_with_what_saves_memory(pool: WorkerPool, model: str, how: str) -> None:
-    assert_chunks_change_nothing(pool, "one", MODELS[model], HOW[how])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
+def test_nor_with_what_saves_memory(pool: WorkerPool, how: str) -> None:
+    assert_chunks_change_nothing(pool, "one", MODELS["windows, documents"], HOW[how])
 
 
 @pytest.mark.parametrize(
@@ -79,16 +84,111 @@ def test_nor_over_ranks(pool: WorkerPool, layout: str, how: str) -> None:
     assert_chunks_change_nothing(pool, layout, MODELS["windows, documents"], HOW[how])
 
 
-def peak_case(arguments: list[str]) -> int:
-    """Bytes that a micro-batch of one row makes at most; the weights of the layers have no gradients."""
+@pytest.mark.slow
+def test_nor_with_float8(pool: WorkerPool) -> None:
+    float8 = ["--float8.enable", "--float8.recipe_name=rowwise", "--float8.emulate"]
+    got = pool.run(1, run_layout, [CHUNKS, *float8])[0]
+    assert_parity(got, reference(pool, *float8), 1e-2)
+
+
+def faulty_layout(fault: str) -> Record:
+    """A run with a known mistake."""
+    real = ChunkRows.add
+
+    def add(self: ChunkRows, key: tuple[int, int], ranges: Ranges, gradient: torch.Tensor) -> None:
+        real(self, key, ranges, gradient.zero_() if fault == "gradients of earlier chunks are dropped" else gradient)
+
+    def copy(self: CopyStream, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source).mul_(1 + 1e-6 * (fault == "other values come back from the host"))
+
+    with mock.patch.object(ChunkRows, "add", add), mock.patch.object(CopyStream, "copy", copy):
+        return run_layout([FP64, CHUNKS, OFFLOAD])
+
+
+@pytest.mark.parametrize(
+    "fault", ["gradients of earlier chunks are dropped", *slow("other values come back from the host")]
+)
+def test_a_mistake_is_seen(pool: WorkerPool, fault: str) -> None:
+    with pytest.raises(AssertionError, match=r"gradient of layers\.0\.attention\.wk"):
+        assert_parity(pool.run(1, faulty_layout, fault)[0], reference(pool, FP64), 1e-7)
+    assert_parity(pool.run(1, faulty_layout, "")[0], reference(pool, FP64), 1e-10)
+
+
+# ---- memory
+
+
+@dataclass
+class Waiting:
+    """Makes tensors wait on the device, and counts those that do."""
+
+    alive: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    peak: int = 0
+
+    def keep(self, tensor: torch.Tensor) -> OnDevice:
+        self.alive.append(weakref.ref(tensor))
+        here = {id(x): x.nbytes for x in (ref() for ref in self.alive) if x is not None}
+        self.peak = max(self.peak, sum(here.values()))
+        return OnDevice(tensor)
+
+
+def memory_case(arguments: list[str]) -> tuple[int, int]:
+    """Bytes that a micro-batch of one row makes outside attention at most, and bytes of keys and values that wait."""
     settings = ["--training.seq_len=512", "--training.local_batch_size=1", "--training.global_batch_size=-1"]
     settings += ["--activation_checkpoint.mode=full", "--training.loss_chunk_tokens=8"]
     with trainer_of([*settings, *arguments]) as trainer:
         (batch,) = trainer.take_batches(1)
-        (model,) = trainer.model_parts
-        model.layers.requires_grad_(False)
+        (model,), waiting = trainer.model_parts, Waiting()
+        trainer.task.keep_rows = waiting.keep
+        model.layers.requires_grad_(False)  # gradients of weights are not what this is about
         tensors = [x for x in batch.values() if isinstance(x, torch.Tensor)]
-        normalise_auxiliary_losses(model, torch.tensor(1))
         with Meter(*model.parameters(), *model.buffers(), *tensors) as meter:
             trainer.forward_backward(batch, torch.tensor(1), last=True)
-    return meter.peak
+    return meter.peak, waiting.peak
+
+
+def test_memory_of_activations_is_that_of_one_chunk(pool: WorkerPool) -> None:
+    """Beside it, K/V and dK/dV of all layers and of all but the last chunk."""
+    found = {n: pool.run(1, memory_case, [f"--training.sequence_chunks={n}"])[0] for n in (2, 4, 8)}
+    activations = {chunks: peak for chunks, (peak, _) in found.items()}
+    assert activations[2] - activations[4] == pytest.approx(2 * (activations[4] - activations[8]), rel=1e-2)
+    assert activations[4] - activations[8] > 0.4 * activations[4]
+    row = 2 * TINY.n_kv_heads * TINY.head_dim * TINY.n_layers
+    for chunks, (_, waiting) in found.items():
+        assert waiting == (512 - 512 // chunks) * row * (4 + 4), chunks
+
+
+def test_only_rows_that_a_later_chunk_sees_wait(pool: WorkerPool) -> None:
+    """With a window of 9 the last 8 tokens of each chunk but the last."""
+    ((_, waiting),) = pool.run(1, memory_case, ["--training.sequence_chunks=4", "--model.sliding_window=9"])
+    # A chunk's gradients are there when those of the next one are taken.
+    row = 2 * TINY.n_kv_heads * TINY.head_dim * TINY.n_layers
+    assert 3 * 8 * row * 4 <= waiting <= (3 + 2) * 8 * row * 4
+
+
+# ---- values of tokens
+
+
+def losses_case(arguments: list[str]) -> list[torch.Tensor]:
+    """The losses of tokens that observers see in the first micro-batch, and their sums for each row."""
+    with trainer_of([FP64, *arguments]) as trainer:
+        seen, batch = [], trainer.take_batches(1)[0]
+        observer = trainer.observers[0]
+        with mock.patch.object(observer, "losses", lambda _, losses: seen.append(losses.clone())):
+            sums, _ = trainer.forward_backward(batch, torch.tensor(1), last=True)
+    return [*seen, sums]
+
+
+def test_losses_of_tokens_are_in_their_order(pool: WorkerPool) -> None:
+    whole, chunked = (pool.run(1, losses_case, how)[0] for how in ([], [CHUNKS]))
+    for one, other in zip(whole, chunked, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def unnumbered_case() -> None:
+    with mock.patch("trainer.models.parallelize.number_layers"), trainer_of([CHUNKS]) as trainer:
+        trainer.train_step(1)
+
+
+def test_a_model_that_does_not_number_its_layers_is_an_error(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailedError, match="a handle that names no layer; call `number_layers`"):
+        pool.run(1, unnumbered_case)

@@ -25,8 +25,8 @@ def check_chunks(config: JobConfig, model: ModelArgs, degrees: Degrees) -> None:
     for name, degree in (("context", degrees.cp), ("pipeline", degrees.pp)):
         if degree > 1:
             raise ConfigError(
-                f"training.sequence_chunks = {chunks} with parallelism.{name}_parallel_degree = {degree} is not handled; "
-                "use 1 with it, and FSDP, HSDP or TP over the ranks, or leave the chunks out"
+                f"training.sequence_chunks = {chunks} with parallelism.{name}_parallel_degree = {degree} is not "
+                "handled; use degree 1, and FSDP, HSDP or TP over the ranks, or leave the chunks out"
             )
     if kernel := getattr(model, "short_conv_kernel", 0):
         raise ConfigError(

@@ -46,11 +46,11 @@ class LanguageTask:
         self.spec = model_spec(job.config.model.name)
         self.methods_reported: set[str] = set()
         self.token_losses = partial(token_losses, rows=compiled_loss(row_losses, job.compilation))
-        self._keep_rows: Callable[[torch.Tensor], KeptTensor] = OnDevice
+        self.keep_rows: Callable[[torch.Tensor], KeptTensor] = OnDevice
         """Lets keys and values of a sequence in chunks wait."""
         if job.config.training.sequence_chunks_offload:
             inputs = HostInputs(CopyStream(job.device_type, "training.sequence_chunks_offload = true"))
-            self._keep_rows = partial(inputs.keep, is_first=True, to_host=True)
+            self.keep_rows = partial(inputs.keep, is_first=True, to_host=True)
 
     def build_loader(self) -> Loader:
         planner = None if self.job.balances else self.batch_planner
@@ -139,7 +139,7 @@ class LanguageTask:
         layout = contiguous(seq_len, min(self.job.chunks, seq_len // tp), multiple_of=tp)
         plan: BatchPlan | None = batch.get("plan")
         with sequence_chunks(
-            self.dims["cp"], layout, plan and plan.mask, self.job.attention, sequences=rows, keep=self._keep_rows
+            self.dims["cp"], layout, plan and plan.mask, self.job.attention, sequences=rows, keep=self.keep_rows
         ) as plans:
             chunks = []
             for handle, ((start, stop),) in zip(plans, layout.ranges, strict=True):

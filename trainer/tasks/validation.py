@@ -32,7 +32,7 @@ from trainer.transforms.float8 import precompute_scales
 
 _ARRAYS = ("tokens", "labels", "positions", "document_ids")
 Measure = Callable[[Decoder, torch.Tensor, RankInputs], None]
-"""What is done with the hidden states of a forward: (part with the output, hidden states, this rank's share or chunk)."""
+"""What is done with the hidden states of a forward: (part with the output, hidden states, share or a chunk of it)."""
 
 
 def own_batches(

@@ -59,15 +59,12 @@ class ChunkRows:
 
     def add(self, key: Key, ranges: Ranges, gradient: torch.Tensor) -> None:
         """Add the gradients of `ranges`, some of the rows of a chunk; `gradient` is then no longer the caller's."""
-        places, (offsets, _) = None, self.rows[key]
-        if (waiting := self.gradients.pop(key, None)) is not None:
-            total, places = waiting.take(), offsets.places(ranges)
-        elif ranges == offsets.ranges:
+        offsets, waiting = self.rows[key][0], self.gradients.pop(key, None)
+        if waiting is None and ranges == offsets.ranges:
             total = gradient
         else:
-            total, places = gradient.new_zeros(size(offsets.ranges), *gradient.shape[1:]), offsets.places(ranges)
-        if places is not None:
-            put_rows(total, places, gradient, add=True)
+            total = waiting.take() if waiting else gradient.new_zeros(size(offsets.ranges), *gradient.shape[1:])
+            put_rows(total, offsets.places(ranges), gradient, add=True)
         self.gradients[key] = self.keep(total)
 
 
@@ -92,30 +89,26 @@ class ChunkExecution(StagedExecution):
         """Begin to fetch the rows of the next stage."""
         if following is None:
             return held, Pending()
-        (message,) = following.stage.messages
-        offsets, waiting = self.waiting.rows[self.layer, message.source]
-        rows = source = waiting.fetch()
-        (first, stop), *others = places = offsets.places(message.ranges)
-        if not others:
-            rows = source[first:stop]
-        else:
-            rows = source.new_empty(message.rows, *source.shape[1:])
+        stage, owner = following.stage, following.stage.messages[0].source
+        offsets, waiting = self.waiting.rows[self.layer, owner]
+        if stage.home and (sums := self.waiting.gradients.get((self.layer, owner))) is not None:
+            sums.fetch()
+        source, (first, *others) = waiting.fetch(), offsets.places(stage.held)
+        rows = source.new_empty(stage.rows, *source.shape[1:]) if others else source[slice(*first)]
 
         def arrived() -> None:
             whole = waiting.take()
             if others:
-                torch.cat([whole[slice(*place)] for place in places], out=rows)
+                torch.cat([whole[slice(*place)] for place in (first, *others)], out=rows)
 
-        return Held(*unpack(rows), rows, following.stage.places), Pending(kept=[source], arrived=arrived)
+        return Held(*unpack(rows), rows, stage.places), Pending(kept=[source], arrived=arrived)
 
     def _return_gradients(self, item: Item, gradient: torch.Tensor) -> Returning:
         """Add to the gradients of an earlier chunk; to those of this chunk, what later ones have added."""
-        if item.stage is not self.plan.backward[0]:
-            (message,) = item.stage.messages
-            self.waiting.add((self.layer, message.source), message.ranges, gradient)
-            return Returning()
+        for message in item.stage.home:
+            self.waiting.add((self.layer, message.target), message.ranges, gradient)
         key = self.layer, self.plan.rank
-        if (rows := self.waiting.rows.pop(key, None)) is not None:
+        if not item.stage.home and (rows := self.waiting.rows.pop(key, None)) is not None:
             added = self.waiting.gradients.pop(key).take()
             put_rows(gradient, self.plan.own.places(rows[0].ranges), added, add=True)
         return Returning()

@@ -65,15 +65,16 @@ def all_gather(needs: Needs, rank: int) -> Schedule:
 def chunks(needs: Needs, chunk: int) -> Schedule:
     """Return the stages of a chunk, the nearest earlier chunk first; messages name what is read from and added to."""
 
-    def reads(reader: int, owner: int) -> Message:
-        return Message(owner, reader, needs.held(reader, owner))
+    def stage(owner: int, backward: bool) -> Stage:
+        held = needs.held(chunk, owner)
+        home = (Message(chunk, owner, held),) if backward else ()
+        return Stage(held, needs.tiles(chunk, held), (Message(owner, chunk, held),), home)
 
-    read_later = _posted(reads(later, chunk) for later in range(chunk + 1, needs.degree))
-    local = Stage(needs.kv_ranges[chunk], needs.tiles(chunk, needs.kv_ranges[chunk]), read_later)
-    stages = [
-        Stage(m.ranges, needs.tiles(chunk, m.ranges), (m,)) for m in _posted(reads(chunk, c) for c in range(chunk))
-    ]
-    return ((local, *stages[::-1]),) * 2
+    later = _posted(Message(chunk, reader, needs.held(reader, chunk)) for reader in range(chunk + 1, needs.degree))
+    local = Stage(needs.kv_ranges[chunk], needs.tiles(chunk, needs.kv_ranges[chunk]), later)
+    owners = [owner for owner in reversed(range(chunk)) if needs.held(chunk, owner)]
+    forward, backward = ([stage(owner, way) for owner in owners] for way in (False, True))
+    return (local, *forward), (local, *backward)
 
 
 def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
