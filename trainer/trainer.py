@@ -21,7 +21,7 @@ from trainer.data.ahead import BatchesAhead
 from trainer.data.loader import data_identity
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.pipeline_parallel import Pipeline
+from trainer.distributed.pipeline_parallel import LossFunction, Pipeline
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.sharding.tensors import to_device
 from trainer.job.pipeline_stages import PipelinePlan
@@ -289,13 +289,7 @@ class Trainer:
         counts = self.task.counts(batch)
         return torch.zeros_like(counts, dtype=torch.float64) if losses is None else losses.double().sum(1), counts
 
-    def _run_parts(
-        self,
-        parts: Sequence[RankInputs],
-        loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
-        *,
-        last: bool,
-    ) -> None:
+    def _run_parts(self, parts: Sequence[RankInputs], loss: LossFunction, *, last: bool) -> None:
         """Run forward and backward of a micro-batch, or of its chunks, from the last to the first."""
         (model,) = self.model_parts
         with region("forward"), torch.no_grad():

@@ -1,7 +1,9 @@
 """Laws of a sequence in chunks: nothing changes but memory, which falls with the number of chunks."""
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_offload import COMPILE, FP64, FULL
 from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
+from trainer.distributed.context_parallel import chunks as context
 from trainer.distributed.context_parallel.execution.chunks import ChunkRows, OnDevice
 from trainer.distributed.sharding.ranges import Ranges
 from trainer.transforms.offload import CopyStream
@@ -78,7 +81,8 @@ def test_nor_with_what_saves_memory(pool: WorkerPool, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "how"), [("fsdp2+tp2", "full, inputs offloaded"), *slow(*((x, "op") for x in SHARDED))]
+    ("layout", "how"),
+    [("hsdp2x2", "plain"), ("fsdp2+tp2", "full, inputs offloaded"), *slow(*((x, "op") for x in SHARDED))],
 )
 def test_nor_over_ranks(pool: WorkerPool, layout: str, how: str) -> None:
     assert_chunks_change_nothing(pool, layout, MODELS["windows, documents"], HOW[how])
@@ -165,6 +169,62 @@ def test_only_rows_that_a_later_chunk_sees_wait(pool: WorkerPool) -> None:
     assert 3 * 8 * row * 4 <= waiting <= (3 + 2) * 8 * row * 4
 
 
+def offload_case(arguments: list[str]) -> int:
+    """Bytes on the host."""
+    with trainer_of([CHUNKS, *arguments]) as trainer, mock.patch.object(CopyStream, "host_like", autospec=True) as made:
+        made.side_effect = lambda _, x: torch.empty_like(x)
+        trainer.train_step(1)
+        return sum(call.args[1].nbytes for call in made.call_args_list)
+
+
+def test_rows_wait_on_the_host_if_asked(pool: WorkerPool) -> None:
+    """K/V and dK/dV, and a spare buffer for a sum that is written before the one before it is free."""
+    row = 2 * TINY.n_kv_heads * TINY.head_dim * TINY.n_layers * 2 * 4  # two sequences
+    rows = 6 + 5
+    assert pool.run(1, offload_case, [])[0] == 0
+    assert 2 * rows * row <= pool.run(1, offload_case, [OFFLOAD])[0] <= 2.5 * rows * row
+
+
+@dataclass(eq=False)
+class Noted:
+    """A tensor that waits, and notes whether it was fetched before it is taken."""
+
+    tensor: torch.Tensor
+    noted: Counter[str]
+    fetched: bool = False
+
+    def fetch(self) -> torch.Tensor:
+        self.fetched = True
+        return self.tensor
+
+    def take(self) -> torch.Tensor:
+        self.noted["ahead" if self.fetched else "late"] += 1
+        self.fetched = False
+        return self.tensor
+
+
+def waiting_case() -> tuple[Counter[str], int]:
+    """How often what waits is taken ahead or late, and how much waits in the end."""
+    noted: Counter[str] = Counter()
+    rows = ChunkRows(partial(Noted, noted=noted))
+    with trainer_of([CHUNKS]) as trainer, mock.patch.object(context, "ChunkRows", lambda _: rows):
+        trainer.forward_backward(trainer.take_batches(1)[0], torch.tensor(1), last=True)
+    return noted, len(rows.rows) + len(rows.gradients)
+
+
+def test_rows_and_sums_are_fetched_one_chunk_ahead(pool: WorkerPool) -> None:
+    """But for the sums of the first chunk, before which no chunk is fetched."""
+    ((noted, _),) = pool.run(1, waiting_case)
+    assert noted["late"] == TINY.n_layers
+    # Rows: by chunk 1 in the first pass, by 1 and 2 in the second, forward and backward. Sums: of 0 and 1 by chunk 1.
+    assert noted["ahead"] == TINY.n_layers * (1 + 2 * (1 + 2) + 2)
+
+
+def test_rows_go_with_the_backward_of_their_chunk(pool: WorkerPool) -> None:
+    ((_, left),) = pool.run(1, waiting_case)
+    assert left == 0
+
+
 # ---- values of tokens
 
 
@@ -185,10 +245,10 @@ def test_losses_of_tokens_are_in_their_order(pool: WorkerPool) -> None:
 
 
 def unnumbered_case() -> None:
-    with mock.patch("trainer.models.parallelize.number_layers"), trainer_of([CHUNKS]) as trainer:
+    with mock.patch("trainer.models.decoder.of_layer", lambda handle, _: handle), trainer_of([CHUNKS]) as trainer:
         trainer.train_step(1)
 
 
-def test_a_model_that_does_not_number_its_layers_is_an_error(pool: WorkerPool) -> None:
-    with pytest.raises(RankFailedError, match="a handle that names no layer; call `number_layers`"):
+def test_a_model_that_numbers_no_layers_is_an_error(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailedError, match="a handle that names no layer; let the model"):
         pool.run(1, unnumbered_case)

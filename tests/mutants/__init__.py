@@ -30,6 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.VALIDATION,
     *memory.OFFLOADED_INPUTS,
     *memory.TILES,
+    *memory.SEQUENCE_CHUNKS,
     *step.ADAPTERS,
     *step.EVALUATION,
     *job.PROCESSES,

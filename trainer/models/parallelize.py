@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.distributed.context_parallel.attention import ContextParallelAttention
-from trainer.distributed.context_parallel.chunks import number_layers
 from trainer.distributed.context_parallel.convolution import ContextParallelConvolution
 from trainer.distributed.data_parallel import REDUCE_SCATTER, DataParallelOptions, apply_data_parallel, keep_on_host
 from trainer.distributed.expert_parallel import ExpertParallel, expert_units
@@ -72,8 +71,6 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     embedding = model.tok_embeddings if dims.size("tp") > 1 else None
     apply_compile(model.layers, job.compilation, embedding=embedding, eager=eager)
     apply_offload(model.layers, config.activation_checkpoint, job.device_type)
-    if job.chunks > 1:
-        number_layers(model.layers)
     # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
     units = [*([] if tied or model.tok_embeddings is None else [model.tok_embeddings]), *model.layers.values()]

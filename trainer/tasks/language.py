@@ -121,32 +121,28 @@ class LanguageTask:
     def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:
         with loss_context(self.dims["tp"], disabled=self.config.parallelism.disable_loss_parallel):
             if self.job.chunks > 1:
-                with self.chunked_context(batch) as share:
-                    yield share
+                with self._chunks(batch) as chunks:
+                    yield RankInputs(batch["tokens"], {}, batch["labels"], chunks)
                 return
             with self.sequence_context(batch, model_parts) as plan:
                 arguments = {"positions": self._positions(batch), "attention_plan": plan}
                 yield RankInputs(batch["tokens"], arguments, batch["labels"])
 
     @contextmanager
-    def chunked_context(self, batch: TextBatch) -> Iterator[RankInputs]:
-        """Open a context for the sequences in chunks; yield all of them, and each chunk with its plan."""
-        tokens, labels, positions = batch["tokens"], batch["labels"], self._positions(batch)
-        rows, seq_len = tokens.shape
+    def _chunks(self, batch: TextBatch) -> Iterator[tuple[RankInputs, ...]]:
+        """Yield the chunks of the sequences, each with its plan. A validation may have fewer tokens than chunks."""
+        (rows, seq_len), tp, positions = batch["tokens"].shape, self.dims.size("tp"), self._positions(batch)
         if positions is None:
-            positions = torch.arange(seq_len, device=tokens.device).expand(rows, -1)
-        tp = self.dims.size("tp")
+            positions = torch.arange(seq_len, device=batch["tokens"].device).expand(rows, -1)
         layout = contiguous(seq_len, min(self.job.chunks, seq_len // tp), multiple_of=tp)
-        plan: BatchPlan | None = batch.get("plan")
-        with sequence_chunks(
-            self.dims["cp"], layout, plan and plan.mask, self.job.attention, sequences=rows, keep=self.keep_rows
-        ) as plans:
-            chunks = []
-            for handle, ((start, stop),) in zip(plans, layout.ranges, strict=True):
-                of_chunk = (x[:, start:stop].contiguous() for x in (tokens, positions, labels))
-                inputs, places, targets = of_chunk
-                chunks.append(RankInputs(inputs, {"positions": places, "attention_plan": handle}, targets))
-            yield RankInputs(tokens, {"positions": positions}, labels, tuple(chunks))
+        mask, waits = batch["plan"].mask if "plan" in batch else None, {"sequences": rows, "keep": self.keep_rows}
+        with sequence_chunks(self.dims["cp"], layout, mask, self.job.attention, **waits) as plans:
+            sizes = [stop - start for ((start, stop),) in layout.ranges]
+            columns = (x.split(sizes, 1) for x in (batch["tokens"], positions, batch["labels"]))
+            yield tuple(
+                RankInputs(tokens, {"positions": places, "attention_plan": plan}, labels)
+                for tokens, places, labels, plan in zip(*columns, plans, strict=True)
+            )
 
     @contextmanager
     def sequence_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[torch.Tensor | None]:

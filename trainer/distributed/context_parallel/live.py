@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.execution.build import Execution, build_execution
-from trainer.distributed.context_parallel.execution.chunks import ChunkExecution, ChunkRows
+from trainer.distributed.context_parallel.execution.chunks import ChunkRows
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.planning.heads import check_heads
-from trainer.distributed.context_parallel.planning.lowering import lower
 from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
 from trainer.distributed.context_parallel.planning.methods import chunk_plan, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
@@ -92,21 +91,17 @@ class LivePlan:
             choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
             fixed = self.mask is None and not window
             kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls, fixed=fixed)
-            groups = self.groups or (self.mesh.get_group(),) * 2
-            if self.chunk is None:
-                run = build_execution(plan, kernel, groups, self.mesh.device_type, self.options)
-            else:
-                run = ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, waiting=self.chunk[1])
+            groups, waiting = self.groups or (self.mesh.get_group(),) * 2, self.chunk and self.chunk[1]
+            run = build_execution(plan, kernel, groups, self.mesh.device_type, self.options, waiting)
             self._executions[key] = run
-        run = self._executions[key]
         if self.chunk is None:
-            return run
+            return self._executions[key]
         if layer < 0:
             raise ContextParallelError(
-                "attention of a sequence in chunks got a handle that names no layer; call `number_layers` on the "
-                "layers when the model is parallelised"
+                "attention of a sequence in chunks got a handle that names no layer; let the model give each layer "
+                "`of_layer(attention_plan, number)`"
             )
-        return replace(run, layer=layer)
+        return replace(self._executions[key], layer=layer)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: tuple[int, ...]) -> None:
         """Check the inputs of an attention call; sequences: of the batch, () for any."""
@@ -194,9 +189,9 @@ def any_plan_open(mesh: DeviceMesh) -> bool:
     return any(live.mesh.get_group() is mesh.get_group() for live in list(_live.values()))
 
 
-def of_layer(handle: torch.Tensor, layer: int) -> torch.Tensor:
-    """Return a handle that also names a layer, below 2,048."""
-    return handle + (layer + 1) * _LAYER
+def of_layer(handle: torch.Tensor | None, layer: int) -> torch.Tensor | None:
+    """Return a handle that also names a layer, below 2,047, for sequences in chunks; None if there is no handle."""
+    return None if handle is None else handle + (layer + 1) * _LAYER
 
 
 def layer_of(handle: torch.Tensor) -> int:

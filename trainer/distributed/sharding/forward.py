@@ -7,7 +7,6 @@
     activation checkpointing the block's forward is recomputed in the backward
     compile                  the block's forward of that moment becomes one graph
     offload                  the block's input waits for the backward on the host
-    sequence chunks          the block's attention gets the number of the block
 
 FSDP comes last and works by hooks. A feature replaces a forward once, and not after a later feature of the list. A
 forward that was set on the instance by other code is refused, because it would be dropped without a message.
@@ -26,15 +25,14 @@ ORDER = (
     "activation checkpointing",
     "compile",
     "offload",
-    "sequence chunks",
 )
-_WRAPPING = ORDER[-3:]
+_WRAPPING = ORDER[-2:]
 
 
 def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]) -> None:
     """Replace the forward of a module.
 
-    feature: one of `ORDER`; the last three wrap any forward, also one that other code has set.
+    feature: one of `ORDER`; the last two wrap any forward, also one that other code has set.
 
     Raises:
         RuntimeError: out of order, a second time, or over a forward that other code has set.

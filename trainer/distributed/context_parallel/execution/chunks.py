@@ -91,8 +91,9 @@ class ChunkExecution(StagedExecution):
             return held, Pending()
         stage, owner = following.stage, following.stage.messages[0].source
         offsets, waiting = self.waiting.rows[self.layer, owner]
-        if stage.home and (sums := self.waiting.gradients.get((self.layer, owner))) is not None:
-            sums.fetch()
+        for chunk in (owner, self.plan.rank) if stage.home else ():
+            if (sums := self.waiting.gradients.get((self.layer, chunk))) is not None:
+                sums.fetch()
         source, (first, *others) = waiting.fetch(), offsets.places(stage.held)
         rows = source.new_empty(stage.rows, *source.shape[1:]) if others else source[slice(*first)]
 
