@@ -207,7 +207,7 @@ def waiting_case() -> tuple[Counter[str], int]:
     """How often what waits is taken ahead or late, and how much waits in the end."""
     noted: Counter[str] = Counter()
     rows = ChunkRows(partial(Noted, noted=noted))
-    with trainer_of([CHUNKS]) as trainer, mock.patch.object(context, "ChunkRows", lambda _: rows):
+    with trainer_of([CHUNKS]) as trainer, mock.patch.object(context, "ChunkRows", return_value=rows):
         trainer.forward_backward(trainer.take_batches(1)[0], torch.tensor(1), last=True)
     return noted, len(rows.rows) + len(rows.gradients)
 
