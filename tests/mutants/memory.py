@@ -173,13 +173,6 @@ SEQUENCE_CHUNKS = (
         _PARITY,
     ),
     Mutant(
-        "the first pass keeps activations",
-        "trainer/trainer.py",
-        'with region("forward"), torch.no_grad():',
-        'with region("forward"):',
-        f"{_CHUNKS}::test_memory_of_activations_is_that_of_one_chunk",
-    ),
-    Mutant(
         "losses of chunks are in the order of the backward",
         "trainer/trainer.py",
         "torch.cat(parts[::-1], 1)",
