@@ -15,7 +15,7 @@ from tests.distributed.pool import RankFailedError, WorkerPool
 from tests.distributed.test_offload import COMPILE, FP64, FULL
 from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
-from trainer.distributed.context_parallel import chunks as context
+from trainer.distributed.context_parallel import context
 from trainer.distributed.context_parallel.execution.chunks import ChunkRows, OnDevice
 from trainer.distributed.sharding.ranges import Ranges
 from trainer.transforms.offload import CopyStream

@@ -12,7 +12,6 @@ from trainer.families.args import DecoderArgs, experts_of, has_windows
 from trainer.families.registry import is_folder, model_args
 from trainer.job.attention import faster_packages, kernel_of, resolve_attention
 from trainer.job.chat import check_chat
-from trainer.job.chunks import check_chunks
 from trainer.job.degrees import Degrees
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
 from trainer.job.float8 import check_float8
@@ -23,7 +22,7 @@ from trainer.job.pipeline import resolve_pipeline
 from trainer.job.pipeline_stages import layers_of_stages
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
-from trainer.job.training import check_balance
+from trainer.job.training import check_balance, check_chunks
 from trainer.job.validation import check_validation, check_validation_data
 
 

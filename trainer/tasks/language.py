@@ -18,8 +18,7 @@ from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.mixture import open_training_data
 from trainer.data.settings import training_data
 from trainer.data.token_files.catalog import catalog_of
-from trainer.distributed.context_parallel.chunks import sequence_chunks
-from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.context import context_parallel, sequence_chunks
 from trainer.distributed.context_parallel.execution.chunks import KeptTensor, OnDevice
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims

@@ -42,22 +42,18 @@ class OnDevice(NamedTuple):
     take = fetch
 
 
-Key = tuple[int, int]
-"""A layer and a chunk."""
-
-
 @dataclass(eq=False)
 class ChunkRows:
     """The K/V rows that wait for later chunks, and the sums of their gradients, (rows, 2, B, K, D), in one micro-batch.
 
-    keep: makes a tensor wait. A chunk's backward removes its entries.
+    keep: makes a tensor wait. Keys are (layer, chunk); a chunk's backward removes its own.
     """
 
     keep: Callable[[torch.Tensor], KeptTensor] = OnDevice
-    rows: dict[Key, tuple[Offsets, KeptTensor]] = field(default_factory=dict)
-    gradients: dict[Key, KeptTensor] = field(default_factory=dict)
+    rows: dict[tuple[int, int], tuple[Offsets, KeptTensor]] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], KeptTensor] = field(default_factory=dict)
 
-    def add(self, key: Key, ranges: Ranges, gradient: torch.Tensor) -> None:
+    def add(self, key: tuple[int, int], ranges: Ranges, gradient: torch.Tensor) -> None:
         """Add the gradients of `ranges`, some of the rows of a chunk; `gradient` is then no longer the caller's."""
         offsets, waiting = self.rows[key][0], self.gradients.pop(key, None)
         if waiting is None and ranges == offsets.ranges:
