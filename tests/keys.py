@@ -130,6 +130,7 @@ _LORA = "tests/distributed/test_lora.py"
 _CHECKPOINTS = "tests/distributed/test_checkpoint_settings.py"
 _SKIPPED = "tests/distributed/test_skipped_steps.py"
 _VALIDATION = "tests/distributed/test_validation.py"
+_CHUNKS = "tests/distributed/test_sequence_chunks.py"
 _OFFLOAD = "tests/distributed/test_offload.py"
 _SHAPE = "--training.local_batch_size=4 --training.seq_len=24 --training.global_batch_size=12"
 _TRACE_TWO = f"{_TRACE} --profiling.save_traces_folder=t --profiling.profiler_warmup=1 --profiling.profiler_active=2"
@@ -257,6 +258,11 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "training.on_nonfinite": f"{_SKIPPED}::test_a_step_that_is_not_finite_is_left_out_on_all_ranks",
     "training.max_skipped_steps": f"{_SKIPPED}::test_only_steps_in_a_row_count",
+    "training.sequence_chunks": Seen(
+        "--training.sequence_chunks=3",
+        lambda off, on: [len(rows[0]) for rows in (*off.inputs, *on.inputs)] == [16, 6, 5, 5, 5, 6],
+    ),
+    "training.sequence_chunks_offload": f"{_CHUNKS}::test_rows_wait_on_the_host_if_asked",
     "training.loss_chunk_tokens": Seen("--training.loss_chunk_tokens=7", _becomes("logits", "4352", "")),
     "training.steps": Seen("--training.steps=4", _becomes("logged", [1, 2, 3], [1, 2, 3, 4])),
     "training.dtype": Seen("--training.dtype=bfloat16", _more("parameters", "bfloat16")),

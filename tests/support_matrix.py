@@ -53,6 +53,7 @@ OF_PAIRS = (
     ),
     *("CP all_to_all", "CP hybrid", "PP Interleaved1F1B", "PP InterleavedZeroBubble", "recompute operators", "compile"),
     "tied embeddings",
+    "sequences in chunks, offloaded; packed documents",
     *("experts divided over ranks", "gpt-oss: experts, windows, sinks, documents"),
 )
 OF_TRIPLES = ("as it is", "packed documents", "recompute operators")
@@ -125,6 +126,10 @@ FEATURES: dict[str, Feature] = {
     ),
     "recompute groups of layers": Feature(("--activation_checkpoint.mode=full", "--activation_checkpoint.group=2")),
     "feed-forward in parts": Feature(("--activation_checkpoint.mlp_chunk_tokens=5",)),
+    "sequences in chunks": Feature(("--training.sequence_chunks=3",)),
+    "sequences in chunks, offloaded; packed documents": Feature(
+        ("--training.sequence_chunks=3", "--training.sequence_chunks_offload", "--training.attention_mask=document")
+    ),
     "recompute operators": Feature(("--activation_checkpoint.mode=selective",)),
     "recompute within a budget": Feature(("--activation_checkpoint.mode=memory_budget", *_COMPILE)),
     "recompute operators, zero bubble": _schedule(
@@ -203,7 +208,7 @@ class Cell:
         """Of the single process: what changes the model or its data, not how the work is shared."""
         feature = FEATURES[self.feature]
         of_model = [a for a in feature.arguments if not a.startswith("--parallelism.")]
-        shared = [a for a in of_model if feature.of_model or a.startswith(("--training.seq", "--training.att"))]
+        shared = [a for a in of_model if feature.of_model or a.startswith(("--training.seq_len", "--training.att"))]
         if "--training.global_batch_size=-1" in shared:  # the rows that all data-parallel ranks have together
             degrees = layout_degrees(self.layout)
             shared.append(f"--training.local_batch_size={2 * degrees.get('ddp', 1) * degrees.get('fsdp', 1)}")

@@ -1,7 +1,7 @@
 """The training loop. Read `Trainer.train_step` first: it is one optimizer step on a page."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from trainer.data.ahead import BatchesAhead
 from trainer.data.loader import data_identity
 from trainer.distributed.data_parallel import reduce_across_replicas
 from trainer.distributed.parallel_dims import ParallelDims
-from trainer.distributed.pipeline_parallel import Pipeline
+from trainer.distributed.pipeline_parallel import LossFunction, Pipeline
 from trainer.distributed.sharding.exchange import all_gather, all_reduce
 from trainer.distributed.sharding.tensors import to_device
 from trainer.job.pipeline_stages import PipelinePlan
@@ -39,7 +39,7 @@ from trainer.runtime.garbage import keep_freed_memory, manual_garbage_collection
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
 from trainer.tasks import Task, build_task
-from trainer.tasks.task import Batch
+from trainer.tasks.task import Batch, RankInputs
 from trainer.tasks.validation import Validation
 from trainer.transforms.compile import (
     Recompilations,
@@ -263,8 +263,6 @@ class Trainer:
         Return for each sample (sum of losses on this rank, number of targets): (B,) float64, (B,) int64. In a pipeline
         only the last stage has losses.
         """
-        for part in self.model_parts:
-            reduce_across_replicas(part, last)
         for observer in self.observers:
             observer.batch(batch)
         parts: list[torch.Tensor] = []
@@ -276,22 +274,33 @@ class Trainer:
 
         with (
             compiler_settings(self.job.compilation),
-            self.task.batch_context(batch, self.model_parts) as (inputs, arguments, targets),
+            self.task.batch_context(batch, self.model_parts) as share,
         ):
             if self.pipeline is not None:
+                for part in self.model_parts:
+                    reduce_across_replicas(part, last)
                 with region("pipeline"):
-                    self.pipeline.step(inputs, targets, loss, **arguments)
+                    self.pipeline.step(share.inputs, share.targets, loss, **share.arguments)
             else:
-                (model,) = self.model_parts
-                with region("forward"):
-                    total = loss(model, model(inputs, **arguments), targets)
-                with region("backward"):
-                    total.backward()
-            losses = torch.cat(parts) if parts else None
+                self._run_parts(share.parts, loss, last=last)
+            losses = torch.cat(parts[::-1], 1) if share.chunks else torch.cat(parts) if parts else None
             for observer in self.observers if parts else ():
                 observer.losses(batch, losses)
         counts = self.task.counts(batch)
         return torch.zeros_like(counts, dtype=torch.float64) if losses is None else losses.double().sum(1), counts
+
+    def _run_parts(self, parts: Sequence[RankInputs], loss: LossFunction, *, last: bool) -> None:
+        """Run forward and backward of a micro-batch, or of its chunks, from the last to the first."""
+        (model,) = self.model_parts
+        with region("forward"), torch.no_grad():
+            for part in parts[:-1]:
+                model(part.inputs, **part.arguments)  # keeps what later chunks attend to
+        for number, part in reversed([*enumerate(parts)]):
+            reduce_across_replicas(model, last and number == 0)
+            with region("forward"):
+                total = loss(model, model(part.inputs, **part.arguments), part.targets)
+            with region("backward"):
+                total.backward()
 
     def needs_outcome(self, step: int) -> bool:
         """Return whether a step is read at once: its update, or what is done after it, depends on the outcome."""

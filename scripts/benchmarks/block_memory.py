@@ -15,7 +15,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 import torch
 
-from tests.fake_cuda import shim, table
-from tests.fake_cuda import trace as tracing
-from trainer.distributed.context_parallel.planning.cost import attention_cost
+from tests.fake_cuda import table
 from trainer.models.decoder import TransformerBlock
+from trainer.planner import shim
+from trainer.planner.tracing import Recorder, trace
 
 _RANKS, _TOKENS = 8, 131_072
 _PARTS = {
@@ -42,11 +41,11 @@ _REST = "the rest, backward"
 Made = tuple[int, str]
 
 
-class Alive(tracing.Recorder):
+class Alive(Recorder):
     """A recorder that knows what each of the bytes is, and the most of them in each part of one block's backward."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("cuda")
         self.made: dict[int, Made] = {}
         """Number of a tensor's memory -> its bytes, and the tensor's shape, data type, operator, and line."""
         self.before = self.number = self.blocks = 0
@@ -60,10 +59,10 @@ class Alive(tracing.Recorder):
 
     def _alive(self, tensors: Iterable[Any], name: str) -> None:
         tensors = [x for x in tensors if isinstance(x, torch.Tensor) and x.device.type == "cuda"]
-        stack = _stack() if self._step else []
+        stack = _stack() if self.step else []
         for x in tensors:
             storage = x.untyped_storage()
-            if storage not in self._seen and not (stack and stack[0][1] in ("_", "_like")):  # not what is promised
+            if storage not in self._blocks:
                 what = f"{'x'.join(map(str, x.shape))} {str(x.dtype)[6:]} {name} {_line(stack)}"
                 self.number += 1
                 self.made[self.number] = storage.nbytes(), what
@@ -84,7 +83,7 @@ def _stack() -> list[tuple[str, str, int]]:
     frame, found = sys._getframe(1), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if "trainer" in path.parts[-5:] and "fake_cuda" not in path.parts:
+        if "trainer" in path.parts[-5:] and "planner" not in path.parts:
             found.append((path.name, frame.f_code.co_name, frame.f_lineno))
         frame = frame.f_back
     return found
@@ -100,26 +99,17 @@ def report(args: argparse.Namespace) -> None:
     queries = args.query_heads_per_pass
     passes = [f"--parallelism.context_parallel_query_heads_per_pass={queries}"] if queries else []
     settings = table._cp(_RANKS, args.method, table._MILLION, *table._OFFLOADED, parts, *passes, *args.more)
-    recorders: list[Alive] = []
-    forward = TransformerBlock.forward
-
-    def recorder() -> Alive:
-        recorders.append(Alive())
-        return recorders[-1]
+    alive, forward = Alive(), TransformerBlock.forward
 
     def block(self: TransformerBlock, *given: Any, **more: Any) -> torch.Tensor:
         if torch._C._current_graph_task_id() != -1:
-            recorders[-1].start_block()
+            alive.start_block()
         return forward(self, *given, **more)
 
-    with (
-        mock.patch.object(tracing, "Recorder", recorder),
-        mock.patch.object(tracing, "attention_cost", partial(attention_cost, query_heads=queries)),
-        mock.patch.object(TransformerBlock, "forward", block),
-    ):
-        events = tracing.trace(table.Job("", _RANKS, 2, settings, layers=args.layers).resolved(), 2)
-    print(f"{args.method}: {events.peak[1] / 2**30:.1f} GiB at the peak of the step, {args.layers} layers")
-    alive = recorders[-1]
+    job = table.Job("", _RANKS, 2, settings, layers=args.layers).resolved()
+    with mock.patch.object(TransformerBlock, "forward", block):
+        peak, _ = trace(job, 2, recorder=alive).peak(1)
+    print(f"{args.method}: {peak / 2**30:.1f} GiB at the peak of the step, {args.layers} layers")
     for part, most in alive.most.items():
         print(f"\n{most / 1024 / _TOKENS:6.1f} KiB  {part}")
         sizes: Counter[str] = Counter()

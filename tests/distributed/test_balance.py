@@ -46,6 +46,7 @@ CASES = {
         [*degrees(dp_shard=2, cp=2), "--parallelism.context_parallel_method=auto"],
     ),
     "fsdp2, recomputed": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mode=full"]),
+    "fsdp2, sequences in chunks": (2, [*degrees(dp_shard=2), "--training.sequence_chunks=3"]),
     "fsdp2, loss in chunks": (2, [*degrees(dp_shard=2), "--training.loss_chunk_tokens=5"]),
     "ddp2, one micro-batch": (2, [*degrees(dp_replicate=2), "--training.local_batch_size=4"]),
     "fsdp2, compiled": (2, [*degrees(dp_shard=2), "--compile.enable", "--compile.backend=aot_eager"]),

@@ -82,6 +82,17 @@ def one(pool: WorkerPool, hf: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return pool.run(1, train, str(tmp_path_factory.mktemp("one") / "run"), str(hf), [])[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", [["wq", "wv", "wo"], ["w1"]])
+def test_sequences_in_chunks_train_the_same_adapters(
+    pool: WorkerPool, hf: Path, tmp_path: Path, modules: list[str]
+) -> None:
+    """Also where keys and values of the first layer have no gradient."""
+    runs = [["--lora.modules", *modules, *more] for more in ([], ["--training.sequence_chunks=3"])]
+    one, got = (pool.run(1, train, str(tmp_path / str(len(run))), str(hf), run)[0] for run in runs)
+    assert not differences(got, one)
+
+
 def exported(run: dict) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(run["output"] / "model.safetensors")
 

@@ -32,6 +32,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *memory.BLOCKS,
     *memory.GROUPS,
     *memory.TILES,
+    *memory.SEQUENCE_CHUNKS,
     *step.ADAPTERS,
     *step.EVALUATION,
     *job.PROCESSES,

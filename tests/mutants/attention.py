@@ -419,8 +419,8 @@ CONVOLUTIONS = (
     Mutant(
         "layers are not told where documents begin",
         "trainer/models/decoder.py",
-        "x = layer(x, freqs_cis, attention_plan, positions)",
-        "x = layer(x, freqs_cis, attention_plan)",
+        "of_layer(attention_plan, int(number)), positions)",
+        "of_layer(attention_plan, int(number)))",
         "tests/unit/test_short_convolution.py",
     ),
 )

@@ -1,4 +1,4 @@
-"""Mistakes in what saves memory: offloaded inputs, feed-forward networks in parts."""
+"""Mistakes in what saves memory: offloaded inputs, feed-forward networks in parts, sequences in chunks."""
 
 from tests.mutants.mutant import Mutant
 
@@ -166,5 +166,95 @@ TILES = (
         "if job.mlp_tiles > 1:",
         "if False:",
         f"{_TILES}::test_a_job_computes_in_parts",
+    ),
+)
+
+_CHUNKS = "tests/distributed/test_sequence_chunks.py"
+_ROWS = "trainer/distributed/context_parallel/execution/chunks.py"
+_PARITY = f"{_CHUNKS}::test_losses_gradients_and_weights_do_not_change"
+SEQUENCE_CHUNKS = (
+    Mutant(
+        "a chunk does not take the gradients that later chunks have left",
+        _ROWS,
+        "            put_rows(gradient, self.plan.own.places(rows[0].ranges), added, add=True)",
+        "            pass",
+        _PARITY,
+    ),
+    Mutant(
+        "gradients of one later chunk replace those of another",
+        _ROWS,
+        "put_rows(total, offsets.places(ranges), gradient, add=True)",
+        "put_rows(total, offsets.places(ranges), gradient, add=False)",
+        _PARITY,
+    ),
+    Mutant(
+        "all rows of a chunk wait, also those that no later chunk sees",
+        _ROWS,
+        "union(r for m in self.plan.forward[0].messages for r in m.ranges)",
+        "self.plan.own.ranges",
+        f"{_CHUNKS}::test_only_rows_that_a_later_chunk_sees_wait",
+    ),
+    Mutant(
+        "rows that waited stay after their chunk's backward",
+        _ROWS,
+        "self.waiting.rows.pop(key, None)",
+        "self.waiting.rows.get(key)",
+        f"{_CHUNKS}::test_rows_go_with_the_backward_of_their_chunk",
+    ),
+    Mutant(
+        "the sums of gradients are not fetched ahead",
+        _ROWS,
+        "                sums.fetch()",
+        "                pass",
+        f"{_CHUNKS}::test_rows_and_sums_are_fetched_one_chunk_ahead",
+    ),
+    Mutant(
+        "layers share their keys and values",
+        "trainer/distributed/context_parallel/live.py",
+        "replace(self._executions[key], layer=layer)",
+        "replace(self._executions[key], layer=0)",
+        _PARITY,
+    ),
+    Mutant(
+        "a handle of the first layer is taken for one without a layer",
+        "trainer/distributed/context_parallel/live.py",
+        "handle + (layer + 1) * _LAYER",
+        "handle + layer * _LAYER",
+        _PARITY,
+    ),
+    Mutant(
+        "a chunk reads the chunk before it alone",
+        "trainer/distributed/context_parallel/planning/schedules.py",
+        "for owner in reversed(range(chunk)) if",
+        "for owner in reversed(range(max(chunk - 1, 0), chunk)) if",
+        _PARITY,
+    ),
+    Mutant(
+        "positions of each chunk start at 0",
+        "trainer/tasks/language.py",
+        '"positions": places,',
+        '"positions": places - places[:, :1],',
+        _PARITY,
+    ),
+    Mutant(
+        "losses of chunks are in the order of the backward",
+        "trainer/trainer.py",
+        "torch.cat(parts[::-1], 1)",
+        "torch.cat(parts, 1)",
+        f"{_CHUNKS}::test_losses_of_tokens_are_in_their_order",
+    ),
+    Mutant(
+        "replicas are reduced with the last chunk, whose backward is the first",
+        "trainer/trainer.py",
+        "last and number == 0",
+        "last and number == len(parts) - 1",
+        f"{_CHUNKS}::test_nor_over_ranks",
+    ),
+    Mutant(
+        "keys and values wait on the device although the host is asked for",
+        "trainer/tasks/language.py",
+        "if job.config.training.sequence_chunks_offload:",
+        "if False:",
+        f"{_CHUNKS}::test_rows_wait_on_the_host_if_asked",
     ),
 )

@@ -170,6 +170,7 @@ TP = "--parallelism.tensor_parallel_degree"
 AC_OPTION = "--activation_checkpoint.selective_ac_option"
 CP = "--parallelism.context_parallel_"
 A2A = [f"{CP}degree=2", f"{CP}method=all_to_all"]
+CHUNKS = "--training.sequence_chunks="
 RECOMPUTED, PARTS = ["--activation_checkpoint.mode=full"], ["--activation_checkpoint.mlp_chunk_tokens=64"]
 RULES = [
     (
@@ -282,6 +283,28 @@ RULES = [
         2,
         ["group = 2 computes the layers of a group", "InterleavedZeroBubble splits it", "use 1, or"],
     ),
+    ([f"{CHUNKS}0"], 1, ["training.sequence_chunks = 0 must be at least 1"]),
+    (
+        [f"{CHUNKS}300", "--training.seq_len=256"],
+        1,
+        ["sequence_chunks = 300 is more", "256; use at most 256"],
+    ),
+    (
+        [f"{CHUNKS}129", "--training.seq_len=256", "--parallelism.tensor_parallel_degree=2"],
+        2,
+        ["sequence_chunks = 129", "seq_len = 256 / parallelism.tensor_parallel_degree = 2; use at most 128"],
+    ),
+    (
+        [f"{CHUNKS}4", "--parallelism.context_parallel_degree=2"],
+        2,
+        ["sequence_chunks = 4 with parallelism.context_parallel_degree = 2", "FSDP, HSDP or TP"],
+    ),
+    (
+        [f"{CHUNKS}4", "--parallelism.pipeline_parallel_degree=2"],
+        2,
+        ["sequence_chunks = 4 with parallelism.pipeline_parallel_degree = 2", "FSDP, HSDP or TP"],
+    ),
+    ([f"{CHUNKS}4", "--model.short_conv_kernel=4"], 1, ["sequence_chunks = 4", "model.short_conv_kernel = 4"]),
     ([*PARTS, "--compile.enable"], 1, ["mlp_chunk_tokens = 64 with compile.enable", "compile.components = ['loss']"]),
     ([*PARTS, "--float8.enable", "--float8.emulate"], 1, ["mlp_chunk_tokens = 64 with float8.enable"]),
     ([*PARTS, "--activation_checkpoint.mode=selective"], 1, ["mlp_chunk_tokens = 64", "by operator keeps some"]),

@@ -191,6 +191,41 @@ def test_every_input_comes_back_in_every_schedule(seeds: range) -> None:
     assert sum(schedule(seed) for seed in seeds) > 5 * len(seeds)
 
 
+def chunks_schedule(seed: int, copies: Callable[[Device], CopyStream] = SimulatedCopies) -> None:
+    """Read tensors again and again, fetched ahead, and add to others meanwhile, as chunks of a sequence do."""
+    device = Device(seed)
+    chance, number = device.random, device.random.randint(2, 5)
+    with mock.patch.object(torch.accelerator, "current_stream", device.current):
+        inputs, kept, sums = HostInputs(copies(device)), [], [0] * number
+        for i in range(number):
+            tensor = Tensor(device)
+            device.kernel(tensor, (i, 0))
+            kept.append(inputs.keep(tensor, is_first=True, to_host=True))
+        for _ in range(12):
+            i, j = chance.sample(range(number), 2)
+            fetched, between = kept[i].fetch(), Tensor(device)
+            device.kernel(between, "a tile")
+            if chance.random() < 0.5:
+                total = kept[j].take()
+                device.kernel(total, (j, sums[j] + 1), total, (j, sums[j]))
+                sums[j] += 1
+                kept[j] = inputs.keep(total, is_first=True, to_host=True)
+                del total
+            kept[i].take()
+            device.kernel(between, "the next tile", fetched, (i, sums[i]))
+            del fetched
+        device.finish()
+
+
+def chunks_schedules(copies: Callable[[Device], CopyStream]) -> None:
+    for seed in range(1_500):
+        chunks_schedule(seed, copies)
+
+
+def test_what_waits_for_chunks_is_read_as_it_was_written_in_every_schedule() -> None:
+    chunks_schedules(SimulatedCopies)
+
+
 def test_the_device_of_a_job_has_one_stream_of_copies() -> None:
     with mock.patch.object(offload.torch, "Stream") as stream:
         CopyStream("cuda")
@@ -287,3 +322,9 @@ def taken_early(self: KeptInput) -> Any:
 def test_memory_that_is_used_too_early_is_seen(method: str, mistake: Callable) -> None:
     with mock.patch.object(KeptInput, method, mistake), pytest.raises(WrongValueError):
         schedules(SimulatedCopies)
+
+
+@pytest.mark.parametrize("mistake", [NoWaitForTheProducer, NoWaitForTheCopy])
+def test_a_mistake_in_the_order_of_chunks_is_seen(mistake: type[CopyStream]) -> None:
+    with pytest.raises(WrongValueError):
+        chunks_schedules(mistake)

@@ -202,7 +202,7 @@ def without_wait(function: Callable) -> Callable:
         match function(*args, **kwargs):
             case Pending() as pending:
                 return unwaited(pending)
-            case ring._Returning() as returning:
+            case ring.Returning() as returning:
                 return dataclasses.replace(returning, pending=unwaited(returning.pending))
             case result, pending:
                 return result, unwaited(pending)

@@ -62,11 +62,12 @@ def configuration(folder: Path, step: int, *, command: str, task: str = "tokens"
     config = _saved(folder, command=command, task=task)
     # No data are read, and only training on conversations needs their mask.
     data = {"dataset": "python_stdlib", "dataset_path": None} if config.training.dataset == "chat" else {}
+    one_row = {"local_batch_size": 1, "global_batch_size": -1}
     config = replace(
         config,
         job=replace(config.job, dump_folder=str(folder)),
         parallelism=Parallelism(),
-        training=replace(config.training, local_batch_size=1, global_batch_size=-1, attention_mask="causal", **data),
+        training=replace(config.training, **one_row, sequence_chunks=1, attention_mask="causal", **data),
         validation=Validation(),
         activation_checkpoint=ActivationCheckpoint(),
         compile=Compile(),

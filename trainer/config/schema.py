@@ -54,6 +54,7 @@ _DOCUMENTS = Condition(
     "use training.attention_mask = 'document'",
     general="with training.attention_mask = 'causal'",
 )
+_CHUNKS = Condition(lambda config, _: config.training.sequence_chunks > 1, "without training.sequence_chunks above 1")
 _TRACES = needs("profiling.enable_profiling")
 _WINDOW = needs("model.sliding_window", remedy="leave it out, or set a window, such as 4096")
 _SCALED = Condition(
@@ -295,6 +296,10 @@ class Training:
         when=(TOKENS, WITHOUT_GATHERED_LOGITS, OUTPUT_IN_HIGH_PRECISION),
     )
     """Tokens whose logits exist at once; 0: all; None: for vocabularies over 32,000, up to 1 GiB, 4,096 tokens."""
+    sequence_chunks: int = key(1, AT_LEAST_ONE, "chunks", when=TOKENS)
+    """Chunks of a sequence, one after another on each device, for sequences longer than memory; exact gradients."""
+    sequence_chunks_offload: bool = key(False, when=_CHUNKS)
+    """Keep keys and values of other chunks, and their gradients, in host memory."""
     steps: int = key(10000, STEPS, "steps")
     """Optimizer steps of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -383,4 +388,5 @@ class JobConfig:
     def plans_attention(self) -> bool:
         """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
         masked = self.masks_documents or self.model.sliding_window is not None
-        return self.parallelism.context_parallel_degree > 1 or masked or self.model.attention_sinks
+        divided = self.parallelism.context_parallel_degree > 1 or self.training.sequence_chunks > 1
+        return divided or masked or self.model.attention_sinks

@@ -22,7 +22,7 @@ from trainer.job.pipeline import resolve_pipeline
 from trainer.job.pipeline_stages import layers_of_stages
 from trainer.job.record import ResolvedJob, TaskDecisions, TaskSpec
 from trainer.job.sizes import ITEMSIZE, RankMemory, size_words
-from trainer.job.training import check_balance
+from trainer.job.training import check_balance, check_chunks
 from trainer.job.validation import check_validation, check_validation_data
 
 
@@ -74,6 +74,7 @@ class Language(TaskSpec):
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
         check_float8(config, model, degrees)
         check_balance(config, model)
+        check_chunks(config, model, degrees)
         check_mixture(config)
         return check_validation(config, degrees)
 
@@ -162,6 +163,9 @@ def _attention(job: ResolvedJob) -> str:
     if options is None:
         return "causal, by PyTorch itself: one rank has the whole sequence"
     mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
+    if job.chunks > 1:
+        where = "host" if config.training.sequence_chunks_offload else "device"
+        mask += f", in {job.chunks} chunks, one after another, whose keys and values are kept on the {where}"
     if has_windows(job.model):
         layers = [layer for layer in range(job.model.n_layers) if job.model.window_of_layer(layer) is not None]
         every = layers[1] if len(layers) > 1 else job.model.n_layers

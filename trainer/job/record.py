@@ -70,6 +70,11 @@ class ResolvedJob:
         return self.config.validation.enable and self.task.validates
 
     @property
+    def chunks(self) -> int:
+        """Chunks of a sequence that a rank computes one after another."""
+        return self.config.training.sequence_chunks
+
+    @property
     def tokens_of_a_pass(self) -> int:
         """Tokens of one forward of a rank."""
         rows: float = self.config.training.local_batch_size
@@ -77,7 +82,7 @@ class ResolvedJob:
             rows *= BALANCE_GROWTH
         if self.pipeline is not None:
             rows = max(rows // self.pipeline.micro_batches, 1)
-        return math.ceil(rows * math.ceil(self.config.training.seq_len / self.degrees.cp))
+        return math.ceil(rows * math.ceil(self.config.training.seq_len / (self.degrees.cp * self.chunks)))
 
     @property
     def mlp_tiles(self) -> int:

@@ -1,4 +1,4 @@
-"""Check the learning-rate schedule, the profiler's cycle, and the batch against the degrees. They raise ConfigError."""
+"""Check the learning-rate schedule, the profiler's cycle, the batch against the degrees, and sequences in chunks."""
 
 import math
 from importlib.util import find_spec
@@ -100,6 +100,35 @@ def check_balance(config: JobConfig, model: ModelArgs) -> None:
         raise ConfigError(
             "training.balance = 'step' leaves out documents without a label, whose tokens routers of experts count; "
             f"use 'off' with model.flavor = {config.model.flavor!r}"
+        )
+
+
+def check_chunks(config: JobConfig, model: ModelArgs, degrees: Degrees) -> None:
+    """Check `training.sequence_chunks` against the length, the model and the ranks.
+
+    Raises:
+        ConfigError: more chunks than tokens, or a feature that chunks do not have.
+    """
+    chunks, tp = config.training.sequence_chunks, degrees.tp
+    most = config.training.seq_len // tp
+    if chunks == 1:
+        return
+    if chunks > most:
+        per_rank = f" / parallelism.tensor_parallel_degree = {tp}" if tp > 1 else ""
+        raise ConfigError(
+            f"training.sequence_chunks = {chunks} is more than training.seq_len = {config.training.seq_len}{per_rank}; "
+            f"use at most {most}"
+        )
+    for name, degree in (("context", degrees.cp), ("pipeline", degrees.pp)):
+        if degree > 1:
+            raise ConfigError(
+                f"training.sequence_chunks = {chunks} with parallelism.{name}_parallel_degree = {degree} is not "
+                "handled; use degree 1, and FSDP, HSDP or TP over the ranks, or leave the chunks out"
+            )
+    if kernel := getattr(model, "short_conv_kernel", 0):
+        raise ConfigError(
+            f"training.sequence_chunks = {chunks} does not work with model.short_conv_kernel = {kernel}, whose last "
+            "tokens of a chunk are not kept for the next one; use sequence_chunks = 1, or context parallelism"
         )
 
 

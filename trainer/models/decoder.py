@@ -6,6 +6,7 @@ Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06
 import torch
 from torch import nn
 
+from trainer.distributed.context_parallel.live import of_layer
 from trainer.families.decoder_args import TransformerArgs
 from trainer.models.attention import Attention
 from trainer.models.feed_forward import FeedForward
@@ -104,8 +105,8 @@ class Transformer(nn.Module):
         """
         freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions]
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            x = layer(x, freqs_cis, attention_plan, positions)
+        for number, layer in self.layers.items():
+            x = layer(x, freqs_cis, of_layer(attention_plan, int(number)), positions)
         if self.norm is not None:
             return self.norm(x)
         # A stage of the output alone: torch 2.11 finds no gradient for an input that is also the result.

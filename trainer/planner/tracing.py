@@ -244,8 +244,9 @@ class Recorder:
         q, k = _shapes(name, args)
         sent = 2 if live.options.gradient_dtype == "bfloat16" else 0
         shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent)
-        keep, passes = live.options.keep_exchanged, live.options.heads_per_pass
-        return attention_cost(self._execution.plan, shape, _DIRECTIONS[name], passes, keep_exchanged=keep)
+        options, plan = live.options, self._execution.plan
+        more = {"keep_exchanged": options.keep_exchanged, "query_heads": options.query_heads_per_pass}
+        return attention_cost(plan, shape, _DIRECTIONS[name], options.heads_per_pass, **more)
 
     def _message(self, name: str, args: tuple) -> None:
         if name in _NO_MESSAGE:

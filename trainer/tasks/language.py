@@ -18,10 +18,12 @@ from trainer.data.loader import BatchLoader, batch_hash
 from trainer.data.mixture import open_training_data
 from trainer.data.settings import training_data
 from trainer.data.token_files.catalog import catalog_of
-from trainer.distributed.context_parallel.context import context_parallel
+from trainer.distributed.context_parallel.context import context_parallel, sequence_chunks
+from trainer.distributed.context_parallel.execution.chunks import KeptTensor, OnDevice
 from trainer.distributed.context_parallel.planning.options import BatchPlan
 from trainer.distributed.parallel_dims import ParallelDims
 from trainer.distributed.sharding.exchange import all_reduce
+from trainer.distributed.sharding.layout import contiguous
 from trainer.distributed.tensor_parallel import loss_context
 from trainer.job.record import ResolvedJob
 from trainer.job.training import BALANCE_GROWTH
@@ -32,6 +34,7 @@ from trainer.runtime.console import logger
 from trainer.tasks.balanced_batches import BalancedBatches, Step
 from trainer.tasks.task import RankInputs
 from trainer.transforms.compile import compiled_loss
+from trainer.transforms.offload import CopyStream, HostInputs
 
 
 class LanguageTask:
@@ -42,6 +45,11 @@ class LanguageTask:
         self.spec = model_spec(job.config.model.name)
         self.methods_reported: set[str] = set()
         self.token_losses = partial(token_losses, rows=compiled_loss(row_losses, job.compilation))
+        self.keep_rows: Callable[[torch.Tensor], KeptTensor] = OnDevice
+        """Lets keys and values of a sequence in chunks wait."""
+        if job.config.training.sequence_chunks_offload:
+            inputs = HostInputs(CopyStream(job.device_type, "training.sequence_chunks_offload = true"))
+            self.keep_rows = partial(inputs.keep, is_first=True, to_host=True)
 
     def build_loader(self) -> Loader:
         planner = None if self.job.balances else self.batch_planner
@@ -74,7 +82,7 @@ class LanguageTask:
         return Step(
             micro_batches=self.job.micro_batches,
             multiple_of=multiple_of,
-            least=cp * tp,
+            least=cp * tp * self.job.chunks,
             most=most // multiple_of * multiple_of,
             costs=document_costs(self.job.model.flops_per_token, training.seq_len),
             has_sources=bool(self.config.mixture.names),
@@ -110,13 +118,30 @@ class LanguageTask:
 
     @contextmanager
     def batch_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[RankInputs]:
-        disabled = self.config.parallelism.disable_loss_parallel
-        with (
-            self.sequence_context(batch, model_parts) as plan,
-            loss_context(self.dims["tp"], disabled=disabled),
-        ):
-            arguments = {"positions": self._positions(batch), "attention_plan": plan}
-            yield RankInputs(batch["tokens"], arguments, batch["labels"])
+        with loss_context(self.dims["tp"], disabled=self.config.parallelism.disable_loss_parallel):
+            if self.job.chunks > 1:
+                with self._chunks(batch) as chunks:
+                    yield RankInputs(batch["tokens"], {}, batch["labels"], chunks)
+                return
+            with self.sequence_context(batch, model_parts) as plan:
+                arguments = {"positions": self._positions(batch), "attention_plan": plan}
+                yield RankInputs(batch["tokens"], arguments, batch["labels"])
+
+    @contextmanager
+    def _chunks(self, batch: TextBatch) -> Iterator[tuple[RankInputs, ...]]:
+        """Yield the chunks of the sequences, each with its plan. A validation may have fewer tokens than chunks."""
+        (rows, seq_len), tp, positions = batch["tokens"].shape, self.dims.size("tp"), self._positions(batch)
+        if positions is None:
+            positions = torch.arange(seq_len, device=batch["tokens"].device).expand(rows, -1)
+        layout = contiguous(seq_len, min(self.job.chunks, seq_len // tp), multiple_of=tp)
+        mask, waits = batch["plan"].mask if "plan" in batch else None, {"sequences": rows, "keep": self.keep_rows}
+        with sequence_chunks(self.dims["cp"], layout, mask, self.job.attention, **waits) as plans:
+            sizes = [stop - start for ((start, stop),) in layout.ranges]
+            columns = (x.split(sizes, 1) for x in (batch["tokens"], positions, batch["labels"]))
+            yield tuple(
+                RankInputs(tokens, {"positions": places, "attention_plan": plan}, labels)
+                for tokens, places, labels, plan in zip(*columns, plans, strict=True)
+            )
 
     @contextmanager
     def sequence_context(self, batch: TextBatch, model_parts: Sequence[Decoder]) -> Iterator[torch.Tensor | None]:

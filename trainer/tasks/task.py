@@ -18,12 +18,18 @@ class RankInputs(NamedTuple):
     """What this rank computes of a batch.
 
     inputs: of the model, such as tokens (B, S / cp); arguments: its other ones, by name; targets: what the losses need,
-    such as labels (B, S / cp).
+    such as labels (B, S / cp); chunks: the same cut into chunks, which the model runs through one after another.
     """
 
     inputs: Any
     arguments: Mapping[str, torch.Tensor | None]
     targets: Any
+    chunks: tuple["RankInputs", ...] = ()
+
+    @property
+    def parts(self) -> tuple["RankInputs", ...]:
+        """Its chunks, or itself if there are none."""
+        return self.chunks or (self,)
 
 
 class Task(Protocol):

@@ -32,7 +32,7 @@ from trainer.transforms.float8 import precompute_scales
 
 _ARRAYS = ("tokens", "labels", "positions", "document_ids")
 Measure = Callable[[Decoder, torch.Tensor, RankInputs], None]
-"""What is done with the hidden states of a forward: (part with the output, hidden states, this rank's share)."""
+"""What is done with the hidden states of a forward: (part with the output, hidden states, share or a chunk of it)."""
 
 
 def own_batches(
@@ -72,9 +72,10 @@ def forward_only(
         precompute_scales(part, task.config.float8)  # those of the step are of the weights before its update
     for batch in batches:
         with task.batch_context(batch, model_parts) as share:
-            hidden = (pipeline or model_parts[0])(share.inputs, **share.arguments)
-            if hidden is not None:
-                measure(model_parts[-1], hidden, share)
+            for part in share.parts:
+                hidden = (pipeline or model_parts[0])(part.inputs, **part.arguments)
+                if hidden is not None:
+                    measure(model_parts[-1], hidden, part)
     for module in chain.from_iterable(part.modules() for part in model_parts):
         if isinstance(module, FSDPModule):
             module.reshard()  # no backward does it

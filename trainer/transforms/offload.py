@@ -36,8 +36,8 @@ from trainer.distributed.sharding.forward import replace_forward
 class CopyStream:
     """The stream of the copies between host and device. On CPUs a copy is done when it is posted."""
 
-    def __init__(self, device_type: str) -> None:
-        self._device = torch.device(device_type)
+    def __init__(self, device_type: str, key: str = "activation_checkpoint.offload = 'inputs'") -> None:
+        self._device, self._key = torch.device(device_type), key
         self._stream = None if device_type == "cpu" else torch.Stream(self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
@@ -74,8 +74,8 @@ class CopyStream:
             runtime = torch.cuda.cudart()
             if error := int(runtime.cudaHostRegister(flat.data_ptr(), size, 0)):
                 raise MemoryError(
-                    f"activation_checkpoint.offload = 'inputs' cannot lock {size:,} more bytes of host memory (CUDA "
-                    f"error {error}); raise the limit of the node, or lower activation_checkpoint.offload_fraction"
+                    f"{self._key} cannot lock {size:,} more bytes of host memory (CUDA error {error}); raise the limit "
+                    "of the node, or offload less (activation_checkpoint.offload_fraction)"
                 )
             weakref.finalize(buffer, runtime.cudaHostUnregister, flat.data_ptr()).atexit = False
         return buffer
@@ -95,16 +95,16 @@ class KeptInput:
         self._tensor, self._copied = tensor, copied  # on the device, None while it is on the host alone; the last copy
         self._before = None if before is None else weakref.ref(before)
 
-    def fetch(self) -> None:
-        """Begin to copy it back to the device, unless it is there."""
+    def fetch(self) -> Any:
+        """Begin to copy it back to the device, unless it is there; return what `take` will return."""
         if self._tensor is None:
             self._tensor = self._inputs.copies.device_like(self._buffer)
             self._copied = self._inputs.copies.copy(self._tensor, self._buffer)
+        return self._tensor
 
     def on_device(self) -> Any:
         """Return it on the device, where the caller is the last to hold it if the host has it."""
-        self.fetch()
-        tensor = self._tensor
+        tensor = self.fetch()
         self.release()
         return tensor
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from trainer.distributed.context_parallel.execution.kernels.base import BackwardInputs
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange, Kept
-from trainer.distributed.context_parallel.live import Mark, resolve
+from trainer.distributed.context_parallel.live import Mark, layer_of, resolve
 from trainer.distributed.context_parallel.planning.options import ContextParallelError
 from trainer.distributed.sharding.forward import replace_forward
 
@@ -67,7 +67,7 @@ def context_parallel_attention(
         )
     q, k, v = map(_rows_contiguous, (q, k, v))
     live, sequences = resolve(plan)
-    run = live.execution(q, k, v, sequences, is_causal, window)
+    run = live.execution(q, k, v, sequences, is_causal, window, layer_of(plan))
     live.calls += 1
     if not keep_exchanged:
         return *run.forward(q, k, v, scale, sinks), *(q.new_empty(0, dtype=torch.uint8) for _ in range(2))
@@ -103,7 +103,8 @@ def _context_parallel_attention_backward(
     else:
         given = BackwardInputs(dout, *saved)
         k = given.k
-    gradients = live.execution(dout, k, k, sequences, is_causal, window).backward(given, scale, sinks)
+    run = live.execution(dout, k, k, sequences, is_causal, window, layer_of(plan))
+    gradients = run.backward(given, scale, sinks)
     return gradients if sinks is not None else (*gradients, dout.new_empty(0))
 
 

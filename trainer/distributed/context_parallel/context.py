@@ -7,13 +7,14 @@ have partial gradients: `replicate` them, or let FSDP sum them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.distributed.context_parallel.execution.chunks import ChunkRows, KeptTensor
 from trainer.distributed.context_parallel.live import LivePlan, any_plan_open, flat_mesh, opened
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
@@ -149,6 +150,27 @@ def context_parallel(
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):
         yield cp
+
+
+@contextmanager
+def sequence_chunks(
+    mesh: DeviceMesh,
+    layout: AxisLayout,
+    mask: Mask | None,
+    options: ContextParallelOptions,
+    *,
+    sequences: int,
+    keep: Callable[[torch.Tensor], KeptTensor],
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the handle of each chunk, for the forward AND the backward; inside, rows wait for later chunks.
+
+    mesh: of one rank; layout: contiguous, of all chunks; mask: intersected with the mask of each attention; sequences:
+    of the batch; keep: makes keys and values wait. The model gives each layer its own handle, `of_layer(...)`.
+    """
+    rows = ChunkRows(keep)
+    with ExitStack() as stack:
+        plans = (LivePlan(mesh, layout, mask, options, chunk=(number, rows)) for number in range(layout.degree))
+        yield tuple(stack.enter_context(opened(plan, sequences)) for plan in plans)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """The table of open plans, in which the operator finds its plan by the handle that the model passes to it.
 
 A handle is an int64 tensor (sequences,). Its entry for a sequence of the batch names an entry of the table and the
-sequence's place in the batch. As a tensor, a handle does not recompile a graph, and is cut with a micro-batch.
+sequence's place in the batch. As a tensor, a handle does not recompile a graph, and is cut with a micro-batch. With a
+sequence in chunks it also names the layer, whose keys and values are kept.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
 import torch
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.context_parallel.execution.build import Execution, build_execution
+from trainer.distributed.context_parallel.execution.chunks import ChunkRows
 from trainer.distributed.context_parallel.execution.kernels.choose import choose_kernel
 from trainer.distributed.context_parallel.planning.heads import check_heads
 from trainer.distributed.context_parallel.planning.mask import Mask, by_sequence, causal, full, sliding_window
-from trainer.distributed.context_parallel.planning.methods import make_plan
+from trainer.distributed.context_parallel.planning.methods import chunk_plan, make_plan
 from trainer.distributed.context_parallel.planning.options import ContextParallelError, ContextParallelOptions
 from trainer.distributed.sharding.errors import OptionError
 from trainer.distributed.sharding.layout import AxisLayout
@@ -28,6 +30,7 @@ _live: dict[int, "LivePlan"] = {}
 _numbers = itertools.count(1)
 
 _SEQUENCES = 1 << 20  # the most sequences of a batch
+_LAYER = 1 << 52
 
 
 @dataclass(eq=False)
@@ -35,7 +38,8 @@ class LivePlan:
     """The plan of an open context: its layout and mask, and how often the operator ran in it.
 
     mesh: 1-D. kv_layout: the layout of the keys, if they are not as many as the queries. groups: the group over which
-    K/V are sent in stages, and the group that exchanges heads; by default the mesh's.
+    K/V are sent in stages, and the group that exchanges heads; by default the mesh's. chunk: the number of a chunk of
+    the sequence, and what waits between chunks; the layout is then that of all chunks, and the mesh has one rank.
     """
 
     mesh: DeviceMesh
@@ -44,16 +48,32 @@ class LivePlan:
     options: ContextParallelOptions = field(default_factory=ContextParallelOptions)
     kv_layout: AxisLayout | None = None
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    chunk: tuple[int, ChunkRows] | None = None
     calls: int = 0
     _executions: dict[tuple, Execution] = field(default_factory=dict)
 
+    @property
+    def rank(self) -> int:
+        """The number of the layout's shard that is here: of this rank, or of the chunk."""
+        return self.mesh.get_local_rank() if self.chunk is None else self.chunk[0]
+
     def execution(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequence[int], is_causal: bool, window: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequence[int],
+        is_causal: bool,
+        window: int,
+        layer: int = -1,
     ) -> Execution:
         """Return the execution of attention of these shapes, for these sequences of the batch.
 
+        layer: of a sequence in chunks, for which keys and values are kept.
+
         Raises:
-            ContextParallelError: the context did not cut the inputs, or the method cannot divide the heads.
+            ContextParallelError: the context did not cut the inputs, the method cannot divide the heads, or no layer is
+                given for a sequence in chunks.
             OptionError: the kernel cannot do it.
         """
         # With one mask for all sequences, the plan does not depend on which sequences these are.
@@ -61,16 +81,27 @@ class LivePlan:
         key = *((x.shape, x.dtype, x.device.type) for x in (q, k, v)), sequences, is_causal, window
         if key not in self._executions:
             self._check(q, k, v, sequences)
-            mask, rank = self._mask(sequences, is_causal, window), self.mesh.get_local_rank()
-            ways = {"kv_layout": self.kv_layout, "head_degree": self.options.head_degree(self.mesh.size())}
-            plan = make_plan(self.layout, mask, self.options.method, rank, **ways)
+            mask = self._mask(sequences, is_causal, window)
+            if self.chunk is None:
+                ways = {"kv_layout": self.kv_layout, "head_degree": self.options.head_degree(self.mesh.size())}
+                plan = make_plan(self.layout, mask, self.options.method, self.rank, **ways)
+            else:
+                plan = chunk_plan(self.layout, mask, self.rank)
             calls = max(len(stage.tiles) for stage in plan.forward)
             choice = q.device.type, q.dtype, q.shape[3], self.options.kernel
             fixed = self.mask is None and not window
             kernel = choose_kernel(*choice, bands=mask.has_windows, calls=calls, fixed=fixed)
-            groups = self.groups or (self.mesh.get_group(),) * 2
-            self._executions[key] = build_execution(plan, kernel, groups, self.mesh.device_type, self.options)
-        return self._executions[key]
+            groups, waiting = self.groups or (self.mesh.get_group(),) * 2, self.chunk and self.chunk[1]
+            run = build_execution(plan, kernel, groups, self.mesh.device_type, self.options, waiting)
+            self._executions[key] = run
+        if self.chunk is None:
+            return self._executions[key]
+        if layer < 0:
+            raise ContextParallelError(
+                "attention of a sequence in chunks got a handle that names no layer; let the model give each layer "
+                "`of_layer(attention_plan, number)`"
+            )
+        return replace(self._executions[key], layer=layer)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: tuple[int, ...]) -> None:
         """Check the inputs of an attention call; sequences: of the batch, () for any."""
@@ -81,7 +112,7 @@ class LivePlan:
                 f"{q.dtype}, {k.dtype}, {v.dtype}; give (B, H, S, D) and twice (B, K, T, D) of one type, K dividing H"
             )
         for x, layout in (q, self.layout), (k, self.kv_layout or self.layout):
-            if x.shape[2] != (length := layout.local_length(self.mesh.get_local_rank())):
+            if x.shape[2] != (length := layout.local_length(self.rank)):
                 raise ContextParallelError(
                     f"context-parallel attention got {x.shape[2]} rows of the sequence and its plan has {length} for "
                     "this rank; cut the inputs by naming them in `context_parallel(buffers=...)`"
@@ -158,6 +189,16 @@ def any_plan_open(mesh: DeviceMesh) -> bool:
     return any(live.mesh.get_group() is mesh.get_group() for live in list(_live.values()))
 
 
+def of_layer(handle: torch.Tensor | None, layer: int) -> torch.Tensor | None:
+    """Return a handle that also names a layer, below 2,047, for sequences in chunks; None if there is no handle."""
+    return None if handle is None else handle + (layer + 1) * _LAYER
+
+
+def layer_of(handle: torch.Tensor) -> int:
+    """Return the layer that a handle names, -1 for none."""
+    return int(handle[0]) // _LAYER - 1
+
+
 def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
     """Return the open plan that a handle names, and the handle's sequences of the batch.
 
@@ -169,7 +210,7 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
             "context-parallel attention was called outside its context; enter `context_parallel(...)` around the "
             "forward and the backward"
         )
-    entries = handle.tolist()
+    entries = (handle % _LAYER).tolist()
     numbers = {entry // _SEQUENCES for entry in entries}
     if len(numbers) != 1:
         raise ContextParallelError(

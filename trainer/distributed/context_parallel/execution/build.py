@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from trainer.distributed.context_parallel.execution.chunks import ChunkExecution, ChunkRows
 from trainer.distributed.context_parallel.execution.kernels.base import Kernel
 from trainer.distributed.context_parallel.execution.ring import StagedExecution
 from trainer.distributed.context_parallel.execution.ulysses import HeadExchange
@@ -28,11 +29,15 @@ def build_execution(
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     device_type: str,
     options: ContextParallelOptions,
+    waiting: ChunkRows | None = None,
 ) -> Execution:
     """Bind a plan to a kernel and to communicators; this is cheap, because lowered calls are cached.
 
     groups: the group over which K/V are sent in stages, and the group that exchanges heads; the same on a 1-D mesh.
+    waiting: what waits between the chunks of a sequence, if the plan is that of a chunk.
     """
+    if waiting is not None:
+        return ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, waiting=waiting)
     staged = plan if plan.inner is None else plan.inner
     stage_group, head_group = (_own_group(group, "kv", device_type) for group in groups)
     gradients = _own_group(groups[0], "dkv", device_type) if staged.degree > 1 else stage_group

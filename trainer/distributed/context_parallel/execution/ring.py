@@ -46,7 +46,7 @@ from trainer.distributed.sharding.exchange import (
 from trainer.distributed.sharding.ranges import Offsets, Range, Ranges, intersection
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
     """One step of the execution: a stage, for some of the key/value heads."""
 
     stage: Stage
@@ -54,7 +54,7 @@ class _Item(NamedTuple):
     kv_heads: slice
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """The K and V of a stage, (B, heads, T, D); rows: the buffer of which they are views, None for own K and V."""
 
     k: torch.Tensor
@@ -92,9 +92,9 @@ class StagedExecution:
         whole_q = q
         q, k, v = (fold_batch(x, self.plan) for x in (q, k, v))
         total = Merged(q)
-        own = held = _Held(k, v)
+        own = held = Held(k, v)
         for item, following in with_next(self._items(self.plan.forward, self.lowered.forward, k.shape[1])):
-            incoming, pending = _fetch(following, own, held, self)
+            incoming, pending = self._fetch(following, own, held)
             heads = query_heads(item.kv_heads, q, k)
             attend(total, (part(q, heads, 1), held.k, held.v), heads, item.launches, self.kernel, scale)
             pending.wait()
@@ -133,10 +133,10 @@ class StagedExecution:
         written = fresh_rows(run for launch in chain.from_iterable(launches) for run in launch.q_runs)
         dq = (torch.empty_like if written == q.shape[2] else torch.zeros_like)(q, dtype=lse.dtype)
         own_gradient = _sums(k, (rows, 2, b, kv_heads, d), launches[0], lse.dtype)
-        own = held = _Held(k, v)
-        returning = _Returning()
+        own = held = Held(k, v)
+        returning = Returning()
         for item, following in with_next(self._items(self.plan.backward, launches, kv_heads)):
-            incoming, pending = _fetch(following, own, held, self)
+            incoming, pending = self._fetch(following, own, held)
             heads = query_heads(item.kv_heads, q, k)
             dout_, q_, out_, lse_, dq_ = (part(x, heads, 1) for x in (dout, q, out, lse, dq))
             of_item = BackwardInputs(dout_, q_, held.k, held.v, out_, lse_)
@@ -154,28 +154,34 @@ class StagedExecution:
                 for launch in item.launches:
                     add_parts((dq_, *unpack(gradient)), gradients(of_item, launch, self.kernel, scale), launch)
                 returning.add(item.stage, gradient, own_gradient, self)
-            returning = _return_gradients(item, gradient, self)
+            returning = self._return_gradients(item, gradient)
             pending.wait()
             held = incoming
         returning.add(None, own_gradient, own_gradient, self)
         return dq, *unpack(own_gradient)
 
-    def _items(self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int) -> list[_Item]:
+    def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
+        return _fetch(following, own, held, self)
+
+    def _return_gradients(self, item: Item, gradient: torch.Tensor) -> "Returning":
+        return _return_gradients(item, gradient, self)
+
+    def _items(self, stages: tuple[Stage, ...], launches: tuple[tuple[Launch, ...], ...], kv_heads: int) -> list[Item]:
         """Return the local stage for all heads, then the other stages for each pass of heads."""
-        items = [_Item(stages[0], launches[0], slice(0, kv_heads))]
+        items = [Item(stages[0], launches[0], slice(0, kv_heads))]
         for heads in passes_of(kv_heads, self.heads_per_pass):
-            items += [_Item(*of_stage, slice(*heads)) for of_stage in zip(stages[1:], launches[1:], strict=True)]
+            items += [Item(*of_stage, slice(*heads)) for of_stage in zip(stages[1:], launches[1:], strict=True)]
         return items
 
 
-def _fetch(following: _Item | None, own: _Held, held: _Held, run: StagedExecution) -> tuple[_Held, Pending]:
+def _fetch(following: Item | None, own: Held, held: Held, run: StagedExecution) -> tuple[Held, Pending]:
     """Start the transfers for the next item; return (its K and V, handle)."""
     if following is None:
         return held, Pending()
     stage, heads = following.stage, following.kv_heads
-    mine = _Held(part(own.k, heads, 1), part(own.v, heads, 1))
+    mine = Held(part(own.k, heads, 1), part(own.v, heads, 1))
     rows = own.k.new_empty(stage.rows, 2, *mine.k.shape[:2], mine.k.shape[3])
-    incoming = _Held(*unpack(rows), rows, stage.places)
+    incoming = Held(*unpack(rows), rows, stage.places)
     if stage.collective:
         return incoming, gather_rows(mine.k, mine.v, rows, stage, run.plan, run.group)
     transfers, puts = [], []
@@ -210,7 +216,7 @@ def _sums(like: torch.Tensor, shape: tuple[int, ...], launches: tuple[Launch, ..
 
 
 @dataclass
-class _Returning:
+class Returning:
     """Gradients of keys and values that are sent to their owners, or to the next rank, which adds to them."""
 
     pending: Pending = field(default_factory=Pending)
@@ -218,7 +224,7 @@ class _Returning:
     reduced: torch.Tensor | None = None
     heads: slice | None = None
 
-    def has_sums_of(self, item: _Item, run: StagedExecution) -> bool:
+    def has_sums_of(self, item: Item, run: StagedExecution) -> bool:
         """Return whether exactly the rows of this item's stage arrive, to which its own gradients can be added."""
         if len(self.arriving) != 1 or self.reduced is not None or self.heads != item.kv_heads:
             return False
@@ -239,11 +245,11 @@ class _Returning:
             put_rows(target, places.places(message.ranges), buffer, add=True)
 
 
-def _return_gradients(item: _Item, gradient: torch.Tensor, run: StagedExecution) -> _Returning:
+def _return_gradients(item: Item, gradient: torch.Tensor, run: StagedExecution) -> Returning:
     """Start the transfers after an item of the backward."""
     if item.stage.collective:
         reduced, pending = reduce_rows(gradient, item.stage, run.plan, run.gradient_group)
-        return _Returning(pending, reduced=reduced, heads=item.kv_heads)
+        return Returning(pending, reduced=reduced, heads=item.kv_heads)
     transfers, arriving = [], []
     for message in item.stage.home:
         if message.source == run.plan.rank:
@@ -253,7 +259,7 @@ def _return_gradients(item: _Item, gradient: torch.Tensor, run: StagedExecution)
             buffer = gradient.new_empty(message.rows, *gradient.shape[1:])
             transfers.append(Transfer(buffer, message.source, is_send=False))
             arriving.append((message, buffer))
-    return _Returning(send_receive(transfers, run.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)
+    return Returning(send_receive(transfers, run.gradient_group, kind="dkv"), arriving, heads=item.kv_heads)
 
 
 def gather_rows(

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from trainer.distributed.context_parallel.planning.mask import Mask
 from trainer.distributed.context_parallel.planning.plan import RankPlan
-from trainer.distributed.context_parallel.planning.schedules import Schedule, all_gather, ring
+from trainer.distributed.context_parallel.planning.schedules import Schedule, all_gather, chunks, ring
 from trainer.distributed.context_parallel.planning.tiles import Needs
 from trainer.distributed.sharding.layout import AxisLayout
 from trainer.distributed.sharding.ranges import union
@@ -110,6 +110,16 @@ def _plan(layout: AxisLayout, kv_layout: AxisLayout, mask: Mask, method: str, ra
     group, stages = rank // head_degree, METHODS[method].schedule(needs, rank // head_degree)
     inner = RankPlan("ring", group, *needs.layouts, needs.sequences, *stages)
     return RankPlan(method, rank, layout, kv_layout, needs.sequences, *stages, inner, head_degree)
+
+
+@lru_cache(maxsize=_KEPT)
+def chunk_plan(layout: AxisLayout, mask: Mask, chunk: int) -> RankPlan:
+    """Return the plan of a chunk of sequences that one device computes chunk after chunk; cached.
+
+    layout: of all chunks, contiguous.
+    """
+    needs = _needs(layout, layout, mask)
+    return RankPlan("chunks", chunk, layout, layout, needs.sequences, *chunks(needs, chunk))
 
 
 def _of_groups(layout: AxisLayout, ranks: int) -> AxisLayout:

@@ -16,6 +16,9 @@ ring          Forward: K/V move from rank r to r - 1; at stage s rank r has the 
 all_gather    Stage 1 has all needed rows of other ranks. They come by all-gather, and gradients return by
               reduce-scatter. If less than half of all rows is needed, messages from the owners replace both.
 
+chunks        A "rank" is a chunk of a sequence that one device computes chunk after chunk. A stage for each earlier
+              chunk reads its rows that this chunk sees, and adds to their gradients. Stage 0 lists what is read later.
+
 Ring attention: arXiv 2310.01889.
 """
 
@@ -57,6 +60,21 @@ def all_gather(needs: Needs, rank: int) -> Schedule:
     messages = _posted(there)
     home = _posted(Message(m.target, m.source, m.ranges) for m in there)
     return (local, Stage(held, tiles, messages)), (local, Stage(held, tiles, messages, home))
+
+
+def chunks(needs: Needs, chunk: int) -> Schedule:
+    """Return the stages of a chunk, the nearest earlier chunk first; messages name what is read from and added to."""
+
+    def stage(owner: int, backward: bool) -> Stage:
+        held = needs.held(chunk, owner)
+        home = (Message(chunk, owner, held),) if backward else ()
+        return Stage(held, needs.tiles(chunk, held), (Message(owner, chunk, held),), home)
+
+    later = _posted(Message(chunk, reader, needs.held(reader, chunk)) for reader in range(chunk + 1, needs.degree))
+    local = Stage(needs.kv_ranges[chunk], needs.tiles(chunk, needs.kv_ranges[chunk]), later)
+    owners = [owner for owner in reversed(range(chunk)) if needs.held(chunk, owner)]
+    forward, backward = ([stage(owner, way) for owner in owners] for way in (False, True))
+    return (local, *forward), (local, *backward)
 
 
 def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
