@@ -9,19 +9,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.commands import estimate as command
+from trainer.commands import train
+from trainer.commands.start import parse
+from trainer.components import metrics
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
 from trainer.planner.profile import Profile, deeper
 from trainer.planner.profiling import _Allocator, added_up
-from trainer.planner.search import candidates, longest_sequence, suggestions
+from trainer.planner.search import longest_sequence, suggestions
 from trainer.planner.timing import RECORDS, Device, device, step_time
 from trainer.planner.tracing import trace
 from trainer.planner.worker import shallow_depths
+from trainer.runtime.devices import Machine
 
 _MIB = 1 << 20
 
@@ -197,30 +202,35 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(size) -> None:
     assert len(calls) <= 14
 
 
+def degrees_of(arguments: Sequence[str]) -> tuple[int, int, str]:
+    keys = dict(text[2:].split("=", 1) for text in arguments)
+    cp, tp = (int(keys[f"parallelism.{name}_parallel_degree"]) for name in ("context", "tensor"))
+    return cp, tp, keys.get("parallelism.context_parallel_method", "")
+
+
 def test_suggestions_are_what_fits_the_fastest_first() -> None:
+    asked: list[tuple[int, int, str]] = []
+
     def estimate(arguments: Sequence[str]):
-        text = " ".join(arguments)
-        if "tensor_parallel_degree=8" in text:
+        cp, tp, method = degrees_of(arguments)
+        asked.append((cp, tp, method))
+        assert 8 % (cp * tp) == 0
+        if tp == 8:
             raise ConfigError("heads")
-        if "context_parallel_degree=1" in text:
-            return fake(90e9)
-        return fake(70e9, 300.0 if "offload" in text else 200.0, host=1e12 if "ring" in text else 0.0)
+        offloads = "offload" in " ".join(arguments)
+        needed = 400e9 / cp / tp * (0.5 if offloads else 1.0)
+        speed = 1000 / cp**0.1 / tp * (0.99 if method == "ring" else 1.0)
+        return fake(needed, speed, host=1e12 if offloads and method == "ring" else 0.0)
 
     found = suggestions(estimate, [], 8, host_memory=100e9)
-    assert found
-    assert all("context_parallel_degree=1" not in " ".join(choice.settings) for choice in found)
-    assert all("offload" not in " ".join(c.settings) for c in found if "ring" in " ".join(c.settings))
-    assert "offload" in " ".join(found[0].settings)
-    speeds = [choice.estimate.tokens_per_second for choice in found]
-    assert speeds == sorted(speeds, reverse=True)
-
-
-def test_candidates_divide_the_ranks() -> None:
-    for settings_ in candidates(8):
-        degrees = dict(text[2:].split("=") for text in settings_)
-        cp, tp = (int(degrees[f"parallelism.{name}_parallel_degree"]) for name in ("context", "tensor"))
-        assert 8 % (cp * tp) == 0
-        assert ("parallelism.context_parallel_method" in degrees) == (cp > 1)
+    chosen = [(*degrees_of(choice.settings), "offload" in " ".join(choice.settings)) for choice in found]
+    # Half of the ranks with offloading fit, and are faster; the ring has no room on the host.
+    assert chosen[0] == (4, 1, "all_to_all", True)
+    assert (8, 1, "ring", False) in chosen
+    assert not any(method == "ring" and offloads for *_, method, offloads in chosen)
+    assert not any(tp == 8 for _, tp, *_ in chosen)
+    assert (1, 1, "") not in asked, "fewer ranks than those that do not fit were tried"
+    assert chosen.index((8, 1, "all_to_all", False)) < chosen.index((8, 1, "ring", False))  # as fast, fewer kernels
 
 
 # ---- the command
@@ -263,3 +273,35 @@ def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path:
         error = capfd.readouterr().err
         assert error.startswith("error: ")
         assert words in error
+
+
+# ---- a run beside its estimate
+
+
+def test_a_run_on_gpus_starts_an_estimate_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(train.subprocess, "Popen", lambda arguments, **_: started.append(arguments))
+    monkeypatch.delenv("NNODES", raising=False)
+    for machine, expected in ((Machine(0, None, 1 << 34), 0), (Machine(8, 80 << 30, 1 << 34), 1)):
+        monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
+        start = parse(["debug_model", "--job.dump_folder", str(tmp_path / "run")])
+        train._start_estimate(start, parse_command_line(start.arguments).config)
+        assert len(started) == expected
+    assert started[0][3:] == ["estimate", *start.arguments, "--world-size", "8", "--json"]
+    options, arguments = command._options(started[0][4:])
+    assert options.world_size == "8"
+    assert parse_command_line(arguments).config.job.dump_folder == str(tmp_path / "run")
+
+
+def test_metrics_have_the_measured_and_the_predicted_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(metrics.logger, "info", said.append)
+    run = SimpleNamespace(_predicted=None, _estimate=tmp_path / "estimate.json", device=torch.device("cuda"))
+    beside = metrics.MetricsLogger._beside_estimate
+    assert beside(run, 3.0) == {}
+    run._estimate.write_text('{"alloc')  # it is being written
+    assert beside(run, 3.0) == {}
+    run._estimate.write_text(json.dumps({"allocated": 2.5 * 2**30}))
+    assert beside(run, 3.0) == {"memory_predicted_gib": 2.5}
+    assert beside(run, 3.1) == {"memory_predicted_gib": 2.5}
+    assert said == ["memory: 3.0 GiB allocated at the peak, 2.5 GiB predicted"]

@@ -31,6 +31,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # The ranks of a job that was killed just now are still ending.
 _PATIENCE_SECONDS = 5.0
 
+ESTIMATE = "estimate.json"
+"""File of the prediction with which a run on GPUs compares its memory."""
+
 
 def folders_of(config: JobConfig) -> dict[str, Path]:
     """Return the folders that a job writes to, by the keys that name them; a remote store has no lock."""
