@@ -200,6 +200,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(size) -> None:
         assert longest.fits
     assert not beyond.fits
     assert len(calls) <= 14
+    assert max(calls) <= 16 * max(most, 8192)
 
 
 def degrees_of(arguments: Sequence[str]) -> tuple[int, int, str]:

@@ -41,7 +41,7 @@ _HOST_OF_A_GPU = 200e9
 
 
 def main(argv: list[str]) -> int:
-    """Estimate, print, and return the exit code: 1 if the job does not fit."""
+    """Estimate, print, and return the exit code."""
     started = time.monotonic()
     try:
         options, arguments = _options(argv)
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     if options.picture:
         draw(found.profile, options.picture)
-    return 0 if found.fits else 1
+    return 0
 
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

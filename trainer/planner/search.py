@@ -46,7 +46,9 @@ def longest_sequence(
         wanted = n + (one.device.memory - one.total) / slope if slope > 0 else 2 * m
         wanted = min(max(wanted, fitting + _NEAR / 2 * fitting), failing - _NEAR / 2 * fitting, 8 * m)
         guess = min(max(int(wanted) // unit, 1) * unit, most)
-        at(guess if guess not in tried else (fitting + failing) // 2 // unit * unit)
+        if guess in tried:
+            guess = (fitting + min(failing, 2 * fitting)) // 2 // unit * unit
+        at(guess)
     fits = [found for found in tried.values() if found.fits]
     longest = max(fits, key=lambda found: found.job.positions, default=None)
     rest = [found for found in tried.values() if not found.fits]

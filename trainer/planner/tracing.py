@@ -48,9 +48,9 @@ class Event:
     """Something that a device is given.
 
     step: of training, 0 while the trainer is made; place: the operator of this project in which it happens, or "";
-    kind: `launch`, `copy`, `message`, or `operator` for the start of an operator of this project; name: of PyTorch's
-    operator, of a copy its direction, of a message its collective; bytes: of a copy, or what a message sends to other
-    ranks; phase: the part of the step; layer: its number, `BEFORE` or `AFTER`.
+    kind: `launch`, `host` for a kernel on the host, `copy`, `message`, or `operator` for the start of an operator of this
+    project; name: of PyTorch's operator, of a copy its direction, of a message its collective; bytes: of a copy, or what
+    a message sends to other ranks; phase: the part of the step; layer: its number, `BEFORE` or `AFTER`.
     """
 
     step: int
@@ -215,7 +215,12 @@ class Recorder:
             self._add("copy", direction, moved.nbytes, where=_where() if "," in direction else "")
         elif not (func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))):
             flops = 0 if self._place in _DIRECTIONS else _flops(func, name, args, result)
-            self._add("launch", name, 0, flops=flops, moved=_moved(args, result))
+            kind = "launch" if self._is_of_device(args, result) else "host"
+            self._add(kind, name, 0, flops=flops, moved=_moved(args, result))
+
+    def _is_of_device(self, *values: Any) -> bool:
+        tensors = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
+        return self._device_type == "cpu" or any(x.device.type == self._device_type for x in tensors)
 
     def around(self, name: str, args: tuple, run: Any) -> Any:
         """Run one operator of this project."""

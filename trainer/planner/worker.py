@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
+from multiprocessing.connection import Connection
 from typing import Any
 
 from trainer.config.errors import ConfigError
@@ -64,8 +65,36 @@ def _layers(job: ResolvedJob, pp_rank: int) -> list[int]:
 
 
 def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
-    with multiprocessing.get_context("fork").Pool(len(arguments), maxtasksperchild=1) as pool:
-        return pool.starmap(_profile, arguments, chunksize=1)
+    """Return the profiles of these jobs, each of a copy of this process.
+
+    Raises:
+        RuntimeError: a copy was killed, mostly for lack of memory.
+    """
+    context, started = multiprocessing.get_context("fork"), []
+    for each in arguments:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_send_profile, args=(sender, *each))
+        process.start()
+        sender.close()
+        started.append((process, receiver))
+    found = []
+    for process, receiver in started:
+        try:
+            found.append(receiver.recv())
+        except EOFError:
+            process.join()
+            found.append(RuntimeError(f"the tracing process ended with code {process.exitcode}, -9 for lack of memory"))
+    for error in (x for x in found if isinstance(x, Exception)):
+        raise error
+    return found
+
+
+def _send_profile(sender: Connection, *job: Any) -> None:
+    try:
+        sender.send(_profile(*job))
+    except Exception as error:
+        traceback.print_exc()
+        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def _profile(job: ResolvedJob, gpu: Any, pp_rank: int) -> Profile:
@@ -122,8 +151,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         return {"error": str(error), "wrong": True}
     except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}", "wrong": False}
+        return {"error": str(error), "wrong": False}
 
 
 def _traceable(job: ResolvedJob) -> ResolvedJob:
