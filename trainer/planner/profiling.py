@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
+from trainer.planner.events import AFTER, BEFORE, Block, Events
 from trainer.planner.profile import Amounts, Profile
 from trainer.planner.stand_ins import ATTENTION
-from trainer.planner.tracing import AFTER, BEFORE, Block, Events
 
 _SMALL, _PAGE, _GRAIN = 1 << 20, 2 << 20, 512
 """PyTorch's allocator on GPUs: below a mebibyte another pool, in pages of two; sizes are multiples of 512."""
