@@ -62,10 +62,17 @@ def test_freed_neighbours_are_one_block_again() -> None:
     allocator = _Allocator()
     for name in range(4):
         allocator.resize(name, 8 * _MIB)
+    for order in ((1, 2), (2, 1)):
+        for name in order:
+            allocator.resize(name, 0)
+        allocator.resize("as large as both", 16 * _MIB)
+        assert allocator.reserved == 32 * _MIB
+        allocator.resize("as large as both", 0)
+        for name in order:
+            allocator.resize(name, 8 * _MIB)
     for name in (1, 2):
         allocator.resize(name, 0)
     allocator.resize("as large as both", 16 * _MIB)
-    assert allocator.reserved == 32 * _MIB
     allocator.resize("more", 2 * _MIB)
     assert allocator.reserved == 34 * _MIB
 
@@ -116,6 +123,16 @@ def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
     of_attention = 12 * job.model.n_layers * job.model.n_heads * job.model.head_dim * 64
     assert products == tokens * (whole - of_attention)
     assert attention == pytest.approx(tokens * of_attention / 2 * 7 / 6, rel=1e-6)  # the backward computes scores again
+
+
+def test_more_micro_batches_repeat_forward_and_backward_alone() -> None:
+    message = {"calls": 2.0, "bytes": 8.0, "ranks": 4, "span": 4}
+    messages = {f"backward {mesh} allreduce_": message for mesh in ("fsdp", "dp_replicate")}
+    work = {"forward": {"products": 3.0}, "optimizer": {"optimizer": 5.0}}
+    more = replace(profile_of(), work=work, messages=messages).repeated(4)
+    assert more.work == {"forward": {"products": 12.0}, "optimizer": {"optimizer": 5.0}}
+    assert more.messages["backward fsdp allreduce_"] == {"calls": 8.0, "bytes": 32.0, "ranks": 4, "span": 4}
+    assert more.messages["backward dp_replicate allreduce_"] == message
 
 
 # ---- time
@@ -177,10 +194,17 @@ def fake(total, speed: float = 1.0, host: float = 0.0):
     )
 
 
-@pytest.mark.parametrize(
-    "size",
-    [lambda n: 20e9 + 60e3 * n, lambda n: 10e9 + 40e3 * n + n**2 / 1e2, lambda n: 79e9 + 1e6 * n, lambda n: 90e9],
+SIZES = (
+    lambda n: 20e9 + 60e3 * n,
+    lambda n: 10e9 + 40e3 * n + n**2 / 1e2,
+    lambda n: 79e9 + 1e6 * n,
+    lambda n: 90e9,
+    lambda n: 20e9 + 1.2e6 * n,  # a unit is more than the search resolves
+    lambda n: max(40e9, 12e3 * n) + 1e9 * (n > 32768),
 )
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(size) -> None:
     calls: list[int] = []
 
