@@ -200,7 +200,7 @@ SIZES = (
     lambda n: 79e9 + 1e6 * n,
     lambda n: 90e9,
     lambda n: 20e9 + 1.2e6 * n,  # a unit is more than the search resolves
-    lambda n: max(40e9, 12e3 * n) + 1e9 * (n > 32768),
+    lambda n: max(40e9, 30e3 * n) + 1e9 * (n > 32768),
 )
 
 
