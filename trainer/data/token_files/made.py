@@ -7,7 +7,6 @@ next job makes the others; a job that finds another one at work waits for it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -33,6 +32,7 @@ from trainer.data.token_files.format import MANIFEST, UNFINISHED
 from trainer.data.token_files.writer import entry_of, write_shard
 from trainer.data.tokenizers.encoders import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
+from trainer.runtime.dump_folder import wait_for_lock
 from trainer.runtime.launcher_watch import end_with
 
 logger = logging.getLogger("trainer")
@@ -244,17 +244,9 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
 def _held(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Hold the folder inside; log every now and then that another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as stream:
-        logged = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() - logged > _LOG_SECONDS:
-                    logged = time.monotonic()
-                    log(f"waiting for another process, which makes {folder}")
-                time.sleep(0.1)
+    with (folder / "lock").open("wb") as file:
+        while wait_for_lock(file, _LOG_SECONDS) is False:
+            log(f"waiting for another process, which makes {folder}")
         yield
 
 
