@@ -145,19 +145,12 @@ def _wrong(
 
 def _meant(value: object) -> str:
     """Return the whole number for 1e4, 8,192 or 8k; both readings of a unit; empty for anything else."""
-    if (whole := _whole_number(value)) is not None:
-        return str(whole)
+    written = _parsed(value, float) if isinstance(value, str) else value
+    if isinstance(written, float) and math.isfinite(written) and written == int(written):
+        return str(int(written))
     found = re.fullmatch(r"(\d[\d,_]*(?:\.\d+)?)\s*([kKMG]?)i?", str(value).strip())
     if found is None or isinstance(value, list | dict):
         return ""
     number, power = float(re.sub("[,_]", "", found[1])), " kMG".index(found[2].replace("K", "k") or " ")
     choices = [number * 1024**power, number * 1000**power] if power else [number]
     return " or ".join(str(int(choice)) for choice in choices if choice == int(choice))
-
-
-def _whole_number(value: object) -> int | None:
-    """Return 10000 for 1e4, as a float or as a word."""
-    number = _parsed(value, float) if isinstance(value, str) else value
-    if isinstance(number, float) and math.isfinite(number) and number == int(number):
-        return int(number)
-    return None
