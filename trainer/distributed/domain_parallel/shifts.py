@@ -1,6 +1,6 @@
 """Rules of functions that move rows along a sharded axis, flips, rolls and padding, and of cumulative sums."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -61,9 +61,10 @@ def pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
         axis, length = x.domain.axes.get(dim), x.shape[dim]
         layout, wanted = _padded(axis.layout if axis else sized([length]), before, length + before + after, mode)
         local, layouts[dim] = fetch(local, axis, wanted, dim), layout
-        for start, stop in _beyond(wanted[axis.rank if axis else 0], length) if value else ():
-            filled = torch.full_like(local.narrow(dim, start, stop - start), value)
-            local = local.slice_scatter(filled, dim, start, stop)
+        if value:
+            rows = torch.tensor([row for part in wanted[axis.rank if axis else 0] for row in range(*part)])
+            beyond = to_device((rows < 0) | (rows >= length), local.device)
+            local = local.masked_fill(beyond.view(-1, *[1] * (x.ndim - 1 - dim)), value)
     return DomainTensor(local if any(n > 0 for n in pad) else local.clone(), x.domain.layouts(layouts))
 
 
@@ -97,17 +98,6 @@ def _as_ranges(rows: Iterable[int]) -> tuple[Range, ...]:
         else:
             ranges.append((row, row + 1))
     return tuple(ranges)
-
-
-def _beyond(parts: Sequence[Range], length: int) -> Iterator[Range]:
-    """Yield the places of rows outside [0, length) in the rows of `parts`."""
-    place = 0
-    for start, stop in parts:
-        if start < 0:
-            yield place, place + min(stop, 0) - start
-        if stop > length:
-            yield place + max(length - start, 0), place + stop - start
-        place += stop - start
 
 
 @rule("cumsum")
