@@ -8,8 +8,6 @@ The text is made by a generator from a seed, and is no text of a data set. After
 and the retrieval tasks of RULER (arXiv 2404.06654). Torch-free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -7,8 +7,6 @@ can be undone, so each place has an item of its own. A place that falls behind t
 once more (cycle walking); such places are fewer than a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isqrt
 

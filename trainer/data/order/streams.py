@@ -16,9 +16,6 @@ The state is one small entry per stream, as it is when all ranks have read equal
 merge into one dict, from which any number of ranks can resume.
 """
 
-from __future__ import annotations
-
-import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
@@ -26,9 +23,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from trainer.config.errors import ConfigError
 from trainer.data.order.permutation import ORDER, SORTED, EveryNth, Permutation, shuffled
+from trainer.runtime.console import logger
 
 StreamState = dict[str, Any]
-logger = logging.getLogger("trainer")
 DEFAULT_STREAMS, ITEMS_PER_STREAM = 64, 8
 _ASSIGN, _EPOCH = 0, 1  # what a shuffle is for
 IDENTITY = {

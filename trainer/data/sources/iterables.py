@@ -1,7 +1,5 @@
 """The documents of an iterable of a package, through torchdata's StatefulDataLoader, which keeps the position in it."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 `check_source` checks a data set at once, before the job starts. `token_files` makes token ids of its parts.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +44,7 @@ class DataSettings:
     @classmethod
     def of(
         cls, dataset: str, path: str | None, model: Model = _MODEL, training: Training = _TRAINING, **keys: DataKeys
-    ) -> DataSettings:
+    ) -> "DataSettings":
         """Return what the tables [model] and [training] say. keys: as the field, if it is given."""
         tokenizer, field, skips = model.tokenizer_file, training.dataset_text_field, training.on_bad_record == "skip"
         return cls(dataset, path, tokenizer, model.chat_template, field, skips, **keys)

@@ -13,8 +13,6 @@ An .idx is, little-endian: b"MMIDIDX\\0\\0", version 1 (u64), data type (u8), se
 lengths (n int32), places in the .bin in bytes (n int64), the first sequence of each document and the end (m int64).
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import struct
