@@ -47,14 +47,14 @@ class Permutation(Sequence[int]):
 class EveryNth(Sequence[int]):
     """Every `step`-th item of an order, from the place `start` on."""
 
-    def __init__(self, order: Permutation, start: int, step: int) -> None:
+    def __init__(self, order: np.ndarray | Permutation, start: int, step: int) -> None:
         self._order, self._places = order, range(start, len(order), step)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, place: int) -> int:
-        return self._order[self._places[place]]
+        return int(self._order[self._places[place]])
 
 
 def shuffled(n: int, seed: int, *purpose: int) -> np.ndarray | Permutation:

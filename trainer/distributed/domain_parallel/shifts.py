@@ -33,7 +33,8 @@ def roll(function, x, shifts, dims=None) -> DomainTensor:
     """The layouts stay. A dimension may be named twice."""
     refuse_unless(dims is not None, function, x, "a roll of the flattened tensor; name the dimensions")
     local = x.local
-    for shift, dim in [(shifts, dims)] if isinstance(dims, int) else zip(_each(shifts), dims, strict=True):
+    both = (given if isinstance(given, Sequence) else (given,) for given in (shifts, dims))
+    for shift, dim in zip(*both, strict=True):
         dim %= x.ndim
         if (axis := x.domain.axes.get(dim)) is None:
             local = local.roll(shift, dim)
@@ -41,10 +42,6 @@ def roll(function, x, shifts, dims=None) -> DomainTensor:
             wanted = tuple(tuple((a - shift, b - shift) for a, b in own) for own in axis.layout.ranges)
             local = fetch(local, axis, wanted, dim, periodic=True)
     return DomainTensor(local.clone() if local is x.local else local, x.domain)  # compiled code needs it
-
-
-def _each(value: int | Sequence[int]) -> Sequence[int]:
-    return (value,) if isinstance(value, int) else value
 
 
 @rule("pad")
