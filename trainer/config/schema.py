@@ -36,18 +36,16 @@ _SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "python
 
 # ---- when keys have an effect
 
-_CHAT = Condition(
-    lambda config, _: (
-        config.training.dataset == "chat" or (config.validation.enable and config.validation.dataset == "chat")
-    ),
-    "without training.dataset = 'chat'",
-)
-_LINES = Condition(
-    lambda config, _: (
-        config.training.dataset == "jsonl" or (config.validation.enable and config.validation.dataset == "jsonl")
-    ),
-    "without training.dataset = 'jsonl'",
-)
+
+def _reads(dataset: str) -> Condition:
+    """Return the condition that training or validation reads data of this kind."""
+    return Condition(
+        lambda config, _: dataset in (config.training.dataset, config.validation.enable and config.validation.dataset),
+        f"without training.dataset = {dataset!r}",
+    )
+
+
+_CHAT, _LINES = _reads("chat"), _reads("jsonl")
 _DOCUMENTS = Condition(
     lambda config, _: config.masks_documents,
     "with training.attention_mask = 'causal', under which documents see each other",
