@@ -283,6 +283,11 @@ RULES = [
         2,
         ["group = 2 computes the layers of a group", "InterleavedZeroBubble splits it", "use 1, or"],
     ),
+    (
+        ["--training.enable_cpu_offload", "--parallelism.data_parallel_replicate_degree=2"],
+        2,
+        ["enable_cpu_offload = true with parallelism.data_parallel_replicate_degree = 2", "use degree 1"],
+    ),
     ([f"{CHUNKS}0"], 1, ["training.sequence_chunks = 0 must be at least 1"]),
     (
         [f"{CHUNKS}300", "--training.seq_len=256"],

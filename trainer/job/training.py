@@ -39,6 +39,23 @@ def check_schedule(config: JobConfig) -> None:
         )
 
 
+def check_cpu_offload(config: JobConfig, degrees: Degrees, device_type: str) -> None:
+    """Check that gradients are whole before they are copied to the host.
+
+    With replicas FSDP2 may copy a gradient before its all-reduce is done (pytorch issue 180665).
+
+    Raises:
+        ConfigError: replicas with parameters on the host, on GPUs.
+    """
+    replicas = degrees.dp_replicate
+    if config.training.enable_cpu_offload and replicas > 1 and device_type == "cuda":
+        raise ConfigError(
+            f"training.enable_cpu_offload = true with parallelism.data_parallel_replicate_degree = {replicas} may copy "
+            "gradients to the host before replicas are summed (pytorch issue 180665); use degree 1, which shards over "
+            "all ranks, or leave the offload out"
+        )
+
+
 def check_trackers(config: JobConfig) -> None:
     """Check that the packages of optional trackers are installed.
 
