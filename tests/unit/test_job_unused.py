@@ -31,7 +31,7 @@ PRESETS |= {
         ("405b", 512),
     )
 }
-PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8}
+PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8, "qwen3_8b_1m.toml": 8}
 del PRESETS["llama3_8b_lora.toml"]  # it needs weights: test_lora.py
 
 # Always in effect, whatever the other settings are; `test_every_key_is_one_or_the_other` asks for a decision.
