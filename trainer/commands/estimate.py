@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(found.record()))
     else:
         _print(lines(found))
-        print(f"\ntraced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory")
+        print(f"traced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory")
     if note:
         print(f"note: {note}", file=sys.stderr)
     if options.picture:
