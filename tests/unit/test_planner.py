@@ -83,6 +83,7 @@ def test_freed_neighbours_are_one_block_again() -> None:
         [],
         ["--activation_checkpoint.mode=full"],
         ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+        ["--activation_checkpoint.mode=full", "--activation_checkpoint.group=2"],
     ],
 )
 def test_a_deep_model_is_a_straight_line_over_shallow_ones(arguments: list[str], monkeypatch, tmp_path: Path) -> None:
@@ -109,6 +110,8 @@ def test_depths_have_as_many_layers_of_each_kind() -> None:
     assert shallow_depths(job_of(layers=32)) == (4, 5)
     every_third = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3")
     assert shallow_depths(job_of(*every_third, layers=32)) == (5, 8)
+    groups = ("--activation_checkpoint.mode=full", "--activation_checkpoint.group=4")
+    assert shallow_depths(job_of(*groups, layers=32)) == (4, 8)
 
 
 def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
@@ -261,9 +264,9 @@ def test_suggestions_are_what_fits_the_fastest_first() -> None:
 # ---- the command
 
 
-def cpu_record(tmp_path: Path) -> str:
+def cpu_record(tmp_path: Path, memory: float = 1e10) -> str:
     path = tmp_path / "cpu.toml"
-    peaks = "flops = 1e11\nbandwidth = 1e10\nlink = 1e9\nnetwork = 1e9\nmemory = 1e10\n"
+    peaks = f"flops = 1e11\nbandwidth = 1e10\nlink = 1e9\nnetwork = 1e9\nmemory = {memory}\n"
     path.write_text(f'[cpu]\nname = "a CPU"\ntype = "cpu"\n{peaks}')
     return str(path)
 
@@ -282,6 +285,22 @@ def test_the_command_prints_memory_traffic_and_time(tmp_path: Path, capfd: pytes
     for word in ("memory", "it fits", "traffic", "fsdp", "time", "tokens a second"):
         assert word in printed
     assert (tmp_path / "step.svg").stat().st_size > 1000
+
+
+def test_other_answers_as_json_print_json_alone(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    job = [
+        "debug_model",
+        "--gpu",
+        cpu_record(tmp_path, memory=2e8),
+        "--world-size",
+        "1",
+        "--training.local_batch_size=1",
+    ]
+    assert command.main([*job, "--training.global_batch_size=-1", "--max-seq-len", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["fits"]
+    assert "longest" in err
+    assert "beyond" in err
 
 
 def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,13 +60,16 @@ def main(argv: list[str]) -> int:
             record, arguments = replace(record, type="cpu"), [*arguments, *_AS_ON_GPUS]
         with Worker(has_shim=record.type == "cuda") as worker:
             of = partial(estimate, worker, ranks=ranks, device=record, whole=options.picture is not None)
-            if options.suggest is not None:
-                found = _suggest(of, arguments, ranks, options.suggest)
-            elif options.max_seq_len:
-                found = _longest(of, arguments, config.training.seq_len, ranks)
-            else:
-                found = of(arguments)
-    except ConfigError as error:
+            with redirect_stdout(sys.stderr if options.json else sys.stdout):
+                if options.suggest is not None:
+                    found = _suggest(of, arguments, ranks, options.suggest)
+                elif options.max_seq_len:
+                    found = _longest(of, arguments, config.training.seq_len, ranks)
+                else:
+                    found = of(arguments)
+        if options.picture:
+            draw(found.profile, options.picture)
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:
@@ -75,8 +79,6 @@ def main(argv: list[str]) -> int:
         print(f"traced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory")
     if note:
         print(f"note: {note}", file=sys.stderr)
-    if options.picture:
-        draw(found.profile, options.picture)
     return 0
 
 

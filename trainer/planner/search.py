@@ -51,8 +51,11 @@ def longest_sequence(
         at(guess)
     fits = [found for found in tried.values() if found.fits]
     longest = max(fits, key=lambda found: found.job.positions, default=None)
-    rest = [found for found in tried.values() if not found.fits]
-    return longest, min(rest, key=lambda found: found.job.positions, default=at(2 * max(tried)))
+    if all(found.fits for found in tried.values()):
+        at(2 * max(tried))
+    at_least = 0 if longest is None else longest.job.positions
+    beyond = (found for found in tried.values() if found.job.positions > at_least)
+    return longest, min(beyond, key=lambda found: found.job.positions)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     {"arguments": ["--job.config_file", ...], "ranks": 8, "gpu": {"name": ...}, "whole": false}
  -> {"profiles": {"0": {...}}}   or   {"error": "one sentence", "wrong": true}
 
-It replaces functions of PyTorch for the whole process, so nothing else runs in it. `start` starts one.
+It replaces functions of PyTorch for the whole process, so nothing else runs in it. `Worker` starts one.
 """
 
 import importlib
@@ -81,6 +81,7 @@ def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
     for process, receiver in started:
         try:
             found.append(receiver.recv())
+            process.join()
         except EOFError:
             process.join()
             found.append(RuntimeError(f"the tracing process ended with code {process.exitcode}, -9 for lack of memory"))
@@ -115,7 +116,7 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     settings, model = job.config.activation_checkpoint, job.model
     windows = [model.window_of_layer(layer) for layer in range(model.n_layers)]
     turns = (n for n in range(1, model.n_layers) if windows[n:] == windows[:-n])
-    period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1)
+    period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1, settings.group)
     if settings.offload != "none":
         period = math.lcm(period, Fraction(settings.offload_fraction).limit_denominator(8).denominator)
     stages = 1 if job.pipeline is None else len(job.pipeline.stages)
@@ -135,27 +136,24 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = parse_command_line(question["arguments"]).config
         whole = resolve(config, question["ranks"], "cpu" if question["gpu"] is None else "cuda", missing=[])
-        job = _traceable(whole)
         gpu = None
         if question["gpu"] is not None:
             from trainer.planner.device import Gpu
 
             gpu = Gpu(**question["gpu"] | {"capability": tuple(question["gpu"]["capability"])})
+        with tempfile.TemporaryDirectory() as folder:
+            job = _traceable(whole, folder)
+            found = profiles(job, gpu, whole=question["whole"])
         more = whole.sequences_per_step / job.sequences_per_step
-        return {
-            "profiles": {
-                rank: asdict(profile.repeated(more))
-                for rank, profile in profiles(job, gpu, whole=question["whole"]).items()
-            }
-        }
+        return {"profiles": {rank: asdict(profile.repeated(more)) for rank, profile in found.items()}}
     except ConfigError as error:
         return {"error": str(error), "wrong": True}
     except Exception as error:
         return {"error": str(error), "wrong": False}
 
 
-def _traceable(job: ResolvedJob) -> ResolvedJob:
-    """Return a job whose step takes the same memory with few micro-batches, and which reads and writes nothing.
+def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
+    """Return a job whose step takes the same memory with few micro-batches, and which reads and saves nothing.
 
     Of a pipeline no more are alive than twice its ranks, but for schedules that run all forwards first.
     """
@@ -167,7 +165,7 @@ def _traceable(job: ResolvedJob) -> ResolvedJob:
     nothing = replace(
         config,
         training=replace(config.training, local_batch_size=batch, global_batch_size=rows),
-        job=replace(config.job, dump_folder=tempfile.mkdtemp()),
+        job=replace(config.job, dump_folder=folder),
         checkpoint=Checkpoint(),
         validation=replace(config.validation, enable=False),
         profiling=Profiling(),
