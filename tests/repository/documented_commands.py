@@ -445,6 +445,8 @@ RULES = [
         slow=False,
     ),
     # ---- measurements
+    Rule(rf"{BENCHMARK}planner\.py --read .*", says="tested: 13 runs"),
+    Rule(r"python -m pytest tests/distributed/test_planner\.py", r"\g<0> --collect-only -q", why=SLOW, slow=False),
     Rule(rf"{BENCHMARK}memory\.py .*", r"\g<0> --only nothing", SLOW),
     Rule(rf"{BENCHMARK}block_memory\.py .*", r"\g<0>", says="KiB  attention, backward"),
     Rule(rf"{BENCHMARK}data\.py .*", r"\g<0> --megabytes 1 --batches 1 --rounds 1 --json data.json", SLOW),
