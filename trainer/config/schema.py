@@ -220,8 +220,7 @@ class Optimizer:
     weight_decay: float = key(0.1, NOT_NEGATIVE)
     """Weight decay of the matrices (not of norms and embeddings)."""
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)
-    """One kernel per parameter, per list of them, or for the whole update; auto: fused on CUDA and with
-    training.enable_cpu_offload, foreach on CPU."""
+    """One kernel per parameter, per list, or for all; auto: fused on CUDA and with offload to CPU, else foreach."""
 
     def implementation_on(self, device_type: str) -> str:
         """Return the implementation on a device of this type."""

@@ -4,12 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.config.errors import ConfigError
+from trainer.distributed.context_parallel.planning.methods import METHODS
 from trainer.planner.estimate import Estimate
 
 Estimator = Callable[[Sequence[str]], Estimate]
 """Arguments of a command line -> estimate. Raises ConfigError for settings that do not go together."""
 _NEAR = 0.02
 """Part of the length that the search does not resolve."""
+_METHODS = sorted(
+    (name for name, method in METHODS.items() if method.divides_heads != method.overlaps and not method.two_level),
+    key=lambda name: METHODS[name].overlaps,
+)
+"""Methods to try, those with fewer kernels first."""
 _NEAR_SPEED = 0.05
 """Part of the speed that the model of time does not resolve."""
 
@@ -76,10 +82,9 @@ def suggestions(estimate: Estimator, arguments: Sequence[str], ranks: int, host_
     """
     found: list[Choice] = []
     for tp in (n for n in (1, 2, 4, 8) if ranks % n == 0):
-        for method in ("all_to_all", "ring"):
-            for cp in (
-                n for n in range(ranks // tp, 0, -1) if ranks // tp % n == 0 and (n > 1 or method == "all_to_all")
-            ):
+        for place, method in enumerate(_METHODS):
+            least = 1 if place == 0 else 2
+            for cp in (n for n in range(ranks // tp, least - 1, -1) if ranks // tp % n == 0):
                 choice = _first_that_fits(estimate, arguments, (cp, tp, method), host_memory)
                 if choice is None:
                     break  # fewer ranks for a sequence take more memory
@@ -116,5 +121,5 @@ def _first_that_fits(
         except ConfigError:  # settings that do not go together
             return Choice((), None, (0, 0, 0))
         if answer.fits and answer.profile.totals["host"] <= host_memory:
-            return Choice((*settings, *modes), answer, (cp * tp, tp, ("all_to_all", "ring").index(method)))
+            return Choice((*settings, *modes), answer, (cp * tp, tp, _METHODS.index(method)))
     return None
