@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone, installed or not
 
+from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
 from trainer.planner.estimate import estimate
 from trainer.planner.search import longest_sequence
@@ -96,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     found = rows(args.only)
     if args.json:
-        command = f"python scripts/benchmarks/memory.py --json {args.json}"
-        args.json.write_text(json.dumps({"command": command, "rows": found}, indent=1) + "\n")
+        head = made_with("scripts/benchmarks/memory.py", sys.argv[1:] if argv is None else argv, device="none")
+        args.json.write_text(json.dumps(head | {"rows": found}, indent=1) + "\n")
     print("| GPUs | with | tokens | host memory a GPU | tok/s a GPU | what is most beyond |\n|---|---|---|---|---|---|")
     for row in found:
         size = f"{row['tokens']:,}" if "tokens" in row else row.get("error", "none")
