@@ -50,8 +50,8 @@ PLANNER = (
     Mutant(
         "shallow models have other shares of checkpointed layers",
         "trainer/planner/worker.py",
-        "period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1)",
-        "period = next(turns, model.n_layers)",
+        "period = math.lcm(next(turns, model.n_layers), settings.whole_layers or 1, settings.group)",
+        "period = math.lcm(next(turns, model.n_layers), settings.group)",
         f"{_UNIT}::test_depths_have_as_many_layers_of_each_kind",
     ),
     Mutant(
