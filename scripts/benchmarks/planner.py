@@ -27,7 +27,7 @@ from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
 from trainer.planner.estimate import Estimate, bubble, estimate
 from trainer.planner.profile import Profile
-from trainer.planner.timing import Device, device, step_time, with_efficiency
+from trainer.planner.timing import Device, device, step_time
 from trainer.planner.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def seconds(run: dict[str, str], found: dict[str, Any], on: Device, efficiency: 
     if run["async_tp"] == "1":  # sent while products compute, as FSDP's messages are
         profile = replace(profile, messages={k.replace(" tp ", " fsdp "): x for k, x in profile.messages.items()})
     both = {"attention_forward": efficiency["attention"], "attention_backward": 0.8 * efficiency["attention"]}
-    on = with_efficiency(on, {**efficiency, **both})
+    on = replace(on, efficiency={**on.efficiency, **efficiency, **both})
     return step_time(profile, on, found["bubble"], compiled=run["compile"] == "1").seconds
 
 

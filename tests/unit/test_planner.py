@@ -319,6 +319,18 @@ def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path:
         assert words in error
 
 
+def test_the_times_of_a_gpu_are_not_measured_as_those_of_a_cpu(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "this_machine", lambda: Machine(1, 80 << 30, 1 << 34))
+    measured: list[int] = []
+    monkeypatch.setattr(command, "calibrate", lambda *_a, memory, **_k: measured.append(memory) or "")
+    assert command.main(["debug_model", "--calibrate", str(tmp_path / "gpu.toml")]) == 2
+    assert "--calibrate measures a CPU" in capfd.readouterr().err
+    assert command.main(["debug_model", "--calibrate", str(tmp_path / "cpu.toml"), "--job.device", "cpu"]) == 0
+    assert measured == [1 << 34]
+
+
 # ---- a run beside its estimate
 
 

@@ -89,7 +89,7 @@ def test_a_run_is_read_as_it_is_written(name: str, tmp_path: Path) -> None:
         assert job.degrees.world_size == RUNS[name][0]
         notes = " ".join(command.notes)
         assert ("follows the whole backward" in notes) == ("opt_in_bwd" in name)
-        assert ("estimates the memory of a rank" in notes) == ("memory_estimation" in name)
+        assert ("predict the memory of a rank" in notes) == ("memory_estimation" in name)
         assert command.config.checkpoint.last_save_model_only == ("weights_only" in name)
 
 

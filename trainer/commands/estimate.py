@@ -6,7 +6,7 @@
 --gpu: h100 (default), h200, b200, a100, or a .toml file with a record.
 --max-seq-len: the longest training.seq_len that fits; --suggest: degrees, methods and recomputation, the fastest first,
 and the best one written to OUT.toml; --picture: memory over the step, as .png or .svg; --calibrate: run the job on this
-machine for a minute or two, and write the record of its device.
+machine for a minute or two, and write the record of its CPU.
 """
 
 import argparse
@@ -50,9 +50,12 @@ def main(argv: list[str]) -> int:
         config = parse_command_line(arguments).config
         if options.calibrate:
             machine = this_machine()
-            type_ = machine.device_type(config.job.device)
-            memory = machine.memory(type_) or 1 << 36
-            print(calibrate(arguments, options.calibrate, device_type=type_, name="this machine", memory=memory))
+            if (type_ := machine.device_type(config.job.device)) != "cpu":
+                raise ConfigError(
+                    f"--calibrate measures a CPU, and this job runs on {type_}; give --job.device cpu, or take a "
+                    "record of trainer/planner/gpus.toml"
+                )
+            print(calibrate(arguments, options.calibrate, memory=machine.memory(type_) or 1 << 36))
             return 0
         record, note = device(options.gpu), ""
         if record.type == "cuda" and (why := shim.why_not()):
@@ -134,8 +137,7 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
         )
     for choice in found[:8]:
         best = choice.estimate
-        settings = " ".join(f"--{text.lstrip('-')}" for text in choice.settings)
-        print(f"{best.tokens_per_second:9,.0f} tok/s  {size_words(best.total):>9}  {settings}")
+        print(f"{best.tokens_per_second:9,.0f} tok/s  {size_words(best.total):>9}  {' '.join(choice.settings)}")
         print(f"{'':17}{best.time.bottleneck}")
     if path:
         Path(path).write_text(to_toml(found[0].estimate.job.given), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Measure a record of this machine's device: a few short runs of a job, whose times its quantities explain. Torch-free.
+"""Measure a record of this machine's CPU: a few short runs of a job, whose times its quantities explain. Torch-free.
 
 Each run is `lct train` on one rank. Their step times are sums of (quantity of the traced step) x (seconds a unit);
 non-negative seconds are found by least squares of relative errors.
@@ -24,7 +24,7 @@ _STEPS, _SKIPPED = 8, 2
 QUANTITIES = ("products", "attention_forward", "attention_backward", "launches", "memory")
 
 
-def calibrate(arguments: Sequence[str], path: Path, *, device_type: str, name: str, memory: int) -> str:
+def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
     """Run the job at several lengths on one rank, write the record, and return what was found in words.
 
     Raises:
@@ -35,18 +35,17 @@ def calibrate(arguments: Sequence[str], path: Path, *, device_type: str, name: s
     runs = [[f"--training.seq_len={n}"] for n in (length // 2, length, 2 * length, 4 * length)]
     runs += [[f"--training.seq_len={length}", full], [f"--training.seq_len={2 * length}", full]]
     rows, seconds = [], []
-    with Worker(has_shim=device_type == "cuda") as worker:
-        gpu = {"name": name, "capability": (9, 0), "memory": memory} if device_type == "cuda" else None
+    with Worker(has_shim=False) as worker:
         for run in runs:
             job = [*arguments, *run, "--training.local_batch_size=1", "--training.global_batch_size=-1"]
-            (profile,) = worker.ask(job, 1, gpu, whole=True)["profiles"].values()
+            (profile,) = worker.ask(job, 1, None, whole=True)["profiles"].values()
             rows.append(quantities(Profile(**profile)))
             seconds.append(step_seconds(job))
     costs = np.zeros(len(QUANTITIES))
     costs[-1] = 1 / bandwidth()  # which the length changes as it changes products: it is measured apart
     of_memory = np.array(rows) @ costs
     costs[:-1] = non_negative(np.array(rows)[:, :-1], np.array(seconds), of_memory)
-    path.write_text(record(name, device_type, memory, dict(zip(QUANTITIES, costs, strict=True))), encoding="utf-8")
+    path.write_text(record(memory, dict(zip(QUANTITIES, costs, strict=True))), encoding="utf-8")
     errors = np.abs(np.array(rows) @ costs / seconds - 1)
     return f"{path}: {len(runs)} runs, explained to {median(errors):.1%} (median), {errors.max():.1%} (largest)"
 
@@ -104,12 +103,12 @@ def non_negative(rows: np.ndarray, seconds: np.ndarray, rest: np.ndarray) -> np.
     return costs
 
 
-def record(name: str, device_type: str, memory: int, costs: dict[str, float]) -> str:
+def record(memory: int, costs: dict[str, float]) -> str:
     """Return the record as TOML. Peaks are what was reached; attention's share is beside that of products."""
     moved = 1 / costs["memory"]
     lines = {
-        "name": json.dumps(name),
-        "type": json.dumps(device_type),
+        "name": json.dumps("this machine"),
+        "type": json.dumps("cpu"),
         "memory": float(memory),
         "flops": 1 / costs["products"],
         "bandwidth": moved,

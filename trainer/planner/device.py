@@ -11,7 +11,7 @@ on the host either.
 The operators of this project are opaque to a graph. Here their bodies run, and what they return must be what they have
 promised to the compiler (`register_fake`): shape, strides and data type.
 
-CUDA needs the library of `shim.py`, loaded before torch, where PyTorch is built for CPUs.
+CUDA needs the library of `shim.py`, loaded before torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -62,13 +62,10 @@ def deeper(one: Profile, other: Profile, layers: int) -> Profile:
     def lines(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
         return {key: line(a.get(key, 0.0), b.get(key, 0.0)) for key in {**a, **b}}
 
-    def amounts(a: Amounts, b: Amounts) -> Amounts:
-        return {key: lines(a.get(key, b.get(key, {})), b.get(key, {})) for key in {**a, **b}}
+    def amounts(a: Amounts, b: Amounts) -> Amounts:  # what one of them lacks is in both as it is in the other
+        return {key: lines(a.get(key, inner), b.get(key, inner)) for key, inner in {**a, **b}.items()}
 
-    by_place = {**one.live, **other.live}
-    live = {
-        place: lines(one.live.get(place, by_place[place]), other.live.get(place, by_place[place])) for place in by_place
-    }
+    live = amounts(one.live, other.live)
     work, messages = amounts(one.work, other.work), amounts(one.messages, other.messages)
     for of_kind, seen in ((kind, other.messages[name]) for name, kind in messages.items() if name in other.messages):
         of_kind |= {key: seen[key] for key in ("ranks", "span")}

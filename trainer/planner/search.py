@@ -69,7 +69,7 @@ class Choice:
     """Settings, in words of the command line, and their estimate."""
 
     settings: tuple[str, ...]
-    estimate: Estimate | None
+    estimate: Estimate
     order: tuple[int, int, int]
     """Of choices that are as fast: the least first."""
 
@@ -85,10 +85,13 @@ def suggestions(estimate: Estimator, arguments: Sequence[str], ranks: int, host_
         for place, method in enumerate(_METHODS):
             least = 1 if place == 0 else 2
             for cp in (n for n in range(ranks // tp, least - 1, -1) if ranks // tp % n == 0):
-                choice = _first_that_fits(estimate, arguments, (cp, tp, method), host_memory)
+                try:
+                    choice = _first_that_fits(estimate, arguments, (cp, tp, method), host_memory)
+                except ConfigError:  # degrees that do not go together with the job
+                    continue
                 if choice is None:
                     break  # fewer ranks for a sequence take more memory
-                found += [choice] if choice.settings else []
+                found.append(choice)
     found.sort(key=lambda choice: -choice.estimate.tokens_per_second)
     ranked: list[Choice] = []
     while found:
@@ -104,7 +107,8 @@ def _first_that_fits(
 ) -> Choice | None:
     """Return the choice of these degrees that recomputes least, None if none fits.
 
-    Without settings if these degrees do not go together with the job.
+    Raises:
+        ConfigError: these degrees do not go together with the job.
     """
     cp, tp, method = degrees
     p, a = "--parallelism.", "--activation_checkpoint."
@@ -116,10 +120,7 @@ def _first_that_fits(
         (f"{a}mode=full", f"{a}offload=inputs", f"{a}mlp_chunk_tokens=8192", "--compile.components=loss"),
     )
     for modes in recomputed:
-        try:
-            answer = estimate([*arguments, *settings, *modes])
-        except ConfigError:  # settings that do not go together
-            return Choice((), None, (0, 0, 0))
+        answer = estimate([*arguments, *settings, *modes])
         if answer.fits and answer.profile.totals["host"] <= host_memory:
             return Choice((*settings, *modes), answer, (cp * tp, tp, _METHODS.index(method)))
     return None

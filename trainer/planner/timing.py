@@ -6,7 +6,7 @@ expert parallelism are waited for.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from trainer.config.toml import load_toml
 from trainer.planner.profile import Profile
 
 RECORDS = Path(__file__).with_name("gpus.toml")
-QUANTITIES = ("products", "float8", "attention_forward", "attention_backward", "memory", "link", "network")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def device(name: str) -> Device:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. parts: part of the step -> what takes time -> seconds, of which `waits` are messages."""
+    """Seconds of a step. parts: part of the step -> what takes time -> seconds."""
 
     seconds: float
     parts: Mapping[str, Mapping[str, float]]
@@ -129,8 +128,3 @@ def _messages(profile: Profile, part: str, on: Device) -> tuple[float, float]:
         else:
             waited += seconds
     return hidden, waited
-
-
-def with_efficiency(on: Device, efficiency: Mapping[str, float]) -> Device:
-    """Return a device with other shares of its peaks."""
-    return replace(on, efficiency={**on.efficiency, **efficiency})

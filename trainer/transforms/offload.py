@@ -205,9 +205,11 @@ def apply_offload(layers: Mapping[str, nn.Module], settings: ActivationCheckpoin
         return
     inputs = HostInputs(CopyStream(device_type))
     for number, following in zip(checkpointed, [*checkpointed[1:], kept[0]], strict=True):
-        keep: Callable[[torch.Tensor], KeptInput | RecomputedInput] = lambda _: inputs.recompute()  # noqa: E731
-        if number in kept:
-            keep = partial(inputs.keep, is_first=number == kept[0], to_host=number in offloaded)
+        keep: Callable[[torch.Tensor], KeptInput | RecomputedInput] = (
+            partial(inputs.keep, is_first=number == kept[0], to_host=number in offloaded)
+            if number in kept
+            else lambda _: inputs.recompute()
+        )
         block = layers[str(number)]
         replace_forward(block, "offload", _offloading(block, inputs, keep, runs_again=following not in kept))
 
