@@ -29,6 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.METRICS,
     *step.VALIDATION,
     *memory.OFFLOADED_INPUTS,
+    *memory.ROTARY,
     *memory.BLOCKS,
     *memory.GROUPS,
     *memory.TILES,

@@ -69,6 +69,31 @@ OFFLOADED_INPUTS = (
     ),
 )
 
+_MODEL = "tests/unit/test_model.py"
+ROTARY = (
+    Mutant(
+        "each rank rotates by the positions of the first one",
+        "trainer/models/decoder.py",
+        "positions = own_positions(attention_plan, tokens.device)",
+        "positions = torch.arange(len(own_positions(attention_plan, tokens.device)), device=tokens.device)",
+        "tests/distributed/test_parity.py::test_layout_equals_single_process[cp2-float32]",
+    ),
+    Mutant(
+        "angles are of float32",
+        "trainer/models/rotary.py",
+        "positions.unsqueeze(-1) * frequencies",
+        "positions.unsqueeze(-1) * frequencies.float()",
+        f"{_MODEL}::test_rows_at_positions_are_bit_for_bit_those_of_the_whole_table",
+    ),
+    Mutant(
+        "a product of all cosines exists beside them",
+        "trainer/models/rotary.py",
+        "angles.cos().mul_(magnitude)",
+        "angles.cos() * magnitude",
+        f"{_MODEL}::test_rows_take_two_tensors_of_angles_beside_them",
+    ),
+)
+
 _BLOCK = "tests/unit/test_block_memory.py"
 BLOCKS = (
     Mutant(

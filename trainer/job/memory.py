@@ -60,7 +60,7 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     own = sum(sizes.get(name, 0) for name in modules)
     local = math.ceil(own / shards) + len(layers) * math.ceil(of_experts / degrees.efsdp)
     trained = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards) if adapters else local
-    table = training.seq_len * model.head_dim * max(stored, 4)
+    table = training.seq_len // degrees.cp * model.head_dim * max(stored, 4)
     return RankMemory(
         weights=(local + (trained if adapters else 0)) * stored,
         gradients=trained * stored,
