@@ -30,6 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.VALIDATION,
     *memory.OFFLOADED_INPUTS,
     *memory.ROTARY,
+    *memory.HOST_BATCHES,
     *memory.BLOCKS,
     *memory.GROUPS,
     *memory.TILES,

@@ -94,6 +94,31 @@ ROTARY = (
     ),
 )
 
+_BATCHES = "tests/distributed/test_host_batches.py"
+HOST_BATCHES = (
+    Mutant(
+        "whole sequences are copied to the device, and cut there",
+        "trainer/tasks/language.py",
+        "with self.sequence_context(batch, model_parts) as plan, self._on_device(batch):",
+        "with self._on_device(batch), self.sequence_context(batch, model_parts) as plan:",
+        _BATCHES,
+    ),
+    Mutant(
+        "positions are copied although the model counts from 0",
+        "trainer/tasks/language.py",
+        '() if self._positions(batch) is None else ("positions",)',
+        '("positions",)',
+        _BATCHES,
+    ),
+    Mutant(
+        "a batch keeps a rank's copies",
+        "trainer/tasks/language.py",
+        "            batch.update(on_host)",
+        "            pass",
+        _BATCHES,
+    ),
+)
+
 _BLOCK = "tests/unit/test_block_memory.py"
 BLOCKS = (
     Mutant(

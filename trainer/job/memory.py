@@ -60,12 +60,12 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     own = sum(sizes.get(name, 0) for name in modules)
     local = math.ceil(own / shards) + len(layers) * math.ceil(of_experts / degrees.efsdp)
     trained = math.ceil(sum(adapters.get(name, 0) for name in modules) / shards) if adapters else local
-    table = training.seq_len // degrees.cp * model.head_dim * max(stored, 4)
+    rows, of_batch = training.seq_len // degrees.cp, 2 * 8 * training.local_batch_size  # tokens and labels
     return RankMemory(
         weights=(local + (trained if adapters else 0)) * stored,
         gradients=trained * stored,
         optimizer=2 * trained * stored,
-        tables=table + 4 * 8 * training.local_batch_size * training.seq_len,
+        tables=rows * (model.head_dim * max(stored, 4) + of_batch),
     )
 
 
