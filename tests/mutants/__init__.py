@@ -29,6 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *step.METRICS,
     *step.VALIDATION,
     *memory.OFFLOADED_INPUTS,
+    *memory.OFFLOADED_ATTENTION,
     *memory.ROTARY,
     *memory.HOST_BATCHES,
     *memory.BLOCKS,

@@ -69,6 +69,38 @@ OFFLOADED_INPUTS = (
     ),
 )
 
+_SELECTIVE = "trainer/transforms/activation_checkpoint.py"
+OFFLOADED_ATTENTION = (
+    Mutant(
+        "the output and log-sum-exp of attention stay on the device",
+        "trainer/transforms/offload.py",
+        "results[i].keep(x, **how)",
+        "results[i].keep(x, is_first=how['is_first'], to_host=False)",
+        f"{_OFFLOAD}::test_results_of_attention_leave_the_device_with_the_inputs",
+    ),
+    Mutant(
+        "results of attention are kept a second time on the device",
+        _SELECTIVE,
+        "create_selective_checkpoint_contexts(_KeepOperators(_ATTENTION))",
+        "create_selective_checkpoint_contexts(_KeepOperators())",
+        f"{_OFFLOAD}::test_results_of_attention_leave_the_device_with_the_inputs",
+    ),
+    Mutant(
+        "copies of attention's results are operators of the recomputation",
+        _SELECTIVE,
+        "return _both(modes[0], selective[0]), _both(modes[1], selective[1])",
+        "return _both(selective[0], modes[0]), _both(selective[1], modes[1])",
+        f"{_OFFLOAD}::test_losses_gradients_and_weights_do_not_change",
+    ),
+    Mutant(
+        "attention that is not seen is no error",
+        _SELECTIVE,
+        "self._keep is not None and not self._results",
+        "False",
+        f"{_OFFLOAD}::test_attention_that_is_not_seen_is_an_error",
+    ),
+)
+
 _MODEL = "tests/unit/test_model.py"
 ROTARY = (
     Mutant(

@@ -94,12 +94,16 @@ def _experts(job: ResolvedJob) -> int:
 
 
 def host_memory(job: ResolvedJob) -> int:
-    """Return the bytes of page-locked host memory that the inputs of layers take on the rank with most."""
+    """Return the bytes of page-locked host memory that what is offloaded of layers takes on the rank with most."""
     stages = layers_of_stages(job.pipeline, job.model.n_layers)
     numbers = [len(job.config.activation_checkpoint.offloaded(layers)) for layers in stages]
     own = [[0]] if job.pipeline is None else map(job.pipeline.stages_of, range(job.degrees.pp))
-    most = job.model.dim * max(sum(numbers[stage] for stage in of_rank) for of_rank in own)
-    return _passes_in_flight(job) * job.tokens_of_a_pass * ITEMSIZE[job.compute_dtype] * most // job.degrees.tp
+    most = max(sum(numbers[stage] for stage in of_rank) for of_rank in own)
+    model, itemsize = job.model, ITEMSIZE[job.compute_dtype]
+    of_token = model.dim * itemsize
+    if job.config.activation_checkpoint.offload == "inputs+attention":  # output and log-sum-exp
+        of_token += model.n_heads * (model.head_dim * itemsize + max(itemsize, 4))
+    return _passes_in_flight(job) * job.tokens_of_a_pass * of_token * most // job.degrees.tp
 
 
 def _passes_in_flight(job: ResolvedJob) -> int:

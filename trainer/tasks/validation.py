@@ -91,7 +91,6 @@ class Validation:
         self.dims, self.task = dims, task
         settings, training = job.config.validation, job.config.training
         self.settings, self.seq_len = settings, settings.seq_len or training.seq_len
-        self._other_length = self.seq_len != training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
         data = validation_data(job.config)
         catalog = once_a_node(lambda: catalog_of(data), dims["world"])
@@ -130,9 +129,6 @@ class Validation:
         batch = tensors_of(arrays)
         if self.task.batch_planner is not None:
             batch["plan"] = self.task.batch_planner(arrays)
-        elif self._other_length:  # the rotary tables have the rows of training's sequences
-            batch["positions"] = torch.arange(self.seq_len).repeat(self._rows, 1)
-            batch["uses_positions"] = True
         return batch
 
     def run(self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None) -> ValidationResult:
